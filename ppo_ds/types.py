@@ -167,7 +167,7 @@ class Rollout(Sequences):
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of B responses. Sequence-level rewards leave ``per_token`` at zero."""
+    """Scores of B responses. Sequence-level rewards leave ``per_token`` at zero, step rewards ``total``."""
 
     total: Tensor  # [B] float32
     per_token: Tensor  # [B,R] float32, 0 outside the mask
@@ -179,6 +179,11 @@ class Scores:
             assert len(column) == len(self.total), (
                 f"Scores.{name} has {len(column)} rows, not {len(self.total)}"
             )
+
+    @property
+    def sums(self) -> Tensor:
+        """The whole score of each response: ``total`` and the scores of all tokens, [B]."""
+        return self.total + self.per_token.sum(1)
 
 
 class Reward(Protocol):
@@ -198,6 +203,11 @@ class ScoredRollout(Rollout):
     token_scores: Tensor = field(metadata=_R)  # [B,R] float32
     components: tuple[dict[str, float], ...]  # B dicts: name -> part of the score
 
+    @property
+    def score_sums(self) -> Tensor:
+        """The whole score of each response: ``scores`` and the scores of all tokens, [B]."""
+        return self.scores + self.token_scores.sum(1)
+
 
 @dataclass(frozen=True)
 class Experience(Sequences):
@@ -213,7 +223,7 @@ class Experience(Sequences):
     weights: Tensor = field(metadata=_R)
 
     # rewards and advantages
-    scores: Tensor = field(metadata=_B)  # [B] as the reward returned them
+    scores: Tensor = field(metadata=_B)  # [B] as the reward returned them, with those of all tokens
     rewards: Tensor = field(metadata=_S)  # [B,S] shaped scores, minus any KL penalty
     advantages: Tensor = field(metadata=_R)  # [B,R]
 

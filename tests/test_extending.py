@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,8 @@ from ppo_ds.models.policy import Policy
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.ops.losses import BatchTotals, Share, policy_loss, token_mean
 from ppo_ds.ppo.collector import RolloutCollector
+from ppo_ds.ppo.scoring import scored
+from ppo_ds.rewards.pending import start_scoring
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Prompts, Rollout, ScoredRollout
 from tests.ppo.conftest import ThreadWorld
@@ -240,12 +243,13 @@ def collected(config: Config) -> tuple[ScoredRollout, list[str]]:
     collector = RolloutCollector(
         actor=actor,
         generator=generator,
-        reward=bind(config.reward, "reward")(tokenizer=TOKENIZER),
+        start_scoring=partial(start_scoring, bind(config.reward, "reward")(tokenizer=TOKENIZER)),
         sampling=SAMPLING,
         timer=lambda phase: nullcontext(),
         check=lambda: None,
     )
-    return collector(iter([prompts]))[0], notes
+    rollout, scores, _ = collector(iter([prompts]))
+    return scored(rollout, scores.result()), notes
 
 
 def texts(rollout: Rollout) -> list[str]:

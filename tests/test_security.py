@@ -426,7 +426,7 @@ ALLOWED = {
         "ppo_ds/config/registry.py",
         "import_module",
     ): "the tables' own targets, or a _target_ of the user's config",
-    ("ppo_ds/rewards/function.py", "import_module"): "the user's own reward",
+    ("ppo_ds/rewards/user_function.py", "import_module"): "the user's own reward",
     ("ppo_ds/rewards/function.py", "spec_from_file_location"): "the same",
     ("ppo_ds/rewards/function.py", "exec_module"): "the same",
     ("ppo_ds/tracking/wandb.py", "subprocess"): "wandb's child: a list of arguments, no shell",

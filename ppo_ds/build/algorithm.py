@@ -70,6 +70,7 @@ def experience_maker(
     stop_token_ids: tuple[int, ...],
     pad_id: int,
     timer: PhaseTimer,
+    check: Callable[[], None],
 ) -> ExperienceMaker:
     """Builds the ExperienceMaker of a run."""
     algo = config.algo
@@ -92,6 +93,7 @@ def experience_maker(
         packed=all_packed(actor, reference, critic),
         world=world,
         timer=timer,
+        check=check,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ppo_ds.build.algorithm import (
@@ -38,6 +39,7 @@ from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.meter import build_meter
 from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.trainer import PPOTrainer
+from ppo_ds.rewards.pending import start_scoring
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.stage import RunContext, Stateful
@@ -88,6 +90,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
         stop_token_ids=stops,
         pad_id=inputs.tokenizer.pad_id,
         timer=context.timer,
+        check=context.stop.raise_if_stopped,
     )
     learn = learner(
         config,
@@ -213,7 +216,7 @@ def build_collector(
     components: dict[str, Any] = {
         "actor": models.actor,
         "generator": generator,
-        "reward": models.reward,
+        "start_scoring": partial(start_scoring, models.reward),
         "sampling": sampling,
         "timer": context.timer,
         "check": context.stop.raise_if_stopped,
@@ -249,7 +252,9 @@ def build_evaluator(
         ),
         actor=models.actor,
         generator=generator,
-        reward=reward.evaluate if isinstance(reward, WeightedReward) else reward,
+        start_scoring=reward.start_evaluation
+        if isinstance(reward, WeightedReward)
+        else partial(start_scoring, reward),
         sampling=sampling.as_greedy() if config.eval.greedy else sampling,
         correct_above=config.eval.correct_above,
         tokenizer=inputs.tokenizer,

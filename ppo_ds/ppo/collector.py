@@ -1,4 +1,8 @@
-"""Collection of the scored rollout of one PPO step: generation and scoring, in one or several rounds."""
+"""Collection of the rollout of one PPO step: generation and scoring, in one or several rounds.
+
+Rewards that score in the background go on while the models compute log-probs and values. Dynamic sampling
+needs the scores of a round at once, so it waits for them.
+"""
 
 from __future__ import annotations
 
@@ -12,50 +16,38 @@ from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.ppo.batching import all_gather_rows, concatenate
+from ppo_ds.ppo.scoring import StartScoring, scored, scores_of, wait_for_scores
+from ppo_ds.rewards.pending import Pending
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.timing import PhaseTimer
-from ppo_ds.types import Metrics, Prompts, Reward, Rollout, ScoredRollout, Scores
-
-
-def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
-    """Combines a rollout and its scores into a ScoredRollout on the CPU."""
-    components = tuple(
-        {name: float(column[i]) for name, column in scores.components.items()} for i in range(len(rollout))
-    )
-    return ScoredRollout(
-        **rollout.tensors(),
-        **rollout.objects(),
-        scores=scores.total.cpu().float(),
-        token_scores=scores.per_token.cpu().float(),
-        components=components,
-    )
+from ppo_ds.types import Metrics, Prompts, Rollout, ScoredRollout, Scores
 
 
 @dataclass(kw_only=True)
 class RolloutCollector:
-    """Generates responses to the next prompts and scores them. Each rank has its own prompts."""
+    """Generates responses to the next prompts and starts to score them. Each rank has its own prompts."""
 
     actor: HybridActor
     generator: Generator
-    reward: Reward
+    start_scoring: StartScoring
     sampling: SamplingParams
     timer: PhaseTimer
     check: Callable[[], None]  # a collective that raises Abandoned on all ranks after a stop request
 
-    def __call__(self, prompts: Iterator[Prompts]) -> tuple[ScoredRollout, Metrics]:
-        """Collects a rollout for the next prompts and returns it with metrics. A collective."""
-        return self.collect(next(prompts)), {}
+    def __call__(self, prompts: Iterator[Prompts]) -> tuple[Rollout, Pending[Scores], Metrics]:
+        """Collects a rollout for the next prompts; returns it with its scores and metrics. A collective."""
+        return *self.collect(next(prompts)), {}
 
-    def collect(self, prompts: Prompts) -> ScoredRollout:
-        """Generates and scores one round. A collective."""
+    def collect(self, prompts: Prompts) -> tuple[Rollout, Pending[Scores]]:
+        """Generates one round and starts to score it. A collective."""
         with self.actor.generation_mode(), self.timer("generate"):
             rollout = self.generator(prompts, self.sampling)
         self.check()
         with self.timer("reward"):
             fault("reward")
-            result = scored(rollout, self.reward(rollout))  # r(x, y)
+            scores = self.start_scoring(rollout)  # r(x, y)
         self.check()
-        return result
+        return rollout, scores
 
 
 @dataclass(kw_only=True)
@@ -71,13 +63,13 @@ class DynamicRolloutCollector(RolloutCollector):
     max_rounds: int
     world: World
 
-    def __call__(self, prompts: Iterator[Prompts]) -> tuple[ScoredRollout, Metrics]:
+    def __call__(self, prompts: Iterator[Prompts]) -> tuple[Rollout, Pending[Scores], Metrics]:
         """Collects a rollout in rounds; returns this rank's equal share of the chosen rows. A collective."""
-        first = all_gather_rows(self.collect(next(prompts)), self.world)
+        first = self.collect_scored(next(prompts))
         rounds, wanted = [first], len(first) // self.group_size
         useful = int(self._scores_differ(first).sum())
         while useful < wanted and len(rounds) < self.max_rounds:
-            rounds.append(all_gather_rows(self.collect(next(prompts)), self.world))
+            rounds.append(self.collect_scored(next(prompts)))
             useful += int(self._scores_differ(rounds[-1]).sum())
         all_rows = concatenate(rounds)
         differ = self._scores_differ(all_rows)
@@ -85,13 +77,21 @@ class DynamicRolloutCollector(RolloutCollector):
         rows = (chosen[:, None] * self.group_size + torch.arange(self.group_size)).flatten()
         mine = all_rows.select(rows.chunk(self.world.size)[self.world.rank]).trimmed()
         dropped = all_rows.response_lengths.sum() - all_rows.response_lengths[rows].sum()
-        return mine, {
+        metrics = {
             "rollout/rounds": float(len(rounds)),
             "rollout/useful_group_frac": useful / (len(all_rows) // self.group_size),
             "rollout/dropped_tokens": float(dropped),
         }
+        return mine, Pending.of(scores_of(mine)), metrics
+
+    def collect_scored(self, prompts: Prompts) -> ScoredRollout:
+        """Generates one round, waits for its scores and returns the rows of all ranks. A collective."""
+        rollout, pending = self.collect(prompts)
+        with self.timer("reward"):
+            scores = wait_for_scores(pending, self.world, self.check)
+        return all_gather_rows(scored(rollout, scores), self.world)
 
     def _scores_differ(self, rollout: ScoredRollout) -> Tensor:
         """Returns, for each group, whether its scores differ: [groups] bool."""
-        groups = rollout.scores.view(-1, self.group_size)
+        groups = rollout.score_sums.view(-1, self.group_size)
         return groups.amax(1) > groups.amin(1)

@@ -15,10 +15,11 @@ from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ppo.scoring import StartScoring, wait_for_scores
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.training.stage import Evaluation
-from ppo_ds.types import Prompts, Reward, Rollout, Row
+from ppo_ds.types import Prompts, Rollout, Row
 
 PHASE = "in an evaluation"
 
@@ -33,7 +34,7 @@ class Evaluator:
     _: KW_ONLY
     actor: HybridActor
     generator: Generator
-    reward: Reward
+    start_scoring: StartScoring
     sampling: SamplingParams
     correct_above: float | None  # a higher score counts as a correct response in eval/accuracy
     tokenizer: Tokenizer
@@ -49,7 +50,8 @@ class Evaluator:
             rollouts = self.generate_all()
             for rollout, (_, weights) in zip(rollouts, self.batches, strict=True):
                 with _heartbeat_phase("in the reward"):
-                    scores = self.reward(rollout).total
+                    pending = self.start_scoring(rollout)
+                    scores = wait_for_scores(pending, self.world, self.check).sums
                 self.check()
                 counted = weights.bool()
                 sums.add_mean_and_std("eval/score", scores, counted)

@@ -1,4 +1,4 @@
-"""Implements make_experience, which turns a scored rollout into the experience that PPO trains on.
+"""Implements make_experience, which turns a rollout and its scores into the experience that PPO trains on.
 
 Departures from the paper, each of which the config can switch off: the score is clipped after the penalty for
 a missing end token, the KL to the reference is subtracted from the reward of each token, and advantages are
@@ -23,15 +23,17 @@ from ppo_ds.ops.masked import masked_sum
 from ppo_ds.ppo.advantages import AdvantageEstimator, ScorePosition, Whitening
 from ppo_ds.ppo.batching import all_gather_rows, scatter_states, scatter_tokens
 from ppo_ds.ppo.reward_shaping import ScoreShaper
+from ppo_ds.ppo.scoring import scored, wait_for_scores
+from ppo_ds.rewards.pending import Pending
 from ppo_ds.training.batching import forward_rows, scoring_plan
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.training.timing import PhaseTimer
-from ppo_ds.types import Experience, Metrics, ScoredRollout, Sequences
+from ppo_ds.types import Experience, Metrics, Rollout, ScoredRollout, Scores, Sequences
 
 
 @dataclass(kw_only=True)
 class ExperienceMaker:
-    """Computes log-probs, KL, rewards, values, advantages and returns of a scored rollout."""
+    """Computes log-probs, KL, rewards, values, advantages and returns of a rollout."""
 
     # models
     actor: TrainedModel
@@ -55,9 +57,12 @@ class ExperienceMaker:
     packed: bool  # the models take rows without padding
     world: World
     timer: PhaseTimer
+    check: Callable[[], None]  # a collective that raises Abandoned on all ranks after a stop request
 
     @torch.no_grad()
-    def __call__(self, rollout: ScoredRollout, kl_coef: float) -> tuple[Experience, Metrics]:
+    def __call__(
+        self, rollout: Rollout, pending_scores: Pending[Scores], kl_coef: float
+    ) -> tuple[Experience, Metrics]:
         """Makes the experience of all ranks from the rollout of this rank, with metrics. A collective."""
         if self.masked_stop_ids:
             rollout = mask_stops(rollout, self.masked_stop_ids)
@@ -74,6 +79,9 @@ class ExperienceMaker:
         if self.critic is not None:
             with self.timer("values"):  # V(s)
                 values = scatter_states(forward_rows(self.critic, rollout, plan), rollout, plan)
+
+        with self.timer("reward"):  # waits for scores that are computed in the background
+            rollout = scored(rollout, wait_for_scores(pending_scores, self.world, self.check))
 
         with self.timer("advantages"):
             scores, unclipped = self.shaper(rollout)  # r(x, y)
@@ -96,7 +104,7 @@ class ExperienceMaker:
             finished=rollout.finished,
             decode_logprobs=rollout.logprobs,
             weights=weights,
-            scores=rollout.scores,
+            scores=rollout.score_sums,
             rewards=rewards,
             advantages=advantages,
             logprobs=logprobs,
@@ -132,9 +140,7 @@ class ExperienceMaker:
         sums.add_max("adv/max_abs", advantages.abs().max())
         return sums.reduced(self.world)
 
-    def forward_actor(
-        self, rollout: ScoredRollout, plan: list[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward_actor(self, rollout: Rollout, plan: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Computes log-probs and old log-probs [B,R], and values [B,S] if the actor has the value head."""
         outputs = forward_rows(self.actor, rollout, plan)
         logprobs = scatter_tokens([out.logprobs for out in outputs], rollout, plan)
@@ -170,7 +176,7 @@ class ExperienceMaker:
         return scatter_tokens([out.logprobs for out in outputs], sequences, plan)
 
 
-def mask_stops(rollout: ScoredRollout, stop_token_ids: tuple[int, ...]) -> ScoredRollout:
+def mask_stops(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> Rollout:
     """Removes end tokens from the response mask; models still attend to them.
 
     zysNLP's code always does this. DeepSpeed-Chat does it if the pad token is an end token.

@@ -95,8 +95,8 @@ class PPOTrainer:
         for i in range(self.algo.value.pretrain_rollouts):
             if self.context.stop.agreed_reason() is not None:
                 return
-            rollout, _ = self.collect(self.prompts)
-            experience, _ = self.make_pretraining_experience(rollout, self.kl.value)
+            rollout, scores, _ = self.collect(self.prompts)
+            experience, _ = self.make_pretraining_experience(rollout, scores, self.kl.value)
             seed = self.minibatch_seed(FIRST_PRETRAINING_SEED + i)
             _, learned = self.learn(experience, self.kl.value, seed=seed, critic_only=True)
             self.pretraining_metrics = {
@@ -104,12 +104,12 @@ class PPOTrainer:
             }
 
     def step(self, index: int) -> StepResult:
-        # 1. responses and scores
-        rollout, collected = self.collect(self.prompts)
+        # 1. responses; a slow reward scores them in the background
+        rollout, scores, collected = self.collect(self.prompts)
 
-        # 2. log-probs, KL, values, advantages
+        # 2. log-probs, KL, values, scores, advantages
         kl_coef = self.kl.value
-        experience, made = self.make_experience(rollout, kl_coef)
+        experience, made = self.make_experience(rollout, scores, kl_coef)
         self.context.stop.raise_if_stopped()  # a later stop request does not interrupt the step
 
         # 3. clipped updates

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from numbers import Real
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ppo_ds.errors import RunError, UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
+from ppo_ds.rewards.pending import Pending
+from ppo_ds.rewards.values import quoted
 from ppo_ds.types import Rollout, Row, Scores
-
-_MAX_SCORE = torch.finfo(torch.float32).max
 
 
 class RewardError(RunError):
@@ -42,6 +42,8 @@ class Responses:
     rows: tuple[Row, ...]  # B raw rows; "prompt_text" is the prompt
     texts: tuple[str, ...]  # B decoded responses, without special tokens
     finished: tuple[bool, ...]  # B; True: the response ended with a stop token or stop string
+    # B character offsets of the texts in the decoded responses; None: each text is a whole response
+    starts: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, rollout: Rollout, tokenizer: Tokenizer) -> Responses:
@@ -58,14 +60,37 @@ class Responses:
 
         A response with the tags counts as finished. A response without them becomes an empty text.
         """
-        contents = [text_inside(text, tag) for text in self.texts]
+        spans = [span_inside(text, tag) for text in self.texts]
         return replace(
             self,
-            texts=tuple(content or "" for content in contents),
-            finished=tuple(
-                done or content is not None for done, content in zip(self.finished, contents, strict=True)
+            texts=tuple(text[slice(*span or (0, 0))] for text, span in zip(self.texts, spans, strict=True)),
+            finished=tuple(done or span is not None for done, span in zip(self.finished, spans, strict=True)),
+            starts=tuple(
+                start + (0 if span is None else span[0])
+                for start, span in zip(self.starts or (0,) * len(spans), spans, strict=True)
             ),
         )
+
+
+class StepReward(NamedTuple):
+    """The reward of one step of a text."""
+
+    end: int  # number of characters of the text up to the end of the step
+    reward: float
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """Scores of B texts."""
+
+    total: Tensor  # [B]
+    steps: tuple[tuple[StepReward, ...], ...] = ()  # B; empty without step rewards
+    # name -> [B], see Scores.components
+    components: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def has_steps(self) -> bool:
+        return any(self.steps)
 
 
 class TextReward(ABC):
@@ -81,7 +106,18 @@ class TextReward(ABC):
         self._tokenizer = tokenizer
 
     def __call__(self, rollout: Rollout) -> Scores:
-        return sequence_scores(self.score_responses(Responses.of(rollout, self._tokenizer)), rollout)
+        return self.start_scoring(rollout).result()
+
+    def start_scoring(self, rollout: Rollout) -> Pending[Scores]:
+        """Starts to score a rollout; the scores may be computed in the background."""
+        responses = Responses.of(rollout, self._tokenizer)
+        return self.start_responses(responses).then(
+            lambda scores: token_scores(scores, responses, rollout, self._tokenizer)
+        )
+
+    def start_responses(self, responses: Responses) -> Pending[TextScores]:
+        """Starts to score texts. By default the scores are computed at once."""
+        return Pending.of(TextScores(self.score_responses(responses)))
 
     def check_row(self, row: Row) -> None:
         """Raises RewardError if a raw row lacks what the reward needs.
@@ -93,6 +129,20 @@ class TextReward(ABC):
     @abstractmethod
     def score_responses(self, responses: Responses) -> Tensor:
         """Returns one finite score for each response, [B]."""
+
+
+class SlowTextReward(TextReward):
+    """Base class of text rewards that score in the background; subclasses implement ``start_responses``."""
+
+    @abstractmethod
+    def start_responses(self, responses: Responses) -> Pending[TextScores]:
+        """Starts to score texts in the background."""
+
+    def score_responses(self, responses: Responses) -> Tensor:
+        """Waits for the scores. The rewards of a response's steps are added to its score."""
+        scores = self.start_responses(responses).result()
+        sums = [sum(step.reward for step in steps) for steps in scores.steps]
+        return scores.total + torch.tensor(sums) if sums else scores.total
 
 
 def check_tags_decodable(tags: Iterable[str], tokenizer: Tokenizer, key: str) -> None:
@@ -115,13 +165,24 @@ def tag_pair(name: str | None) -> list[str]:
 
 
 def text_inside(text: str, tag: str) -> str | None:
-    """Returns the stripped text between the first <tag> and the next </tag>, or None without these tags.
+    """Returns the stripped text between the first <tag> and the next </tag>, or None without these tags."""
+    span = span_inside(text, tag)
+    return None if span is None else text[slice(*span)]
 
-    It uses ``str.find`` because a lazy regular expression takes quadratic time on adversarial texts.
+
+def span_inside(text: str, tag: str) -> tuple[int, int] | None:
+    """Returns where the stripped text between the first <tag> and the next </tag> starts and ends.
+
+    Returns None without these tags. It uses ``str.find`` because a lazy regular expression takes quadratic
+    time on adversarial texts.
     """
     start = text.find(f"<{tag}>")
     end = text.find(f"</{tag}>", start)
-    return text[start + len(tag) + 2 : end].strip() if 0 <= start < end else None
+    if not 0 <= start < end:
+        return None
+    start += len(tag) + 2
+    content = text[start:end]
+    return start + len(content) - len(content.lstrip()), start + len(content.rstrip())
 
 
 def conversation(row: Row) -> list[Message]:
@@ -135,11 +196,41 @@ def sequence_scores(total: Tensor, rollout: Rollout) -> Scores:
     return Scores(total.float().to(device), torch.zeros(rollout.response_mask.shape, device=device), {})
 
 
-def is_float32(value: Any) -> bool:
-    """Returns whether ``value`` is a finite number in the range of float32."""
-    return isinstance(value, Real) and abs(value) <= _MAX_SCORE  # False for NaN
+def token_scores(scores: TextScores, responses: Responses, rollout: Rollout, tokenizer: Tokenizer) -> Scores:
+    """Converts scores of texts to Scores of the rollout whose responses contain the texts.
+
+    The reward of a step goes to the token that completes the step, even if the next step begins in that token
+    too. A step that ends with the response gets its reward at the last token, which may be the stop token.
+    """
+    per_token = torch.zeros(rollout.response_mask.shape)
+    starts = responses.starts or (0,) * len(rollout)
+    for row, (start, steps) in enumerate(zip(starts, scores.steps, strict=False)):
+        columns = rollout.response_mask[row].nonzero()[:, 0]
+        ids = rollout.response_ids[row, columns].tolist()
+        tokens = token_ends([start + step.end for step in steps], ids, tokenizer)
+        for token, step in zip(tokens, steps, strict=True):
+            per_token[row, columns[token]] += step.reward
+    device = rollout.ids.device
+    return Scores(scores.total.float().to(device), per_token.to(device), scores.components)
 
 
-def quoted(text: str) -> str:
-    """Quotes a text for an error message, shortened and on one line."""
-    return repr(text if len(text) <= 80 else text[:77] + "...")
+def token_ends(ends: Sequence[int], ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Returns for each offset in ``ends``, in increasing order, the index of the token that completes it.
+
+    An offset counts characters of the decoded text of ``ids``. The end of the text is completed by the last
+    token, even if that token has no text of its own.
+    """
+    text, tokens, first = tokenizer.decode(ids), [], 1
+    for end in ends:
+        if end < len(text):
+            # a search by halves, since a longer prefix of the tokens never has less of the text
+            first = bisect_left(
+                range(len(ids)),
+                True,
+                lo=first,
+                key=lambda count, end=end: tokenizer.decode(ids[:count]).startswith(text[:end]),
+            )
+        else:
+            first = len(ids)
+        tokens.append(first - 1)
+    return tokens

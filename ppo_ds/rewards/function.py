@@ -1,158 +1,198 @@
-"""A reward computed by a Python function: ``fn(prompts, responses, rows)`` returns one float per response."""
+"""A reward computed by a Python function: ``fn(prompts, responses, rows)`` returns one score per response.
+
+The score is a number, or a list with one reward for each step of the response (steps.py).
+"""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
-import sys
-import traceback
+import math
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cache, reduce
-from pathlib import Path
-from types import ModuleType
-from typing import Any
-from zlib import crc32
+from functools import cached_property, partial
+from threading import Event
+from typing import Literal
 
 import torch
-from torch import Tensor
 
+from ppo_ds.config.types import Count, Number, Positive
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.rewards.base import Responses, RewardError, TextReward, is_float32, quoted
+from ppo_ds.rewards.base import Responses, RewardError, SlowTextReward, StepReward, TextScores
+from ppo_ds.rewards.pending import Pending
+from ppo_ds.rewards.pool import Arguments, NoScore, Pool, coroutine_pool, process_pool, thread_pool
+from ppo_ds.rewards.steps import step_ends
+from ppo_ds.rewards.user_function import InvalidScore, Score, is_async, load_function, read_scores
+from ppo_ds.rewards.values import described, quoted
 
 
-class FunctionReward(TextReward):
+class FunctionReward(SlowTextReward):
     """Scores responses with the function at ``path``, which is ``pkg.mod:fn`` or ``file.py:fn``.
 
-    The function gets three lists of length B: prompts and responses as text, and the raw rows. The lists are
-    copies that it may modify. The state of torch's random generators is restored after each call, so that
-    the function does not change what the run samples next. An exception raised inside the function
-    propagates unchanged, with a note that names the first prompt.
+    The function gets three lists of equal length: prompts and responses as text, and the raw rows. The lists
+    are copies that it may modify. Without a pool it is called once with all responses of the rank: a plain
+    function at once and in the main thread, an async function in the background. With a pool it is called in
+    the background, once per response, with lists of one element.
+
+    The state of torch's random generators is restored after each call, so that the function does not change
+    what the run samples next. An exception raised inside the function propagates unchanged, with a note that
+    names the first prompt. A worker process cannot pass on the exception itself, but its traceback.
+
+    Args:
+        path: The function.
+        pool: Where calls for single responses run: in threads, in worker processes, or not at all (none). The
+            calls of an async function in the pool ``thread`` share one event loop.
+        workers: Simultaneous calls on each rank; None: 4. Only with a pool.
+        timeout_seconds: The time limit of a call; None: 60. Only with a pool.
+        fallback_score: The score of a response whose call exceeds the limit, or whose worker process dies;
+            None: the run stops. Only with a pool.
+        step_separator: The text that separates the steps of a response; \\n stands for a line break. Only
+            used if the function returns step rewards.
+        tokenizer: The actor's tokenizer.
+        key: The reward's section in the config, for error messages.
     """
 
-    def __init__(self, path: str, *, tokenizer: Tokenizer, key: str = "reward"):
+    def __init__(
+        self,
+        path: str,
+        pool: Literal["none", "thread", "process"] = "none",
+        workers: Count | None = None,
+        timeout_seconds: Positive | None = None,
+        fallback_score: Number | None = None,
+        step_separator: str = r"\n\n",
+        *,
+        tokenizer: Tokenizer,
+        key: str = "reward",
+    ):
         super().__init__(tokenizer)
+        for name, value in [
+            ("workers", workers), ("timeout_seconds", timeout_seconds), ("fallback_score", fallback_score)
+        ]:  # fmt: skip
+            if pool == "none" and value is not None:
+                raise UserError(
+                    f"{key}.{name}={value:g}: needs a pool; set {key}.pool=process or {key}.pool=thread"
+                )
+        if not step_separator:
+            raise UserError(f"{key}.step_separator is empty; give the text that separates steps")
         self._name = f"{key}.path={path}"
+        self._path, self._key = path, key
         self._function = load_function(path, f"{key}.path")
+        self._separator = step_separator.replace("\\n", "\n")
+        self._fallback_score = fallback_score
+        self._kind, self._workers, self._timeout = pool, workers or 4, timeout_seconds or 60.0
 
-    def score_responses(self, responses: Responses) -> Tensor:
-        prompts = [row["prompt_text"] for row in responses.rows]
+    @cached_property
+    def _pool(self) -> Pool | None:
+        """The pool of the calls; None if the function is called at once and in the main thread."""
+        if self._kind == "process":
+            return process_pool(self._path, self._workers, self._timeout)
+        if self._kind == "thread" and not is_async(self._function):
+            return thread_pool(self._function, self._workers, self._timeout)
+        if self._kind == "thread":
+            return coroutine_pool(self._function, self._workers, self._timeout)
+        return coroutine_pool(self._function, 1, math.inf) if is_async(self._function) else None
+
+    def start_responses(self, responses: Responses) -> Pending[TextScores]:
+        count, pool, restore_rng = len(responses.texts), self._pool, torch_rng_snapshot()
+        if pool is None:
+            try:
+                scores = self._call(responses, range(count), self._call_here)
+            finally:
+                restore_rng()
+            return Pending.of(self._text_scores(responses, scores))
+        cancelled = Event()
+        calls = [range(count)] if self._kind == "none" else [range(i, i + 1) for i in range(count)]
+        call_in_pool = partial(pool.scores, cancelled=cancelled)
+        tasks = tuple(pool.submit(self._call, responses, rows, call_in_pool) for rows in calls)
+
+        def finish() -> TextScores:
+            if self._kind != "process":  # a call in another process does not change this one's random state
+                restore_rng()
+            return self._text_scores(responses, [score for task in tasks for score in task.result()])
+
+        return Pending(finish, tasks, cancelled.set)
+
+    def _call_here(self, arguments: Arguments) -> list[Score]:
+        count = len(arguments[0])  # before the call, since the function may modify the lists
+        return read_scores(self._function(*arguments), count)
+
+    def _call(
+        self, responses: Responses, rows: range, call: Callable[[Arguments], list[Score]]
+    ) -> list[Score | None]:
+        """Scores the responses ``rows`` with one call of the function; None stands for the fallback score."""
+        raw_rows = deepcopy([responses.rows[row] for row in rows])
+        prompts = [row["prompt_text"] for row in raw_rows]
         try:
-            with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
-                result = self._function(list(prompts), list(responses.texts), deepcopy(list(responses.rows)))
+            return call((prompts, [responses.texts[row] for row in rows], raw_rows))
+        except InvalidScore as error:
+            if error.row is None:
+                raise RewardError(f"{self._name} {error}") from None
+            where = self._where(responses, rows[error.row])
+            raise RewardError(f"{self._name} {error} for {where}; {error.remedy}") from None
+        except NoScore as error:
+            if self._fallback_score is not None:
+                return [None] * len(rows)
+            raise RewardError(
+                f"{self._name} {error} for {self._where(responses, rows[0])}; set {self._key}.fallback_score "
+                f"to the score of such responses, or raise {self._key}.timeout_seconds"
+            ) from None
         except BaseException as error:  # also SystemExit
             error.add_note(
-                f"in {self._name}, scoring {len(prompts)} responses; row 0 has the prompt "
-                f"{quoted(prompts[0])}"
+                f"in {self._name}, scoring {len(rows)} responses; row {rows[0]} has the prompt "
+                f"{quoted(responses.rows[rows[0]]['prompt_text'])}"
             )
             raise
-        values = result.tolist() if hasattr(result, "tolist") else result  # from numpy, torch or pandas
-        if not isinstance(values, (list, tuple)):
-            raise RewardError(
-                f"{self._name} returned {_describe(result)}; it must return a list of {len(prompts)} floats"
-            )
-        if len(values) != len(prompts):
-            raise RewardError(f"{self._name} returned {len(values)} scores for {len(prompts)} responses")
-        scores = [self._to_float(value, row, prompts[row]) for row, value in enumerate(values)]
-        return torch.tensor(scores, dtype=torch.float32, device="cpu")
 
-    def _to_float(self, value: Any, row: int, prompt: str) -> float:
-        """Converts one score, which may be a numpy or torch scalar."""
-        try:
-            number = value.item() if hasattr(value, "item") else value
-        except (ValueError, RuntimeError):  # raised for an array of several elements
-            number = None
-        if not is_float32(number):
-            raise RewardError(
-                f"{self._name} returned {_describe(value)} for row {row}, prompt {quoted(prompt)}; "
-                "a score must be a finite number"
-            )
-        return float(number)
-
-
-def load_function(path: str, key: str = "reward.path") -> Callable[..., Any]:
-    """Imports the function at ``pkg.mod:fn`` or ``file.py:fn`` and checks that it takes three arguments.
-
-    Raises UserError naming ``key`` if it cannot be imported or is not such a function.
-    """
-    source, _, name = path.rpartition(":")
-    if not source or not name:
-        raise UserError(f"{key}={path}: must be pkg.mod:function or file.py:function")
-    module = _import_source(source, f"{key}={path}")
-    try:
-        function = reduce(getattr, name.split("."), module)
-    except AttributeError:
-        functions = [
-            name
-            for name, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
-        raise UserError(
-            f"{key}={path}: {source} has no {name}; its functions are: {', '.join(functions) or 'none'}"
-        ) from None
-    if isinstance(function, type) or not callable(function):
-        raise UserError(
-            f"{key}={path}: {_describe(function)} is not a function; give one that takes (prompts, "
-            "responses, rows)"
+    def _text_scores(self, responses: Responses, scores: list[Score | None]) -> TextScores:
+        """Converts the scores of all responses, and assigns step rewards to the steps of the texts."""
+        self._check_kinds(responses, scores)
+        steps = tuple(
+            self._step_rewards(responses, row, score) if isinstance(score, list) else ()
+            for row, score in enumerate(scores)
         )
-    if inspect.iscoroutinefunction(function):
-        raise UserError(f"{key}={path}: an async function is not supported; give a plain function")
-    try:
-        inspect.signature(function).bind([], [], [])
-    except ValueError:
-        pass  # some builtins have no signature
-    except TypeError as error:
-        raise UserError(
-            f"{key}={path}: is called as fn(prompts, responses, rows), but takes "
-            f"{inspect.signature(function)}: {error}"
-        ) from None
-    return function
-
-
-def _import_source(source: str, setting: str) -> ModuleType:
-    """Imports ``pkg.mod`` or ``file.py``; ``setting`` is the config entry that error messages name."""
-    is_file = source.endswith(".py")
-    file = Path(source).expanduser().resolve()
-    if is_file and not file.is_file():
-        raise UserError(f"{setting}: no such file: {file}")
-    # sys.path contains the launch script's folder, not the current one. The user's folder is appended, so
-    # that its files never hide an installed package. It is not removed, because functions may import modules
-    # when they are called.
-    folder = str(file.parent if is_file else Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        return _execute_file(file) if is_file else importlib.import_module(source)
-    except (Exception, SystemExit) as error:
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename != __file__ and "importlib" not in frame.filename
+        total = [
+            self._fallback_score if score is None else 0.0 if isinstance(score, list) else score
+            for score in scores
         ]
-        location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        raise UserError(
-            f"{setting}: cannot import {source}: {type(error).__name__}: {error}{location}"
-        ) from error
+        components = {}
+        if self._fallback_score is not None:
+            components["fallback"] = torch.tensor([float(score is None) for score in scores])
+        return TextScores(torch.tensor(total, dtype=torch.float32, device="cpu"), steps, components)
+
+    def _check_kinds(self, responses: Responses, scores: list[Score | None]) -> None:
+        """Raises RewardError if some responses have step rewards and others a single score."""
+        given = [(row, score) for row, score in enumerate(scores) if score is not None]
+        for row, score in given:
+            if isinstance(score, list) != isinstance(given[0][1], list):
+                other = f"{'a list' if isinstance(given[0][1], list) else 'a number'} for row {given[0][0]}"
+                raise RewardError(
+                    f"{self._name} returned {described(score)} for {self._where(responses, row)}, but "
+                    f"{other}; it must return one float for each response, or one list of floats for each"
+                )
+
+    def _step_rewards(self, responses: Responses, row: int, rewards: list[float]) -> tuple[StepReward, ...]:
+        ends = step_ends(responses.texts[row], self._separator)
+        if len(ends) != len(rewards):
+            raise RewardError(
+                f"{self._name} returned {len(rewards)} step rewards for a response of {len(ends)} steps "
+                f"({self._where(responses, row)}); the steps are the non-blank pieces between "
+                f"{self._key}.step_separator={self._separator!r}"
+            )
+        return tuple(map(StepReward, ends, rewards))
+
+    @staticmethod
+    def _where(responses: Responses, row: int) -> str:
+        """Names a response in an error message."""
+        return f"row {row}, prompt {quoted(responses.rows[row]['prompt_text'])}"
 
 
-@cache
-def _execute_file(file: Path) -> ModuleType:
-    """Imports a file as a module, once per process."""
-    # A unique name keeps the user's math.py from replacing `math`, and one score.py from replacing another.
-    name = f"_reward_of_{file.stem}_{crc32(str(file).encode()):08x}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+def torch_rng_snapshot() -> Callable[[], None]:
+    """Returns a function that restores the current state of torch's random generators."""
+    cpu = torch.get_rng_state()
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu)
 
-def _describe(value: Any) -> str:
-    return f"{quoted(str(value))} ({type(value).__name__})"
+    return restore

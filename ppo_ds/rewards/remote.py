@@ -9,24 +9,23 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Event
 from typing import Any, Literal, Protocol
 
 import httpx
 import torch
-from torch import Tensor
 
 from ppo_ds.config.types import Count, Natural, NonNegative, Positive
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.rewards.base import Responses, RewardError, TextReward, is_float32, quoted
+from ppo_ds.rewards.base import Responses, RewardError, SlowTextReward, TextScores
 from ppo_ds.rewards.http_client import JsonClient, KeyVariable, ServiceError, ServiceUrl
+from ppo_ds.rewards.pending import Pending
+from ppo_ds.rewards.values import is_float32, quoted
 from ppo_ds.types import Row
-
-_POLL_SECONDS = 0.5  # interval at which should_stop is called
 
 JUDGE = """\
 Here is a question and an answer to it. Judge how helpful, correct and clear the answer is. \
@@ -158,7 +157,7 @@ class Judge:
         return [score]
 
 
-class RemoteReward(TextReward):
+class RemoteReward(SlowTextReward):
     """Scores responses over HTTP; on several ranks each rank requests the scores of its own rows.
 
     Args:
@@ -181,8 +180,6 @@ class RemoteReward(TextReward):
         key_env: The environment variable with the service's key, which is sent as a bearer token.
         proxy: The URL of a proxy; HTTP_PROXY and similar variables are ignored.
         tokenizer: The actor's tokenizer.
-        should_stop: Returns whether the scores are no longer needed. The reward then returns at once, and
-            the caller must discard its result.
         key: The reward's section in the config, for error messages.
     """
 
@@ -208,7 +205,6 @@ class RemoteReward(TextReward):
         proxy: ServiceUrl | None = None,
         *,
         tokenizer: Tokenizer,
-        should_stop: Callable[[], bool] = lambda: False,
         key: str = "reward",
     ):
         super().__init__(tokenizer)
@@ -232,25 +228,29 @@ class RemoteReward(TextReward):
         )
         self._name = f"{key}.url={self._client.shown}"
         self._parse_retries, self._concurrency = parse_retries, concurrency
-        self._should_stop = should_stop
 
-    def score_responses(self, responses: Responses) -> Tensor:
+    def start_responses(self, responses: Responses) -> Pending[TextScores]:
         requests, cancelled = self._format.requests(responses), Event()
         payloads = [self._encode(request, responses) for request in requests]
-        with self._client.open(self._concurrency) as client:
-            pool = ThreadPoolExecutor(self._concurrency)
-            parts = [
-                pool.submit(self._request_scores, client, request, payload, responses, cancelled)
-                for request, payload in zip(requests, payloads, strict=True)
-            ]
-            try:
-                scores = [score for part in _results(parts, self._should_stop) for score in part]
-            finally:
-                cancelled.set()  # after an error, no request is retried
-                # A request in flight cannot be cancelled. After a stop request, its scores are not needed and
-                # its thread uses only the network, so shutdown does not wait for it.
-                pool.shutdown(wait=not self._should_stop(), cancel_futures=True)
-        return torch.tensor(scores, dtype=torch.float32) if scores else torch.zeros(len(responses.texts))
+        client, pool = self._client.open(self._concurrency), ThreadPoolExecutor(self._concurrency)
+        tasks = tuple(
+            pool.submit(self._request_scores, client, request, payload, responses, cancelled)
+            for request, payload in zip(requests, payloads, strict=True)
+        )
+        pool.shutdown(wait=False)  # its threads end after the last request
+
+        def finish() -> TextScores:
+            client.close()
+            scores = [score for task in tasks for score in task.result()]
+            return TextScores(torch.tensor(scores, dtype=torch.float32))
+
+        def cancel() -> None:
+            """Ends the retries and the requests that have not begun; one in flight cannot be cancelled."""
+            cancelled.set()
+            for task in tasks:
+                task.cancel()
+
+        return Pending(finish, tasks, cancel)
 
     def _encode(self, request: Request, responses: Responses) -> bytes:
         try:
@@ -278,20 +278,6 @@ class RemoteReward(TextReward):
         rows = f"row {first}" if first == last else f"rows {first} to {last}"
         prompt = quoted(responses.rows[first]["prompt_text"])
         return RewardError(f"{self._name}: {reason} ({rows}, prompt {prompt})")
-
-
-def _results(parts: list[Future[Sequence[float]]], should_stop: Callable[[], bool]) -> list[Sequence[float]]:
-    """Returns all results in order, or an empty list if ``should_stop()`` becomes true before the end.
-
-    The first error is raised immediately.
-    """
-    pending = set(parts)
-    while pending and not should_stop():
-        done, pending = wait(parts, timeout=_POLL_SECONDS, return_when=FIRST_EXCEPTION)
-        for part in done:
-            if error := part.exception():
-                raise error
-    return [] if pending else [part.result() for part in parts]
 
 
 def _make_judge(

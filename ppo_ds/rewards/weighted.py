@@ -20,14 +20,18 @@ from ppo_ds.ops.running import RunningMoments
 from ppo_ds.rewards.base import (
     Responses,
     RewardError,
+    SlowTextReward,
     TextReward,
+    TextScores,
     check_tags_decodable,
-    quoted,
     sequence_scores,
     tag_pair,
     text_inside,
+    token_scores,
 )
+from ppo_ds.rewards.pending import Pending, all_of, start_scoring
 from ppo_ds.rewards.rules import Tag
+from ppo_ds.rewards.values import quoted
 from ppo_ds.types import Reward, Rollout, Row, Scores
 
 
@@ -47,10 +51,10 @@ class Part(Section):
 class WeightedReward:
     """Computes total = sum of weight x clip(normalize(score of the part)).
 
-    ``Scores.components`` maps the name of each part to its score before weighting; the weighted components
-    add up to the total. A normalized part also has ``<name>_raw``, its score before normalization. A part's
-    own components follow as ``<name>/<component>``. Per-token scores of a part are weighted, but neither
-    normalized nor clipped.
+    ``Scores.components`` maps the name of each part to its score before weighting, per-token scores included;
+    the weighted components add up to ``Scores.sums``. A normalized part also has ``<name>_raw``, its score
+    before normalization. A part's own components follow as ``<name>/<component>``. Per-token scores of a
+    part are weighted, but neither normalized nor clipped.
     """
 
     def __init__(
@@ -91,17 +95,20 @@ class WeightedReward:
             check_tags_decodable(tag_pair(part.inside), tokenizer, f"{self._key}.{name}.inside={part.inside}")
 
     def __call__(self, rollout: Rollout) -> Scores:
-        """Scores a training rollout; a collective operation if a part is normalized."""
-        return self._combine(rollout, training=True)
+        return self.start_scoring(rollout).result()
 
-    def evaluate(self, rollout: Rollout) -> Scores:
-        """Scores held-out responses without normalizing any part.
+    def start_scoring(self, rollout: Rollout) -> Pending[Scores]:
+        """Starts to score a training rollout; its result is a collective if a part is normalized."""
+        return self._start(rollout, training=True)
+
+    def start_evaluation(self, rollout: Rollout) -> Pending[Scores]:
+        """Starts to score held-out responses without normalizing any part.
 
         The moments change during training, so normalized scores of two evaluations could not be compared. The
         ``clip`` of a normalized part is not applied either, because it limits normalized scores. The moments
         are not updated.
         """
-        return self._combine(rollout, training=False)
+        return self._start(rollout, training=False)
 
     def check_row(self, row: Row) -> None:
         """Checks a row with every part that reads text, like ``TextReward.check_row``."""
@@ -124,13 +131,40 @@ class WeightedReward:
         for name, moments in self._moments.items():
             moments.load_state_dict(state["moments"][name])
 
-    def _combine(self, rollout: Rollout, training: bool) -> Scores:
+    def _start(self, rollout: Rollout, training: bool) -> Pending[Scores]:
+        """Starts all parts. Those that score in the background start first, and overlap with the others."""
         responses = Responses.of(rollout, self._tokenizer)  # decoded once for all parts
+        slow = [name for name, part in self._parts.items() if isinstance(part.reward, SlowTextReward)]
+        started = {
+            name: self._start_part(name, rollout, responses)
+            for name in dict.fromkeys(slow + list(self._parts))
+        }
+        parts = all_of([started[name] for name in self._parts])
+        return parts.then(lambda scores: self._combine(rollout, scores, training))
+
+    def _start_part(self, name: str, rollout: Rollout, responses: Responses) -> Pending[Scores]:
+        """Starts to score a rollout with one part; a TextReward reads the texts that are decoded already."""
+        part = self._parts[name]
+        texts = responses.inside(part.inside) if part.inside else responses
+
+        def finish(scores: TextScores) -> Scores:
+            return token_scores(scores, texts, rollout, self._tokenizer)
+
+        def check(scores: Scores) -> Scores:
+            with _name_in_errors(f"{self._key}.{name}"):
+                return _expect_finite(scores, rollout)
+
+        with _name_in_errors(f"{self._key}.{name}"):
+            if isinstance(part.reward, TextReward):
+                started = part.reward.start_responses(texts).then(finish)
+            else:
+                started = start_scoring(part.reward, rollout)
+        return started.then(check)
+
+    def _combine(self, rollout: Rollout, scores: list[Scores], training: bool) -> Scores:
         empty = sequence_scores(torch.zeros(len(rollout)), rollout)
         total, per_token, components = empty.total, empty.per_token, {}
-        for name, part in self._parts.items():
-            with _name_in_errors(f"{self._key}.{name}"):
-                raw = _score_part(part, rollout, responses)
+        for (name, part), raw in zip(self._parts.items(), scores, strict=True):
             score = raw.total
             if name not in self._moments:
                 score = _clip(score, part.clip)
@@ -139,24 +173,19 @@ class WeightedReward:
                 score = _clip(self._moments[name].normalize(score), part.clip)
             total = total + part.weight * score
             per_token = per_token + part.weight * raw.per_token
-            components[name] = score
+            components[name] = score + raw.per_token.sum(1)
             if name in self._moments:
-                components[f"{name}_raw"] = raw.total
+                components[f"{name}_raw"] = raw.sums
             components |= {f"{name}/{inner}": column for inner, column in raw.components.items()}
         return Scores(total, per_token, components)
 
 
-def _score_part(part: Part, rollout: Rollout, responses: Responses) -> Scores:
-    """Scores a rollout with one part; raises RewardError for a non-finite score, even with weight 0."""
-    if isinstance(part.reward, TextReward):
-        texts = responses.inside(part.inside) if part.inside else responses
-        scores = sequence_scores(part.reward.score_responses(texts), rollout)
-    else:
-        scores = part.reward(rollout)
+def _expect_finite(scores: Scores, rollout: Rollout) -> Scores:
+    """Returns the scores; raises RewardError if one is not finite, even of a part with weight 0."""
     bad = ~(scores.total.isfinite() & scores.per_token.isfinite().all(1))
     if bad.any():
         row = int(bad.nonzero()[0])
-        prompt = quoted(responses.rows[row]["prompt_text"])
+        prompt = quoted(rollout.metadata[row]["prompt_text"])
         raise RewardError(f"a score is not finite: {scores.total[row]} for row {row}, prompt {prompt}")
     return scores
 
@@ -171,7 +200,7 @@ def _name_in_errors(part: str) -> Iterator[None]:
         raise
 
 
-class AnswerMix(TextReward):
+class AnswerMix(SlowTextReward):
     """Mixes the scores of the whole response and of its tagged answer, like MiniMind's reasoning reward.
 
     The score is ``whole`` x score of the whole text + ``answer`` x score of the text inside the tag. A
@@ -199,17 +228,27 @@ class AnswerMix(TextReward):
             )
         check_tags_decodable(tag_pair(tag), tokenizer, f"{key}.tag={tag}")
         self._reward, self._whole, self._answer, self._clip, self._tag = reward, whole, answer, clip, tag
+        self._key = key
 
     def check_row(self, row: Row) -> None:
         self._reward.check_row(row)
 
-    def score_responses(self, responses: Responses) -> Tensor:
-        whole = _clip(self._reward.score_responses(responses), self._clip)
-        answer = _clip(self._reward.score_responses(responses.inside(self._tag)), self._clip)
+    def start_responses(self, responses: Responses) -> Pending[TextScores]:
+        inside = responses.inside(self._tag)
+        both = all_of([self._reward.start_responses(texts) for texts in (responses, inside)])
+        return both.then(lambda scores: self._mix(responses, *scores))
+
+    def _mix(self, responses: Responses, of_whole: TextScores, of_answer: TextScores) -> TextScores:
+        if of_whole.has_steps or of_answer.has_steps:
+            raise RewardError(
+                f"{self._key}.reward returned step rewards, which an AnswerMix cannot mix; let the function "
+                "return one float per response, or use a part of a weighted reward with inside=TAG"
+            )
+        whole, answer = _clip(of_whole.total, self._clip), _clip(of_answer.total, self._clip)
         tagged = torch.tensor(
             [text_inside(text, self._tag) is not None for text in responses.texts], dtype=torch.bool
         )
-        return torch.where(tagged, self._whole * whole + self._answer * answer, whole)
+        return TextScores(torch.where(tagged, self._whole * whole + self._answer * answer, whole))
 
 
 def _clip(scores: Tensor, limit: float | None) -> Tensor:

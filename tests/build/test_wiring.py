@@ -18,6 +18,8 @@ from ppo_ds.build.algorithm import (
 )
 from ppo_ds.build.ppo import build_evaluator, build_sampling
 from ppo_ds.build.shared import eval_weights
+from ppo_ds.ppo.scoring import scores_of
+from ppo_ds.rewards.pending import Pending
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Sequences
@@ -227,8 +229,10 @@ def test_critic_pretraining_uses_rewards_to_go(world):
         stop_token_ids=(EOS,),
         pad_id=given.pad_id,
         timer=PhaseTimer(world.device),
+        check=lambda: None,
     )
-    found, _ = pretraining(config, maker)(given.rollout(), 0.05)
+    rollout = given.rollout()
+    found, _ = pretraining(config, maker)(rollout, Pending.of(scores_of(rollout)), 0.05)
     for row, length in enumerate(given.mask.sum(1).tolist()):
         rewards = found.rewards[row].tolist()
         to_go = [sum(0.5 ** (t - s) * rewards[t] for t in range(s, length)) for s in range(length)]

@@ -81,7 +81,7 @@ def updates(root: Path, name: str, stage: int, dtype: str, place: str) -> None:
         tree[role]["zero"] |= {"offload_optimizer": name == OFFLOADED}
     run = build_run(validated(tree, 2))
     trainer = run.stage
-    experience, _ = trainer.make_experience(trainer.collect(trainer.prompts)[0], 0.1)
+    experience, _ = trainer.make_experience(*trainer.collect(trainer.prompts)[:2], 0.1)
     start = run.saver.checkpoints.save(
         1, trainer.models, run.saver.state_dict(), copies=trainer.weight_copies
     )

@@ -26,8 +26,9 @@ from ppo_ds.config.validation import validated
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.ppo.trainer import PPOTrainer
+from ppo_ds.rewards.pending import Pending
 from ppo_ds.rollout.base import SamplingParams
-from ppo_ds.types import Experience, Metrics, Prompts, Rollout, ScoredRollout
+from ppo_ds.types import Experience, Metrics, Prompts, Rollout, Scores
 from tests.invariant.mistakes import made
 
 HANG = 300  # seconds after which a hanging case prints its stacks and exits
@@ -157,8 +158,8 @@ def watch_experience(trainer: PPOTrainer) -> list[Experience]:
     found: list[Experience] = []
     make = trainer.make_experience
 
-    def watched(rollout: ScoredRollout, kl_coef: float) -> tuple[Experience, Metrics]:
-        experience, seen = make(rollout, kl_coef)
+    def watched(rollout: Rollout, scores: Pending[Scores], kl_coef: float) -> tuple[Experience, Metrics]:
+        experience, seen = make(rollout, scores, kl_coef)
         found.append(experience)
         return experience, seen
 
@@ -233,7 +234,7 @@ def set_generator(trainer: PPOTrainer, how: str, file: Path) -> list[dict[str, b
     elif how == "disturb":
         disturber, sample = Disturber(trainer, file), trainer.collect
 
-        def interrupted_sample(prompts: Iterator[Prompts]) -> tuple[ScoredRollout, Metrics]:
+        def interrupted_sample(prompts: Iterator[Prompts]) -> tuple[Rollout, Pending[Scores], Metrics]:
             mine = next(prompts)
             disturber.interrupt(mine, sample.sampling)
             return sample(iter([mine]))

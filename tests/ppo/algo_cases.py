@@ -18,9 +18,10 @@ from ppo_ds.ppo.advantages import (
     estimate_by_token,
     estimate_one_step,
 )
-from ppo_ds.ppo.collector import scored
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.reward_shaping import ScoreShaper
+from ppo_ds.ppo.scoring import scored, scores_of
+from ppo_ds.rewards.pending import Pending
 from ppo_ds.types import Experience, Rollout, Scores
 
 NAN = float("nan")
@@ -102,8 +103,15 @@ class Stub:
         self.is_resident = False
 
 
+class MakerOfScored(ExperienceMaker):
+    """Makes experience from a rollout that holds its scores already."""
+
+    def __call__(self, rollout, kl_coef):
+        return super().__call__(rollout, Pending.of(scores_of(rollout)), kl_coef)
+
+
 def maker(world, reference=None, critic=None, **changes):
-    """Makes an ExperienceMaker with log pi = -token / 10, log pi_ref = log pi - 0.2 and V = the next token.
+    """Makes a MakerOfScored with log pi = -token / 10, log pi_ref = log pi - 0.2 and V = the next token.
 
     The KL is subtracted from the reward, returns are rewards-to-go, and nothing is whitened.
     """
@@ -126,8 +134,9 @@ def maker(world, reference=None, critic=None, **changes):
         packed=False,
         world=world,
         timer=timer,
+        check=lambda: None,
     )
-    return ExperienceMaker(**parts | changes)
+    return MakerOfScored(**parts | changes)
 
 
 def without(rows, *names):

@@ -20,6 +20,8 @@ from ppo_ds.build.algorithm import experience_maker, kl_controller, learner
 from ppo_ds.config.schema import Config, learns_values
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.ppo.scoring import scores_of
+from ppo_ds.rewards.pending import Pending
 from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Experience, Metrics, ScoredRollout
@@ -234,10 +236,13 @@ def make_and_learn(
             stop_token_ids=(EOS,),
             pad_id=numbers.pad_id,
             timer=timer,
+            check=lambda: None,
         )
         # In these tests the old policy always differs from the policy that learns, so its log-probs are
         # computed before the update even for a single optimizer step.
-        experience, seen = replace(make, compute_old_logprobs=True)(numbers.rollout(), coef)
+        rollout = numbers.rollout()
+        scores = Pending.of(scores_of(rollout))
+        experience, seen = replace(make, compute_old_logprobs=True)(rollout, scores, coef)
     learn = learner(config, world=world, actor=actor, critic=critic, timer=timer, health=Health(1), **parts)
     experience, learned = learn(experience, coef, seed=3)
     return Run(config, experience, seen, learned, actor, critic)

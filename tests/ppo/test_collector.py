@@ -5,12 +5,15 @@ signal.
 """
 
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 
 import pytest
 import torch
 
-from ppo_ds.ppo.collector import DynamicRolloutCollector, RolloutCollector, scored
+from ppo_ds.ppo.collector import DynamicRolloutCollector, RolloutCollector
+from ppo_ds.ppo.scoring import scored
+from ppo_ds.rewards.pending import start_scoring
 from ppo_ds.types import Prompts, Rollout, Scores
 
 SAMPLING = object()
@@ -66,7 +69,7 @@ def reward_for(useful):
     return reward
 
 
-def parts(useful=(), **changes):
+def parts(useful=(), reward=None, **changes):
     @contextmanager
     def timer(phase):
         yield
@@ -75,7 +78,7 @@ def parts(useful=(), **changes):
         dict(
             actor=Actor(),
             generator=generate,
-            reward=reward_for(useful),
+            start_scoring=partial(start_scoring, reward or reward_for(useful)),
             sampling=SAMPLING,
             timer=timer,
             check=lambda: None,
@@ -101,11 +104,10 @@ def test_generation_ends_before_the_reward_starts():
         return reward_for({7})(rollout)
 
     stream = iter([prompts_of([7]), prompts_of([8])])
-    rollout, seen = RolloutCollector(**parts(actor=actor, generator=generator, reward=reward, timer=timer))(
-        stream
-    )
+    collect = RolloutCollector(**parts(actor=actor, generator=generator, reward=reward, timer=timer))
+    rollout, scores, seen = collect(stream)
     assert (
-        rollout.scores.tolist() == [7.0, 7.5]
+        scores.result().total.tolist() == [7.0, 7.5]
         and [row["n"] for row in rollout.metadata] == [7, 7]
         and seen == {}
     )
@@ -132,7 +134,7 @@ def test_scores_are_added_to_the_rollout():
     assert torch.equal(rollout.ids, answered.ids) and rollout.metadata == answered.metadata
 
 
-def dynamic(world, useful, max_rounds=10):
+def dynamic(world, useful, max_rounds=10, reward=None):
     """Returns this rank's prompt numbers, the rollout, the metrics, and the number of sampled rounds."""
     share = PER_ROUND // world.size
     drawn = []
@@ -143,8 +145,11 @@ def dynamic(world, useful, max_rounds=10):
             drawn.append(k)
             yield prompts_of(range(first, first + share))
 
-    sampler = DynamicRolloutCollector(group_size=SAMPLES, max_rounds=max_rounds, world=world, **parts(useful))
-    rollout, seen = sampler(stream())
+    sampler = DynamicRolloutCollector(
+        group_size=SAMPLES, max_rounds=max_rounds, world=world, **parts(useful, reward)
+    )
+    rollout, scores, seen = sampler(stream())
+    assert torch.equal(scores.result().total, rollout.scores)
     return [row["n"] for row in rollout.metadata], rollout, seen, len(drawn)
 
 

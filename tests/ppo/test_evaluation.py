@@ -1,12 +1,14 @@
 """Tests held-out evaluation: rows that only fill up a batch are ignored; all ranks get one result."""
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
 
 from ppo_ds.distributed import heartbeat
 from ppo_ds.ppo.evaluation import Evaluator
+from ppo_ds.rewards.pending import start_scoring
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Prompts, Rollout, Scores
 
@@ -53,7 +55,7 @@ def evaluator(world, batches, tokenizer, correct_above=None):
         batches,
         actor=actor,
         generator=generator,
-        reward=reward,
+        start_scoring=partial(start_scoring, reward),
         sampling=SAMPLING,
         correct_above=correct_above,
         tokenizer=tokenizer,
@@ -87,7 +89,7 @@ def test_by_hand(world, tokenizer):
 @pytest.mark.parametrize("phase", [None, "eval"])  # the first evaluation runs outside of any phase
 def test_evaluation_sets_the_heartbeat_and_the_phase(world, tokenizer, phase):
     found, places = evaluator(world, [batch(1, weights=[1])], tokenizer), []
-    reward, generator, timer = found.reward, found.generator, PhaseTimer(torch.device("cpu"))
+    start_scoring, generator, timer = found.start_scoring, found.generator, PhaseTimer(torch.device("cpu"))
 
     @contextmanager
     def generation_mode(switching=found.actor.generation_mode):
@@ -100,7 +102,7 @@ def test_evaluation_sets_the_heartbeat_and_the_phase(world, tokenizer, phase):
 
     found.actor.generation_mode = generation_mode
     found.generator = lambda *asked: (places.append(heartbeat.read().phase), generator(*asked))[1]
-    found.reward = lambda rollout: (places.append(heartbeat.read().phase), reward(rollout))[1]
+    found.start_scoring = lambda rollout: (places.append(heartbeat.read().phase), start_scoring(rollout))[1]
     found.check = lambda: places.append(heartbeat.read().phase)
     before = heartbeat.read().phase
     with timer(phase) if phase else nullcontext():

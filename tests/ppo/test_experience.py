@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.ppo.collector import scored
+from ppo_ds.ppo.scoring import scored
 from ppo_ds.types import Rollout, Scores
 from tests.ppo.algo_cases import AS_IT_IS, Stub, gae, kl_estimator, maker, rounded, shaper
 

@@ -44,7 +44,7 @@ class Maker:
     def __init__(self, events, rows, name="make"):
         self.events, self.rows, self.name = events, rows, name
 
-    def __call__(self, rollout, kl_coef):
+    def __call__(self, rollout, scores, kl_coef):
         self.events.append((self.name, rollout))
         return self.rows, {"seen": kl_coef}
 
@@ -202,7 +202,7 @@ def collecting(stage, events):
     def collect(prompts):
         events.append(next(prompts))
         with stage.context.timer("generate"):
-            return f"answers {prompts.n}", {"rollout/rounds": 1.0}
+            return f"answers {prompts.n}", "scores", {"rollout/rounds": 1.0}
 
     return collect
 

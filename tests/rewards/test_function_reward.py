@@ -90,9 +90,15 @@ def test_valid_return_values(scored_by, returned):
         ("[-float('inf'), 2, 3]", "'-inf' (float) for row 0"),
         ("[1e300, 2, 3]", "'1e+300' (float) for row 0"),
         ("['1', 2, 3]", "'1' (str) for row 0"),
-        ("np.zeros((3, 1))", "'[0.0]' (list) for row 0"),
-        ("[np.zeros(2), 2, 3]", "(ndarray) for row 0, prompt '1+1='"),
-        ("[1, [2], 3]", "'[2]' (list) for row 1"),
+        ("np.zeros((3, 1))", "1 step rewards for a response of 0 steps (row 2, prompt '3+3=')"),
+        ("[[1], [2, 3], []]", "2 step rewards for a response of 1 steps (row 1, prompt '2+2=')"),
+        (
+            "[[1], [None], []]",
+            "'None' (NoneType) as the reward of step 1 for row 1, prompt '2+2='; the reward",
+        ),
+        ("[np.zeros(2), 2, 3]", "'2.0' (float) for row 1, prompt '2+2=', but a list for row 0"),
+        ("[1, [2], 3]", "'[2.0]' (list) for row 1, prompt '2+2=', but a number for row 0"),
+        ("[[[1]], [2], []]", "'[1]' (list) as the reward of step 1 for row 0"),
         ("[1, 2, 3 + 1j]", "'(3+1j)' (complex) for row 2"),
         ("'123'", "'123' (str); it must return a list of 3 floats"),
         ("(x for x in [1, 2, 3])", "(generator); it must return a list of 3 floats"),
@@ -212,7 +218,6 @@ def test_invalid_paths(tmp_path, tokenizer):
     assert "is not a function" in refusal(f"{file}:number", tokenizer)
     assert "is not a function" in refusal(f"{file}:Kind", tokenizer)
     assert "takes (prompts, responses)" in refusal(f"{file}:two", tokenizer)
-    assert "async" in refusal(f"{file}:later", tokenizer)
 
 
 def test_errors_while_importing_name_the_line(tmp_path, tokenizer):

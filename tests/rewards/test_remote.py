@@ -7,8 +7,8 @@ import os
 import stat
 import subprocess
 import sys
-import time
 import traceback
+from concurrent.futures import wait
 from pathlib import Path
 from threading import Barrier, Event
 
@@ -470,13 +470,15 @@ def test_a_stopping_run_does_not_wait_for_scores(tokenizer, slow):
     spec = {"_target_": "ppo_ds.rewards.remote.RemoteReward", "timeout_seconds": 100.0}
     try:
         with serving(reply) as service:
-            reward = bind(spec | {"url": service.url}, "reward")(tokenizer=tokenizer, should_stop=came.is_set)
-            start = time.monotonic()
-            scores = reward.score_responses(
+            reward = bind(spec | {"url": service.url, "batch_size": 1, "concurrency": 2}, "reward")
+            pending = reward(tokenizer=tokenizer).start_responses(
                 Responses(({"prompt_text": "p"},) * 3, ("a", "b", "c"), (True,) * 3)
             )
-            assert len(scores) == 3 and time.monotonic() - start < 30
+            assert came.wait(60) and not pending.wait(0.1) and pending.completed == 0
+            pending.cancel()
             exit_now.set()
+            wait(pending.tasks, 30)
+            assert pending.completed == 3 and pending.tasks[2].cancelled() and len(service.bodies) <= 2
     finally:
         exit_now.set()
 

@@ -110,7 +110,7 @@ def test_per_token_scores_and_components_of_parts_are_kept(build, rolled):
     assert scores.per_token.tolist() == [[0.25, 0.25, 0.25], [0.25, 0.25, 0.0]]
     assert {name: column.tolist() for name, column in scores.components.items()} == {
         "text": [1, 2],
-        "ids": [4, 4],
+        "ids": [4 + 3, 4 + 2],  # with the scores of its tokens
         "ids/tokens": [3, 2],
     }
 
@@ -250,7 +250,7 @@ def test_held_out_scores_are_not_normalized_and_not_counted(build, rolled):
     reward = build(NORMALISED)
     reward(rolled("1", "3"))
     before = reward.state_dict()
-    scores = reward.evaluate(rolled("5", "7"))
+    scores = reward.start_evaluation(rolled("5", "7")).result()
     assert scores.total.tolist() == [10.0, 14.0] and reward.state_dict() == before
     torch.testing.assert_close(reward(rolled("5", "7")).total, torch.tensor([2 / 5**0.5, 6 / 5**0.5]))
 

@@ -1,0 +1,88 @@
+"""Results that are computed in the background, so that other work can go on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+from ppo_ds.types import Reward, Rollout, Scores
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class Pending(Generic[T]):
+    """A result that is known already, or that tasks in other threads are still computing.
+
+    The main thread starts the tasks, does other work, and then calls ``result`` once.
+    """
+
+    finish: Callable[[], T]  # computes the result, in the main thread, once all tasks are complete
+    tasks: tuple[Future[Any], ...] = ()  # empty if the result is known already
+    cancel: Callable[[], None] = lambda: None  # makes the tasks end early; does not wait for them
+
+    @classmethod
+    def of(cls, result: T) -> Pending[T]:
+        """Wraps a result that is known already."""
+        return cls(lambda: result)
+
+    @property
+    def completed(self) -> int:
+        """Number of completed tasks."""
+        return sum(task.done() for task in self.tasks)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits at most ``seconds`` (None: no limit) for all tasks and returns whether all are complete.
+
+        If a task has failed, the others are cancelled and its error is raised.
+        """
+        completed, others = wait(self.tasks, seconds, FIRST_EXCEPTION)
+        failed = [task for task in self.tasks if task in completed and task.exception() is not None]
+        if failed:
+            self.cancel()
+            raise failed[0].exception()
+        return not others
+
+    def result(self) -> T:
+        """Waits for all tasks and returns the result."""
+        self.wait()
+        return self.finish()
+
+    def then(self, change: Callable[[T], U]) -> Pending[U]:
+        """Returns the pending result of ``change``, which the main thread applies to this result.
+
+        If this result is known already, the change is applied at once.
+        """
+        if not self.tasks:
+            return Pending.of(change(self.finish()))
+        return Pending(lambda: change(self.finish()), self.tasks, self.cancel)
+
+
+def all_of(parts: Sequence[Pending[T]]) -> Pending[list[T]]:
+    """Combines pending results into one pending list."""
+
+    def cancel() -> None:
+        for part in parts:
+            part.cancel()
+
+    tasks = tuple(task for part in parts for task in part.tasks)
+    return Pending(lambda: [part.finish() for part in parts], tasks, cancel)
+
+
+@runtime_checkable
+class OverlappingReward(Reward, Protocol):
+    """A reward that can score in the background while the models compute log-probs and values."""
+
+    def start_scoring(self, rollout: Rollout) -> Pending[Scores]:
+        """Starts to score a rollout. Every rank gets either tasks or a known result."""
+        ...
+
+
+def start_scoring(reward: Reward, rollout: Rollout) -> Pending[Scores]:
+    """Starts to score a rollout; a reward that cannot overlap scores it at once."""
+    if isinstance(reward, OverlappingReward):
+        return reward.start_scoring(rollout)
+    return Pending.of(reward(rollout))

@@ -1,0 +1,270 @@
+"""Pool that runs calls of a reward function in the background, several at a time, each with a time limit.
+
+A call runs in a thread, as a coroutine in an event loop, or in a worker process (worker.py). Only a process
+can be ended: a thread whose time is over keeps running without effect on the scores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from multiprocessing import Pipe
+from threading import Event, Lock, Thread
+from typing import Any, Protocol, TypeVar
+
+from ppo_ds.distributed.exit import on_exit
+from ppo_ds.rewards.base import RewardError
+from ppo_ds.rewards.user_function import InvalidScore, Score, read_scores
+
+_POLL_SECONDS = 0.2  # interval at which a waiting thread checks for cancellation and for its time limit
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from ppo_ds.rewards.worker import main; "
+_BOOT += "main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
+
+T = TypeVar("T")
+Arguments = tuple[list[str], list[str], list[Any]]  # prompts, responses and rows of one call
+
+
+class NoScore(Exception):
+    """Raised for a call that ended without a result: its time limit was exceeded, or its process died."""
+
+
+class FunctionRaised(Exception):
+    """Raised for an exception of the function in a worker process; quotes the traceback of that process."""
+
+
+class Call(Protocol):
+    """One running call of a reward function."""
+
+    def poll(self, seconds: float) -> bool:
+        """Waits at most ``seconds`` and returns whether the call is complete."""
+        ...
+
+    def scores(self) -> list[Score]:
+        """Returns the scores of a complete call, or raises its error."""
+        ...
+
+    def abandon(self) -> None:
+        """Ends a call whose result is not needed, if that is possible."""
+        ...
+
+
+class Pool:
+    """Runs calls of a reward function, at most ``workers`` at a time.
+
+    Args:
+        start: Starts a call; raises CancelledError if the event is set before the call has begun.
+        workers: The number of simultaneous calls.
+        timeout_seconds: The time limit of one call, which begins when the call starts.
+    """
+
+    def __init__(self, start: Callable[[Arguments, Event], Call], workers: int, timeout_seconds: float):
+        self._start, self._timeout = start, timeout_seconds
+        self._threads = ThreadPoolExecutor(workers, "reward")
+
+    def submit(self, task: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Runs a task that calls ``scores`` in one of the pool's threads."""
+        return self._threads.submit(task, *arguments)
+
+    def scores(self, arguments: Arguments, cancelled: Event) -> list[Score]:
+        """Runs one call and returns its scores.
+
+        Raises InvalidScore for an invalid result, NoScore if there is none, CancelledError once ``cancelled``
+        is set, and otherwise what the function raises.
+        """
+        if cancelled.is_set():
+            raise CancelledError
+        call = self._start(arguments, cancelled)
+        deadline, complete = time.monotonic() + self._timeout, False
+        try:
+            while not (complete := call.poll(_POLL_SECONDS)):
+                if cancelled.is_set():
+                    raise CancelledError
+                if time.monotonic() > deadline:
+                    raise NoScore(f"gave no score within {self._timeout:g} s")
+        finally:
+            if not complete:
+                call.abandon()
+        return call.scores()
+
+
+class FutureCall:
+    """A call in a thread or in an event loop."""
+
+    def __init__(self, future: Future[Any], count: int):
+        self._future, self._count = future, count
+
+    def poll(self, seconds: float) -> bool:
+        return bool(wait([self._future], seconds).done)
+
+    def scores(self) -> list[Score]:
+        return read_scores(self._future.result(), self._count)
+
+    def abandon(self) -> None:
+        self._future.cancel()  # has no effect on a thread
+
+
+def thread_pool(function: Callable[..., Any], workers: int, timeout_seconds: float) -> Pool:
+    """Makes a pool that calls a plain function in threads, which do not keep the process from ending."""
+
+    def start(arguments: Arguments, cancelled: Event) -> FutureCall:
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # from now on it cannot be cancelled
+        count = len(arguments[0])  # before the call, since the function may modify the lists
+
+        def run() -> None:
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # also SystemExit
+                future.set_exception(error)
+
+        Thread(target=run, name="reward call", daemon=True).start()
+        return FutureCall(future, count)
+
+    return Pool(start, workers, timeout_seconds)
+
+
+def coroutine_pool(function: Callable[..., Any], workers: int, timeout_seconds: float) -> Pool:
+    """Makes a pool that runs the calls of an async function in one event loop, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, name="reward event loop", daemon=True).start()
+
+    def start(arguments: Arguments, cancelled: Event) -> FutureCall:
+        count = len(arguments[0])
+        return FutureCall(asyncio.run_coroutine_threadsafe(function(*arguments), loop), count)
+
+    return Pool(start, workers, timeout_seconds)
+
+
+def process_pool(path: str, workers: int, timeout_seconds: float) -> Pool:
+    """Makes a pool that calls the function at ``path`` in worker processes."""
+    return Pool(WorkerProcesses(path).start, workers, timeout_seconds)
+
+
+class WorkerProcesses:
+    """Starts calls in worker processes; a process is started when a call finds none idle."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._idle: list[WorkerProcess] = []
+        self._all: list[WorkerProcess] = []
+        self._lock = Lock()
+        on_exit(self.kill)
+
+    def start(self, arguments: Arguments, cancelled: Event) -> ProcessCall:
+        """Starts a call. Its time limit does not include the import of the function in a new process."""
+        with self._lock:
+            self._idle = [worker for worker in self._idle if worker.is_running()]
+            worker = self._idle.pop() if self._idle else None
+        if worker is None:
+            worker = WorkerProcess(self._path)
+            with self._lock:
+                self._all = [other for other in self._all if other.is_running()] + [worker]
+            worker.await_import(cancelled)
+        worker.send(arguments)
+        return ProcessCall(worker, self.release)
+
+    def release(self, worker: WorkerProcess) -> None:
+        """Keeps an idle process for the next call."""
+        with self._lock:
+            self._idle.append(worker)
+
+    def kill(self) -> None:
+        """Kills all processes, when this process ends."""
+        for worker in self._all:
+            worker.kill()
+
+
+class ProcessCall:
+    """A call in a worker process, which is idle again afterwards."""
+
+    def __init__(self, worker: WorkerProcess, release: Callable[[WorkerProcess], None]):
+        self._worker, self._release = worker, release
+
+    def poll(self, seconds: float) -> bool:
+        return self._worker.poll(seconds)
+
+    def scores(self) -> list[Score]:
+        try:
+            reply = self._worker.receive()
+        except EOFError:
+            raise NoScore(f"gave no score: its worker process {self._worker.end()}") from None
+        self._release(self._worker)
+        if "invalid" in reply:
+            raise InvalidScore(reply["invalid"], reply["row"], reply["remedy"])
+        if "raised" in reply:
+            raise FunctionRaised(f"{reply['raised']}\n\nIn the worker process:\n{reply['traceback']}")
+        return reply["scores"]
+
+    def abandon(self) -> None:
+        self._worker.end()
+
+
+class WorkerProcess:
+    """A process that imports a reward function and runs one call at a time (worker.py)."""
+
+    def __init__(self, path: str):
+        """Starts the process; ``path`` is that of the function."""
+        self._connection, other_end = Pipe()
+        # a set of texts is iterated in the same order by every worker and in every run
+        environment = {"PYTHONHASHSEED": "0"} | os.environ | {"OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT]
+            + [json.dumps(sys.path), str(other_end.fileno()), str(os.getpid()), path],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            pass_fds=[other_end.fileno()],
+            start_new_session=True,  # no signals of the terminal, and a process group to kill
+        )
+        other_end.close()
+
+    def await_import(self, cancelled: Event) -> None:
+        """Waits until the function is imported. Raises RewardError if that fails."""
+        while not self.poll(_POLL_SECONDS):
+            if cancelled.is_set():
+                self.kill()
+                raise CancelledError
+        try:
+            reply = self.receive()
+        except EOFError:
+            reply = {"broken": f"it {self.end()}"}
+        if "broken" in reply:
+            raise RewardError(f"a worker process could not import the reward function: {reply['broken']}")
+
+    def send(self, arguments: Arguments) -> None:
+        with suppress(BrokenPipeError):  # the process has ended, which ``receive`` reports
+            self._connection.send(arguments)
+
+    def poll(self, seconds: float) -> bool:
+        """Waits at most ``seconds`` and returns whether a reply has arrived or the process has ended."""
+        return self._connection.poll(seconds)
+
+    def receive(self) -> dict[str, Any]:
+        """Returns the reply, or raises EOFError if the process has ended."""
+        try:
+            # not unpickled, since a worker may run code that a response contains, and this process must not
+            return json.loads(self._connection.recv_bytes())
+        except OSError:  # the connection was reset
+            raise EOFError from None
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> str:
+        """Kills the process if necessary and describes how it ended."""
+        self.kill()
+        code = self._process.wait()
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def kill(self) -> None:
+        """Kills the process and the processes that it started."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)

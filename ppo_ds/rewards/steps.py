@@ -1,0 +1,26 @@
+"""Steps of a response, for rewards that score each step of a solution (process rewards).
+
+A response is cut at each separator, which is by default a blank line. The pieces that are not blank are its
+steps. The separator after a step belongs to the step, and the last step ends where the response ends.
+
+This module imports no torch, so that reward functions can use ``split_steps`` in worker processes.
+"""
+
+from __future__ import annotations
+
+BLANK_LINE = "\n\n"
+
+
+def split_steps(response: str, separator: str = BLANK_LINE) -> list[str]:
+    """Returns the steps of a response without their separators; blank pieces are not steps."""
+    return [piece for piece in response.split(separator) if piece.strip()]
+
+
+def step_ends(response: str, separator: str = BLANK_LINE) -> list[int]:
+    """Returns for each step the number of characters up to its end, separator included."""
+    ends, position = [], 0
+    for piece in response.split(separator):
+        position += len(piece) + len(separator)
+        if piece.strip():
+            ends.append(position)
+    return [*ends[:-1], len(response)] if ends else []

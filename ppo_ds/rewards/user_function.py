@@ -1,0 +1,151 @@
+"""Imports a user's reward function, calls it and reads what it returns.
+
+Worker processes use this module too, so it imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache, reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from zlib import crc32
+
+from ppo_ds.errors import UserError
+from ppo_ds.rewards.values import described, is_float32
+
+Score = float | list[float]  # of one response; a list has one reward for each step
+
+
+class InvalidScore(ValueError):
+    """Raised for a return value that is not one score for each response."""
+
+    def __init__(self, reason: str, row: int | None = None, remedy: str = ""):
+        super().__init__(reason)  # continues the name of the function
+        self.reason = reason
+        self.row = row  # index of the response; None if the reason is not about a single response
+        self.remedy = remedy
+
+
+def read_scores(result: Any, count: int) -> list[Score]:
+    """Converts what a reward function returned for ``count`` responses; raises InvalidScore.
+
+    The result may be a list or tuple, or an array of numpy, torch or pandas. Each entry is a number, or a
+    list of numbers, which may be scalars of these libraries too.
+    """
+    values = _plain(result)
+    if not isinstance(values, (list, tuple)):
+        raise InvalidScore(f"returned {described(result)}; it must return a list of {count} floats")
+    if len(values) != count:
+        raise InvalidScore(f"returned {len(values)} scores for {count} responses")
+    return [_read_score(value, row) for row, value in enumerate(values)]
+
+
+def _read_score(value: Any, row: int) -> Score:
+    score = _plain(value)
+    if not isinstance(score, (list, tuple)):
+        if not is_float32(score):
+            raise InvalidScore(f"returned {described(value)}", row, "a score must be a finite number")
+        return float(score)
+    rewards = [_plain(reward) for reward in score]
+    for step, reward in enumerate(rewards, start=1):
+        if not is_float32(reward):
+            reason = f"returned {described(reward)} as the reward of step {step}"
+            raise InvalidScore(reason, row, "the reward of a step must be a finite number")
+    return [float(reward) for reward in rewards]
+
+
+def _plain(value: Any) -> Any:
+    """Converts arrays and scalars of numpy, torch or pandas to lists and numbers of Python."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Returns whether a call of ``function`` gives a coroutine; it may be an object with an async call."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def load_function(path: str, key: str = "reward.path") -> Callable[..., Any]:
+    """Imports the function at ``pkg.mod:fn`` or ``file.py:fn`` and checks that it takes three arguments.
+
+    Raises UserError naming ``key`` if it cannot be imported or is not such a function.
+    """
+    source, _, name = path.rpartition(":")
+    if not source or not name:
+        raise UserError(f"{key}={path}: must be pkg.mod:function or file.py:function")
+    module = _import_source(source, f"{key}={path}")
+    try:
+        function = reduce(getattr, name.split("."), module)
+    except AttributeError:
+        functions = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise UserError(
+            f"{key}={path}: {source} has no {name}; its functions are: {', '.join(functions) or 'none'}"
+        ) from None
+    if isinstance(function, type) or not callable(function):
+        raise UserError(
+            f"{key}={path}: {described(function)} is not a function; give one that takes (prompts, "
+            "responses, rows)"
+        )
+    try:
+        inspect.signature(function).bind([], [], [])
+    except ValueError:
+        pass  # some builtins have no signature
+    except TypeError as error:
+        raise UserError(
+            f"{key}={path}: is called as fn(prompts, responses, rows), but takes "
+            f"{inspect.signature(function)}: {error}"
+        ) from None
+    return function
+
+
+def _import_source(source: str, setting: str) -> ModuleType:
+    """Imports ``pkg.mod`` or ``file.py``; ``setting`` is the config entry that error messages name."""
+    is_file = source.endswith(".py")
+    file = Path(source).expanduser().resolve()
+    if is_file and not file.is_file():
+        raise UserError(f"{setting}: no such file: {file}")
+    # sys.path contains the launch script's folder, not the current one. The user's folder is appended, so
+    # that its files never hide an installed package. It is not removed, because functions may import modules
+    # when they are called.
+    folder = str(file.parent if is_file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        return _execute_file(file) if is_file else importlib.import_module(source)
+    except (Exception, SystemExit) as error:
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename != __file__ and "importlib" not in frame.filename
+        ]
+        location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        raise UserError(
+            f"{setting}: cannot import {source}: {type(error).__name__}: {error}{location}"
+        ) from error
+
+
+@cache
+def _execute_file(file: Path) -> ModuleType:
+    """Imports a file as a module, once per process."""
+    # A unique name keeps the user's math.py from replacing `math`, and one score.py from replacing another.
+    name = f"_reward_of_{file.stem}_{crc32(str(file).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,87 @@
+"""Worker process of a reward function: receives one call at a time and sends back its scores.
+
+A worker is a new Python interpreter, not a fork, because forking a process that uses CUDA or communicators
+may deadlock. It imports the user's function by its path and never imports torch by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+from zlib import crc32
+
+from ppo_ds.errors import UserError
+from ppo_ds.rewards.user_function import InvalidScore, is_async, load_function, read_scores
+
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+def main(descriptor: int, parent: int, path: str) -> None:
+    """Serves calls that arrive on the ``descriptor`` until the process ``parent`` closes it."""
+    end_with(parent)
+    connection = Connection(descriptor)
+    try:
+        function = load_function(path)
+    except UserError as error:
+        send(connection, {"broken": str(error)})
+        return
+    send(connection, {"ready": True})
+    with asyncio.Runner() as runner:
+        while True:
+            try:
+                arguments = connection.recv()
+            except EOFError:
+                return
+            send(connection, call(function, arguments, runner))
+
+
+def end_with(parent: int) -> None:
+    """Makes the kernel kill this process when the process ``parent`` ends (on Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def call(
+    function: Callable[..., Any], arguments: tuple[list[str], list[str], list[Any]], runner: asyncio.Runner
+) -> dict[str, Any]:
+    """Calls the function and returns a reply of plain values, so that it can be sent as JSON."""
+    prompts, responses, rows = arguments
+    count = len(rows)  # before the call, since the function may modify the lists
+    seed(crc32("\0".join([*prompts, *responses]).encode(errors="surrogatepass")))
+    try:
+        result = function(prompts, responses, rows)
+        if is_async(function):
+            result = runner.run(result)
+        return {"scores": read_scores(result, count)}
+    except InvalidScore as error:
+        return {"invalid": error.reason, "row": error.row, "remedy": error.remedy}
+    except BaseException as error:  # also SystemExit
+        line = traceback.format_exception_only(error)[-1].strip()
+        return {"raised": line, "traceback": traceback.format_exc()}
+
+
+def seed(number: int) -> None:
+    """Seeds the random generators of this process.
+
+    A function that draws random numbers then gives the same score in any worker and in any order.
+    """
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(number)
+
+
+def send(connection: Connection, reply: dict[str, Any]) -> None:
+    connection.send_bytes(json.dumps(reply).encode())
