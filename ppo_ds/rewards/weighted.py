@@ -101,6 +101,10 @@ class WeightedReward:
         """Starts to score a training rollout; its result is a collective if a part is normalized."""
         return self._start(rollout, training=True)
 
+    def evaluate(self, rollout: Rollout) -> Scores:
+        """Scores held-out responses; see ``start_evaluation``."""
+        return self.start_evaluation(rollout).result()
+
     def start_evaluation(self, rollout: Rollout) -> Pending[Scores]:
         """Starts to score held-out responses without normalizing any part.
 

@@ -148,7 +148,7 @@ def score_rows(
     rows: list[dict[str, Any]] = []
     for index, (prompts, weights) in enumerate(batches):
         scores = {
-            name: {reward: scorer(made[index]).total.tolist() for reward, scorer in scorers.items()}
+            name: {reward: scorer(made[index]).sums.tolist() for reward, scorer in scorers.items()}
             for name, made in rollouts.items()
         }
         for i in weights.nonzero().flatten().tolist():
