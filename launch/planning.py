@@ -160,6 +160,8 @@ class Planner:
         before = self.compose([*placed, *fixed], ranks).config
         shared = [argument for argument in self.given.shared if self.knows(before, argument)]
         self.applied |= set(shared)
+        if "reward" in map(key_of, [*shared, *own]):
+            fixed = without_reward(fixed)
         arguments = [*placed, *fixed, *shared, *own]
         found = self.compose(arguments, ranks)
         self.problems += [f"{name}: {line}" for line in found.problems]
@@ -176,7 +178,9 @@ class Planner:
         if run.dry_run:
             arguments.append("run.dry_run=keep")
         self.settings[name] = resolved(found.config)
-        self.jobs.append(Job(name, HERE / "train.py", arguments, ranks, inputs | more_inputs, found.config))
+        given = set(map(key_of, arguments))
+        inputs = {key: path for key, path in (inputs | more_inputs).items() if key in given}
+        self.jobs.append(Job(name, HERE / "train.py", arguments, ranks, inputs, found.config))
 
     def evaluation(self, file: EvaluationFile) -> tuple[Job, Settings]:
         """Returns the job that compares models, and the settings that it reads from a file."""
@@ -205,10 +209,9 @@ class Planner:
             )
         rewards = {"reward": found.config.reward}
         if judge:
-            others = [argument for argument in like.arguments if key_of(argument).split(".")[0] != "reward"]
-            judged = self.compose([*others, *own, *judge], ranks)
-            self.problems += [f"{EVALUATION}: {line}" for line in judged.problems]
-            rewards["judge"] = judged.config.reward
+            second = self.compose([*without_reward([*like.arguments, *own]), *judge], ranks)
+            self.problems += [f"{EVALUATION}: {line}" for line in second.problems]
+            rewards["judge"] = second.config.reward
         settings = {
             "config": resolved(found.config),
             "models": dict(model.split("=", 1) for model in models),
@@ -307,6 +310,11 @@ class Planner:
 def key_of(argument: str) -> str:
     """Returns the key or the group of an argument, with its package, without signs and value."""
     return argument.partition("=")[0].lstrip("+~")
+
+
+def without_reward(arguments: list[str]) -> list[str]:
+    """Returns the arguments without those of the reward, whose keys another reward would refuse."""
+    return [argument for argument in arguments if key_of(argument).split(".")[0] != "reward"]
 
 
 def visible_gpus() -> int:

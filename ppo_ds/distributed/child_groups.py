@@ -41,7 +41,7 @@ class ChildGroups:
         self._stopped_at = 0.0
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+            signal.signal(number, self.handle)
 
     def run(self, command: Sequence[str]) -> int:
         """Runs a command and returns its exit code once all processes of its group have ended.
@@ -51,7 +51,7 @@ class ChildGroups:
         if self.stop_signal is not None:
             return 128 + self.stop_signal
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_parent
+            command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_parent
         )
         self._group = process.pid
         if self.stop_signal is not None:  # the signal arrived before the group was known to the handler
@@ -67,7 +67,7 @@ class ChildGroups:
         code = process.returncode
         return 128 - code if code < 0 else code
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.stop_signal is None:
             self.stop_signal, self._stopped_at = signal.Signals(number), now
@@ -84,7 +84,7 @@ class ChildGroups:
                 os.killpg(self._group, number)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Runs in a new child process: the kernel sends it SIGTERM when its parent process ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -62,8 +62,8 @@ def table(result: Mapping[str, Any]) -> str:
         rows = [header]
         for name in names:
             rates = found["win_rate"].get(name, {})
-            cells = [_percent(rates[other]) if other in rates else "-" for other in names[:-1]]
-            rows.append([name, _number(found["score"][name]), *cells])
+            cells = [as_percent(rates[other]) if other in rates else "-" for other in names[:-1]]
+            rows.append([name, as_number(found["score"][name]), *cells])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines.append("")
         for row in rows:
@@ -72,10 +72,10 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _number(found: Estimate) -> str:
+def as_number(found: Estimate) -> str:
     return f"{found['mean']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
 
 
-def _percent(found: Estimate) -> str:
+def as_percent(found: Estimate) -> str:
     mean, low, high = (100 * found[name] for name in ("mean", "low", "high"))
     return f"{mean:.1f} % [{low:.1f}, {high:.1f}]"

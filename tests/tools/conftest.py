@@ -1,0 +1,1 @@
+from tests.ppo.conftest import on_ranks, world  # noqa: F401
