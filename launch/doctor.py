@@ -46,8 +46,6 @@ def main(argv: list[str]) -> int:
         gpus = gpu_memory()
         per_node = options.gpus or len(gpus) or 1
         config = load_config(overrides, world_size=per_node * options.nodes)
-        if config.stage != "ppo":
-            raise UserError(f"stage={config.stage}: launch/doctor.py only estimates stage=ppo")
     except UserError as error:
         return complain(error)
     # imported only here, because it imports deepspeed and transformers, which takes seconds

@@ -21,7 +21,7 @@ from ppo_ds.storage.run_directory import DRY_RUN_MARKER, dry_run_directory
 STEPS, MIN_ROWS, MAX_SAMPLES = 2, 4, 4  # steps; prompts, rows or pairs per step; responses per prompt
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, MAX_DATA_ROWS, MAX_EVAL_PROMPTS = 128, 16, 1000, 8
 SHOWN = (
-    "dry run: config, data, reward, architectures and loop work: {steps} steps on {ranks} rank(s), "
+    "dry run: config, data, {reward}architectures and loop work: {steps} steps on {ranks} rank(s), "
     "one checkpoint written and read again"
 )
 NOT_SHOWN = (
@@ -186,7 +186,8 @@ def finish_dry_run(run: Any, config: Config) -> None:
     assert path is not None, "the dry run has left no checkpoint"
     run.saver.resume(path)
     if run.world.is_main:
-        shown = SHOWN.format(steps=run.state.step, ranks=run.world.size)
+        reward = "reward, " if config.stage == "ppo" else ""
+        shown = SHOWN.format(reward=reward, steps=run.state.step, ranks=run.world.size)
         kept = config.run.dry_run == "keep"
         print(f"{shown}; {NOT_SHOWN}{f'{config.run.dir} is kept' if kept else REMOVED}", flush=True)
         if not kept:

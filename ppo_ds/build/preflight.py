@@ -70,16 +70,24 @@ def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:
     if uses_reference(config):
         models["reference.model.path"] = config.reference.model
     for key, model in models.items():
-        model_config = load_config(
-            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=key
+        check_vocabulary(key, model, tokenizer, "actor")
+
+
+def check_vocabulary(key: str, model: Any, tokenizer: Tokenizer, tokenizer_of: str) -> None:
+    """Raises UserError unless a model has an embedding row for each id of a tokenizer.
+
+    ``tokenizer_of`` names the model that the tokenizer comes with.
+    """
+    model_config = load_config(
+        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=key
+    )
+    # some model families use another name for vocab_size
+    rows = getattr(model_config.get_text_config(), "vocab_size", None)
+    if rows is not None and tokenizer.id_bound > rows:
+        raise UserError(
+            f"{key}={model.path}: the {tokenizer_of}'s tokenizer has ids up to {tokenizer.id_bound - 1}, but "
+            f"this model's embedding has only {rows} rows; use a model and a tokenizer that belong together"
         )
-        # some model families use another name for vocab_size
-        rows = getattr(model_config.get_text_config(), "vocab_size", None)
-        if rows is not None and tokenizer.id_bound > rows:
-            raise UserError(
-                f"{key}={model.path}: the actor's tokenizer has ids up to {tokenizer.id_bound - 1}, but this "
-                f"model's embedding has only {rows} rows; use a model and a tokenizer that belong together"
-            )
 
 
 def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:

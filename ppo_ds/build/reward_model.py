@@ -134,9 +134,10 @@ def read_preferences(config: Config) -> tuple[Tokenizer, PreferenceSource, Prefe
     return tokenizer, train, held_out
 
 
-def check_preferences(config: Config, world: World) -> None:
-    """Raises UserError for mistakes in the data; loads no weights."""
-    read_preferences(config)
+def check_preferences(config: Config, world: World, *, prepared: bool) -> None:
+    """Raises UserError for mistakes in the data, unless `prepare` has yet to create it."""
+    if prepared:
+        read_preferences(config)
 
 
 def scorer_module(config: Config, name: str, tokenizer: Tokenizer) -> ScoreModel:

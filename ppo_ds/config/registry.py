@@ -116,8 +116,8 @@ class StageEntry(Entry):
     # actor, as the run does before its first step. None: launch/export.py refuses checkpoints of the stage.
     initial_model: str | None = field(default=None, kw_only=True)
 
-    # Dotted name of a function (config, World) that raises UserError for mistakes in data and rewards. It
-    # loads no weights.
+    # Dotted name of a function (config, World, prepared=...) that raises UserError for mistakes in data and
+    # rewards. It loads no weights. ``prepared`` is False if `prepare` has yet to create files.
     check: str | None = field(default=None, kw_only=True)
 
     # Name -> metric of an evaluation; summary.json has it as heldout_NAME_before and heldout_NAME_after.
@@ -296,8 +296,10 @@ STAGES = {
         "Training of a reward model on preference pairs.",
         sections=("scorer", "reward_model", "data", "memory"),
         unused_keys=(*PPO_KEYS, "memory.rollout_tokens"),
+        dry_run="ppo_ds.build.dry_run.reward_model_dry_run_config",
         initial_model="ppo_ds.build.reward_model.scorer_module",
         check="ppo_ds.build.reward_model.check_preferences",
+        heldout={"pair_accuracy": "eval/accuracy", "loss": "eval/loss"},
     ),
 }
 

@@ -221,6 +221,11 @@ def averaged_models(config: Config) -> dict[str, ActorConfig | ScorerConfig]:
     return {name: getattr(config, name) for name in ("actor", "scorer") if name in sections}
 
 
+def initial_models(config: Config) -> list[str]:
+    """Returns the paths of the trained models' initial weights; a critic may take those of another model."""
+    return [role.model.path for role in trained_models(config).values() if role.model.path]
+
+
 def uses_reference(config: Config) -> bool:
     """Returns whether a run measures the KL to the reference; otherwise no reference is loaded."""
     return config.algo.kl.place != "none" or config.algo.kl.after_update

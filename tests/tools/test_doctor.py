@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,15 +27,18 @@ from ppo_ds.models import tiny
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.size import planned_shape, shape_of
 from ppo_ds.models.tokenizer import load_tokenizer
+from ppo_ds.ops.linear_logprobs import GPU_BLOCK, KEPT
 from ppo_ds.ops.memory import (
     EngineMemory,
     Shape,
     activation_bytes,
+    head_backward_bytes,
     kv_cache_bytes,
     static_decode_bytes,
     trained_engine,
 )
 from ppo_ds.tools.doctor.estimate import Estimate, FrozenModel, Hardware, Models, estimate
+from ppo_ds.tools.doctor.finetune import FinetuneMemory
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.report import Report
 from ppo_ds.tools.doctor.suggest import (
@@ -203,6 +207,44 @@ def test_generation_memory_of_a_sharded_actor() -> None:
         50_000_000 + 10**8
     )
     assert "gathered once" in found["whole"].generation and "layer by layer" in found["layers"].generation
+
+
+def finetune_estimate(*arguments: str, shape: Shape, longest: int, evaluated: int = 0) -> Estimate:
+    stage = ("stage=sft", "actor.model.path=org/base", "data.path=org/chats", "run.steps=1")
+    config = compose(*stage, "sft.batch_size=8", "actor.model.dtype=fp32", *arguments, ranks=4)
+    hardware = Hardware(4, 80 * GIB)
+    return FinetuneMemory(config, "actor", shape, hardware, longest, evaluated).estimate()
+
+
+def test_memory_of_fine_tuning() -> None:
+    """Two rows of 10 tokens on each rank; a bucket has 500 million elements whatever the model's size."""
+    one = finetune_estimate("memory.train_tokens=10", shape=SMALL, longest=10)
+    both = finetune_estimate("memory.train_tokens=20", shape=SMALL, longest=10)
+    assert set(one.phases) == {"loading", "update_actor"} and set(one.resident) == {"actor"}
+    # 1000 weights of 4 bytes, and a quarter of the master weights (4 bytes) and of the moments (8 bytes)
+    assert one.resident["actor"] == 4000 + 1000 + 2000
+    kept = [activation_bytes(SMALL, tokens, 10, 4, False) for tokens in (10, 20)]
+    heads = [head_backward_bytes(SMALL, tokens, 4, GPU_BLOCK, KEPT) for tokens in (10, 20)]
+    accumulated = one.engines["actor"].gradients  # of the first micro-batch
+    assert both.phases["update_actor"] - one.phases["update_actor"] == (
+        kept[1] + heads[1] - kept[0] - heads[0] - accumulated
+    )
+    averaged = finetune_estimate("actor.ema.decay=0.9", shape=SMALL, longest=10, evaluated=3)
+    assert averaged.resident["ema"] == 4 * 250 and averaged.phases["eval"] > sum(averaged.resident.values())
+
+
+def test_a_pair_of_texts_is_in_one_forward() -> None:
+    stage = ("stage=reward_model", "scorer.model.path=org/base", "data.path=org/pairs", "run.steps=1")
+    small = "memory.train_tokens=1"
+    config = compose(*stage, "reward_model.batch_size=8", small, "scorer.model.dtype=fp32", ranks=4)
+    shape = replace(SMALL, head=0)
+    memory = FinetuneMemory(config, "scorer", shape, Hardware(4, 80 * GIB), 10, 0)
+    assert (memory.update_rows, memory.forward_tokens(1, memory.update_rows)) == (4, 20)
+    assert memory.head_positions(20) == 2
+    engine = memory.engines["scorer"]
+    scores = 2 * 4 * shape.hidden * 2  # two scores, and their gradients
+    kept = activation_bytes(shape, 20, 10, 4, False) + scores + engine.gathered
+    assert memory.backward("scorer") == engine.gradients + engine.bucket + max(kept, engine.reduction)
 
 
 def test_a_cpu_holds_only_the_written_part_of_a_bucket() -> None:

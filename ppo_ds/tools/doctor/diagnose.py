@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from ppo_ds.build.banner import batch_equation
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import Config, initial_models
 from ppo_ds.engine.memory_budget import GIB, format_bytes
-from ppo_ds.tools.doctor.estimate import CONTEXT, Estimate, Hardware, Models, estimate
-from ppo_ds.tools.doctor.flops import step_flops
-from ppo_ds.tools.doctor.model_shapes import plan_models
+from ppo_ds.tools.doctor.estimate import CONTEXT, Estimate, Hardware, Plan
+from ppo_ds.tools.doctor.finetune import batch_line, plan_finetuning
+from ppo_ds.tools.doctor.ppo import plan_ppo
 from ppo_ds.tools.doctor.report import (
     Report,
     check_disk,
     check_host,
-    check_inputs,
     free_disk,
     host_memory,
     versions,
@@ -38,26 +36,27 @@ def diagnose(config: Config, per_node: int, nodes: int, gpu_memory: int | None) 
         "for", f"{hardware.ranks} {device}" + (f", {per_node} on each of {nodes} nodes" if nodes > 1 else "")
     )
     report.add("versions", versions())
-    models, found, longest = None, None, None
+    plan, found = None, None
     reason = "see the errors above"
-    if config.prepare is not None and not Path(config.actor.model.path).exists():
+    if config.prepare is not None and not all(Path(path).exists() for path in initial_models(config)):
         reason = "`prepare` creates models and data when the run starts, so they were not checked"
         report.add("disk", f"run.dir={config.run.dir}: {format_bytes(free_disk(config))} free")
     else:
-        tokenizer, longest = check_inputs(config, report)
-        models = plan_models(config, tokenizer, report)
-    if models is not None:
-        found = estimate(config, models, hardware, longest)
-        check_disk(config, models, report)
+        make_plan = plan_ppo if config.stage == "ppo" else plan_finetuning
+        plan = make_plan(config, hardware, report)
+    if plan is not None:
+        found = plan.estimate(config)
+        check_disk(config, plan.checkpoint, plan.export, report)
     check_host(found.host if found else 0, per_node, hardware.on_gpu, report)
     print("\n".join(map(str, report.lines)))
-    print("\n".join(batch_equation(config, hardware.ranks)))
-    if found is None or models is None:
+    describe_batch = batch_equation if config.stage == "ppo" else batch_line
+    print("\n".join(describe_batch(config, hardware.ranks)))
+    if found is None or plan is None:
         print(f"memory     not estimated: {reason}")
         return report.errors == 0
     print(_table(found))
-    print(f"work       up to {step_flops(config, models, longest) / 1e12:,.3g} TFLOP per step over all ranks")
-    fits = _print_fit(config, models, hardware, per_node, longest, found)
+    print(f"work       up to {plan.flops / 1e12:,.3g} TFLOP per step over all ranks")
+    fits = _print_fit(config, plan, hardware, per_node, found)
     return fits and report.errors == 0
 
 
@@ -86,16 +85,8 @@ def _table(found: Estimate) -> str:
     return "\n".join(lines)
 
 
-def _print_fit(
-    config: Config,
-    models: Models,
-    hardware: Hardware,
-    per_node: int,
-    longest_prompt: int | None,
-    found: Estimate,
-) -> bool:
+def _print_fit(config: Config, plan: Plan, hardware: Hardware, per_node: int, found: Estimate) -> bool:
     """Prints whether the estimate fits into memory, and config changes that help; returns whether it fits."""
-    again = partial(estimate, models=models, hardware=hardware, longest_prompt=longest_prompt)
     if hardware.usable is not None and hardware.usable <= 0:
         print(
             f"too much   a GPU of {format_bytes(hardware.gpu_memory)} is smaller than the "
@@ -109,12 +100,12 @@ def _print_fit(
         usable = hardware.usable
         room = f"{format_bytes(usable)} available for tensors"
     if found.peak <= usable:
-        larger = suggest_larger_budgets(config, again, usable)
+        larger = suggest_larger_budgets(config, plan.estimate, usable)
         spare = f"; enough is left for any one of: {format_settings(larger)}" if larger else ""
         print(f"fits       {format_bytes(found.peak)} of {room}{spare}")
         return True
     print(f"too much   {format_bytes(found.peak)} in {found.peak_phase}, of {room}")
-    single, combined, peak = suggest_reductions(config, again, usable)
+    single, combined, peak = suggest_reductions(config, plan.estimate, usable)
     single = single[:MAX_REDUCTIONS]
     for settings, left in single:
         verdict = "" if left > usable else ", fits"

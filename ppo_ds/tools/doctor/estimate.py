@@ -1,4 +1,4 @@
-"""Estimates the memory of a run on one rank, by phase, from the config and the shapes of the models.
+"""Estimates the memory of a PPO run on one rank, by phase, from the config and the shapes of the models.
 
 No weights are loaded. ops/memory.py computes the parts; this module adds up the parts that are in memory at
 the same time. Phases have the names of the trainer's time/* metrics.
@@ -6,13 +6,11 @@ the same time. Phases have the names of the trainer's time/* metrics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
-from ppo_ds.config.schema import Config, rollout_size
-from ppo_ds.config.sections.models import ActorConfig, CriticConfig
+from ppo_ds.config.schema import Config, TrainedConfig, averaged_models, rollout_size, trained_models
 from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.engine.memory_budget import MemoryBudget, plan_generation
 from ppo_ds.ops.linear_logprobs import CPU_BLOCK, GPU_BLOCK, KEPT
@@ -34,6 +32,7 @@ from ppo_ds.ops.memory import (
 from ppo_ds.rollout.continuous_batch import COLUMNS, PREFILL_TOKENS, fast_batch_size
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+STATE_BYTES = 12  # bytes per trained parameter in a checkpoint: an fp32 weight and two moments
 # Memory besides tensors: the CUDA context, NCCL, kernels. The value is not measured but guessed, for H100s
 # with torch 2.13.
 CONTEXT = 3 * 2**29
@@ -100,6 +99,16 @@ class Estimate:
         return max(self.phases, key=lambda phase: self.phases[phase])
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What the diagnosis needs of a run whose models could be read."""
+
+    estimate: Callable[[Config], Estimate]  # for this config, or for one with other memory settings
+    flops: int  # of one step over all ranks
+    checkpoint: int  # bytes of one checkpoint
+    export: int  # bytes of the models that the run exports
+
+
 def estimate(
     config: Config, models: Models, hardware: Hardware, longest_prompt: int | None = None
 ) -> Estimate:
@@ -111,22 +120,35 @@ def estimate(
     return _Estimator(config, models, hardware, longest_prompt or config.data.max_prompt_tokens).estimate()
 
 
-class _Estimator:
-    """Computes the estimate; its methods share the config, the shapes and the batch sizes."""
+class RunMemory:
+    """Computes the memory of the parts that all stages have: engines, loading, forwards and backwards."""
 
-    def __init__(self, config: Config, models: Models, hardware: Hardware, longest_prompt: int):
-        self.config, self.models, self.hardware = config, models, hardware
-        self.prompt, self.length = longest_prompt, longest_prompt + config.sampling.max_new_tokens
-        self.rows = rollout_size(config) // hardware.ranks
+    def __init__(
+        self,
+        config: Config,
+        hardware: Hardware,
+        shapes: Mapping[str, Shape],
+        frozen: Mapping[str, FrozenModel],
+        *,
+        length: int,
+        rows: int,
+        unit: int = 1,
+    ):
+        """Initializes the estimate.
+
+        Args:
+            shapes: The shapes of the trained models, by role.
+            length: Tokens of the longest row.
+            rows: Rows of an optimizer step on one rank.
+            unit: Rows that a forward keeps together.
+        """
+        self.config, self.hardware, self.shapes, self.frozen = config, hardware, shapes, frozen
+        self.length, self.update_rows, self.unit = length, rows, unit
         self.block = GPU_BLOCK if hardware.on_gpu else CPU_BLOCK
-        self.frozen = dict(models.rewards)
-        if models.reference is not None:
-            self.frozen = {"reference": models.reference, **self.frozen}
-        self.engines = {"actor": self._engine(config.actor, models.actor)}
-        if models.critic is not None:
-            self.engines["critic"] = self._engine(config.critic, models.critic)
+        roles = trained_models(config)
+        self.engines = {name: self._engine(roles[name], shape) for name, shape in shapes.items()}
 
-    def _engine(self, role: ActorConfig | CriticConfig, shape: Shape) -> EngineMemory:
+    def _engine(self, role: TrainedConfig, shape: Shape) -> EngineMemory:
         dtype, zero = str(role.model.dtype), role.zero
         bucket = int(role.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", BUCKET))
         return trained_engine(
@@ -143,38 +165,34 @@ class _Estimator:
             separate_host=self.hardware.on_gpu,
         )
 
-    def estimate(self) -> Estimate:
-        ranks, on_gpu = self.hardware.ranks, self.hardware.on_gpu
-        resident = {role: engine.resident for role, engine in self.engines.items()}
-        host = sum(engine.host for engine in self.engines.values()) if on_gpu else 0
-        for key, model in self.frozen.items():
-            offloaded = model.offloaded and on_gpu
-            resident[key] = 0 if offloaded else model.resident(ranks)
-            host += model.resident(ranks) if offloaded else 0
-        trained, stage = self.models.actor.trained, self.config.actor.zero.stage
-        copies = {
-            "ema": self.config.actor.ema.decay is not None,
-            "lagged": self.config.algo.old_policy == "lagged",
-        }
-        copy = FP32 * (trained if stage == 0 else ceil(trained / ranks))
-        resident |= {name: copy for name, kept in copies.items() if kept}
-        rest = sum(resident.values())
-        phases = {"loading": self._loading()}
-        phases |= {name: rest + more for name, more in self._scoring().items()}
-        generation, moved = self._generation(rest, phases)
-        phases |= {name: rest + more for name, more in self._updates().items()}
-        return Estimate(resident, phases, host + moved, self.engines, generation)
-
-    def _role(self, role: str) -> tuple[Any, Shape, int]:
+    def _role(self, role: str) -> tuple[TrainedConfig, Shape, int]:
         """Returns the config of a trained role, its shape and the bytes per weight."""
-        section = self.config.actor if role == "actor" else self.config.critic
-        shape = self.models.actor if role == "actor" else self.models.critic
-        assert shape is not None
-        return section, shape, BYTES[str(section.model.dtype)]
+        section = trained_models(self.config)[role]
+        return section, self.shapes[role], BYTES[str(section.model.dtype)]
 
-    # -- loading -------------------------------------------------------------------------------------------
+    def copy_of(self, role: str) -> int:
+        """Returns the bytes of a copy of a role's trained weights in fp32."""
+        section, shape, _ = self._role(role)
+        return FP32 * (
+            shape.trained if section.zero.stage == 0 else ceil(shape.trained / self.hardware.ranks)
+        )
 
-    def _loading(self) -> int:
+    def averages(self) -> dict[str, int]:
+        """Returns the bytes of the averaged weights as ``ema``, if the run has them."""
+        for name, role in averaged_models(self.config).items():
+            if role.ema.decay is not None:
+                return {"ema": self.copy_of(name)}
+        return {}
+
+    def head_positions(self, tokens: int) -> int:
+        """Counts the positions among ``tokens`` that the head of a model is applied to."""
+        return tokens
+
+    def forward_tokens(self, budget: int, rows: int) -> int:
+        """Counts the tokens of the largest forward: whole units of rows within the budget, at least one."""
+        return _forward_tokens(budget, rows // self.unit, self.unit * self.length)
+
+    def loading(self) -> int:
         """Computes the peak while models are loaded one after the other.
 
         An engine below ZeRO stage 3 copies its trained weights into one flat tensor before the old ones are
@@ -192,6 +210,70 @@ class _Estimator:
                 loaded += model.resident(self.hardware.ranks)
         return max(peak, loaded)
 
+    def trained_forward(self, role: str, tokens: int, prefetch: bool) -> int:
+        """Computes the peak of a forward of a trained role without gradients."""
+        section, shape, each = self._role(role)
+        gathered = _gathered(shape, each, prefetch) if section.zero.stage == 3 else 0
+        return gathered + self.forward(shape, tokens, self.length, each)
+
+    def forward(self, shape: Shape, tokens: int, length: int, each: int) -> int:
+        """Computes the peak of a forward without gradients."""
+        positions = self.head_positions(tokens)
+        head = head_forward_bytes(shape, positions, each, self.block) if shape.head else 0
+        return max(inference_activation_bytes(shape, tokens, length, each), head)
+
+    def backward(self, role: str) -> int:
+        """Computes the peak of the backwards of an optimizer step of a trained role."""
+        engine, (section, shape, each) = self.engines[role], self._role(role)
+        tokens = self.forward_tokens(self.config.memory.train_tokens, self.update_rows)
+        positions = self.head_positions(tokens)
+        checkpointing = bool(section.model.gradient_checkpointing)
+        kept = activation_bytes(shape, tokens, self.length, each, checkpointing)
+        if shape.head:
+            head = head_backward_bytes(shape, positions, each, self.block, KEPT)
+        else:
+            head = 2 * FP32 * shape.hidden * positions
+        accumulated = engine.gradients if self.update_rows * self.length > tokens else 0
+        return max(
+            engine.gathered + kept + head + engine.bucket + accumulated,
+            engine.gradients + engine.bucket + engine.reduction,
+        )
+
+
+class _Estimator(RunMemory):
+    """Computes the estimate of a PPO run."""
+
+    def __init__(self, config: Config, models: Models, hardware: Hardware, longest_prompt: int):
+        frozen = {} if models.reference is None else {"reference": models.reference}
+        super().__init__(
+            config,
+            hardware,
+            {"actor": models.actor} | ({} if models.critic is None else {"critic": models.critic}),
+            frozen | dict(models.rewards),
+            length=longest_prompt + config.sampling.max_new_tokens,
+            rows=(config.algo.minibatch_size or rollout_size(config)) // hardware.ranks,
+        )
+        self.models, self.prompt = models, longest_prompt
+        self.rows = rollout_size(config) // hardware.ranks
+
+    def estimate(self) -> Estimate:
+        ranks, on_gpu = self.hardware.ranks, self.hardware.on_gpu
+        resident = {role: engine.resident for role, engine in self.engines.items()}
+        host = sum(engine.host for engine in self.engines.values()) if on_gpu else 0
+        for key, model in self.frozen.items():
+            offloaded = model.offloaded and on_gpu
+            resident[key] = 0 if offloaded else model.resident(ranks)
+            host += model.resident(ranks) if offloaded else 0
+        resident |= self.averages()
+        if self.config.algo.old_policy == "lagged":
+            resident["lagged"] = self.copy_of("actor")
+        rest = sum(resident.values())
+        phases = {"loading": self.loading()}
+        phases |= {name: rest + more for name, more in self._scoring().items()}
+        generation, moved = self._generation(rest, phases)
+        phases |= {name: rest + more for name, more in self._updates().items()}
+        return Estimate(resident, phases, host + moved, self.engines, generation)
+
     # -- scoring -------------------------------------------------------------------------------------------
 
     def _scoring(self) -> dict[str, int]:
@@ -205,30 +287,19 @@ class _Estimator:
             )
         # DeepSpeed prefetches after a few equal forwards in a row; an update in between resets that count
         prefetch = self.rows * self.length > 2 * tokens
-        peaks["old_logprobs"] = self._trained_forward("actor", tokens, prefetch)
+        peaks["old_logprobs"] = self.trained_forward("actor", tokens, prefetch)
         if models.reference is not None:
             peaks["ref_logprobs"] = self._frozen_forward(models.reference, tokens, self.length)
         if models.critic is not None:
-            peaks["values"] = self._trained_forward("critic", tokens, prefetch)
+            peaks["values"] = self.trained_forward("critic", tokens, prefetch)
         return peaks
-
-    def _trained_forward(self, role: str, tokens: int, prefetch: bool) -> int:
-        section, shape, each = self._role(role)
-        gathered = _gathered(shape, each, prefetch) if section.zero.stage == 3 else 0
-        return gathered + self._forward(shape, tokens, self.length, each)
 
     def _frozen_forward(self, model: FrozenModel, tokens: int, length: int) -> int:
         uploaded = model.resident(self.hardware.ranks) if model.offloaded and self.hardware.on_gpu else 0
         gathered = _gathered(model.shape, model.each, prefetch=True) if model.sharded else 0
-        return uploaded + gathered + self._forward(model.shape, tokens, length, model.each)
+        return uploaded + gathered + self.forward(model.shape, tokens, length, model.each)
 
-    def _forward(self, shape: Shape, tokens: int, length: int, each: int) -> int:
-        """Computes the peak of a forward without gradients."""
-        positions = self._head_positions(tokens)
-        head = head_forward_bytes(shape, positions, each, self.block) if shape.head else 0
-        return max(inference_activation_bytes(shape, tokens, length, each), head)
-
-    def _head_positions(self, tokens: int) -> int:
+    def head_positions(self, tokens: int) -> int:
         """Counts the response tokens among ``tokens``; the head is applied to those only."""
         return ceil(tokens * self.config.sampling.max_new_tokens / self.length)
 
@@ -240,8 +311,9 @@ class _Estimator:
         Returns a description of how the weights are held, and the bytes of optimizer states that are
         offloaded to CPU memory during generation.
         """
-        actor, shape, each = self._role("actor")
-        memory, sharded, weights = self.config.memory, actor.zero.stage == 3, each * shape.parameters
+        _, shape, each = self._role("actor")
+        zero = self.config.actor.zero
+        memory, sharded, weights = self.config.memory, zero.stage == 3, each * shape.parameters
         budget = memory.rollout_tokens
         slots = max(1, min(budget // self.length, fast_batch_size(self.rows)))
         length = -(-self.length // COLUMNS) * COLUMNS
@@ -270,8 +342,8 @@ class _Estimator:
                 decoding=decode_bytes_bound(shape, tokens, rows, each),
                 offloadable=idle,
             ),
-            generation_gather=actor.zero.generation_gather,
-            offload_states=actor.zero.offload_states,
+            generation_gather=zero.generation_gather,
+            offload_states=zero.offload_states,
             on_gpu=self.hardware.on_gpu,
         )
         moved = idle if plan.offload_states and self.hardware.on_gpu else 0
@@ -297,28 +369,11 @@ class _Estimator:
         """
         actor, critic = self.engines["actor"], self.engines.get("critic")
         if critic is None:
-            return {"update_actor": max(self._backward("actor"), actor.gradients + actor.step)}
+            return {"update_actor": max(self.backward("actor"), actor.gradients + actor.step)}
         return {
-            "update_actor": max(self._backward("actor"), actor.gradients + actor.step + critic.gradients),
-            "update_critic": max(actor.gradients + self._backward("critic"), critic.gradients + critic.step),
+            "update_actor": max(self.backward("actor"), actor.gradients + actor.step + critic.gradients),
+            "update_critic": max(actor.gradients + self.backward("critic"), critic.gradients + critic.step),
         }
-
-    def _backward(self, role: str) -> int:
-        engine, (section, shape, each), config = self.engines[role], self._role(role), self.config
-        rows = (config.algo.minibatch_size or rollout_size(config)) // self.hardware.ranks
-        tokens = _forward_tokens(config.memory.train_tokens, rows, self.length)
-        positions = self._head_positions(tokens)
-        checkpointing = bool(section.model.gradient_checkpointing)
-        kept = activation_bytes(shape, tokens, self.length, each, checkpointing)
-        if shape.head:
-            head = head_backward_bytes(shape, positions, each, self.block, KEPT)
-        else:
-            head = 2 * FP32 * shape.hidden * positions
-        accumulated = engine.gradients if rows * self.length > tokens else 0
-        return max(
-            engine.gathered + kept + head + engine.bucket + accumulated,
-            engine.gradients + engine.bucket + engine.reduction,
-        )
 
 
 def _forward_tokens(budget: int, rows: int, length: int) -> int:

@@ -33,13 +33,13 @@ def plan_models(config: Config, tokenizer: Tokenizer | None, report: Report) -> 
             value_head=config.critic.share_trunk,
             key="actor.model.path",
         ),
-        lambda shape: _describe(config.actor.model.path, shape),
+        lambda shape: describe_shape(config.actor.model.path, shape),
     )
     critic, initial_reward = _critic(config, tokenizer, report) if has_critic(config) else (None, None)
     reference = report.attempt(
         "reference",
         lambda: _reference(config),
-        lambda model: _describe(config.reference.model.path, model.shape) if model else None,
+        lambda model: describe_shape(config.reference.model.path, model.shape) if model else None,
     )
     loaded = {_identity(initial_reward)} if initial_reward and config.critic.lora.rank else set()
     rewards = _rewards(config, report, loaded)
@@ -64,7 +64,7 @@ def _critic(
         lambda: planned_shape(
             start.model, classifier=True, trained=True, lora=config.critic.lora, key=start.key
         ),
-        lambda shape: _describe(start.model.path, shape),
+        lambda shape: describe_shape(start.model.path, shape),
     )
     return shape, start.reward
 
@@ -96,7 +96,7 @@ def _rewards(config: Config, report: Report, loaded: set[Any]) -> dict[str, Froz
             shape = report.attempt(
                 "reward",
                 partial(planned_shape, model, classifier=True, trained=False, key=key),
-                partial(_describe, model.path),
+                partial(describe_shape, model.path),
             )
             if shape is not None:
                 rewards[key] = FrozenModel(shape, BYTES[model.dtype], zero.stage == 3, zero.offload_params)
@@ -121,7 +121,8 @@ def _identity(model: ModelConfig) -> tuple[Any, ...]:
     return path, model.revision, model.dtype, model.attn_implementation
 
 
-def _describe(path: str, shape: Shape) -> str:
+def describe_shape(path: str, shape: Shape) -> str:
+    """Describes a model by its number of parameters."""
     partly_trained = shape.trained not in (0, shape.parameters)
     trained = f", {shape.trained / 1e6:.1f} M of them trained" if partly_trained else ""
     return f"{path}: {shape.parameters / 1e6:,.1f} M parameters{trained}"

@@ -8,8 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ppo_ds.config.schema import Config, has_critic, reference_is_base, uses_reference
-from ppo_ds.config.sections.models import ActorConfig, CriticConfig
+from ppo_ds.config.schema import (
+    Config,
+    TrainedConfig,
+    has_critic,
+    reference_is_base,
+    trained_models,
+    uses_reference,
+)
 from ppo_ds.config.text import show
 from ppo_ds.config.types import replace
 from ppo_ds.tools.doctor.estimate import Estimate
@@ -75,19 +81,23 @@ def suggest_reductions(
 
 
 def _reductions(config: Config) -> Iterator[list[Setting]]:
-    """Yields single changes of the actor, the critic, both, the reference and the token budgets.
+    """Yields single changes of each trained model, of actor and critic, the reference and the token budgets.
 
     A change may reduce the speed of the run, but does not change its results.
     """
-    actor = dict(_role_reductions(config.actor))
-    critic = dict(_role_reductions(config.critic)) if has_critic(config) else {}
-    for key, value in actor.items():
-        yield [(f"actor.{key}", value)]
-    for key, value in critic.items():
-        yield [(f"critic.{key}", value)]
-    for key in actor.keys() & critic.keys():
-        yield [(f"actor.{key}", actor[key]), (f"critic.{key}", critic[key])]
-    if uses_reference(config) and not reference_is_base(config):
+    roles = {
+        name: dict(_role_reductions(role))
+        for name, role in trained_models(config).items()
+        if name != "critic" or has_critic(config)
+    }
+    for name, changes in roles.items():
+        for key, value in changes.items():
+            yield [(f"{name}.{key}", value)]
+    if "critic" in roles:
+        actor, critic = roles["actor"], roles["critic"]
+        for key in actor.keys() & critic.keys():
+            yield [(f"actor.{key}", actor[key]), (f"critic.{key}", critic[key])]
+    if config.stage == "ppo" and uses_reference(config) and not reference_is_base(config):
         if config.reference.zero.stage == 0:
             yield [("reference.zero.stage", 3)]
         if not config.reference.zero.offload_params:
@@ -97,7 +107,7 @@ def _reductions(config: Config) -> Iterator[list[Setting]]:
             yield [(f"memory.{key}", tokens // 2)]
 
 
-def _role_reductions(role: ActorConfig | CriticConfig) -> Iterator[Setting]:
+def _role_reductions(role: TrainedConfig) -> Iterator[Setting]:
     zero = role.zero
     if zero.stage < 3:
         yield "zero.stage", 2 if zero.stage < 2 else 3

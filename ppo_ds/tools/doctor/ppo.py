@@ -1,0 +1,99 @@
+"""Checks the inputs of a PPO run and plans its models, without reading weights."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ppo_ds.build.data import (
+    Inputs,
+    build_held_out,
+    build_prompts,
+    build_ptx,
+    build_tokenizer,
+    describe_rows,
+    stop_ids,
+)
+from ppo_ds.build.preflight import preflight
+from ppo_ds.config.schema import Config
+from ppo_ds.config.targets import bind
+from ppo_ds.data.prompts import PromptStream
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.tools.doctor.estimate import BYTES, STATE_BYTES, Hardware, Models, Plan, estimate
+from ppo_ds.tools.doctor.flops import step_flops
+from ppo_ds.tools.doctor.model_shapes import plan_models
+from ppo_ds.tools.doctor.report import Report
+
+
+def plan_ppo(config: Config, hardware: Hardware, report: Report) -> Plan | None:
+    """Checks the inputs and reads the shapes of all models; returns None if one of them cannot be read."""
+    tokenizer, longest = check_inputs(config, report)
+    models = plan_models(config, tokenizer, report)
+    if models is None:
+        return None
+    checkpoint, export = disk_bytes(config, models)
+    return Plan(
+        partial(estimate, models=models, hardware=hardware, longest_prompt=longest),
+        step_flops(config, models, longest),
+        checkpoint,
+        export,
+    )
+
+
+def disk_bytes(config: Config, models: Models) -> tuple[int, int]:
+    """Returns the bytes of one checkpoint and of the export at the end of the run."""
+    actor, critic, ema = models.actor, models.critic, config.actor.ema.decay is not None
+    trained = actor.trained + (critic.trained if critic else 0)
+    copies = int(ema) + int(config.algo.old_policy == "lagged")
+    export = BYTES[config.actor.model.dtype] * actor.parameters * (1 + ema)
+    export += BYTES[str(config.critic.model.dtype)] * critic.parameters if critic else 0
+    return STATE_BYTES * trained + 4 * copies * actor.trained, export
+
+
+def check_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, int | None]:
+    """Checks tokenizer, data and reward.
+
+    Returns the actor's tokenizer and the number of tokens of the longest prompt. Either is None if it could
+    not be read.
+    """
+    tokenizer = report.attempt(
+        "tokenizer", lambda: build_tokenizer(config), lambda t: f"{t.vocab_size} tokens"
+    )
+    if tokenizer is None:
+        return None, None
+
+    def describe_stops(ids: tuple[int, ...]) -> str:
+        tokens = ", ".join(repr(tokenizer.decode([i], skip_special_tokens=False)) for i in ids)
+        return f"responses end with {tokens or 'the length limit only'}"
+
+    report.attempt("sampling", lambda: stop_ids(config, tokenizer), describe_stops)
+    errors = report.errors
+    source = report.attempt(
+        "data",
+        lambda: build_prompts(config, tokenizer),
+        lambda s: f"{s.path}: {describe_rows(s.report, 'prompts')}; the longest has {s.longest} tokens",
+    )
+    held_out = report.attempt(
+        "held out",
+        lambda: build_held_out(config, tokenizer),
+        lambda s: f"{s.path}: {describe_rows(s.report, 'prompts')}" if s else None,
+    )
+    ptx = report.attempt(
+        "texts",
+        lambda: build_ptx(config, tokenizer),
+        lambda s: f"{s.source.path}: {describe_rows(s.source.report, 'texts')}" if s else None,
+    )
+    reward = report.attempt("reward", lambda: bind(config.reward, "reward"), lambda _: None)
+    if source is None or reward is None or report.errors > errors:
+        return tokenizer, source.longest if source else None
+    rollout = config.rollout
+    stream = report.attempt(
+        "data",
+        lambda: PromptStream(
+            source, prompts_per_step=rollout.prompts_per_step, samples_per_prompt=rollout.samples_per_prompt
+        ),
+        lambda _: None,
+    )
+    if stream is not None:
+        inputs = Inputs(tokenizer, source, held_out, stream, ptx)
+        report.attempt("reward", lambda: preflight(config, inputs), lambda _: "ok (weights are not checked)")
+    return tokenizer, max(s.longest for s in (source, held_out) if s is not None)
