@@ -18,7 +18,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from ppo_ds.config.reading import defaults
@@ -35,9 +35,13 @@ HYDRAS_ADVICE = re.compile(
     r"\s*(?:To append|To override|Use \+|You may|Did you mean to override|Either remove|full_key:|object_type"
     r"|Available)"
 )
+# Keys of the evaluation, with their values without held-out data
+WITHOUT_EVALUATION = {"data.eval_path": None, "eval.every": None, "checkpoint.keep_best": False}
 EXAMPLES = Path(str(files("ppo_ds"))) / "examples"
 # ${example:FILE} in a config is the path of a data file of the package, from any working directory
 OmegaConf.register_new_resolver("example", lambda name: str(EXAMPLES / name), replace=True)
+# ${equal:A,B} limits a value, such as trust in the code of a model, to the model for which a file sets it
+OmegaConf.register_new_resolver("equal", lambda one, other: one == other, replace=True)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ def compose_config(folders: Folders, name: str, arguments: list[str]) -> tuple[D
         try:
             with initialize_config_dir(str(folders.paths[0]), version_base="1.3", job_name="ppo_ds"):
                 composed = compose(name, chosen, return_hydra_config=True)
+                _drop_evaluation_of_other_data(composed, name, chosen)
                 return _of_its_stage(composed, folders), problems
         except yaml.YAMLError as error:
             raise UserError(*problems, f"not valid YAML: {' '.join(str(error).split())}") from None
@@ -90,6 +95,34 @@ def compose_config(folders: Folders, name: str, arguments: list[str]) -> tuple[D
         problems.append(
             f"{failed[0]}: nothing to reset; the key has its default already{has_value} or does not exist"
         )
+
+
+def _drop_evaluation_of_other_data(composed: DictConfig, name: str, chosen: list[str]) -> None:
+    """Removes the held-out data of a config file if the user replaces the training data of that file.
+
+    Held-out data belong to their data set: data.path=... without data.eval_path=... leaves none behind, and
+    neither eval.every nor checkpoint.keep_best, unless the user sets these too. To see the file's own data,
+    the config is composed again without the user's keys.
+    """
+    keys = [text for text in chosen if text.startswith(("++", "~"))]
+    given = {text.lstrip("+~").partition("=")[0] for text in keys}
+    replaced = given & {"data.path", "data.mix"} and "data.eval_path" not in given
+    if not replaced or not _data_of(composed)["eval_path"]:
+        return
+    files = _data_of(compose(name, [text for text in chosen if text not in keys]))
+    if not (files["path"] or files["mix"]) or files == _data_of(composed):
+        return
+    with flag_override(composed, "struct", False):
+        for key, value in WITHOUT_EVALUATION.items():
+            if key not in given:
+                OmegaConf.update(composed, key, value)
+
+
+def _data_of(composed: DictConfig) -> dict[str, Any]:
+    """Returns the data sets of a composed config, unresolved."""
+    section = composed.get("data")
+    given: Any = OmegaConf.to_container(section, resolve=False) if isinstance(section, DictConfig) else {}
+    return {key: given.get(key) for key in ("path", "mix", "eval_path")}
 
 
 def _of_its_stage(composed: DictConfig, folders: Folders) -> DictConfig:

@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import os
+import re
 import sys
 from array import array
 from bisect import bisect_right
@@ -34,6 +35,9 @@ _MAX_PROBLEMS = 5  # distinct problems in one error
 _MAX_BYTES = 2**33  # all rows
 _MAX_ROW_BYTES = 2**26  # one row, on average over a batch
 _BATCH_BYTES = 2**26  # the rows that are decoded together
+
+# A file of a Hub data set, in the notation of huggingface_hub: hf://datasets/OWNER/NAME/FILE
+_HUB_FILE = re.compile(r"hf://datasets/([^/@]+/[^/@]+)/([^@]+)")
 
 T = TypeVar("T")
 
@@ -96,8 +100,9 @@ def load_rows(
 ) -> Rows:
     """Loads the first ``max_rows`` rows of a data set.
 
-    ``path`` is a local file, a local folder (all its data files in the order of their names), or a Hub data
-    set, to which ``split`` and ``revision`` apply. ``key`` is the config key that error messages name.
+    ``path`` is a local file, a local folder (all its data files in the order of their names), a Hub data set,
+    to which ``split`` and ``revision`` apply, or a file of one, hf://datasets/OWNER/NAME/FILE, to which only
+    ``revision`` applies. ``key`` is the config key that error messages name.
     """
     try:
         files = _data_files(Path(os.path.expanduser(path)), path, key)
@@ -147,6 +152,12 @@ def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | 
 def _data_files(local: Path, path: str, key: str) -> list[Path] | None:
     """Returns the data files of a local path, or None for a path that can only be a Hub name."""
     kinds = ", ".join(_READERS)
+    if path.startswith("hf://"):
+        if not _HUB_FILE.fullmatch(path):
+            raise UserError(
+                f"{key}={path}: a file of a Hub data set has the form hf://datasets/OWNER/NAME/FILE"
+            )
+        return None
     if local.is_dir():
         files = sorted(
             file for file in local.iterdir() if file.suffix in _READERS and not file.name.startswith(".")
@@ -167,11 +178,16 @@ def _data_files(local: Path, path: str, key: str) -> list[Path] | None:
 
 
 def _load_from_hub(path: str, split: str, revision: str | None, key: str) -> _Part:
-    """Loads a split without its feature types, so that no image or sound is decoded or fetched."""
+    """Loads a split or a file without its feature types, so that no image or sound is decoded or fetched."""
+    file = _HUB_FILE.fullmatch(path)
     try:
-        dataset = datasets.load_dataset(path, split=split, revision=revision)
+        if file:
+            dataset = datasets.load_dataset(file[1], data_files=file[2], split="train", revision=revision)
+        else:
+            dataset = datasets.load_dataset(path, split=split, revision=revision)
         table = dataset.data.table.replace_schema_metadata(None)
-        return _Part(f"{path}[{split}]", datasets.Dataset(datasets.table.InMemoryTable(table)))
+        name = path if file else f"{path}[{split}]"
+        return _Part(name, datasets.Dataset(datasets.table.InMemoryTable(table)))
     except ValueError as error:
         # an unknown split, or a data set with several configurations: the message lists the valid names
         raise UserError(

@@ -148,7 +148,7 @@ def test_bf16_that_the_processor_emulates_is_named() -> None:
         (["reward=model", "reward.model.path=org/reward"], ["actor", "critic", "reference", "reward"]),
         (["actor.model.dtype=fp32", "reward=model", "reward.model.path=org/reward"], ["reward"]),
         (
-            ["actor.model.dtype=fp32", "reward=minimind", "reward.parts.model.reward.model.path=org/r"],
+            ["actor.model.dtype=fp32", "reward=minimind", "reward.parts.model.reward.model.dtype=bf16"],
             ["reward.parts.model.reward"],
         ),
         (["reward=internlm2_reward"], ["actor", "critic", "reference"]),  # its config file sets fp16

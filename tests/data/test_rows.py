@@ -166,6 +166,16 @@ def test_hub_split(hub_folder):
     assert list(rows) == [{"prompt": "test"}] and rows.location(0) == "org/name[test] row 1"
 
 
+def test_a_file_of_a_hub_data_set(hub_folder):
+    rows = load_rows("hf://datasets/org/name/test.jsonl", split="any")
+    assert list(rows) == [{"prompt": "test"}]
+    assert rows.location(0) == "hf://datasets/org/name/test.jsonl row 1"
+    with pytest.raises(
+        UserError, match="hf://org/name/test.jsonl: .* the form hf://datasets/OWNER/NAME/FILE"
+    ):
+        load_rows("hf://org/name/test.jsonl")
+
+
 def test_unknown_split_lists_the_valid_ones(hub_folder):
     with pytest.raises(UserError, match=r"data.eval_path=.*, data.eval_split=dev: .*\['train', 'test'\]"):
         load_rows("org/name", split="dev", key="data.eval_path")

@@ -27,6 +27,8 @@ def main() -> None:
             print("==", name, flush=True)
         run = build_run(load_config(arguments))
         assert run.fit() == "done"
+        if os.environ["RANK"] == "0":
+            print("optimizer steps:", run.stage.models["actor"].engine.global_steps, flush=True)
         for model in run.stage.models.values():
             if model is not None:
                 model.engine.destroy()

@@ -140,6 +140,7 @@ GROUPS = [
 # Arguments besides algo=PRESET with which the full quickstart learns, as in docs/algorithms.md.
 LEARNING = {
     "standard": [],
+    "rlhf": [],
     "deepspeed_chat": [],
     "minimind_token": [],
     "openrlhf": [],

@@ -19,11 +19,6 @@ EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
 # keys that an experiment leaves to the user
 BRING = {
     "grpo": {"data.path": "org/problems"},
-    "minimind": {
-        "actor.model.path": "org/actor",
-        "data.path": "org/chats",
-        "reward.parts.model.reward.model.path": "org/reward",
-    },
 }
 
 
@@ -69,8 +64,6 @@ def test_every_option_of_every_group_sets_its_keys(option: str) -> None:
     fill = {
         "reward=model": ["reward.model.path=org/reward"],
         "reward=get_score": ["reward.model.path=org/reward"],
-        "reward=minimind": ["reward.parts.model.reward.model.path=org/reward"],
-        "reward=minimind_reasoning": ["reward.parts.model.reward.reward.model.path=org/reward"],
         "reward=function": ["reward.path=pkg.mod:score"],
         "reward=regex": ["reward.pattern=x"],
         "reward=remote": ["reward.url=http://localhost"],
@@ -94,7 +87,10 @@ def test_every_option_of_every_group_sets_its_keys(option: str) -> None:
         if key.split(".")[0] not in type(config).model_fields:  # a key for another stage
             assert group in STAGE_GROUPS and key in dotted_keys(Config), key
         else:
-            assert found[key] == value or value is None, key  # the config fills in some null values
+            computed = isinstance(value, str) and value.startswith("${")
+            assert found[key] == value or computed or value is None, (
+                key
+            )  # the config fills in some null values
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -126,6 +122,44 @@ def test_rlhf_runs_without_a_network_on_local_models_and_data(tmp_path: Path) ->
         )
     )
     assert config.eval.every is None and config.data.eval_path is None
+
+
+def test_other_data_leave_no_evaluation_of_the_experiment_behind() -> None:
+    def evaluation(*arguments: str) -> tuple[str | None, int | None, bool]:
+        config = compose("+experiment=rlhf", *arguments)
+        return config.data.eval_path, config.eval.every, config.checkpoint.keep_best
+
+    theirs = "trl-lib/ultrafeedback-prompt"
+    for same in ((), ("data.split=train",), (f"data.path={theirs}",)):
+        assert evaluation(*same) == (theirs, 50, True)
+    none = (None, None, False)
+    assert evaluation("data.path=org/a") == none
+    assert evaluation("data.path=null", "data.mix=[{path:org/a}]") == none
+    assert evaluation("data.path=org/a", "data.eval_path=org/b") == ("org/b", 50, True)
+    assert complaints("+experiment=rlhf", "data.path=org/a", "eval.every=5") == [
+        "eval.every=5: needs held-out prompts in data.eval_path"
+    ]
+
+
+def test_an_evaluation_set_without_training_data_stays(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndata: {eval_path: org/b}\neval: {every: 3}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    config = compose("--config-dir", str(tmp_path), "+experiment=mine", *MINIMAL)
+    assert (config.data.eval_path, config.eval.every) == ("org/b", 3)
+
+
+@pytest.mark.parametrize("reward", ["minimind", "minimind_reasoning"])
+def test_trust_in_the_code_of_miniminds_reward_model_is_for_that_model_alone(reward: str) -> None:
+    key = "reward.parts.model.reward" + (".reward" if reward == "minimind_reasoning" else "")
+
+    def trust(*more: str) -> bool:
+        config = compose("+experiment=minimind", f"reward={reward}", *more)
+        section = config.reward["parts"]["model"]["reward"]
+        return section.get("reward", section)["model"]["trust_remote_code"]
+
+    assert trust() is True and trust(f"{key}.model.path=org/other") is False
+    assert trust(f"{key}.model.path=org/other", f"{key}.model.trust_remote_code=true") is True
 
 
 def test_a_reward_swapped_on_the_command_line_leaves_nothing_behind() -> None:

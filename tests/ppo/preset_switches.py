@@ -82,6 +82,11 @@ WITHOUT_CRITIC = {"advantage.whiten": "none", "reward_shaping.clip": None, "epoc
 # preset -> differences from STANDARD
 DEPARTURES = {
     "standard": {},
+    "rlhf": {
+        "reward_shaping.normalize": "running",
+        "reward_shaping.missing_eos": "set",
+        "reward_shaping.missing_eos_value": -1.0,
+    },
     "sums": {"kl.coef": 0.02, "minibatch_size": 128},
     "zysnlp": ZYSNLP,
     "zysnlp_strict": ZYSNLP

@@ -87,9 +87,10 @@ def check_data_files(config: Config, ranks: int) -> Iterator[str]:
 def looks_local(path: str) -> bool:
     """Returns whether a path means a local file or folder rather than a Hub id.
 
-    A `name` or `org/name` that does not exist on this machine is taken for a Hub id.
+    A `name` or `org/name` that does not exist on this machine is taken for a Hub id. `hf://...` names a file
+    of a Hub data set.
     """
-    return (
+    return not path.startswith("hf://") and (
         path.startswith(("/", ".", "~"))
         or path.count("/") > 1
         or path.endswith(FILE_ENDINGS)
