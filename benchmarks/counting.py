@@ -48,11 +48,11 @@ class Recorder:
 
     def __call__(self, prompts: Any) -> Any:
         self.cpu.append(time.process_time())
-        rollout, metrics = self._collect(prompts)
+        rollout, scores, metrics = self._collect(prompts)
         mine = (rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist())
         shares = self.stage.context.world.gather_objects(mine)
         self.steps.append(Lengths([n for p, _ in shares for n in p], [n for _, r in shares for n in r]))
-        return rollout, metrics
+        return rollout, scores, metrics
 
 
 @dataclass(frozen=True)

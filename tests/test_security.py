@@ -427,8 +427,11 @@ ALLOWED = {
         "import_module",
     ): "the tables' own targets, or a _target_ of the user's config",
     ("ppo_ds/rewards/user_function.py", "import_module"): "the user's own reward",
-    ("ppo_ds/rewards/function.py", "spec_from_file_location"): "the same",
-    ("ppo_ds/rewards/function.py", "exec_module"): "the same",
+    ("ppo_ds/rewards/user_function.py", "spec_from_file_location"): "the same",
+    ("ppo_ds/rewards/user_function.py", "exec_module"): "the same",
+    ("ppo_ds/rewards/pool.py", "subprocess"): "its worker processes: a list of arguments, no shell",
+    ("ppo_ds/rewards/pool.py", "multiprocessing"): "sends calls to them; their replies are read as JSON",
+    ("ppo_ds/rewards/worker.py", "multiprocessing"): "unpickles calls, which the rank has sent",
     ("ppo_ds/tracking/wandb.py", "subprocess"): "wandb's child: a list of arguments, no shell",
     (
         "ppo_ds/distributed/child_groups.py",

@@ -5,10 +5,9 @@ The score is a number, or a list with one reward for each step of the response (
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cached_property, partial
+from functools import partial
 from threading import Event
 from typing import Literal
 
@@ -19,9 +18,9 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import Responses, RewardError, SlowTextReward, StepReward, TextScores
 from ppo_ds.rewards.pending import Pending
-from ppo_ds.rewards.pool import Arguments, NoScore, Pool, coroutine_pool, process_pool, thread_pool
+from ppo_ds.rewards.pool import NoScore, make_pool
 from ppo_ds.rewards.steps import step_ends
-from ppo_ds.rewards.user_function import InvalidScore, Score, is_async, load_function, read_scores
+from ppo_ds.rewards.user_function import Arguments, InvalidScore, Score, call_function, load_function
 from ppo_ds.rewards.values import described, quoted
 
 
@@ -74,28 +73,18 @@ class FunctionReward(SlowTextReward):
         if not step_separator:
             raise UserError(f"{key}.step_separator is empty; give the text that separates steps")
         self._name = f"{key}.path={path}"
-        self._path, self._key = path, key
+        self._key = key
         self._function = load_function(path, f"{key}.path")
         self._separator = step_separator.replace("\\n", "\n")
         self._fallback_score = fallback_score
-        self._kind, self._workers, self._timeout = pool, workers or 4, timeout_seconds or 60.0
-
-    @cached_property
-    def _pool(self) -> Pool | None:
-        """The pool of the calls; None if the function is called at once and in the main thread."""
-        if self._kind == "process":
-            return process_pool(self._path, self._workers, self._timeout)
-        if self._kind == "thread" and not is_async(self._function):
-            return thread_pool(self._function, self._workers, self._timeout)
-        if self._kind == "thread":
-            return coroutine_pool(self._function, self._workers, self._timeout)
-        return coroutine_pool(self._function, 1, math.inf) if is_async(self._function) else None
+        self._kind = pool
+        self._pool = make_pool(path, self._function, pool, workers or 4, timeout_seconds or 60.0)
 
     def start_responses(self, responses: Responses) -> Pending[TextScores]:
         count, pool, restore_rng = len(responses.texts), self._pool, torch_rng_snapshot()
         if pool is None:
             try:
-                scores = self._call(responses, range(count), self._call_here)
+                scores = self._call(responses, range(count), partial(call_function, self._function))
             finally:
                 restore_rng()
             return Pending.of(self._text_scores(responses, scores))
@@ -110,10 +99,6 @@ class FunctionReward(SlowTextReward):
             return self._text_scores(responses, [score for task in tasks for score in task.result()])
 
         return Pending(finish, tasks, cancelled.set)
-
-    def _call_here(self, arguments: Arguments) -> list[Score]:
-        count = len(arguments[0])  # before the call, since the function may modify the lists
-        return read_scores(self._function(*arguments), count)
 
     def _call(
         self, responses: Responses, rows: range, call: Callable[[Arguments], list[Score]]
@@ -144,22 +129,6 @@ class FunctionReward(SlowTextReward):
 
     def _text_scores(self, responses: Responses, scores: list[Score | None]) -> TextScores:
         """Converts the scores of all responses, and assigns step rewards to the steps of the texts."""
-        self._check_kinds(responses, scores)
-        steps = tuple(
-            self._step_rewards(responses, row, score) if isinstance(score, list) else ()
-            for row, score in enumerate(scores)
-        )
-        total = [
-            self._fallback_score if score is None else 0.0 if isinstance(score, list) else score
-            for score in scores
-        ]
-        components = {}
-        if self._fallback_score is not None:
-            components["fallback"] = torch.tensor([float(score is None) for score in scores])
-        return TextScores(torch.tensor(total, dtype=torch.float32, device="cpu"), steps, components)
-
-    def _check_kinds(self, responses: Responses, scores: list[Score | None]) -> None:
-        """Raises RewardError if some responses have step rewards and others a single score."""
         given = [(row, score) for row, score in enumerate(scores) if score is not None]
         for row, score in given:
             if isinstance(score, list) != isinstance(given[0][1], list):
@@ -168,16 +137,26 @@ class FunctionReward(SlowTextReward):
                     f"{self._name} returned {described(score)} for {self._where(responses, row)}, but "
                     f"{other}; it must return one float for each response, or one list of floats for each"
                 )
-
-    def _step_rewards(self, responses: Responses, row: int, rewards: list[float]) -> tuple[StepReward, ...]:
-        ends = step_ends(responses.texts[row], self._separator)
-        if len(ends) != len(rewards):
-            raise RewardError(
-                f"{self._name} returned {len(rewards)} step rewards for a response of {len(ends)} steps "
-                f"({self._where(responses, row)}); the steps are the non-blank pieces between "
-                f"{self._key}.step_separator={self._separator!r}"
-            )
-        return tuple(map(StepReward, ends, rewards))
+        total: list[float] = []
+        steps: list[tuple[StepReward, ...]] = []
+        for row, score in enumerate(scores):
+            if not isinstance(score, list):
+                total.append(self._fallback_score if score is None else score)
+                steps.append(())
+                continue
+            ends = step_ends(responses.texts[row], self._separator)
+            if len(ends) != len(score):
+                raise RewardError(
+                    f"{self._name} returned {len(score)} step rewards for a response of {len(ends)} steps "
+                    f"({self._where(responses, row)}); the steps are the non-blank pieces between "
+                    f"{self._key}.step_separator={self._separator!r}"
+                )
+            total.append(0.0)
+            steps.append(tuple(map(StepReward, ends, score)))
+        components = {}
+        if self._fallback_score is not None:
+            components["fallback"] = torch.tensor([float(score is None) for score in scores])
+        return TextScores(torch.tensor(total, dtype=torch.float32, device="cpu"), tuple(steps), components)
 
     @staticmethod
     def _where(responses: Responses, row: int) -> str:

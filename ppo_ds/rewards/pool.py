@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,20 +17,27 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import cache, partial
 from multiprocessing import Pipe
 from threading import Event, Lock, Thread
 from typing import Any, Protocol, TypeVar
 
 from ppo_ds.distributed.exit import on_exit
 from ppo_ds.rewards.base import RewardError
-from ppo_ds.rewards.user_function import InvalidScore, Score, read_scores
+from ppo_ds.rewards.user_function import (
+    Arguments,
+    InvalidScore,
+    Score,
+    call_function,
+    is_async,
+    read_scores,
+)
 
 _POLL_SECONDS = 0.2  # interval at which a waiting thread checks for cancellation and for its time limit
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from ppo_ds.rewards.worker import main; "
 _BOOT += "main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
 
 T = TypeVar("T")
-Arguments = tuple[list[str], list[str], list[Any]]  # prompts, responses and rows of one call
 
 
 class NoScore(Exception):
@@ -95,57 +103,68 @@ class Pool:
         return call.scores()
 
 
+def make_pool(
+    path: str, function: Callable[..., Any], kind: str, workers: int, timeout_seconds: float
+) -> Pool | None:
+    """Makes the pool of a reward function; None if it is called at once and in the main thread.
+
+    An async function without a pool runs in the background too, in one call with all responses.
+    """
+    if kind == "process":
+        return Pool(WorkerProcesses(path).start, workers, timeout_seconds)
+    if kind == "thread":
+        start = start_coroutine if is_async(function) else start_thread
+        return Pool(partial(start, function), workers, timeout_seconds)
+    return Pool(partial(start_coroutine, function), 1, math.inf) if is_async(function) else None
+
+
 class FutureCall:
     """A call in a thread or in an event loop."""
 
-    def __init__(self, future: Future[Any], count: int):
-        self._future, self._count = future, count
+    def __init__(self, future: Future[list[Score]]):
+        self._future = future
 
     def poll(self, seconds: float) -> bool:
         return bool(wait([self._future], seconds).done)
 
     def scores(self) -> list[Score]:
-        return read_scores(self._future.result(), self._count)
+        return self._future.result()
 
     def abandon(self) -> None:
         self._future.cancel()  # has no effect on a thread
 
 
-def thread_pool(function: Callable[..., Any], workers: int, timeout_seconds: float) -> Pool:
-    """Makes a pool that calls a plain function in threads, which do not keep the process from ending."""
+def start_thread(function: Callable[..., Any], arguments: Arguments, cancelled: Event) -> FutureCall:
+    """Starts a call in a new thread, which does not keep the process from ending."""
+    future: Future[list[Score]] = Future()
+    future.set_running_or_notify_cancel()  # from now on it cannot be cancelled
 
-    def start(arguments: Arguments, cancelled: Event) -> FutureCall:
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # from now on it cannot be cancelled
+    def run() -> None:
+        try:
+            future.set_result(call_function(function, arguments))
+        except BaseException as error:  # also SystemExit
+            future.set_exception(error)
+
+    Thread(target=run, name="reward call", daemon=True).start()
+    return FutureCall(future)
+
+
+def start_coroutine(function: Callable[..., Any], arguments: Arguments, cancelled: Event) -> FutureCall:
+    """Starts a call of an async function in the event loop that all such calls share."""
+
+    async def run() -> list[Score]:
         count = len(arguments[0])  # before the call, since the function may modify the lists
+        return read_scores(await function(*arguments), count)
 
-        def run() -> None:
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:  # also SystemExit
-                future.set_exception(error)
-
-        Thread(target=run, name="reward call", daemon=True).start()
-        return FutureCall(future, count)
-
-    return Pool(start, workers, timeout_seconds)
+    return FutureCall(asyncio.run_coroutine_threadsafe(run(), event_loop()))
 
 
-def coroutine_pool(function: Callable[..., Any], workers: int, timeout_seconds: float) -> Pool:
-    """Makes a pool that runs the calls of an async function in one event loop, in a thread of its own."""
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Returns this process's event loop for reward functions, which runs in a thread of its own."""
     loop = asyncio.new_event_loop()
     Thread(target=loop.run_forever, name="reward event loop", daemon=True).start()
-
-    def start(arguments: Arguments, cancelled: Event) -> FutureCall:
-        count = len(arguments[0])
-        return FutureCall(asyncio.run_coroutine_threadsafe(function(*arguments), loop), count)
-
-    return Pool(start, workers, timeout_seconds)
-
-
-def process_pool(path: str, workers: int, timeout_seconds: float) -> Pool:
-    """Makes a pool that calls the function at ``path`` in worker processes."""
-    return Pool(WorkerProcesses(path).start, workers, timeout_seconds)
+    return loop
 
 
 class WorkerProcesses:

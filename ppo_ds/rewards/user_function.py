@@ -21,6 +21,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.rewards.values import described, is_float32
 
 Score = float | list[float]  # of one response; a list has one reward for each step
+Arguments = tuple[list[str], list[str], list[Any]]  # prompts, responses and rows of one call
 
 
 class InvalidScore(ValueError):
@@ -64,6 +65,14 @@ def _read_score(value: Any, row: int) -> Score:
 def _plain(value: Any) -> Any:
     """Converts arrays and scalars of numpy, torch or pandas to lists and numbers of Python."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def call_function(
+    function: Callable[..., Any], arguments: Arguments, finish: Callable[[Any], Any] = lambda result: result
+) -> list[Score]:
+    """Calls a reward function and reads its scores; ``finish`` computes the result of a coroutine."""
+    count = len(arguments[0])  # before the call, since the function may modify the lists
+    return read_scores(finish(function(*arguments)), count)
 
 
 def is_async(function: Callable[..., Any]) -> bool:

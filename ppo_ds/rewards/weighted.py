@@ -148,19 +148,27 @@ class WeightedReward:
 
     def _start_part(self, name: str, rollout: Rollout, responses: Responses) -> Pending[Scores]:
         """Starts to score a rollout with one part; a TextReward reads the texts that are decoded already."""
-        part = self._parts[name]
+        part, key = self._parts[name], f"{self._key}.{name}"
         texts = responses.inside(part.inside) if part.inside else responses
 
-        def finish(scores: TextScores) -> Scores:
+        def place(scores: TextScores) -> Scores:
             return token_scores(scores, texts, rollout, self._tokenizer)
 
         def check(scores: Scores) -> Scores:
-            with _name_in_errors(f"{self._key}.{name}"):
-                return _expect_finite(scores, rollout)
+            """Raises RewardError for a non-finite score, even of a part with weight 0."""
+            bad = ~(scores.total.isfinite() & scores.per_token.isfinite().all(1))
+            if bad.any():
+                row = int(bad.nonzero()[0])
+                prompt = quoted(responses.rows[row]["prompt_text"])
+                with _name_in_errors(key):
+                    raise RewardError(
+                        f"a score is not finite: {scores.total[row]} for row {row}, prompt {prompt}"
+                    )
+            return scores
 
-        with _name_in_errors(f"{self._key}.{name}"):
+        with _name_in_errors(key):
             if isinstance(part.reward, TextReward):
-                started = part.reward.start_responses(texts).then(finish)
+                started = part.reward.start_responses(texts).then(place)
             else:
                 started = start_scoring(part.reward, rollout)
         return started.then(check)
@@ -182,16 +190,6 @@ class WeightedReward:
                 components[f"{name}_raw"] = raw.sums
             components |= {f"{name}/{inner}": column for inner, column in raw.components.items()}
         return Scores(total, per_token, components)
-
-
-def _expect_finite(scores: Scores, rollout: Rollout) -> Scores:
-    """Returns the scores; raises RewardError if one is not finite, even of a part with weight 0."""
-    bad = ~(scores.total.isfinite() & scores.per_token.isfinite().all(1))
-    if bad.any():
-        row = int(bad.nonzero()[0])
-        prompt = quoted(rollout.metadata[row]["prompt_text"])
-        raise RewardError(f"a score is not finite: {scores.total[row]} for row {row}, prompt {prompt}")
-    return scores
 
 
 @contextmanager
@@ -239,20 +237,20 @@ class AnswerMix(SlowTextReward):
 
     def start_responses(self, responses: Responses) -> Pending[TextScores]:
         inside = responses.inside(self._tag)
-        both = all_of([self._reward.start_responses(texts) for texts in (responses, inside)])
-        return both.then(lambda scores: self._mix(responses, *scores))
 
-    def _mix(self, responses: Responses, of_whole: TextScores, of_answer: TextScores) -> TextScores:
-        if of_whole.has_steps or of_answer.has_steps:
-            raise RewardError(
-                f"{self._key}.reward returned step rewards, which an AnswerMix cannot mix; let the function "
-                "return one float per response, or use a part of a weighted reward with inside=TAG"
+        def mix(scores: list[TextScores]) -> TextScores:
+            if any(of_texts.has_steps for of_texts in scores):
+                raise RewardError(
+                    f"{self._key}.reward returned step rewards, which an AnswerMix cannot mix; let the "
+                    "function return one float per response, or use a part of a mixture with inside=TAG"
+                )
+            whole, answer = (_clip(of_texts.total, self._clip) for of_texts in scores)
+            tagged = torch.tensor(
+                [text_inside(text, self._tag) is not None for text in responses.texts], dtype=torch.bool
             )
-        whole, answer = _clip(of_whole.total, self._clip), _clip(of_answer.total, self._clip)
-        tagged = torch.tensor(
-            [text_inside(text, self._tag) is not None for text in responses.texts], dtype=torch.bool
-        )
-        return TextScores(torch.where(tagged, self._whole * whole + self._answer * answer, whole))
+            return TextScores(torch.where(tagged, self._whole * whole + self._answer * answer, whole))
+
+        return all_of([self._reward.start_responses(texts) for texts in (responses, inside)]).then(mix)
 
 
 def _clip(scores: Tensor, limit: float | None) -> Tensor:

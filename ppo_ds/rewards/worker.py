@@ -20,7 +20,7 @@ from typing import Any
 from zlib import crc32
 
 from ppo_ds.errors import UserError
-from ppo_ds.rewards.user_function import InvalidScore, is_async, load_function, read_scores
+from ppo_ds.rewards.user_function import Arguments, InvalidScore, call_function, is_async, load_function
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -52,18 +52,14 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def call(
-    function: Callable[..., Any], arguments: tuple[list[str], list[str], list[Any]], runner: asyncio.Runner
-) -> dict[str, Any]:
+def call(function: Callable[..., Any], arguments: Arguments, runner: asyncio.Runner) -> dict[str, Any]:
     """Calls the function and returns a reply of plain values, so that it can be sent as JSON."""
-    prompts, responses, rows = arguments
-    count = len(rows)  # before the call, since the function may modify the lists
+    prompts, responses, _ = arguments
     seed(crc32("\0".join([*prompts, *responses]).encode(errors="surrogatepass")))
     try:
-        result = function(prompts, responses, rows)
         if is_async(function):
-            result = runner.run(result)
-        return {"scores": read_scores(result, count)}
+            return {"scores": call_function(function, arguments, runner.run)}
+        return {"scores": call_function(function, arguments)}
     except InvalidScore as error:
         return {"invalid": error.reason, "row": error.row, "remedy": error.remedy}
     except BaseException as error:  # also SystemExit

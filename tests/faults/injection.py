@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ppo_ds.engine.lockstep import LockstepResult
 from ppo_ds.finetune.sft import SFTTrainer
-from ppo_ds.ppo import collector
+from ppo_ds.ppo import experience
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.learner import Learner
 
@@ -55,7 +55,7 @@ PLACES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "loss.sft": (SFTTrainer, "loss", nan_loss),
     "grad.actor": (Learner, "policy_loss", nan_gradient),
     "grad.critic": (Learner, "value_loss", nan_gradient),
-    "score": (collector, "scored", nan_score),
+    "score": (experience, "scored", nan_score),
     "logprob": (ExperienceMaker, "forward_actor", nan_logprob),
 }
 
