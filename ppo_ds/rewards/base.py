@@ -220,17 +220,24 @@ def token_ends(ends: Sequence[int], ids: list[int], tokenizer: Tokenizer) -> lis
     An offset counts characters of the decoded text of ``ids``. The end of the text is completed by the last
     token, even if that token has no text of its own.
     """
-    text, tokens, first = tokenizer.decode(ids), [], 1
+    text, tokens, count = tokenizer.decode(ids), [], 1  # number of tokens up to the end of the last step
     for end in ends:
-        if end < len(text):
-            # a search by halves, since a longer prefix of the tokens never has less of the text
-            first = bisect_left(
-                range(len(ids)),
-                True,
-                lo=first,
-                key=lambda count, end=end: tokenizer.decode(ids[:count]).startswith(text[:end]),
-            )
-        else:
-            first = len(ids)
-        tokens.append(first - 1)
+        if end == len(text):
+            tokens.append(len(ids) - 1)
+            continue
+        # The search decodes only tokens from shortly before the step on, since the time would otherwise grow
+        # with the square of the length. The first characters may differ from those of the whole text, such as
+        # a missing space or a broken character, but the number of characters after ``end`` is the same.
+        start = max(0, count - 4)
+        rest = tokenizer.decode(ids[start:])
+        wanted = rest[: len(rest) - len(text) + end]
+
+        def is_complete(count: int, start: int = start, wanted: str = wanted) -> bool:
+            return tokenizer.decode(ids[start:count]).startswith(wanted)
+
+        low = high = count
+        while high < len(ids) and not is_complete(high):
+            low, high = high + 1, 2 * high - count + 1
+        count = bisect_left(range(len(ids)), True, lo=low, hi=min(high, len(ids)), key=is_complete)
+        tokens.append(count - 1)
     return tokens

@@ -1,5 +1,6 @@
 """Tests step rewards: how a response is cut into steps, and which tokens their rewards go to."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,39 @@ def test_a_character_of_several_tokens_may_precede_the_end(tokenizer, tmp_path):
     assert scores.per_token.tolist() == [[0] * 7 + [1] + [0] * 3 + [2]]
     ids = tokenizer.encode_many(["是。\n\n否"], special_tokens=False)[0]
     assert token_ends([1, 2, 3, 4, 5], ids, tokenizer) == [2, 5, 6, 7, 10]
+
+
+class Bytes:
+    """Tokens are parts of UTF-8 text, which may split a character, as in byte-level BPE."""
+
+    def decode(self, ids):
+        return b"".join(ids).decode("utf-8", "replace")
+
+
+class Pieces:
+    """Tokens are pieces of text; the space before the first word is not decoded, as in SentencePiece."""
+
+    def decode(self, ids):
+        return "".join(ids).removeprefix(" ")
+
+
+def test_random_tokens_against_a_search_from_the_start():
+    """The first prefix of the tokens whose text contains a step completely ends with the step's token."""
+    draw = random.Random(0)
+    for trial in range(3000):
+        text = "".join(draw.choices(["a", "b", "\n", "\n\n", "是", " ", "é", "😀"], k=draw.randint(1, 40)))
+        tokenizer, whole = (Bytes(), text.encode()) if trial % 2 else (Pieces(), f" {text}")
+        cuts = sorted(draw.sample(range(1, len(whole)), draw.randint(0, len(whole) - 1)))
+        ids = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+        decoded = tokenizer.decode(ids)
+        ends = step_ends(decoded) if trial % 3 else list(range(1, len(decoded) + 1))
+        prefixes = [tokenizer.decode(ids[: n + 1]) for n in range(len(ids))]
+        expected = [
+            next(n for n, prefix in enumerate(prefixes) if prefix.startswith(decoded[:end])) for end in ends
+        ]
+        if ends and ends[-1] == len(decoded):
+            expected[-1] = len(ids) - 1
+        assert token_ends(ends, ids, tokenizer) == expected, (ids, ends)
 
 
 def test_one_step_is_paid_like_a_single_score(tokenizer, tmp_path):
