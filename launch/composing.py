@@ -59,7 +59,7 @@ class Folders:
                 folder.name
                 for path in self.paths
                 for folder in path.iterdir()
-                if folder.is_dir() and any(folder.glob("*.yaml"))
+                if folder.is_dir() and any(folder.glob("*.yaml")) and folder.name != "pipeline"
             }
         )
 
@@ -170,6 +170,11 @@ def _parse(arguments: list[str]) -> tuple[list[tuple[str, Override]], list[str]]
                 f"{argument}: not understood; write KEY=VALUE, GROUP=OPTION, +experiment=NAME or ~KEY"
             )
             continue
+        if override.key_or_group == "pipeline":
+            raise UserError(
+                f"{argument}: a pipeline consists of several runs; start it with "
+                f"python launch/pipeline.py +{argument.lstrip('+')}"
+            )
         if re.match(r"hydra\b", override.key_or_group):
             problems.append(
                 f"{argument}: Hydra only composes the config and has no settings here; the run "

@@ -44,10 +44,11 @@ from ppo_ds.tools.pipeline import SETTINGS, run_pipeline  # noqa: E402
 def main(argv: list[str]) -> int:
     try:
         options = parse_options(argv, prog="launch/pipeline.py")
+        folders = find_folders(options)
         if options.help is not None:
-            print(__doc__)
+            print(f"{__doc__}\nAvailable pipelines: {', '.join(folders.options('pipeline'))}")
             return 0
-        pipeline, settings = plan_pipeline(find_folders(options), options.overrides)
+        pipeline, settings = plan_pipeline(folders, options.overrides)
         if options.cfg:
             print(to_yaml({job.name: resolved(job.config) for job in pipeline.stages if job.config}), end="")
             return 0

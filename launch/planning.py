@@ -197,7 +197,7 @@ class Planner:
         models, model_inputs = self.substituted(
             [f"{name}={path}" for name, path in file.models.items()], f"{EVALUATION}.models"
         )
-        found = self.compose([*like.arguments, *own], ranks)
+        found = self.compose([*like.arguments, *own], like.ranks)
         self.problems += [f"{EVALUATION}: {line}" for line in found.problems]
         if found.config.stage != "ppo":
             raise UserError(
@@ -209,7 +209,7 @@ class Planner:
             )
         rewards = {"reward": found.config.reward}
         if judge:
-            second = self.compose([*without_reward([*like.arguments, *own]), *judge], ranks)
+            second = self.compose([*without_reward([*like.arguments, *own]), *judge], like.ranks)
             self.problems += [f"{EVALUATION}: {line}" for line in second.problems]
             rewards["judge"] = second.config.reward
         settings = {

@@ -13,7 +13,7 @@ from launch.composing import Folders
 from launch.planning import plan_pipeline, visible_gpus
 from ppo_ds.errors import UserError
 from ppo_ds.tools.pipeline import Job, Pipeline
-from tests.config.commands import MINIMAL, model_folder
+from tests.config.commands import MINIMAL, model_folder, problems
 
 FILE = f"""
 stages:
@@ -221,6 +221,22 @@ def test_mistakes_in_the_file(folders: Folders, tmp_path: Path, text: str, probl
     file.write_text(text)
     lines = complaints(folders)
     assert any(problem in line for line in lines) and all(line.startswith(f"{file}: ") for line in lines)
+
+
+def test_a_pipeline_is_not_a_run() -> None:
+    assert problems("+pipeline=instructgpt", "run.seed=1") == [
+        "+pipeline=instructgpt: a pipeline consists of several runs; start it with "
+        "python launch/pipeline.py +pipeline=instructgpt"
+    ]
+
+
+def test_the_pipelines_of_the_repository_are_valid() -> None:
+    for name in ("deepspeed_chat", "instructgpt"):
+        pipeline, settings = plan_pipeline(Folders((CONF,)), [f"+pipeline={name}", "ranks=8"])
+        sft, reward_model, ppo = pipeline.stages
+        assert ppo.config.actor.model.path == ppo.config.reference.model.path == f"{sft.config.run.dir}/model"
+        assert ppo.config.reward["model"]["path"] == f"{reward_model.config.run.dir}/model"
+        assert ppo.config.critic.init == "auto" and list(settings["models"]) == ["base", "sft", "ppo"]
 
 
 def test_an_unknown_pipeline(folders: Folders) -> None:
