@@ -17,7 +17,7 @@ from launch.composing import Folders, compose_config, resolve_config
 from ppo_ds.config.reading import dotted_keys, read
 from ppo_ds.config.resume import OPEN_SECTIONS
 from ppo_ds.config.schema import Config, config_class, default_dir, from_tree, inherit, is_unused, resolved
-from ppo_ds.config.text import did_you_mean
+from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.config.validation import validated
 from ppo_ds.errors import UserError
 from ppo_ds.storage.run_directory import dry_run_directory
@@ -37,14 +37,6 @@ class Arguments:
     shared: list[str] = field(default_factory=list)  # for every stage that knows the key
     own: dict[str, list[str]] = field(default_factory=dict)  # by stage
     ranks: dict[str, str] = field(default_factory=dict)  # by stage
-
-
-@dataclass(frozen=True)
-class Composed:
-    """The config of a stage. With ``problems`` it has stand-ins for wrong values."""
-
-    config: Config
-    problems: list[str]
 
 
 def plan_pipeline(folders: Folders, overrides: list[str]) -> tuple[Pipeline, Settings | None]:
@@ -143,7 +135,10 @@ class Planner:
                 )
         if self.problems:  # those of the evaluation would mostly repeat them
             raise UserError(*dict.fromkeys(self.problems))
-        dry_run = any(job.config is not None and bool(job.config.run.dry_run) for job in self.jobs)
+        dry_runs = {bool(settings["run"]["dry_run"]) for settings in self.settings.values()}
+        if len(dry_runs) > 1:
+            raise UserError("run.dry_run=true: is for all stages of a pipeline; remove the stage before it")
+        dry_run = dry_runs == {True}
         job, settings = None, None
         if self.file.evaluation is not None and not dry_run:
             job, settings = self.evaluation(self.file.evaluation)
@@ -157,15 +152,15 @@ class Planner:
         placed = [f"run.name={self.name}_{name}", f"run.dir={self.folder / name}"]
         fixed, inputs = self.substituted(self.file.stages[name].arguments, f"stages.{name}")
         own, more_inputs = self.substituted(self.given.own.get(name, []), name)
-        before = self.compose([*placed, *fixed], ranks).config
+        before, _ = self.compose([*placed, *fixed], ranks)
         shared = [argument for argument in self.given.shared if self.knows(before, argument)]
         self.applied |= set(shared)
         if "reward" in map(key_of, [*shared, *own]):
             fixed = without_reward(fixed)
         arguments = [*placed, *fixed, *shared, *own]
-        found = self.compose(arguments, ranks)
-        self.problems += [f"{name}: {line}" for line in found.problems]
-        run = found.config.run
+        config, problems = self.compose(arguments, ranks)
+        self.problems += [f"{name}: {line}" for line in problems]
+        run = config.run
         if Path(str(run.dir)) in {self.folder, *(Path(s["run"]["dir"]) for s in self.settings.values())}:
             self.problems.append(
                 f"{name}:run.dir={run.dir}: is the directory of the pipeline or of another stage; remove it"
@@ -177,43 +172,36 @@ class Planner:
             )
         if run.dry_run:
             arguments.append("run.dry_run=keep")
-        self.settings[name] = resolved(found.config)
+        self.settings[name] = resolved(config)
         given = set(map(key_of, arguments))
         inputs = {key: path for key, path in (inputs | more_inputs).items() if key in given}
-        self.jobs.append(Job(name, HERE / "train.py", arguments, ranks, inputs, found.config))
+        self.jobs.append(Job(name, HERE / "train.py", arguments, ranks, inputs, config))
 
     def evaluation(self, file: EvaluationFile) -> tuple[Job, Settings]:
         """Returns the job that compares models, and the settings that it reads from a file."""
-        like = (
-            self.jobs[-1] if file.like is None else next((j for j in self.jobs if j.name == file.like), None)
-        )
+        name = file.like or self.jobs[-1].name
+        like = next((job for job in self.jobs if job.name == name), None)
         if like is None:
-            raise UserError(
-                f"evaluation.like={file.like}: no such stage{did_you_mean(file.like or '', self.settings)}"
-            )
+            raise UserError(f"evaluation.like={name}: no such stage{did_you_mean(name, self.settings)}")
         ranks = self.ranks(EVALUATION, file.ranks or like.ranks)
         own, inputs = self.substituted([*file.arguments, *self.given.own.get(EVALUATION, [])], EVALUATION)
         judge, more_inputs = self.substituted(file.judge, f"{EVALUATION}.judge")
         models, model_inputs = self.substituted(
             [f"{name}={path}" for name, path in file.models.items()], f"{EVALUATION}.models"
         )
-        found = self.compose([*like.arguments, *own], like.ranks)
-        self.problems += [f"{EVALUATION}: {line}" for line in found.problems]
-        if found.config.stage != "ppo":
-            raise UserError(
-                f"{EVALUATION}.like={like.name}: must be a stage with stage=ppo, whose reward scores"
-            )
-        if found.config.data.eval_path is None:
-            self.problems.append(
-                f"{like.name}:data.eval_path is missing: the evaluation needs held-out prompts"
-            )
-        rewards = {"reward": found.config.reward}
+        config, problems = self.compose([*like.arguments, *own], like.ranks)
+        if config.stage != "ppo":
+            raise UserError(f"{EVALUATION}.like={name}: must be a stage with stage=ppo, whose reward is used")
+        if config.data.eval_path is None:
+            self.problems.append(f"{name}:data.eval_path is missing: the evaluation needs held-out prompts")
+        rewards = {"reward": config.reward}
         if judge:
-            second = self.compose([*without_reward([*like.arguments, *own]), *judge], like.ranks)
-            self.problems += [f"{EVALUATION}: {line}" for line in second.problems]
-            rewards["judge"] = second.config.reward
+            second, more = self.compose([*without_reward([*like.arguments, *own]), *judge], like.ranks)
+            problems += more
+            rewards["judge"] = second.reward
+        self.problems += [f"{EVALUATION}: {line}" for line in dict.fromkeys(problems)]
         settings = {
-            "config": resolved(found.config),
+            "config": resolved(config),
             "models": dict(model.split("=", 1) for model in models),
             "rewards": rewards,
         }
@@ -222,16 +210,19 @@ class Planner:
         inputs |= {f"models.{name}": model for name, model in model_inputs.items()}
         return Job(EVALUATION, HERE / "evaluate.py", [str(path)], ranks, inputs), settings
 
-    def compose(self, arguments: list[str], ranks: int) -> Composed:
-        """Composes and checks a config. Lines about files that stages have yet to write are left out."""
+    def compose(self, arguments: list[str], ranks: int) -> tuple[Config, list[str]]:
+        """Composes a config and returns it with its problems; wrong values are replaced by stand-ins.
+
+        Problems with files that earlier stages have yet to write are left out.
+        """
         composed, problems = compose_config(self.folders, "config", arguments)
         tree = resolve_config(composed)
         try:
-            return Composed(validated(tree, ranks), problems)
+            return validated(tree, ranks), problems
         except UserError as error:
             missing = [line for line in error.problems if self.is_awaited(line)]
             problems += [line for line in error.problems if line not in missing]
-            return Composed(inherit(from_tree(tree)[0]), problems)
+            return inherit(from_tree(tree)[0]), problems
 
     def is_awaited(self, problem: str) -> bool:
         """Returns whether a problem is that a file in the run directory of an earlier stage is missing."""
@@ -271,7 +262,7 @@ class Planner:
         run_dir = settings["run"]["dir"]
         if settings["run"]["dry_run"] and (value == run_dir or str(value).startswith(f"{run_dir}/")):
             return f"{dry_run_directory(run_dir)}{str(value).removeprefix(run_dir)}"
-        return str(value)
+        return value if isinstance(value, str) else show(value)
 
     def knows(self, config: Config, argument: str) -> bool:
         """Returns whether an argument without a prefix is for a stage with this config.

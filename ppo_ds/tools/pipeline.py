@@ -18,6 +18,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,5 @@ def remove_dry_runs(pipeline: Pipeline) -> None:
         folder = dry_run_directory(str(job.config.run.dir))
         if (folder / DRY_RUN_MARKER).exists():
             shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # it is not empty if the pipeline has been run before
+        pipeline.folder.rmdir()

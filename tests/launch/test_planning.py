@@ -25,6 +25,7 @@ stages:
       - {" ".join(MINIMAL[1:2])}
       - reward.path=pkg.mod:score
       - actor.model.path=${{stages.first.run.dir}}/model
+      - actor.model.revision=${{stages.first.actor.model.revision}}
       - data.path=${{stages.first.run.dir}}/rows.jsonl
       - data.eval_path=${{stages.first.data.path}}
       - rollout.prompts_per_step=16
@@ -72,7 +73,7 @@ def test_stages_get_directories_ranks_and_the_results_of_earlier_stages(folders:
     assert [first.config.run.name, second.config.run.name] == ["two_first", "two_second"]
     assert (first.ranks, second.ranks) == (1, 2)
     assert second.config.actor.model.path == second.config.reference.model.path == "outputs/two/first/model"
-    assert first.inputs == {}
+    assert first.inputs == {} and second.config.actor.model.revision is None
     assert {key: str(path) for key, path in second.inputs.items()} == {
         "actor.model.path": "outputs/two/first/model",
         "data.path": "outputs/two/first/rows.jsonl",
@@ -205,6 +206,9 @@ def test_a_dry_run_reads_the_dry_runs_before_it_and_has_no_evaluation(folders: F
     assert second.actor.model.path == "outputs/two/first_dry/model"
     assert second.data.path == "outputs/two/first_dry/rows.jsonl"
     assert pipeline.stages[1].arguments[-1] == "run.dry_run=keep"
+    assert complaints(folders, "second:run.dry_run=true") == [
+        "run.dry_run=true: is for all stages of a pipeline; remove the stage before it"
+    ]
 
 
 @pytest.mark.parametrize(
