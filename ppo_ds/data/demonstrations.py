@@ -18,6 +18,7 @@ from ppo_ds.data.messages import (
     parse_chat,
     parse_prompt,
     prompt_format,
+    refuse_tools,
     remove_final_answer,
 )
 from ppo_ds.data.order import Passes
@@ -43,6 +44,7 @@ def parse_demonstration(row: Row, format: PromptFormat, learn: Learn = "answer")
     column = format.column or "prompt"
     if row.get("text") is not None:
         return None, _check_answer(row["text"], "text")
+    refuse_tools(row)
     name = next((each for each in ANSWER_COLUMNS if row.get(each) is not None), None)
     if row.get(column) is not None and name is not None:
         if not isinstance(row[name], list):

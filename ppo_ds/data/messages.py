@@ -86,13 +86,18 @@ def parse_prompt(row: Row, format: PromptFormat) -> Prompt:
             )
         return text
     if isinstance(value, list):
-        if row.get("tools"):
-            raise UserError(
-                'column "tools": tools are not shown to the policy; write them into the system message and '
-                "remove or rename the column"
-            )
+        refuse_tools(row)
         return add_system_message(remove_final_answer(parse_chat(value, name), name), format)
     raise UserError(f'column "{name}" must be a text or a list of messages, not {_type_name(value)}')
+
+
+def refuse_tools(row: Row) -> None:
+    """Raises UserError if the row lists tools, which no prompt would contain."""
+    if row.get("tools"):
+        raise UserError(
+            'column "tools": tools are not shown to the policy; write them into the system message and '
+            "remove or rename the column"
+        )
 
 
 def add_system_message(messages: list[Message], format: PromptFormat) -> list[Message]:

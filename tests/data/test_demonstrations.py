@@ -195,6 +195,7 @@ def test_dropping_everything_is_an_error(source):
         ({"messages": []}, 'column "messages": nothing to learn'),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, 'column "messages" is empty'),
         ({"prompt": "a", "chosen": [USER]}, 'column "chosen": nothing to learn'),
+        ({"messages": [USER, ANSWER], "tools": [{"name": "x"}]}, 'column "tools": tools are not shown'),
     ],
 )
 def test_bad_rows_are_named(source, row, message):

@@ -140,14 +140,16 @@ class EvalConfig(Section):
     """Evaluation on held-out data.
 
     With stage=ppo, the policy responds to the prompts of data.eval_path, and the responses are scored. Only
-    stage=ppo uses max_prompts, greedy and correct_above.
+    stage=ppo uses greedy and correct_above.
     """
 
     every: Count | None = Field(
         None,
         description="Steps between two evaluations; null: only before the first step and after the last.",
     )
-    max_prompts: Count | None = Field(None, description="Prompts of an evaluation; null: all of them.")
+    max_prompts: Count | None = Field(
+        None, description="Prompts, rows or pairs of an evaluation; null: all of them."
+    )
     greedy: bool = Field(True, description="Decodes greedily; false: samples as for training.")
     correct_above: Number | None = Field(
         None, description="A score above this counts as correct in eval/accuracy; null: no accuracy."
