@@ -35,7 +35,8 @@ def learned_spans(tokenizer: Tokenizer, chat: list[Message], learn: Learn) -> tu
             )
     else:
         text = tokenizer.render_chat(chat, to_answer=False)
-        turns = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+        # a first message of the assistant answers nothing, so that it has no prompt
+        turns = [i for i, message in enumerate(chat) if i and message["role"] == "assistant"]
         spans = [turn_span(tokenizer, chat, i, text) for i in (turns[-1:] if learn == "answer" else turns)]
     return text, spans[-1:] if learn == "answer" else spans
 

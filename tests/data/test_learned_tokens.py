@@ -86,6 +86,11 @@ def test_messages_after_the_last_answer_are_left_out(source, byte_tokenizer):  #
         taught(source, byte_tokenizer(), "answer", chat=[*CHAT[:2], USER])
 
 
+def test_a_chat_that_begins_with_the_assistant(source, byte_tokenizer):  # noqa: F811
+    text, _ = taught(source, byte_tokenizer(), "assistant", chat=CHAT[1:])
+    assert text == "<assistant>no<eos><user>ok<eos><assistant>[yo<eos>]"
+
+
 def test_a_template_that_drops_the_reasoning_of_earlier_turns(source, byte_tokenizer):  # noqa: F811
     tokenizer = byte_tokenizer(template=THINKING)
     chat = [USER, {**ANSWER, "content": "hm</think>no"}, USER, {**ANSWER, "content": "hm</think>yo"}]
