@@ -5,8 +5,8 @@ Settings are of three kinds:
 - IMMUTABLE keys determine the weights, the data or the numbers stored in a checkpoint. A change is an error
   unless run.resume_allow_changes names the key.
 - MUTABLE keys do not affect the numbers of the training. They change silently.
-- All other keys, such as run.steps, learning rates, and PPO's KL coefficients and arguments of the reward,
-  may change, and the start-up banner lists the changes.
+- All other keys, such as run.steps, learning rates, coefficients and arguments of the reward, may change,
+  and the start-up banner lists the changes.
 
 The patterns are those of fnmatch: * matches any text, including dots.
 """
@@ -126,6 +126,11 @@ def check_resume(before: Settings, now: Settings, checkpoint: Path) -> list[str]
 
     Raises UserError with a line for each changed key that is immutable and not in run.resume_allow_changes.
     """
+    if before.get("stage", "ppo") != now["stage"]:  # every other key differs too
+        raise UserError(
+            f"stage={now['stage']}: {checkpoint} was made with {before.get('stage', 'ppo')}; choose another "
+            "run.dir or run.name, or begin anew with run.resume=restart"
+        )
     allowed = [str(name) for name in now["run"]["resume_allow_changes"]]
     refused: list[Change] = []
     permitted: list[Change] = []

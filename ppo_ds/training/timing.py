@@ -21,7 +21,7 @@ REMEDIES = {  # phase -> advice if the phase runs out of memory; other phases ha
     "eval": _LOWER.format("rollout_tokens or memory.score_tokens"),
     "switch": "; set actor.zero.generation_gather=layers or actor.zero.offload_states=always",
     **dict.fromkeys(("old_logprobs", "ref_logprobs", "values", "reward"), _LOWER.format("score_tokens")),
-    **dict.fromkeys(("update_actor", "update_critic"), _LOWER.format("train_tokens")),
+    **dict.fromkeys(("update_actor", "update_critic", "update_scorer"), _LOWER.format("train_tokens")),
 }
 
 

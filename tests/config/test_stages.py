@@ -12,6 +12,7 @@ from ppo_ds.config.registry import STAGES, StageEntry
 from ppo_ds.config.resume import check_resume
 from ppo_ds.config.schema import SHARED, Config, config_class, resolved
 from ppo_ds.config.validation import CHECKS
+from ppo_ds.errors import UserError
 from tests.config.commands import MINIMAL, complaints, compose
 
 FIT = ("stage=fit", "run.steps=3", "actor.model.path=org/actor")
@@ -115,3 +116,74 @@ def test_its_settings_are_compared_on_resume() -> None:
     assert check_resume(before, resolved(compose(*FIT)), checkpoint) == []
     (line,) = check_resume(before, resolved(compose(*FIT, "actor.optim.lr=1e-3")), checkpoint)
     assert line == "changed    since the checkpoint: actor.optim.lr 1e-06 -> 0.001"
+
+
+SFT = ("stage=sft", "run.steps=3", "actor.model.path=org/actor", "data.path=org/chats")
+REWARD_MODEL = ("stage=reward_model", "run.steps=3", "scorer.model.path=org/base", "data.path=org/pairs")
+
+
+@pytest.mark.parametrize("option", ["zero=stage0", "zero=stage3_offload", "debug=tiny"])
+def test_groups_set_the_models_and_batches_of_every_stage(option: str) -> None:
+    sft, scorer = compose(*SFT, option, "run.steps=3"), compose(*REWARD_MODEL, option, "run.steps=3")
+    stage, rows = {"zero=stage0": (0, 64), "zero=stage3_offload": (3, 64), "debug=tiny": (2, 8)}[option]
+    assert (sft.actor.zero.stage, sft.sft.batch_size) == (stage, rows)
+    assert (scorer.scorer.zero.stage, scorer.reward_model.batch_size) == (stage, rows)
+
+
+@pytest.mark.parametrize("stage", [SFT, REWARD_MODEL])
+def test_keys_that_only_ppo_uses_are_refused(stage: tuple[str, ...]) -> None:
+    name = stage[0].partition("=")[2]
+    keys = ("data.max_prompt_tokens=9", "data.ptx_path=org/texts", "health.max_kl=1.0", "eval.greedy=false")
+    assert complaints(*stage, *keys) == [
+        f"{key}: stage={name} does not use this key; remove it" for key in keys
+    ]
+
+
+def test_what_a_stage_lacks_is_asked_for_in_its_own_words() -> None:
+    kinds = "a Hub data set or a JSONL, JSON, Parquet or CSV file of"
+    assert complaints(*SFT[:3], "eval.every=5") == [
+        f"data.path is missing: {kinds} demonstrations",
+        "eval.every=5: needs held-out demonstrations in data.eval_path",
+    ]
+    assert complaints(REWARD_MODEL[0], "run.steps=3") == [
+        "scorer.model.path is missing: a Hub id or a model folder",
+        f"data.path is missing: {kinds} pairs of answers",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "argument"),
+    [
+        (SFT, "sft.batch_size=8"),
+        (SFT, "sft.max_tokens=9"),
+        (SFT, "sft.learn=all"),
+        (REWARD_MODEL, "reward_model.batch_size=8"),
+        (REWARD_MODEL, "reward_model.head_init=zero"),
+        (REWARD_MODEL, "scorer.zero.stage=3"),
+        (REWARD_MODEL, "scorer.lora.rank=4"),
+        (REWARD_MODEL, "scorer.ema.decay=0.5"),
+    ],
+)
+def test_what_decides_the_rows_or_the_weights_stays_on_resume(stage: tuple[str, ...], argument: str) -> None:
+    before = json.loads(json.dumps(resolved(compose(*stage))))
+    with pytest.raises(UserError) as refused:
+        check_resume(before, resolved(compose(*stage, argument)), Path("run/checkpoints/step_000002"))
+    (line,) = refused.value.problems
+    assert line.startswith(f"{argument}: run/checkpoints/step_000002 was made with ")
+
+
+def test_settings_of_samples_change_silently_and_coefficients_are_listed() -> None:
+    before, folder = json.loads(json.dumps(resolved(compose(*SFT)))), Path("step_000002")
+    assert check_resume(before, resolved(compose(*SFT, "sft.samples=0", "sft.sample_tokens=9")), folder) == []
+    (line,) = check_resume(before, resolved(compose(*SFT, "sft.label_smoothing=0.1")), folder)
+    assert line == "changed    since the checkpoint: sft.label_smoothing 0.0 -> 0.1"
+
+
+def test_a_checkpoint_of_another_stage_is_refused_in_one_line() -> None:
+    before = json.loads(json.dumps(resolved(compose(*SFT))))
+    with pytest.raises(UserError) as refused:
+        check_resume(before, resolved(compose(*REWARD_MODEL)), Path("run/checkpoints/step_000002"))
+    assert refused.value.problems == [
+        "stage=reward_model: run/checkpoints/step_000002 was made with sft; choose another run.dir or "
+        "run.name, or begin anew with run.resume=restart"
+    ]

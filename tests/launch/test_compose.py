@@ -18,6 +18,7 @@ from tests.config.commands import MINIMAL, complaints, compose, model_folder
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
 # keys that an experiment leaves to the user
 BRING = {
+    "reward_model": {"scorer.model.path": "org/base", "data.path": "org/pairs"},
     "grpo": {"data.path": "org/problems"},
 }
 
@@ -51,7 +52,9 @@ def test_experiments_leave_reward_and_algo_to_their_groups(file: Path) -> None:
 
 
 OPTIONS = sorted(
-    f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml") if file.parent.name != "experiment"
+    f"{file.parent.name}={file.stem}"
+    for file in CONF.glob("*/*.yaml")
+    if file.parent.name not in ("experiment", "pipeline")
 )
 
 

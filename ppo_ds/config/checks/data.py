@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppo_ds.config.schema import Config, reward_models, trained_models, uses_reference
+from ppo_ds.config.schema import Config, is_unused, reward_models, trained_models, uses_reference
 from ppo_ds.config.text import show
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
+# what the rows of a stage are called
+ROWS = {"ppo": "prompts", "sft": "demonstrations", "reward_model": "pairs of answers"}
 MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -30,24 +32,22 @@ def check_sampling(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_prompts(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line if the prompts of training or evaluation are missing or given twice."""
-    data = config.data
+    """Yields an error line if the rows of training or evaluation are missing or given twice."""
+    data, rows = config.data, ROWS.get(config.stage, "rows")
     if data.path is None and not data.mix:
-        yield (
-            "data.path is missing: a Hub data set or a JSONL, JSON, Parquet or CSV file of prompts (or "
-            "data.mix: several of them)"
-        )
+        several = "" if is_unused("data.mix", config.stage) else " (or data.mix: several of them)"
+        yield f"data.path is missing: a Hub data set or a JSONL, JSON, Parquet or CSV file of {rows}{several}"
     if data.path is not None and data.mix:
         yield (
             f"data.path={data.path}: data.mix is set too; add this data set to data.mix, or set data.path "
             "to null"
         )
     if config.eval.every and not data.eval_path:
-        yield f"eval.every={config.eval.every}: needs held-out prompts in data.eval_path"
+        yield f"eval.every={config.eval.every}: needs held-out {rows} in data.eval_path"
 
 
 def check_model_folders(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each local folder of actor or critic that is missing or has no config."""
+    """Yields an error line for each local folder of a trained model that is missing or has no config."""
     for name, model in trained_models(config).items():
         yield from _missing_model(f"{name}.model.path", model.model.path, config)
 

@@ -11,9 +11,10 @@ from ppo_ds.config.text import show
 SET_BY_TRAINER = {
     "optimizer": "{}.optim (AdamW)",
     "scheduler": "{}.optim.schedule",
-    "train_batch_size": "the stage's batch sizes (stage=ppo: rollout.prompts_per_step, algo.minibatch_size)",
+    "train_batch_size": "the stage's batch sizes (stage=ppo: rollout.prompts_per_step, algo.minibatch_size; "
+    "stage=sft: sft.batch_size; stage=reward_model: reward_model.batch_size)",
     "train_micro_batch_size_per_gpu": "memory.train_tokens",
-    "gradient_accumulation_steps": "memory.train_tokens and the batch size (stage=ppo: algo.minibatch_size)",
+    "gradient_accumulation_steps": "memory.train_tokens and the stage's batch size",
     "gradient_clipping": "{}.optim.grad_clip",
     "fp16": "{}.model.dtype",
     "bf16": "{}.model.dtype",

@@ -49,10 +49,13 @@ class MixtureConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts for training and evaluation, and texts for the PTX loss."""
+    """Rows for training and evaluation: prompts (stage=ppo), demonstrations (sft) or pairs (reward_model).
+
+    Only stage=ppo uses mix, max_prompt_tokens, long_prompts and the texts of the PTX loss (ptx_*).
+    """
 
     path: Text | None = Field(
-        None, description="A Hub data set, or a JSONL, JSON, Parquet or CSV file of prompts."
+        None, description="Rows of training: a Hub data set, or a JSONL, JSON, Parquet or CSV file."
     )
     mix: list[MixtureConfig] = Field(
         [], description="Several data sets mixed by weight, instead of data.path."
@@ -76,9 +79,9 @@ class DataConfig(Section):
     long_prompts: Literal["truncate_left", "drop"] = Field(
         "truncate_left", description="What happens to prompts longer than data.max_prompt_tokens."
     )
-    eval_path: Text | None = Field(None, description="Held-out prompts: a Hub data set or a file.")
-    eval_split: Text = Field("test", description="Split of a Hub data set of held-out prompts.")
-    shuffle: bool = Field(True, description="Shuffles the prompts anew in each pass.")
+    eval_path: Text | None = Field(None, description="Held-out rows: a Hub data set or a file.")
+    eval_split: Text = Field("test", description="Split of a Hub data set of held-out rows.")
+    shuffle: bool = Field(True, description="Shuffles the rows of training anew in each pass.")
     ptx_path: Text | None = Field(
         None, description="Texts or demonstrations for the PTX loss: a Hub data set or a file."
     )

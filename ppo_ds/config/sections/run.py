@@ -19,12 +19,14 @@ class RunConfig(Section):
     )
     seed: Natural = Field(0, description="Seed of all random number generators.")
     steps: Count | None = Field(
-        None, description="Number of training steps; with stage=ppo, each collects and trains on one rollout."
+        None,
+        description="Number of training steps. A step of stage=ppo collects and trains on one rollout; a "
+        "step of the other stages is one optimizer step.",
     )
     epochs: Positive | None = Field(
         None,
-        description="Passes over the training data (with stage=ppo: the prompts), instead of run.steps. "
-        "One pass over a mixture has as many prompts as its data sets together.",
+        description="Passes over the rows of training, instead of run.steps. One pass over a mixture has as "
+        "many prompts as its data sets together.",
     )
     resume: Text = Field(
         "auto",
@@ -64,8 +66,8 @@ class MemoryConfig(Section):
     rollout_tokens: Count = Field(32768, description="Most tokens in one batch of generation on one rank.")
     score_tokens: Count = Field(
         16384,
-        description="Most tokens in one forward without gradients on one rank, such as for log-probs, values "
-        "and rewards.",
+        description="Most tokens in one forward without gradients on one rank, such as for log-probs, "
+        "values, rewards and losses on held-out rows.",
     )
     train_tokens: Count = Field(8192, description="Most tokens in one micro-batch of training on one rank.")
     layout: Literal["auto", "packed", "padded"] = Field(
@@ -139,8 +141,9 @@ class TrackerConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out data.
 
-    With stage=ppo, the policy responds to the prompts of data.eval_path, and the responses are scored. Only
-    stage=ppo uses greedy and correct_above.
+    With stage=ppo, the policy responds to the prompts of data.eval_path, and the responses are scored. With
+    stage=sft and stage=reward_model, the loss and the accuracy on the rows of data.eval_path are measured.
+    Only stage=ppo uses greedy and correct_above.
     """
 
     every: Count | None = Field(
