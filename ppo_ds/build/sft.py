@@ -153,6 +153,11 @@ def answered_tokens(config: Config, prompts: Prompts) -> int:
 # ---- lines of the start-up banner
 
 
+def describe(source: DemonstrationSource) -> str:
+    """Describes how many rows a source has, and how many were truncated or dropped."""
+    return describe_rows(source.report, "rows")
+
+
 def notes(
     config: Config, actor: HybridActor, held_out: DemonstrationSource | None, prompts: Prompts | None
 ) -> list[str]:
@@ -177,7 +182,7 @@ def notes(
         )
         lines += [line] if line else []
     if held_out is not None:
-        lines.append(f"held out   {held_out.path}: {describe_rows(held_out.report, 'rows')}")
+        lines.append(f"held out   {held_out.path}: {describe(held_out)}")
     return lines
 
 
@@ -191,7 +196,7 @@ def summary(config: Config, world: World, train: DemonstrationSource, steps: int
     return [
         *machine(world),
         trained_model("actor", config.actor.model.path, config.actor),
-        f"data       {train.path}: {describe_rows(train.report, 'rows')}",
+        f"data       {train.path}: {describe(train)}",
         f"learned    sft.learn={train.learn}: {LEARNED[train.learn]}{found}: "
         f"{learned:,} of {tokens:,} tokens ({learned / tokens:.1%})",
         f"update     {size} rows per optimizer step, {steps} steps, "
