@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import itertools
-import pkgutil
 import re
 from functools import cache
 from pathlib import Path
@@ -73,10 +71,12 @@ def reward_keys() -> set[str]:
     """Returns the keys of all rewards in conf/reward, with those of the sections that they take."""
     found = set()
     for file in (ROOT / "conf" / "reward").glob("*.yaml"):
-        for parameter in inspect.signature(
-            pkgutil.resolve_name(yaml.safe_load(file.read_text())["_target_"])
-        ).parameters:
-            found.add(f"reward.{parameter}")
+        module, _, name = yaml.safe_load(file.read_text())["_target_"].rpartition(".")
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+        definition = next(node for node in tree.body if getattr(node, "name", None) == name)
+        for node in ast.walk(definition):
+            if isinstance(node, ast.FunctionDef) and node.name in (name, "__init__"):
+                found |= {f"reward.{argument.arg}" for argument in (*node.args.args, *node.args.kwonlyargs)}
     sections = {"model": "actor.model.", "zero": "actor.zero."}
     return found | {
         f"reward.{name}.{key.removeprefix(prefix)}"
