@@ -1,17 +1,24 @@
-"""The quickstart's task: a language model learns to add, "12+34=" -> "46".
+"""The task of the quickstart: a language model learns to add, "12+34=" -> "46".
 
-``prepare`` trains a tiny model on answers (a short supervised warm start) until it solves about half of the
-problems that it has not seen. PPO then gets problems without answers and a reward that is 1 or 0. Neither
-stage trains on the held-out problems.
+``prepare_stages`` writes an untrained model, problems with their answers, and preference pairs of which some
+have the wrong label. The pipelines ``quickstart`` and ``sums`` (conf/pipeline/) start from these.
+
+``prepare`` is for a single PPO run, +experiment=quickstart. It trains a tiny model on answers (a short
+supervised warm start) until it solves about half of the problems that it has not seen. PPO then gets problems
+without answers and a reward that is 1 or 0.
+
+No stage trains on the held-out problems.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +30,7 @@ from ppo_ds.storage.drafts import draft_directory, write_file
 from ppo_ds.types import Row
 
 CHARACTERS = "0123456789+="
+DONE = "prepared.json"  # is written last, so that it marks a complete folder
 _IGNORED = -100  # label of positions without loss (cross_entropy's default)
 _log = logging.getLogger(__name__)
 
@@ -55,15 +63,13 @@ def prepare(
     """
     arguments = {name: value for name, value in locals().items() if name != "dir"}
     folder = Path(dir)
-    done = folder / "prepared.json"  # written last, so that it marks a complete folder
-    if done.exists() and json.loads(done.read_text())["arguments"] == arguments:
+    if _is_complete(folder, arguments):
         return
     _check(**arguments)
-    done.unlink(missing_ok=True)
+    _begin(folder)
     rows = problems(max_operand, seed)
     heldout_rows, validation_rows = rows[:heldout], rows[heldout : heldout + validation]
     demonstrations = rows[heldout + validation :]
-    folder.mkdir(parents=True, exist_ok=True)
     _write_jsonl(folder / "heldout.jsonl", heldout_rows)
     _write_jsonl(folder / "train.jsonl", validation_rows + demonstrations)
 
@@ -83,31 +89,130 @@ def prepare(
     _log.info("sums: the warm start took %d steps; validation accuracy %.0f %%", steps, 100 * accuracy)
     with draft_directory(folder / "model") as draft:
         tiny.save(model, tokenizer, draft)
-    about = {"arguments": arguments, "steps": steps, "validation_accuracy": accuracy}
-    write_file(done, json.dumps(about, indent=2) + "\n")
+    _finish(folder, {"arguments": arguments, "steps": steps, "validation_accuracy": accuracy})
+
+
+def prepare_stages(
+    dir: str,
+    seed: int,
+    max_operand: int = 49,
+    heldout: int = 400,
+    pairs: int = 12000,
+    heldout_pairs: int = 1000,
+    wrong_labels: float = 0.1,
+    hidden_size: int = 96,
+    layers: int = 2,
+    heads: int = 4,
+) -> None:
+    """Writes an untrained model and the data of SFT, reward model and PPO to ``dir``.
+
+    A complete folder with the same arguments is kept. The problems are all sums of two numbers
+    0..``max_operand`` in a seeded order. The first ``heldout`` problems are never trained on. Files:
+
+    - model: a Llama with random weights.
+    - train.jsonl, heldout.jsonl: rows of ``prompt`` and ``answer``, for SFT and PPO.
+    - pairs.jsonl, heldout_pairs.jsonl: preference pairs on the same problems, with exactly the share
+      ``wrong_labels`` of wrong labels. ``subset`` says which label a pair has.
+    """
+    arguments = {name: value for name, value in locals().items() if name != "dir"}
+    folder = Path(dir)
+    if _is_complete(folder, arguments):
+        return
+    if not 0 <= wrong_labels < 0.5:
+        raise UserError(f"prepare.wrong_labels={wrong_labels}: must be at least 0 and below 0.5")
+    _check(**{name: value for name, value in arguments.items() if name != "wrong_labels"})
+    _begin(folder)
+    rows = problems(max_operand, seed)
+    parts = {"heldout": (rows[:heldout], heldout_pairs), "train": (rows[heldout:], pairs)}
+    for offset, (name, (part, count)) in enumerate(parts.items()):
+        _write_jsonl(folder / f"{name}.jsonl", part)
+        prefix = "" if name == "train" else f"{name}_"
+        pairs_of_part = preference_pairs(part, count, wrong_labels, seed=2 * seed + offset)
+        _write_jsonl(folder / f"{prefix}pairs.jsonl", pairs_of_part)
+    tokenizer = tiny.character_tokenizer(CHARACTERS)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = tiny.tiny_llama(tokenizer, hidden_size=hidden_size, layers=layers, heads=heads, max_tokens=64)
+    with draft_directory(folder / "model") as draft:
+        tiny.save(model, tokenizer, draft)
+    _finish(folder, {"arguments": arguments})
+
+
+def preference_pairs(rows: list[Row], count: int, wrong_labels: float, seed: int) -> list[Row]:
+    """Makes ``count`` pairs of a correct and a wrong solution, each a text of problem and answer.
+
+    The problems are used in turn. In round(``count`` x ``wrong_labels``) pairs, ``chosen`` is the wrong
+    solution, and ``subset`` is wrong_label.
+    """
+    generator = random.Random(seed)
+    flipped = set(generator.sample(range(count), round(count * wrong_labels)))
+    pairs = []
+    for i in range(count):
+        row = rows[i % len(rows)]
+        texts = [row["prompt"] + row["answer"], row["prompt"] + wrong_answer(row["answer"], generator)]
+        chosen, rejected = reversed(texts) if i in flipped else texts
+        subset = "wrong_label" if i in flipped else "right_label"
+        pairs.append({"chosen": chosen, "rejected": rejected, "subset": subset})
+    return pairs
+
+
+def wrong_answer(answer: str, generator: random.Random) -> str:
+    """Draws a wrong answer: mostly a number near the sum, also any number, or a malformed text."""
+    while True:
+        kind, number = generator.random(), int(answer)
+        if kind < 0.45:
+            text = str(max(0, number + generator.choice((-3, -2, -1, 1, 2, 3))))
+        elif kind < 0.8:
+            text = str(max(0, number + generator.choice((-20, -11, -10, -9, 9, 10, 11, 20))))
+        elif kind < 0.95:
+            text = str(generator.randrange(100))
+        elif kind < 0.975:
+            text = answer[:-1]
+        else:
+            text = answer + generator.choice(CHARACTERS)
+        if text != answer:
+            return text
+
+
+def _is_complete(folder: Path, arguments: dict[str, Any]) -> bool:
+    """Returns whether the folder has been written completely with these arguments."""
+    done = folder / DONE
+    return done.exists() and json.loads(done.read_text())["arguments"] == arguments
+
+
+def _begin(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / DONE).unlink(missing_ok=True)
+
+
+def _finish(folder: Path, about: dict[str, Any]) -> None:
+    write_file(folder / DONE, json.dumps(about, indent=2) + "\n")
 
 
 def _check(
-    max_operand: int, heldout: int, validation: int, hidden_size: int, heads: int, seed: int, **others: float
+    *,
+    max_operand: int,
+    heldout: int,
+    hidden_size: int,
+    heads: int,
+    seed: int,
+    validation: int | None = None,
+    **others: float,
 ) -> None:
     """Raises UserError if the arguments do not define a valid task and model."""
-    sizes = {
-        "max_operand": max_operand,
-        "heldout": heldout,
-        "validation": validation,
-        "hidden_size": hidden_size,
-        "heads": heads,
-        **others,
-    }
-    wrong = [f"prepare.{name}={value}: must be above 0" for name, value in sizes.items() if value <= 0]
+    sizes = {"max_operand": max_operand, "heldout": heldout, "validation": validation}
+    sizes |= {"hidden_size": hidden_size, "heads": heads, **others}
+    wrong = [
+        f"prepare.{name}={value}: must be above 0"
+        for name, value in sizes.items()
+        if value is not None and value <= 0
+    ]
     if wrong:
         raise UserError(*wrong)
     sums = (max_operand + 1) ** 2
-    if heldout + validation >= sums:
-        wrong.append(
-            f"prepare.max_operand={max_operand}: all {sums} sums are used by heldout={heldout} and "
-            f"validation={validation}; raise it"
-        )
+    if heldout + (validation or 0) >= sums:
+        used = f"heldout={heldout}" + (f" and validation={validation}" if validation else "")
+        wrong.append(f"prepare.max_operand={max_operand}: all {sums} sums are used by {used}; raise it")
     if hidden_size % (2 * heads):
         wrong.append(
             f"prepare.hidden_size={hidden_size}: must be a multiple of {2 * heads}, twice "
