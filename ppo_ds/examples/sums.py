@@ -95,9 +95,10 @@ def prepare(
 def prepare_stages(
     dir: str,
     seed: int,
+    min_operand: int = 10,
     max_operand: int = 49,
     heldout: int = 400,
-    pairs: int = 12000,
+    pairs: int = 24000,
     heldout_pairs: int = 1000,
     wrong_labels: float = 0.1,
     hidden_size: int = 96,
@@ -107,7 +108,8 @@ def prepare_stages(
     """Writes an untrained model and the data of SFT, reward model and PPO to ``dir``.
 
     A complete folder with the same arguments is kept. The problems are all sums of two numbers
-    0..``max_operand`` in a seeded order. The first ``heldout`` problems are never trained on. Files:
+    ``min_operand``..``max_operand`` in a seeded order. The first ``heldout`` problems are never trained on.
+    Files:
 
     - model: a Llama with random weights.
     - train.jsonl, heldout.jsonl: rows of ``prompt`` and ``answer``, for SFT and PPO.
@@ -122,7 +124,7 @@ def prepare_stages(
         raise UserError(f"prepare.wrong_labels={wrong_labels}: must be at least 0 and below 0.5")
     _check(**{name: value for name, value in arguments.items() if name != "wrong_labels"})
     _begin(folder)
-    rows = problems(max_operand, seed)
+    rows = problems(max_operand, seed, min_operand)
     parts = {"heldout": (rows[:heldout], heldout_pairs), "train": (rows[heldout:], pairs)}
     for offset, (name, (part, count)) in enumerate(parts.items()):
         _write_jsonl(folder / f"{name}.jsonl", part)
@@ -196,6 +198,7 @@ def _check(
     hidden_size: int,
     heads: int,
     seed: int,
+    min_operand: int = 0,
     validation: int | None = None,
     **others: float,
 ) -> None:
@@ -209,7 +212,9 @@ def _check(
     ]
     if wrong:
         raise UserError(*wrong)
-    sums = (max_operand + 1) ** 2
+    if max_operand < min_operand:
+        raise UserError(f"prepare.max_operand={max_operand}: must be at least min_operand={min_operand}")
+    sums = (max_operand - min_operand + 1) ** 2
     if heldout + (validation or 0) >= sums:
         used = f"heldout={heldout}" + (f" and validation={validation}" if validation else "")
         wrong.append(f"prepare.max_operand={max_operand}: all {sums} sums are used by {used}; raise it")
@@ -222,9 +227,9 @@ def _check(
         raise UserError(*wrong)
 
 
-def problems(max_operand: int, seed: int) -> list[Row]:
-    """Returns every sum of two numbers 0..max_operand once, in a seeded order."""
-    numbers = range(max_operand + 1)
+def problems(max_operand: int, seed: int, min_operand: int = 0) -> list[Row]:
+    """Returns every sum of two numbers min_operand..max_operand once, in a seeded order."""
+    numbers = range(min_operand, max_operand + 1)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     return [rows[i] for i in order.tolist()]
