@@ -1,4 +1,5 @@
-# make quickstart   a tiny model learns small sums, on two CPU cores
+# make quickstart   a tiny model learns small sums by SFT and PPO, on two CPU cores
+# make pipeline     the same with a learned reward: SFT, reward model, PPO
 # make test         the tests that are not marked slow or nightly; at most 12 minutes on two cores
 # make test-all     all tests that are not marked nightly; at most 45 minutes on two cores
 # make lint         style and types
@@ -8,29 +9,31 @@
 # TORCH=...        arguments of pip that install torch, e.g.
 #                  TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 # ARGS=...         more arguments, e.g. make quickstart ARGS="run.seed=1", make test ARGS="tests/ops -x"
-# PORT=29501       the port of the ranks of make quickstart, if another run uses the default, 29500
 # WORKERS=2        number of processes that run the fast tests
 
 PYTHON ?=
 TORCH ?= torch==2.13.0
 ARGS ?=
-PORT ?=
 WORKERS ?= 2
 VENV := .venv
 # This file is written last. If it is missing, an installation was interrupted, and .venv is created again.
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test test-all lint
+.PHONY: quickstart pipeline test test-all lint
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
 
-# --num_gpus is the number of ranks on any accelerator. No GPU is used, so that the quickstart is the same on
-# every machine.
-# The launcher ignores Ctrl-C, so that it prints no traceback; its ranks save and end.
+# No GPU is used, so that both are the same on every machine.
+# The shell ignores Ctrl-C, so that make waits until the running stage has saved and ended.
+PIPELINE = trap '' INT; CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(VENV)/bin/python launch/pipeline.py
+
 quickstart: $(STAMP)
-	trap '' INT; CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(VENV)/bin/deepspeed -q --num_gpus 2 $(if $(PORT),--master_port $(PORT)) launch/train.py +experiment=quickstart $(ARGS)
+	$(PIPELINE) +pipeline=quickstart $(ARGS)
+
+pipeline: $(STAMP)
+	$(PIPELINE) +pipeline=learned_reward $(ARGS)
 
 # The tests of one file (or of one folder, see tests/conftest.py) run in one process, in the collected order.
 FAST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not nightly"

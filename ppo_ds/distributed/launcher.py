@@ -67,7 +67,7 @@ def check_port(environment: Mapping[str, str]) -> None:
     chosen = "the launcher's default port" if port == DEFAULT_PORT else "the port"
     raise UserError(
         f"MASTER_PORT={port}: {chosen} is in use on this machine, perhaps by another run; use a free one: "
-        f"deepspeed --master_port {other} launch/train.py ..., or make quickstart PORT={other}"
+        f"deepspeed --master_port {other} launch/train.py ..."
     )
 
 

@@ -212,6 +212,8 @@ def _check(
     ]
     if wrong:
         raise UserError(*wrong)
+    if min_operand < 0:
+        raise UserError(f"prepare.min_operand={min_operand}: must not be negative")
     if max_operand < min_operand:
         raise UserError(f"prepare.max_operand={max_operand}: must be at least min_operand={min_operand}")
     sums = (max_operand - min_operand + 1) ** 2

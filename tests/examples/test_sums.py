@@ -169,3 +169,72 @@ def test_invalid_arguments_are_user_errors(tmp_path: Path, changed: dict[str, fl
     with pytest.raises(UserError, match=said):
         sums.prepare(str(tmp_path), 0, **(SMALL | changed))
     assert not (tmp_path / "prepared.json").exists()
+
+
+STAGES = {"min_operand": 0, "max_operand": 9, "heldout": 20, "hidden_size": 32, "heads": 2}
+PAIRS = STAGES | {"pairs": 95, "heldout_pairs": 30, "wrong_labels": 0.1}
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stages")
+    sums.prepare_stages(str(folder), 3, **PAIRS)
+    return folder
+
+
+def test_stages_share_no_problem_with_the_held_out_ones(stages: Path) -> None:
+    train, heldout = ({row["prompt"] for row in _rows(stages / f"{n}.jsonl")} for n in ("train", "heldout"))
+    assert (len(train), len(heldout)) == (80, 20) and not train & heldout
+    for name, problems in (("pairs", train), ("heldout_pairs", heldout)):
+        texts = [pair[side] for pair in _rows(stages / f"{name}.jsonl") for side in ("chosen", "rejected")]
+        assert {text.split("=")[0] + "=" for text in texts} == problems
+
+
+def test_the_given_share_of_pairs_has_the_wrong_label(stages: Path) -> None:
+    for name, wrong in (("pairs", 10), ("heldout_pairs", 3)):  # round(9.5) is 10
+        pairs = _rows(stages / f"{name}.jsonl")
+        for pair in pairs:
+            right = {side: _is_right(pair[side]) for side in ("chosen", "rejected")}
+            expected = pair["subset"] == "right_label"
+            assert right == {"chosen": expected, "rejected": not expected}
+        assert sum(pair["subset"] == "wrong_label" for pair in pairs) == wrong
+
+
+def _is_right(text: str) -> bool:
+    problem, _, answer = text.partition("=")
+    return str(sum(map(int, problem.split("+")))) == answer
+
+
+def test_two_digit_sums_have_two_digit_operands(tmp_path: Path) -> None:
+    sums.prepare_stages(str(tmp_path), 0, **(PAIRS | {"min_operand": 10, "max_operand": 19}))
+    rows = _rows(tmp_path / "train.jsonl") + _rows(tmp_path / "heldout.jsonl")
+    assert {row["prompt"] for row in rows} == {f"{a}+{b}=" for a in range(10, 20) for b in range(10, 20)}
+
+
+def test_stages_start_from_the_same_untrained_model_again(stages: Path, tmp_path: Path) -> None:
+    sums.prepare_stages(str(tmp_path), 3, **PAIRS)
+    files = ("model/model.safetensors", "pairs.jsonl", "train.jsonl")
+    assert all((tmp_path / file).read_bytes() == (stages / file).read_bytes() for file in files)
+    (tmp_path / "pairs.jsonl").write_text("kept\n")
+    sums.prepare_stages(str(tmp_path), 3, **PAIRS)
+    assert (tmp_path / "pairs.jsonl").read_text() == "kept\n"
+    sums.prepare_stages(str(tmp_path), 4, **PAIRS)
+    assert len(_rows(tmp_path / "pairs.jsonl")) == 95
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"wrong_labels": 0.5}, "prepare.wrong_labels=0.5: must be at least 0 and below 0.5"),
+        ({"min_operand": 10}, "prepare.max_operand=9: must be at least min_operand=10"),
+        ({"heldout": 100}, "prepare.max_operand=9: all 100 sums are used by heldout=100; raise it"),
+        ({"pairs": 0}, "prepare.pairs=0: must be above 0"),
+        ({"min_operand": -1}, "prepare.min_operand=-1: must not be negative"),
+    ],
+)
+def test_invalid_arguments_of_stages_are_user_errors(
+    tmp_path: Path, changed: dict[str, float], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        sums.prepare_stages(str(tmp_path), 0, **(PAIRS | changed))
+    assert not (tmp_path / "prepared.json").exists()

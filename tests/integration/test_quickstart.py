@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_ds.examples.sums import reward
-from tests.integration.launching import launch
+from tests.integration.launching import run as run_command
+from tests.support.environment import ROOT, environment
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Returns the run directory and the output of one quickstart with its defaults."""
+    """Returns the directory of the PPO run and the output of one quickstart with its defaults."""
     cwd = tmp_path_factory.mktemp("quickstart")
-    done = launch("deepspeed", "+experiment=quickstart", cwd=cwd)
+    command = [sys.executable, str(ROOT / "launch" / "pipeline.py"), "+pipeline=quickstart"]
+    done = run_command(command, cwd, environment())
     assert done.returncode == 0, done.stdout + done.stderr
-    return cwd / "outputs" / "quickstart", done.stdout
+    return cwd / "outputs" / "quickstart" / "ppo", done.stdout
 
 
 def metrics(folder):
@@ -54,10 +57,11 @@ def test_the_saved_model_is_the_one_that_was_measured(run):
     """Decoded by transformers, the saved model solves as many held-out sums as the run reports."""
     folder = run[0]
     model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder / "model"),
-        AutoTokenizer.from_pretrained(folder / "model"),
+        AutoModelForCausalLM.from_pretrained(folder.parent / "model"),
+        AutoTokenizer.from_pretrained(folder.parent / "model"),
     )
-    rows = [json.loads(line) for line in (folder / "start" / "heldout.jsonl").read_text().splitlines()]
+    heldout = folder.parent / "sft" / "start" / "heldout.jsonl"
+    rows = [json.loads(line) for line in heldout.read_text().splitlines()]
     right = 0.0
     for row in rows:
         ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
@@ -71,9 +75,20 @@ def test_the_saved_model_is_the_one_that_was_measured(run):
     assert right / len(rows) == pytest.approx(after, abs=0.0051)
 
 
+def test_the_evaluation_compares_base_sft_and_ppo(run):
+    summary = json.loads((run[0] / "summary.json").read_text())
+    found = json.loads((run[0].parent / "evaluation.json").read_text())["rewards"]["reward"]
+    accuracy = {name: estimate["mean"] for name, estimate in found["score"].items()}
+    assert accuracy["base"] < 0.05
+    assert accuracy["sft"] == pytest.approx(summary["heldout_accuracy_before"], abs=0.0051)
+    assert accuracy["ppo"] == pytest.approx(summary["heldout_accuracy_after"], abs=0.0051)
+    assert found["win_rate"]["ppo"]["sft"]["low"] > 0.5
+
+
 def test_what_is_left_behind(run):
     folder, output = run
-    assert (folder / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    for curves in (folder / "curves.png", folder.parent / "curves.png"):
+        assert curves.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert AutoModelForSequenceClassification.from_pretrained(folder / "critic").config.num_labels == 1
     sample = json.loads((folder / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
     assert {"prompt", "response", "score", "kl", "length", "finish"} <= sample.keys()
