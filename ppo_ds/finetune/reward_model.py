@@ -188,7 +188,10 @@ class RewardModelTrainer:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"pairs": self.pairs.state_dict()}
+        """Returns the position in the data, and the settings for an export of the checkpoint."""
+        names = ["model"] if self.ema is None else ["model", "ema"]
+        exports = {name: self.export_settings(averaged=name == "ema") for name in names}
+        return {"pairs": self.pairs.state_dict(), "export": exports}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.pairs.load_state_dict(state["pairs"])
@@ -214,12 +217,18 @@ class RewardModelTrainer:
 
     def export_weights(self, folder: Path, *, averaged: bool) -> None:
         """Writes the weights, or the averaged ones, with the mean and the deviation of their scores."""
-        mean, std = self.measure(averaged=averaged).mean_and_std()
-        settings = {**self.saved_settings, "score_mean": mean, "score_std": max(std, LEAST_STD)}
-        pad_id = self.pad_id if self.scorer.module.is_decoder else None
-        save = partial(self.scorer.module.save, settings=settings, pad_id=pad_id)
+        self.measure(averaged=averaged)
+        save = partial(self.scorer.module.save, **self.export_settings(averaged=averaged))
         with self.ema.swapped() if averaged else nullcontext():
             export_model(self.scorer, "model.", folder, save, self.tokenizer.with_padding(self.pad_id))
+
+    def export_settings(self, *, averaged: bool) -> dict[str, Any]:
+        """Returns the arguments of ``ScoreModel.save``, with statistics of the scores if they are known."""
+        settings = dict(self.saved_settings)
+        if (found := self.measured.get((averaged, self.scorer.steps))) is not None:
+            mean, std = found.mean_and_std()
+            settings |= {"score_mean": mean, "score_std": max(std, LEAST_STD)}
+        return {"settings": settings, "pad_id": self.pad_id}
 
     def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
         """Locates the first non-finite tensor by replaying the pairs one by one, and writes the dump."""

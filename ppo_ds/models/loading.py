@@ -164,7 +164,15 @@ def from_pretrained(
             output_loading_info=True,
             **_hub_only(path, model.revision),
         )
-    if _is_own_code(type(module)) and not is_deepspeed_zero3_enabled():
+    if is_deepspeed_zero3_enabled():
+        # Under ZeRO-3 transformers keeps all conversions of its loader, such as LayerNorm.gamma -> weight for
+        # old files of BERT, and would undo them in ``save_pretrained`` although they did not match any weight.
+        module._weight_conversions = [
+            conversion
+            for conversion in getattr(module, "_weight_conversions", None) or []
+            if conversion.was_used()
+        ]
+    elif _is_own_code(type(module)):
         _compute_buffers(module)
     return module, info
 

@@ -169,11 +169,12 @@ class ScoreModel(PackableModel):
         adapters merged.
 
         ``state_dict`` has the keys of ``self.model``. ``settings`` are added to config.json. ``pad_id``
-        becomes the pad_token_id of config.json, from which transformers finds the last token of a text.
+        becomes the pad_token_id of a decoder, from which transformers finds the last token of a text. That of
+        an encoder does not change, since it may determine the position ids.
         """
         plain = merged_state(self.model, self.model.state_dict() if state_dict is None else state_dict)
         self.model.config.update(settings or {})
-        if pad_id is not None:
+        if pad_id is not None and self.is_decoder:
             self.model.config.get_text_config().pad_token_id = pad_id
         self.model.save_pretrained(directory, state_dict=plain)
 

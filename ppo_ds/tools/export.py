@@ -103,6 +103,9 @@ def export(
     config = _read_config(checkpoint, role, trust_remote_code, chat_template)
     tokenizer, module = _initial_model(config, role, checkpoint)
     model, copy = (main_model(checkpoint), "ema") if role == "ema" else (role, None)
+    # stage=reward_model stores the settings of its export, which follow from its data
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["state"]
+    saved = state.get("export", {}).get("ema" if role == "ema" else "model", {})
     try:
         read_weights(module, checkpoint, model, weight_copy=copy)
     except FileNotFoundError as error:
@@ -110,8 +113,8 @@ def export(
     try:
         remove_drafts(out.parent, name=out.name, older_than=LEFTOVER_SECONDS)
         with draft_directory(out) as draft:
-            module.save(draft)
-            tokenizer.save(draft)
+            module.save(draft, **saved)
+            (tokenizer.with_padding(saved["pad_id"]) if saved else tokenizer).save(draft)
             if role == "actor":
                 module.save_adapter(draft / "adapter", module.lm.state_dict())
     except (OSError, SafetensorError) as error:

@@ -7,6 +7,7 @@ the visit to the place at which the injection begins; default 1), ``times`` (num
 an injection; default 1, 0 means unlimited). Places:
 
     loss.actor  loss.critic    the loss of a micro-batch
+    loss.scorer                the loss of a micro-batch of stage=reward_model
     loss.sft                   the loss of a micro-batch of the stage sft
     grad.actor  grad.critic    the gradients of a micro-batch, not its loss
     score                      the first score of a rollout
@@ -23,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from ppo_ds.engine.lockstep import LockstepResult
+from ppo_ds.finetune.reward_model import RewardModelTrainer
 from ppo_ds.finetune.sft import SFTTrainer
 from ppo_ds.ppo import experience
 from ppo_ds.ppo.experience import ExperienceMaker
@@ -55,6 +57,7 @@ PLACES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "loss.sft": (SFTTrainer, "loss", nan_loss),
     "grad.actor": (Learner, "policy_loss", nan_gradient),
     "grad.critic": (Learner, "value_loss", nan_gradient),
+    "loss.scorer": (RewardModelTrainer, "loss", nan_loss),
     "score": (experience, "scored", nan_score),
     "logprob": (ExperienceMaker, "forward_actor", nan_logprob),
 }

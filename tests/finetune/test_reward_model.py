@@ -56,7 +56,7 @@ def save(scorer, folder, tokenizer, source, **settings):
     scorer.save(
         folder,
         settings={"score_template": source.template, **settings},
-        pad_id=pad_id if scorer.is_decoder else None,
+        pad_id=pad_id,
     )
     tokenizer.with_padding(pad_id).save(folder)
     return str(folder)
@@ -69,7 +69,7 @@ def save(scorer, folder, tokenizer, source, **settings):
 def test_loss_and_gradients_are_those_of_trl(case, tmp_path, tokenizer, config):
     """TRL's formula on the scores of transformers' classifier, with the whole batch in one padded forward."""
     scorer, pairs = case(config)
-    scorer.save(tmp_path / "rm", pad_id=1 if scorer.is_decoder else None)
+    scorer.save(tmp_path / "rm", pad_id=1)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
     ids, mask = pairs.ids.transpose(0, 1).flatten(0, 1), pairs.mask.transpose(0, 1).flatten(0, 1)
     ids = ids.masked_fill(~mask, 1)
