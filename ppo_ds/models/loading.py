@@ -166,7 +166,7 @@ def from_pretrained(
         )
     if is_deepspeed_zero3_enabled():
         # Under ZeRO-3 transformers keeps all conversions of its loader, such as LayerNorm.gamma -> weight for
-        # old files of BERT, and would undo them in ``save_pretrained`` although they did not match any weight.
+        # old files of BERT. ``save_pretrained`` would undo them, although they did not match any weight.
         module._weight_conversions = [
             conversion
             for conversion in getattr(module, "_weight_conversions", None) or []
