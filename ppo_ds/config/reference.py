@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -46,6 +48,10 @@ Every key with its type, default and meaning. This page is generated from `ppo_d
 `python -m ppo_ds.config.reference`; `python launch/train.py --help SECTION` prints a part of it.
 The keys of `reward` and `prepare` are the arguments of the chosen `_target_`: see [rewards](rewards.md).
 """
+
+
+# name and description of an argument in a docstring; the following lines are indented further
+_ARGUMENTS = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,10 @@ def help_on_part(name: str, target: str | None) -> str:
         section = arguments_of(import_target(target))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{name}._target_={target}: cannot be imported ({error})") from error
-    keys = [*keys_of(section, name)]
+    # the arguments are described where the docstring of the target has a part "Args:"
+    listed = (inspect.getdoc(import_target(target)) or "").partition("\nArgs:\n")[2]
+    texts = {f"{name}.{argument}": " ".join(text.split()) for argument, text in _ARGUMENTS.findall(listed)}
+    keys = [replace(key, description=texts.get(key.name, key.description)) for key in keys_of(section, name)]
     for inner, part in sections_of(section, name):
         keys += keys_of(part, inner)
     return f"{name}: {target}\n\n{''.join(map(_entry, keys))}"

@@ -78,6 +78,16 @@ def test_help_on_the_reward_lists_the_arguments_of_the_chosen_one(capsys: pytest
     assert "tokenizer" not in shown
 
 
+def test_help_on_a_reward_describes_the_arguments_as_its_docstring_does() -> None:
+    shown = help_on_part("reward", "ppo_ds.rewards.function.FunctionReward")
+    assert (
+        "  reward.workers\n    Simultaneous calls on each rank; None: 4. Only with a pool.\n    Type: "
+        in shown
+    )
+    assert "threads, in worker processes, or not at all (none). The calls of an async function in" in shown
+    assert "The actor's tokenizer" not in shown
+
+
 def test_help_on_the_reward_alone_says_how_to_list_its_arguments() -> None:
     assert "python launch/train.py --help reward reward=numeric\n" in help_on_part("reward", None)
     with pytest.raises(UserError, match=r"^reward\._target_=no\.such\.reward: cannot be imported"):
