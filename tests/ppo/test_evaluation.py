@@ -8,7 +8,7 @@ import torch
 
 from ppo_ds.distributed import heartbeat
 from ppo_ds.ppo.evaluation import Evaluator
-from ppo_ds.rewards.pending import start_scoring
+from ppo_ds.rewards.pending import Pending, start_scoring
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Prompts, Rollout, Scores
 
@@ -84,6 +84,15 @@ def test_by_hand(world, tokenizer):
         ("p2", "aa", 1.0, 2, "length"),
         ("p5", "aaaaa", 2.5, 5, "stop"),
     ]
+
+
+def test_scores_of_tokens_count(world, tokenizer):
+    found = evaluator(world, [batch(3, weights=[1])], tokenizer, correct_above=7.0)
+    found.start_scoring = lambda rollout: Pending.of(
+        Scores(torch.tensor([5.0]), rollout.response_mask.float(), {})
+    )
+    metrics = found().metrics
+    assert metrics["eval/score_mean"] == 5 + 3 and metrics["eval/accuracy"] == 1
 
 
 @pytest.mark.parametrize("phase", [None, "eval"])  # the first evaluation runs outside of any phase

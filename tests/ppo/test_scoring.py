@@ -2,14 +2,17 @@
 
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 
 import pytest
 import torch
 
+from ppo_ds.config.targets import bind
 from ppo_ds.distributed import heartbeat
 from ppo_ds.ppo.experience import ExperienceMaker, mask_stops
 from ppo_ds.ppo.scoring import scored, wait_for_scores
+from ppo_ds.rewards.base import Responses
 from ppo_ds.rewards.function import FunctionReward
 from ppo_ds.rewards.pending import Pending, all_of, start_scoring
 from ppo_ds.rewards.remote import RemoteReward
@@ -187,6 +190,66 @@ def test_a_service_overlaps_with_the_forwards(world):
         pending = start_scoring(reward, rollout)
         experience, _ = make_with(maker(world, reference=Signalling(forward.set)), rollout, pending)
     assert experience.scores.tolist() == [0.5, 2]
+
+
+class Touching:
+    """A reward that creates a file and scores 1."""
+
+    def __init__(self, file: str):
+        self.file = Path(file)
+
+    def __call__(self, rollout):
+        self.file.touch()
+        return Scores(torch.ones(len(rollout)), torch.zeros(rollout.response_mask.shape), {})
+
+
+def test_a_part_of_a_mixture_overlaps_with_the_other_parts(world, tmp_path):
+    """The function returns only after the other part, which stands before it, has scored."""
+    (tmp_path / "waits.py").write_text(WAITS.format(kind="", pause=ASLEEP))
+    function = {
+        "_target_": "ppo_ds.rewards.function.FunctionReward",
+        "path": f"{tmp_path}/waits.py:score",
+        "pool": "process",
+        "fallback_score": 0,
+    }
+    parts = {
+        "now": {"reward": {"_target_": f"{__name__}.Touching", "file": f"{tmp_path}/forward"}},
+        "later": {"reward": function, "weight": 2.0, "normalize": "running"},
+    }
+    spec = {"_target_": "ppo_ds.rewards.weighted.WeightedReward", "parts": parts}
+    reward = bind(spec, "reward")(tokenizer=Words(), reduce=world.sum)
+    rollout = rollout_of([3, EOS], [4, 5, EOS])
+    assert reward.start_evaluation(rollout).result().total.tolist() == [1 + 2 * 3, 1 + 2 * 3]
+    pending = start_scoring(reward, rollout)
+    assert len(pending.tasks) == 2
+    experience, seen = make_with(maker(world, reference=Stub()), rollout, pending)
+    assert experience.scores.tolist() == [1, 1]  # equal scores are 0 after normalization
+    assert {name: value for name, value in seen.items() if "component" in name} == {
+        "reward/component/now_mean": 1.0,
+        "reward/component/later_mean": 0.0,
+        "reward/component/later_raw_mean": 3.0,
+        "reward/component/later/fallback_mean": 0.0,
+    }
+
+
+class Tags:
+    """Stands in for a tokenizer that decodes all tags."""
+
+    def encode_many(self, texts, special_tokens):
+        return texts
+
+    def decode(self, text):
+        return text
+
+
+def test_both_scores_of_an_answer_mix_may_come_from_a_pool(tmp_path):
+    (tmp_path / "plain.py").write_text("def score(p, texts, rows): return [float(len(texts[0]))]")
+    path = f"{tmp_path}/plain.py:score"
+    function = {"_target_": "ppo_ds.rewards.function.FunctionReward", "path": path, "pool": "process"}
+    spec = {"_target_": "ppo_ds.rewards.weighted.AnswerMix", "reward": function, "tag": "a"}
+    responses = Responses(({"prompt_text": "p"},) * 2, ("x<a>yz</a>", "none"), (True, True))
+    scores = bind(spec, "reward")(tokenizer=Tags()).score_responses(responses)
+    assert scores.tolist() == [pytest.approx(0.4 * 10 + 0.6 * 2), 4]
 
 
 def test_overlapped_and_immediate_scores_give_the_same_experience(world, tmp_path):

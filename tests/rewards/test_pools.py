@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from concurrent.futures import wait
+from contextlib import suppress
 from multiprocessing import get_context
 from threading import Event
 
@@ -170,9 +171,13 @@ def test_a_worker_process_ends_with_its_rank_even_if_that_is_killed(tmp_path):
     rank = forking.Process(target=hanging_worker, args=(f"{tmp_path}/mine.py:score", pids))
     rank.start()
     pid = pids.get()
-    assert psutil.pid_exists(pid)
-    os.kill(rank.pid, signal.SIGKILL)
-    await_end(pid)
+    try:
+        assert psutil.pid_exists(pid)
+        os.kill(rank.pid, signal.SIGKILL)
+        await_end(pid)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     rank.join()
 
 
