@@ -24,9 +24,7 @@ MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]).bool()
 def base(folder: Path, characters: str = "abcd") -> Path:
     tokenizer = tiny.character_tokenizer(characters)
     torch.manual_seed(0)
-    tiny.save(
-        tiny.tiny_llama(tokenizer, hidden_size=16, layers=1, heads=2, max_tokens=16), tokenizer, folder
-    )
+    tiny.save(tiny.tiny_llama(tokenizer, hidden_size=16, layers=1, heads=2, max_tokens=16), tokenizer, folder)
     return folder
 
 

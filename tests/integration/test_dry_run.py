@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from transformers import (
+    BertConfig,
     DebertaV2Config,
     Gemma2Config,
     GPT2Config,
@@ -24,11 +25,13 @@ from transformers import (
 
 from launch.cli import load_config
 from ppo_ds.build.dry_run import dry_run_config, dry_run_dir, prepare, start_dry_run
+from ppo_ds.config.registry import STAGES, import_target
 from ppo_ds.config.schema import Config, rollout_size
 from ppo_ds.config.types import replace
 from ppo_ds.config.validation import problems
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
+from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.storage.run_directory import DRY_RUN_MARKER
 from tests.integration.launching import ROOT, launch
 
@@ -120,6 +123,23 @@ def test_a_sound_config_is_sound_when_it_is_small(algo: str) -> None:
     assert small.actor.model.dtype == small.critic.model.dtype == small.reference.model.dtype == "fp32"
 
 
+@pytest.mark.parametrize("stage", ["sft", "reward_model"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_other_stages_are_sound_when_they_are_small(stage: str, ranks: int) -> None:
+    role = {"sft": "actor", "reward_model": "scorer"}[stage]
+    given = (f"{role}.model.path=org/base", "data.path=org/rows", "data.eval_path=org/more", "eval.every=50")
+    config = load_config([f"stage={stage}", *given, "run.epochs=2", f"{role}.lora.rank=8"], world_size=ranks)
+    shrink = import_target(STAGES[stage].dry_run or "")
+    small = shrink(config, ranks)
+    assert list(problems(small, ranks)) == []
+    model = getattr(small, role).model
+    assert (model.path, model.dtype) == (f"outputs/{stage}_dry/models/0", "fp32")
+    assert getattr(small, stage).batch_size == {1: 4, 3: 6}[ranks]
+    assert getattr(small, stage).max_tokens == 1024  # a lower limit would drop rows
+    assert (small.run.steps, small.run.epochs, small.eval.every, small.data.max_samples) == (2, None, 1, 1000)
+    assert [model["key"] for model in small.prepare["models"]] == [f"{role}.model.path"]
+
+
 def test_what_a_run_makes_in_its_folder_is_made_in_another() -> None:
     small = dry_run_config(load_config(["+experiment=quickstart", "run.dir=here/it/is"]), 1)
     assert small.run.dir == "here/it/is_dry" and small.data.path == "here/it/is_dry/start/train.jsonl"
@@ -205,3 +225,39 @@ def test_a_dry_run_on_two_ranks(start: Path) -> None:
     )
     assert "reward.model.path" not in done.stderr and "step 2/2" in done.stdout
     assert not (start / "outputs" / "mine").exists() and not list((start / "outputs").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "stage", "model"),
+    [
+        ("deepspeed", "sft", "model"),
+        ("deepspeed", "reward_model", "model"),
+        ("python", "reward_model", "bert"),
+    ],
+)
+def test_a_dry_run_of_the_other_stages(start: Path, launcher: str, stage: str, model: str) -> None:
+    role = {"sft": "actor", "reward_model": "scorer"}[stage]
+    rows = [{"prompt": "ab" * n, "chosen": "cd", "rejected": "e" * n} for n in range(1, 33)]
+    (start / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (start / "bert").mkdir(exist_ok=True)
+    tokenizer = load_tokenizer(str(start / "model"))
+    bert = BertConfig(vocab_size=tokenizer.vocab_size, architectures=["BertForMaskedLM"])
+    bert.save_pretrained(start / "bert")
+    tokenizer.save(start / "bert")
+    given = (
+        f"stage={stage}",
+        f"{role}.model.path={start}/{model}",
+        f"{role}.model.dtype=bf16",
+        f"data.path={start}/rows.jsonl",
+        f"data.eval_path={start}/rows.jsonl",
+        "eval.every=10",
+        "run.epochs=3",
+        "zero=stage3",
+    )
+    done = launch(launcher, "run.dry_run=true", *given, cwd=start)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("dry run: ")]
+    ranks = {"deepspeed": 2, "python": 1}[launcher]
+    assert f"config, data, architectures and loop work: 2 steps on {ranks} rank(s), one checkpoint" in said
+    assert not list((start / "outputs").iterdir())
