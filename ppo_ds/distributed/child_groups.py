@@ -41,7 +41,8 @@ class ChildGroups:
         self._stopped_at = 0.0
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         for number in STOP_SIGNALS:
-            signal.signal(number, self.handle)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # SIG_IGN: nohup
+                signal.signal(number, self.handle)
 
     def run(self, command: Sequence[str]) -> int:
         """Runs a command and returns its exit code once all processes of its group have ended.
@@ -64,6 +65,9 @@ class ChildGroups:
             if pid == process.pid:
                 process.returncode = os.waitstatus_to_exitcode(status)
         self._group = None
+        with suppress(ChildProcessError):  # orphans from other groups that have ended
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
         code = process.returncode
         return 128 - code if code < 0 else code
 
