@@ -75,6 +75,7 @@ def evaluate(
         note(f"evaluation  {name}: responses of {path}")
         policy = load_model(config, path, f"evaluation.models.{name}", tokenizer, longest)
         rollouts[name] = generate(config, world, policy, tokenizer, batches, longest)
+        del policy  # before the next one is loaded
 
     load_frozen = RewardModels(world, note)
     scorers: dict[str, Reward] = {}
