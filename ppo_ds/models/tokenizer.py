@@ -105,12 +105,11 @@ class Tokenizer:
                 f"the chat template {error}; correct the row, or set data.chat_template"
             ) from error
 
-    @property
+    @cached_property
     def marks_answers(self) -> bool:
         """True if the chat template encloses the assistant's tokens in ``{% generation %}``."""
-        return self.has_chat_template and bool(
-            re.search(r"\{%-?\s*generation\s*-?%\}", self.hf.get_chat_template())
-        )
+        # a tokenizer may have several named templates, in a dict
+        return re.search(r"\{%-?\s*generation\s*-?%\}", str(self.hf.chat_template)) is not None
 
     def render_answers(self, messages: list[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Renders a chat as text; returns it with the spans of characters that the template marks.

@@ -238,6 +238,13 @@ def test_every_pass_has_every_row_once_in_its_own_order(source):
     assert other[:5] == passes[1]  # each pass is seeded with seed + pass
 
 
+def test_unshuffled_passes_have_the_rows_in_order(source):
+    made = source("a", "b", "c")
+    stream = DemonstrationStream(made, batch_size=2, seed=2, shuffle=False)
+    assert [[row[0] for row in step] for step in take(stream, 3)] == [[A, B], [C, A], [B, C]]
+    assert stream.epoch == 2.0 and stream.indices(1) == [2, 0]
+
+
 def test_resume(source):
     made = source("a", "b", "c", "d", "e")
     before, after = DemonstrationStream(made, batch_size=2), DemonstrationStream(made, batch_size=2)

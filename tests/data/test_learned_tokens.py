@@ -56,7 +56,7 @@ def taught(source, tokenizer, learn, chat=CHAT, **options):  # noqa: F811
         ("all", "<[user>hi<eos><assistant>no<eos><user>ok<eos><assistant>yo<eos>]"),
     ],
 )
-def test_the_learned_turns_and_their_end_tokens(source, byte_tokenizer, template, learn, expected):  # noqa: F811
+def test_learned_turns_and_their_end_tokens(source, byte_tokenizer, template, learn, expected):  # noqa: F811
     text, made = taught(source, byte_tokenizer(template=template), learn)
     assert text.replace("\n", "") == expected
     assert made.marked == ("generation %}" in template and learn != "all")

@@ -175,8 +175,11 @@ class ToldActor(Told):
         with_aux=False,
         entropy_gradient=True,
         temperature=1.0,
+        label_mask=None,
     ):
         logprobs = self.said(ids, response_width, response_width)
+        if label_mask is not None:
+            logprobs = torch.where(label_mask, logprobs, 0.0)
         return PolicyOutput(
             logprobs,
             torch.zeros(logprobs.shape) if with_entropy else None,
