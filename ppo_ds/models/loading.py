@@ -173,7 +173,8 @@ def from_pretrained(
             if conversion.was_used()
         ]
     elif _is_own_code(type(module)):
-        _compute_buffers(module)
+        with user_errors(path, key, Exception):
+            _compute_buffers(module)
     return module, info
 
 
@@ -242,10 +243,12 @@ def _compute_buffers(module: Any) -> None:
     computes them again in ``_init_weights``, which code written for transformers 4 does not do. Under ZeRO-3
     models are created with memory.
     """
-    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
-        computed = dict(type(module)(copy.deepcopy(module.config)).named_buffers())
-    for name, buffer in module.named_non_persistent_buffers():
-        buffer.copy_(computed[name])
+    buffers = dict(module.named_non_persistent_buffers())
+    if buffers:
+        with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+            computed = dict(type(module)(copy.deepcopy(module.config)).named_buffers())
+        for name, buffer in buffers.items():
+            buffer.copy_(computed[name])
 
 
 def _undo_rope_rewrite(config: PreTrainedConfig) -> None:
