@@ -116,9 +116,10 @@ class FunctionReward(SlowTextReward):
         except NoScore as error:
             if self._fallback_score is not None:
                 return [None] * len(rows)
+            or_wait = f", or raise {self._key}.timeout_seconds" if error.timed_out else ""
             raise RewardError(
                 f"{self._name} {error} for {self._where(responses, rows[0])}; set {self._key}.fallback_score "
-                f"to the score of such responses, or raise {self._key}.timeout_seconds"
+                f"to the score of such responses{or_wait}"
             ) from None
         except BaseException as error:  # also SystemExit
             error.add_note(

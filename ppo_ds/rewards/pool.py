@@ -41,7 +41,11 @@ T = TypeVar("T")
 
 
 class NoScore(Exception):
-    """Raised for a call that ended without a result: its time limit was exceeded, or its process died."""
+    """Raised for a call without a result: it exceeded its time limit (``timed_out``), or its process died."""
+
+    def __init__(self, reason: str, timed_out: bool):
+        super().__init__(reason)
+        self.timed_out = timed_out
 
 
 class FunctionRaised(Exception):
@@ -96,7 +100,7 @@ class Pool:
                 if cancelled.is_set():
                     raise CancelledError
                 if time.monotonic() > deadline:
-                    raise NoScore(f"gave no score within {self._timeout:g} s")
+                    raise NoScore(f"gave no score within {self._timeout:g} s", timed_out=True)
         finally:
             if not complete:
                 call.abandon()
@@ -214,7 +218,8 @@ class ProcessCall:
         try:
             reply = self._worker.receive()
         except EOFError:
-            raise NoScore(f"gave no score: its worker process {self._worker.end()}") from None
+            reason = f"gave no score: its worker process {self._worker.end()}"
+            raise NoScore(reason, timed_out=False) from None
         self._release(self._worker)
         if "invalid" in reply:
             raise InvalidScore(reply["invalid"], reply["row"], reply["remedy"])
