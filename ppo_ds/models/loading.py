@@ -33,6 +33,7 @@ from transformers.utils import (
 
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
+from ppo_ds.models.download import fetch_weights
 from ppo_ds.storage.links import links_that_leave
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -153,6 +154,7 @@ def from_pretrained(
     """
     path, implementation = _checked(model.path, key), attention(model, key)
     refuse_adapter_on_hub(path, model.revision, key)
+    fetch_weights(path, model.revision, key)
     with user_errors(path, key):
         module, info = auto_class.from_pretrained(
             path,
