@@ -122,6 +122,7 @@ def read_preferences(config: Config) -> tuple[Tokenizer, PreferenceSource, Prefe
             key=key,
         )
 
+    assert data.path is not None, "config/checks/data.py requires it"
     train = load(data.path, data.split, data.revision, data.max_samples, "data.path")
     if data.eval_path is None:
         return tokenizer, train, None

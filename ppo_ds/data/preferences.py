@@ -70,9 +70,13 @@ def parse_preferences(row: Row, format: PromptFormat) -> ParsedRow:
     ranks = [rank for rank, _, _ in answers]
     every = [(i, j) if ranks[i] <= ranks[j] else (j, i) for i, j in combinations(range(len(ranks)), 2)]
     pairs = [(i, j) for i, j in every if ranks[i] != ranks[j]]
-    subset = row.get("subset")
+    margin, subset = row.get("margin"), row.get("subset")
     return ParsedRow(
-        texts, pairs, len(every) - len(pairs), _margin(row), None if subset is None else str(subset)
+        texts,
+        pairs,
+        tied=len(every) - len(pairs),
+        margin=0.0 if margin in (None, "") else _number(margin, 'column "margin"'),  # CSV: a gap is empty
+        subset=None if subset is None else str(subset),
     )
 
 
@@ -114,12 +118,6 @@ def _number(value: object, what: str) -> float:
     if not math.isfinite(number):
         raise UserError(f"{what} must be a number, not {show(value)!r}")
     return number
-
-
-def _margin(row: Row) -> float:
-    """Returns the row's margin; 0 without one. All values of a CSV file are text, and a gap is empty."""
-    value = row.get("margin")
-    return 0.0 if value is None or value == "" else _number(value, 'column "margin"')
 
 
 def _with_prompt(row: Row, answer: object, name: str, format: PromptFormat) -> Prompt:
@@ -315,7 +313,7 @@ class PairOrder:
     """Repeats passes over groups of pairs. Groups are shuffled as in ``Passes``; pairs in a group are not."""
 
     def __init__(self, ends: list[int], seed: int, shuffle: bool):
-        """``ends`` holds the index of the pair after each group."""
+        """Initializes the order; ``ends`` holds the index of the pair after each group."""
         self._groups = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         self._rows = Passes(len(ends), seed, shuffle)
         self._pass, self._order = -1, list[int]()
@@ -336,7 +334,7 @@ class PreferenceStream:
     """
 
     def __init__(self, source: PreferenceSource, *, batch_size: int, seed: int, shuffle: bool, key: str):
-        """``key`` is the config key of ``batch_size`` for error messages."""
+        """Initializes the stream; ``key`` is the config key of ``batch_size`` for error messages."""
         if len(source) < batch_size:
             raise UserError(
                 f"{source.key}={source.path}: {len(source)} pairs are fewer than one optimizer step takes "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -134,7 +134,8 @@ def score_source(
     """
     world, total = scorer.world, len(source) if most is None else min(most, len(source))
     scores, lengths = torch.zeros(total, 2), torch.zeros(total, 2, dtype=torch.long)
-    for rows in _chunks(total):
+    for start in range(0, total, CHUNK):
+        rows = range(start, min(start + CHUNK, total))
         pairs = source.batch(rows).filled(world.size)
         lengths[rows.start : rows.stop] = pairs.lengths[: len(rows)]
         found = torch.zeros(len(pairs), 2)
@@ -143,8 +144,3 @@ def score_source(
         scores[rows.start : rows.stop] = world.sum(found.to(world.device)).cpu()[: len(rows)]
         check()
     return PairScores(scores, lengths, source.subsets[:total])
-
-
-def _chunks(total: int) -> Iterator[range]:
-    for start in range(0, total, CHUNK):
-        yield range(start, min(start + CHUNK, total))

@@ -12,7 +12,7 @@ forward (data/preferences.py), and scores are kept around 0 by a term of the los
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -134,33 +134,39 @@ class RewardModelTrainer:
     def evaluate(self) -> Evaluation | None:
         if self.held_out is None:
             return None
-        found = self.measure(averaged=self.evaluate_ema)
+        found = self.measure(averaged=self.evaluate_ema, check=self.context.stop.raise_if_stopped)
         metrics = found.metrics()
-        return Evaluation(metrics, self.sample_rows(found), metrics["eval/accuracy"])
+        return Evaluation(metrics, self.sample_rows(found, self.held_out), metrics["eval/accuracy"])
 
-    def measure(self, *, averaged: bool) -> PairScores:
-        """Returns the scores of the held-out (else of some training) pairs. A collective."""
+    def measure(self, *, averaged: bool, check: Callable[[], None] = lambda: None) -> PairScores:
+        """Returns the scores of the held-out (else of some training) pairs. A collective.
+
+        ``check`` may raise Abandoned after a stop request; an export is not interrupted.
+        """
         key = (averaged, self.scorer.steps)
         if key not in self.measured:
-            assert not averaged or self.ema is not None
-            with self.ema.swapped() if averaged else nullcontext():
+            with self.weights(averaged):
                 scores = score_source(
                     self.scorer,
                     self.held_out or self.pairs.source,
                     most=self.eval_pairs if self.held_out else MEASURED,
                     token_budget=self.score_tokens,
                     packed=self.scorer.module.packed,
-                    check=self.context.stop.raise_if_stopped,
+                    check=check,
                 )
             # scores of earlier steps are not needed again
             self.measured = {k: v for k, v in self.measured.items() if k[1] == key[1]} | {key: scores}
         return self.measured[key]
 
-    def sample_rows(self, found: PairScores) -> list[dict[str, Any]]:
-        """Returns the first held-out pairs with their scores, for the samples file and the report."""
+    def weights(self, averaged: bool) -> AbstractContextManager[None]:
+        """Returns a context manager that swaps in the averaged weights if ``averaged``."""
+        return self.ema.swapped() if averaged and self.ema is not None else nullcontext()
+
+    def sample_rows(self, found: PairScores, source: PreferenceSource) -> list[dict[str, Any]]:
+        """Returns the first pairs of a source with their scores, for the samples file and the report."""
         rows = []
         for i, (chosen, rejected) in enumerate(found.scores[: self.samples].tolist()):
-            preferred_text, rejected_text = self.held_out.texts(i)
+            preferred_text, rejected_text = source.texts(i)
             rows.append(
                 {
                     "prompt": f"{i}: {preferred_text}",
@@ -219,7 +225,7 @@ class RewardModelTrainer:
         """Writes the weights, or the averaged ones, with the mean and the deviation of their scores."""
         self.measure(averaged=averaged)
         save = partial(self.scorer.module.save, **self.export_settings(averaged=averaged))
-        with self.ema.swapped() if averaged else nullcontext():
+        with self.weights(averaged):
             export_model(self.scorer, "model.", folder, save, self.tokenizer.with_padding(self.pad_id))
 
     def export_settings(self, *, averaged: bool) -> dict[str, Any]:

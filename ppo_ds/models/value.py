@@ -70,7 +70,7 @@ class ScoreHead(nn.Linear):
 class TrainingRecord:
     """The entries of config.json that stage=reward_model adds to its model; None in any other model."""
 
-    template: str | None  # score_template, the format of the training texts: text or chat
+    template: Literal["text", "chat"] | None  # score_template, the format of the training texts: text or chat
     chat_template_kwargs: dict[str, Any]  # score_chat_template_kwargs
     mean: float | None  # score_mean and score_std of the scores of its held-out (else training) texts
     std: float | None
@@ -78,15 +78,15 @@ class TrainingRecord:
 
 def training_record(config: PreTrainedConfig) -> TrainingRecord:
     """Reads the record from a Hugging Face config; entries that are not valid count as missing."""
-    template = getattr(config, "score_template", None)
+    template: Any = getattr(config, "score_template", None)
     kwargs = getattr(config, "score_chat_template_kwargs", None)
     mean, std = getattr(config, "score_mean", None), getattr(config, "score_std", None)
-    known = all(isinstance(number, int | float) for number in (mean, std)) and 0 < std < math.inf
+    known = isinstance(mean, int | float) and isinstance(std, int | float) and 0 < std < math.inf
     return TrainingRecord(
-        template if template in ("text", "chat") else None,
-        kwargs if isinstance(kwargs, dict) else {},
-        float(mean) if known else None,
-        float(std) if known else None,
+        template=template if template in ("text", "chat") else None,
+        chat_template_kwargs=kwargs if isinstance(kwargs, dict) else {},
+        mean=mean if known else None,
+        std=std if known else None,
     )
 
 
@@ -185,7 +185,7 @@ class ScoreModel(PackableModel):
 
     @property
     def training_record(self) -> TrainingRecord:
-        """What config.json says about the training of a reward model by this package."""
+        """The entries of config.json that stage=reward_model adds to its model."""
         return training_record(self.model.config)
 
     @property
