@@ -134,7 +134,8 @@ class RewardModelTrainer:
     def evaluate(self) -> Evaluation | None:
         if self.held_out is None:
             return None
-        found = self.measure(averaged=self.evaluate_ema, check=self.context.stop.raise_if_stopped)
+        with self.context.timer("eval"):
+            found = self.measure(averaged=self.evaluate_ema, check=self.context.stop.raise_if_stopped)
         metrics = found.metrics()
         return Evaluation(metrics, self.sample_rows(found, self.held_out), metrics["eval/accuracy"])
 

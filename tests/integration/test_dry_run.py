@@ -232,7 +232,6 @@ def test_a_dry_run_on_two_ranks(start: Path) -> None:
     ("launcher", "stage", "model"),
     [
         ("deepspeed", "sft", "model"),
-        ("deepspeed", "reward_model", "model"),
         ("python", "reward_model", "bert"),
     ],
 )

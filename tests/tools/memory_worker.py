@@ -24,7 +24,7 @@ from ppo_ds.distributed.exit import exit_now  # noqa: E402
 config = load_config(json.loads((folder / "arguments.json").read_text()))
 prepare_environment(verbose=False)
 
-from ppo_ds.build import ppo as build  # noqa: E402
+from ppo_ds.build import ppo, reward_model, sft  # noqa: E402
 from ppo_ds.build.run import build_run  # noqa: E402
 from ppo_ds.distributed import world  # noqa: E402
 from ppo_ds.training.timing import PhaseTimer  # noqa: E402
@@ -63,7 +63,13 @@ def loaded(*args: Any, **kwargs: Any) -> Any:
 
 
 timed, PhaseTimer.__call__ = PhaseTimer.__call__, measured
-load_models, build.load_models = build.load_models, loaded
+build, name = {
+    "ppo": (ppo, "load_models"),
+    "sft": (sft, "build_actor"),
+    "reward_model": (reward_model, "build_scorer"),
+}[config.stage]
+load_models = getattr(build, name)
+setattr(build, name, loaded)
 build_run(config).fit()
 (folder / "peaks.json").write_text(json.dumps({phase: 1024 * peak for phase, peak in peaks.items()}))
 exit_now(0)

@@ -96,6 +96,24 @@ def test_the_exported_weights_are_the_rounded_masters(run_dir: Path, tmp_path: P
     assert not (out / "adapter").exists() and [file.name for file in out.parent.iterdir()] == ["model"]
 
 
+def test_a_checkpoint_of_supervised_fine_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_base(tmp_path / "start")
+    settings = {
+        "stage": "sft",
+        "run": {"dir": str(tmp_path / "run")},
+        "actor": {"model": {"path": str(tmp_path / "start")}},
+    }
+    weights = trained(tmp_path / "start")
+    write_checkpoint(tmp_path / "run" / STEP, weights, settings)
+    assert export.main([str(tmp_path / "run")]) == 0
+    exported = load_file(tmp_path / "run" / "exports" / "step_000002" / "model" / "model.safetensors")
+    for name, weight in weights.items():
+        assert torch.equal(exported[name.removeprefix("lm.")], weight.bfloat16()), name
+    assert capsys.readouterr().out.startswith("step_000002, actor: ")
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--role=critic"]) == 2
+    assert "--role=critic: " in capsys.readouterr().err
+
+
 def test_export_of_a_run_that_a_restart_has_moved(run_dir: Path, tmp_path: Path) -> None:
     """The folder that `prepare` made stays in the run directory."""
     (run_dir / "earlier_1").mkdir()
