@@ -101,7 +101,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the diagnosis needs of a run whose models could be read."""
+    """Inputs of the diagnosis of a run whose models could be read."""
 
     estimate: Callable[[Config], Estimate]  # for this config, or for one with other memory settings
     flops: int  # of one step over all ranks
