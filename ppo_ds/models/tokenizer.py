@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -116,15 +118,13 @@ class Tokenizer:
 
         transformers makes the mask ``assistant_masks`` from the same spans.
         """
-        options = {**self.hf.special_tokens_map, **self.chat_template_kwargs}
-        text = self.render_chat(messages, to_answer=False)
-        _, spans = render_jinja_template(
-            [messages],
-            chat_template=self.hf.get_chat_template(),
-            return_assistant_tokens_mask=True,
-            **options,
-        )
-        return text, [(start, end) for start, end in spans[0] if start < end]
+        try:
+            text, spans = render_spans(self.hf, messages, **self.chat_template_kwargs)
+        except TemplateFault as error:
+            raise UserError(
+                f"the chat template {error}; correct the row, or set data.chat_template"
+            ) from error
+        return text, [(start, end) for start, end in spans if start < end]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ``ids``, exactly as decoded, without a cleanup of spaces."""
@@ -155,20 +155,45 @@ class TemplateFault(ValueError):
     """Raised if a chat template is not valid Jinja, refuses a chat, or fails while rendering it."""
 
 
-def render(hf: PreTrainedTokenizerBase, messages: list[Message], **options: Any) -> str:
-    """Renders a chat as text; raises TemplateFault if that fails."""
+@contextmanager
+def template_faults(messages: list[Message]) -> Iterator[None]:
+    """Limits the rendering of a chat inside the block and raises TemplateFault if it fails."""
     try:
         with rendering_limits():
-            text = hf.apply_chat_template(messages, tokenize=False, **options)
-        if len(text) > CHARACTERS:
-            raise ValueError(f"renders {len(text)} characters, more than {CHARACTERS}")
-        return text
+            yield
     except Exception as error:  # a template is a program and may raise any exception, not only Jinja's
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if isinstance(error, jinja2.TemplateSyntaxError):
             raise TemplateFault(f"is not Jinja (line {error.lineno}: {reason})") from error
         roles = ", ".join(message["role"] for message in messages)
         raise TemplateFault(f"refuses a chat with the roles {roles} ({reason})") from error
+
+
+def render(hf: PreTrainedTokenizerBase, messages: list[Message], **options: Any) -> str:
+    """Renders a chat as text; raises TemplateFault if that fails."""
+    with template_faults(messages):
+        return checked_length(hf.apply_chat_template(messages, tokenize=False, **options))
+
+
+def render_spans(
+    hf: PreTrainedTokenizerBase, messages: list[Message], **options: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """Renders a chat as text, with the spans between the marks of the template; may raise TemplateFault."""
+    with template_faults(messages):
+        texts, spans = render_jinja_template(
+            [messages],
+            chat_template=hf.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **{**hf.special_tokens_map, **options},
+        )
+        return checked_length(texts[0]), spans[0]
+
+
+def checked_length(text: str) -> str:
+    """Returns the text; raises ValueError if it is longer than any chat can be."""
+    if len(text) > CHARACTERS:
+        raise ValueError(f"renders {len(text)} characters, more than {CHARACTERS}")
+    return text
 
 
 def load_tokenizer(

@@ -124,6 +124,12 @@ def test_a_template_that_marks_nothing_of_a_chat(source, byte_tokenizer):  # noq
         taught(source, tokenizer, "assistant")
 
 
+def test_a_template_with_marks_that_refuses_a_chat(source, byte_tokenizer):  # noqa: F811
+    tokenizer = byte_tokenizer(template="{{ raise_exception('no') }}" + MARKED)
+    with pytest.raises(UserError, match="data.jsonl:1: the chat template refuses a chat with the roles user"):
+        taught(source, tokenizer, "assistant")
+
+
 def test_prompts_and_texts(source, tokenizer):  # noqa: F811
     rows = [{"prompt": "ab", "response": "cd"}, {"text": "xy"}]
     for learn, expected in [
