@@ -9,7 +9,10 @@ import pytest
 from setuptools import Distribution
 
 import ppo_ds
+from ppo_ds.data.preferences import PreferenceSource
+from ppo_ds.models.tokenizer import load_tokenizer
 from tests.config.commands import compose
+from tests.rewards.reward_cases import save_tokenizer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = Path(ppo_ds.__file__).parent / "examples"
@@ -33,6 +36,15 @@ def test_preferences_have_the_shape_of_the_tutorials_record() -> None:
         other = {"A": "B", "B": "A"}[row["preference"]]
         assert row[f"score_{row['preference']}"] > row[f"score_{other}"]
         assert row["response_A"] != row["response_B"]
+
+
+def test_a_reward_model_can_train_on_the_preferences(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "tokenizer"))
+    source = PreferenceSource(str(EXAMPLES / "zysnlp_preferences.jsonl"), tokenizer=tokenizer)
+    assert len(source) == 7
+    chosen, rejected = source.texts(1)
+    # The tokenizer begins each text with <bos>.
+    assert chosen == "<bos>请问1+1等于多少？ 1+1等于2" and rejected == "<bos>请问1+1等于多少？ 1+1等于3"
 
 
 def test_an_installed_package_has_the_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from ppo_ds.config.schema import reward_models
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.tools.doctor.estimate import Hardware, estimate
 from ppo_ds.tools.doctor.model_shapes import plan_models
+from ppo_ds.tools.doctor.ppo import disk_bytes
 from ppo_ds.tools.doctor.report import Report, check_disk
 from tests.config.commands import compose
 from tests.support.hub_models import hub_folders
@@ -59,7 +60,7 @@ def test_experiments_quote_the_doctor(
     config, report = compose(*arguments, *paths, ranks=gpus), Report()
     shapes = plan_models(config, load_tokenizer(config.actor.model.path, key="actor.model.path"), report)
     assert shapes is not None, report.lines
-    check_disk(config, shapes, report)
+    check_disk(config, *disk_bytes(config, shapes), report)
     lines = {line.name: line.text for line in report.lines}
     hardware = Hardware(gpus, gib * GIB)
     found = estimate(config, shapes, hardware)
