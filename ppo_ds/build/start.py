@@ -15,7 +15,7 @@ from ppo_ds.config.run_record import (
     open_run_directory,
     recorded_settings,
 )
-from ppo_ds.config.schema import Config, initial_models
+from ppo_ds.config.schema import Config, main_model_path
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.errors import UserError
@@ -65,7 +65,7 @@ def check_new_inputs(config: Config, before: Settings | None, settings: Settings
         return
     changed = [key for key, _, _ in changes(before, settings)] if before else ["prepare."]
     outdated = config.prepare is not None and any(key.startswith("prepare.") for key in changed)
-    missing = config.prepare is not None and not all(Path(path).exists() for path in initial_models(config))
+    missing = config.prepare is not None and not Path(main_model_path(config)).exists()
     import_target(check)(config, world, prepared=not outdated and not missing)
 
 

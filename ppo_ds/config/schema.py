@@ -221,9 +221,9 @@ def averaged_models(config: Config) -> dict[str, ActorConfig | ScorerConfig]:
     return {name: getattr(config, name) for name in ("actor", "scorer") if name in sections}
 
 
-def initial_models(config: Config) -> list[str]:
-    """Returns the paths of the trained models' initial weights; a critic may take those of another model."""
-    return [role.model.path for role in trained_models(config).values() if role.model.path]
+def main_model_path(config: Config) -> str:
+    """Returns the path of the model that the stage is for: the actor, or the scorer."""
+    return str(next(iter(averaged_models(config).values())).model.path)
 
 
 def uses_reference(config: Config) -> bool:

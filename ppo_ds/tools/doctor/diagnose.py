@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ppo_ds.build.banner import batch_equation
-from ppo_ds.config.schema import Config, initial_models
+from ppo_ds.config.schema import Config, main_model_path
 from ppo_ds.engine.memory_budget import GIB, format_bytes
 from ppo_ds.tools.doctor.estimate import CONTEXT, Estimate, Hardware, Plan
 from ppo_ds.tools.doctor.finetune import batch_line, plan_finetuning
@@ -38,7 +38,7 @@ def diagnose(config: Config, per_node: int, nodes: int, gpu_memory: int | None) 
     report.add("versions", versions())
     plan, found = None, None
     reason = "see the errors above"
-    if config.prepare is not None and not all(Path(path).exists() for path in initial_models(config)):
+    if config.prepare is not None and not Path(main_model_path(config)).exists():
         reason = "`prepare` creates models and data when the run starts, so they were not checked"
         report.add("disk", f"run.dir={config.run.dir}: {format_bytes(free_disk(config))} free")
     else:
