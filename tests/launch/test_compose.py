@@ -18,7 +18,6 @@ from tests.config.commands import MINIMAL, complaints, compose, model_folder
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
 # keys that an experiment leaves to the user
 BRING = {
-    "reward_model": {"scorer.model.path": "org/base", "data.path": "org/pairs"},
     "grpo": {"data.path": "org/problems"},
 }
 
