@@ -158,8 +158,7 @@ def draw_pairs(rows: list[dict[str, str]], count: int, generator: random.Random)
             continue
         if generator.random() >= 1 / (1 + math.exp(-difference)):
             first, second, difference = second, first, -difference
-        prompt = row["prompt"]
-        pairs.append({"chosen": prompt + first, "rejected": prompt + second, "difference": difference})
+        pairs.append({"prompt": row["prompt"], "chosen": first, "rejected": second, "difference": difference})
     return pairs
 
 

@@ -141,20 +141,21 @@ def prepare_stages(
 
 
 def preference_pairs(rows: list[Row], count: int, wrong_labels: float, seed: int) -> list[Row]:
-    """Makes ``count`` pairs of a correct and a wrong solution, each a text of problem and answer.
+    """Makes ``count`` pairs of a correct and a wrong answer.
 
     The problems are used in turn. In round(``count`` x ``wrong_labels``) pairs, ``chosen`` is the wrong
-    solution, and ``subset`` is wrong_label.
+    answer, and ``subset`` is wrong_label. Problem and answer are separate columns, because the reward model
+    must join them as PPO's reward does.
     """
     generator = random.Random(seed)
     flipped = set(generator.sample(range(count), round(count * wrong_labels)))
     pairs = []
     for i in range(count):
         row = rows[i % len(rows)]
-        texts = [row["prompt"] + row["answer"], row["prompt"] + wrong_answer(row["answer"], generator)]
-        chosen, rejected = reversed(texts) if i in flipped else texts
+        answers = [row["answer"], wrong_answer(row["answer"], generator)]
+        chosen, rejected = reversed(answers) if i in flipped else answers
         subset = "wrong_label" if i in flipped else "right_label"
-        pairs.append({"chosen": chosen, "rejected": rejected, "subset": subset})
+        pairs.append({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected, "subset": subset})
     return pairs
 
 
