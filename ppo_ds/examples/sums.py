@@ -204,8 +204,14 @@ def _check(
     **others: float,
 ) -> None:
     """Raises UserError if the arguments do not define a valid task and model."""
-    sizes = {"max_operand": max_operand, "heldout": heldout, "validation": validation}
-    sizes |= {"hidden_size": hidden_size, "heads": heads, **others}
+    sizes: dict[str, float | None] = {
+        "max_operand": max_operand,
+        "heldout": heldout,
+        "validation": validation,
+        "hidden_size": hidden_size,
+        "heads": heads,
+        **others,
+    }
     wrong = [
         f"prepare.{name}={value}: must be above 0"
         for name, value in sizes.items()

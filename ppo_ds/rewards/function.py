@@ -107,7 +107,7 @@ class FunctionReward(SlowTextReward):
         raw_rows = deepcopy([responses.rows[row] for row in rows])
         prompts = [row["prompt_text"] for row in raw_rows]
         try:
-            return call((prompts, [responses.texts[row] for row in rows], raw_rows))
+            return list(call((prompts, [responses.texts[row] for row in rows], raw_rows)))
         except InvalidScore as error:
             if error.row is None:
                 raise RewardError(f"{self._name} {error}") from None
@@ -131,18 +131,21 @@ class FunctionReward(SlowTextReward):
     def _text_scores(self, responses: Responses, scores: list[Score | None]) -> TextScores:
         """Converts the scores of all responses, and assigns step rewards to the steps of the texts."""
         given = [(row, score) for row, score in enumerate(scores) if score is not None]
-        for row, score in given:
-            if isinstance(score, list) != isinstance(given[0][1], list):
+        for row, value in given:
+            if isinstance(value, list) != isinstance(given[0][1], list):
                 other = f"{'a list' if isinstance(given[0][1], list) else 'a number'} for row {given[0][0]}"
                 raise RewardError(
-                    f"{self._name} returned {described(score)} for {self._where(responses, row)}, but "
+                    f"{self._name} returned {described(value)} for {self._where(responses, row)}, but "
                     f"{other}; it must return one float for each response, or one list of floats for each"
                 )
         total: list[float] = []
         steps: list[tuple[StepReward, ...]] = []
         for row, score in enumerate(scores):
+            if score is None:
+                assert self._fallback_score is not None  # without it, ``_call`` has raised RewardError
+                score = self._fallback_score
             if not isinstance(score, list):
-                total.append(self._fallback_score if score is None else score)
+                total.append(score)
                 steps.append(())
                 continue
             ends = step_ends(responses.texts[row], self._separator)

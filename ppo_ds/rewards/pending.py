@@ -40,10 +40,10 @@ class Pending(Generic[T]):
         If a task has failed, the others are cancelled and its error is raised.
         """
         completed, others = wait(self.tasks, seconds, FIRST_EXCEPTION)
-        failed = [task for task in self.tasks if task in completed and task.exception() is not None]
-        if failed:
-            self.cancel()
-            raise failed[0].exception()
+        for task in self.tasks:
+            if task in completed and (error := task.exception()) is not None:
+                self.cancel()
+                raise error
         return not others
 
     def result(self) -> T:

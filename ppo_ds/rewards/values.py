@@ -6,14 +6,14 @@ Imports no torch, so that worker processes start fast.
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 _MAX_SCORE = 3.4028234663852886e38  # the largest float32
 
 
 def is_float32(value: Any) -> bool:
     """Returns whether ``value`` is a finite number in the range of float32."""
-    return isinstance(value, Real) and abs(value) <= _MAX_SCORE  # False for NaN
+    return isinstance(value, Real) and abs(cast(float, value)) <= _MAX_SCORE  # False for NaN
 
 
 def quoted(text: str) -> str:
