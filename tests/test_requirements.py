@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 SECTION = PAGE[PAGE.index("\n## Requirements\n") :]
 SOURCES = "\n".join(
-    file.read_text(encoding="utf-8") for part in ("ppo_ds", "conf") for file in (ROOT / part).rglob("*.[py]*")
+    file.read_text(encoding="utf-8")
+    for pattern in ("ppo_ds/**/*.py", "conf/**/*.yaml")
+    for file in ROOT.glob(pattern)
 )
 KEYS = set(dotted_keys(Config))
 GROUPS = {"algo", "reward", "zero", "tracker", "debug", "+experiment", "+pipeline"}

@@ -19,6 +19,10 @@ ALLOWED = {
     ("ppo_ds/models/value.py", "save_pretrained"): "into a draft directory",
     ("ppo_ds/models/tokenizer.py", "save_pretrained"): "into a draft directory",
     ("ppo_ds/models/tiny.py", "save_pretrained"): "into a draft directory, or the new one of a dry run",
+    ("ppo_ds/tools/pipeline.py", "copytree"): "into a draft directory",
+    ("ppo_ds/tools/pipeline.py", "copy2"): "into a draft directory",
+    ("ppo_ds/tools/pipeline.py", "link"): "into a draft directory",
+    ("ppo_ds/tracking/pair_plots.py", "savefig"): "to a draft",
     ("ppo_ds/tracking/report.py", "savefig"): "to a draft",
     ("ppo_ds/tracking/wandb_child.py", "fdopen"): "its standard output",
 }
@@ -63,7 +67,7 @@ def writers(source: str) -> set[str]:
             continue
         whole = ast.unparse(node.func)
         name = whole.rpartition(".")[2]
-        copies = whole.startswith("shutil.") and name not in ("rmtree", "disk_usage")
+        copies = whole.startswith("shutil.") and name not in ("rmtree", "disk_usage", "which")
         if copies or whole in OF_MODULES or name in WRITERS:
             found.add(name)
         if name == "open" and whole != "os.open":
