@@ -5,8 +5,8 @@
 The task is sums of two-digit numbers. ``gold`` grades an answer by its distance from the sum. Preference
 labels are drawn from it by the Bradley-Terry model, P(a is preferred to b) = sigmoid(gold(a) - gold(b)). One
 reward model, the proxy, is trained on each of three numbers of pairs, and PPO maximizes each proxy without a
-KL penalty. The plot has the mean proxy and gold reward of the sampled responses over sqrt(KL), the square
-root of the KL to the SFT model.
+KL penalty. The plot shows the mean proxy and gold reward of the sampled responses over sqrt(KL), the
+square root of the KL to the SFT model.
 
 All models are trained by launch/train.py on one rank with one thread: SFT once, then a reward model and a PPO
 run for each number of pairs. An interrupted command continues where it stopped. docs/gold_reward.md has the
@@ -31,13 +31,13 @@ sys.path.insert(0, str(ROOT))  # started as a script, or imported by its path as
 
 from ppo_ds.examples.sums import prepare_stages, problems, wrong_answer  # noqa: E402
 
-WORST = -5.0  # gold reward of an answer that is no number, or farther from the sum than 30
+WORST = -5.0  # gold reward of an answer that is no number, or that differs from the sum by more than 30
 CORRECT = 0.25  # share of correct answers among those that are compared
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of the study."""
+    """Numbers of pairs, steps and rows of the experiment."""
 
     pairs: tuple[int, ...]  # numbers of preference pairs, one reward model each
     heldout_pairs: int
@@ -119,12 +119,12 @@ def parsed(argv: list[str]) -> argparse.Namespace:
 
 
 def gold(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    """Returns -log2(1 + distance from the sum) for each response, and WORST if that is lower or no number."""
+    """Returns -log2(1 + distance from the sum) of each response, at least WORST; WORST if it is no number."""
     return [grade(response, row["answer"]) for response, row in zip(responses, rows, strict=True)]
 
 
 def grade(response: str, answer: str) -> float:
-    """Returns the gold reward of one response; leading zeros make it no number."""
+    """Returns the gold reward of one response. A text with leading zeros does not count as a number."""
     if not response.isdecimal() or response != str(int(response)):
         return WORST
     return max(WORST, -math.log2(1 + abs(int(response) - int(answer))))
@@ -174,7 +174,7 @@ def best_accuracy(pairs: list[dict[str, Any]]) -> float:
 
 
 def train(run_dir: Path, keys: dict[str, Any]) -> None:
-    """Starts launch/train.py, which continues an interrupted run and leaves a complete one as it is."""
+    """Starts launch/train.py, which resumes an interrupted run and leaves a complete one unchanged."""
     keys = {"run.dir": run_dir, "run.threads": 1, "zero": "stage0", "tracker.samples": 0, **keys}
     arguments = [f"{key}={value}" for key, value in keys.items()]
     environment = os.environ | {
@@ -241,7 +241,7 @@ def ppo_keys(sizes: Sizes, folder: Path, proxy: Path) -> dict[str, Any]:
         "reward.parts.proxy.reward.audit": "off",
         "reward@reward.parts.gold.reward": "function",
         "reward.parts.gold.reward.path": f"{Path(__file__).resolve()}:gold",
-        "reward.parts.gold.weight": 0,  # is only measured
+        "reward.parts.gold.weight": 0,  # measured, but not part of the training reward
         "critic.init": "path",
         "critic.model.path": proxy / "model",
     }
@@ -295,7 +295,7 @@ def table(studies: list[dict[str, Any]], best: float) -> list[str]:
 
 
 def draw(studies: list[dict[str, Any]], file: Path) -> None:
-    """Draws proxy (dashed) and gold reward (solid) over sqrt(KL), in one colour for each number of pairs."""
+    """Draws proxy (dashed) and gold reward (solid) over sqrt(KL), with one colour per number of pairs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -27,7 +27,7 @@ from ppo_ds.config.schema import config_class, default_dir, is_unused
 from ppo_ds.config.text import did_you_mean
 from ppo_ds.errors import UserError
 
-# Groups whose options set keys for every stage: a run takes those that its stage uses.
+# Groups whose options set keys of every stage. Keys that the stage of a run does not use are left out.
 STAGE_GROUPS = ("zero", "debug")
 
 # Advice that Hydra appends to its errors; it is wrong here, since keys need no plus sign.
@@ -35,12 +35,12 @@ HYDRAS_ADVICE = re.compile(
     r"\s*(?:To append|To override|Use \+|You may|Did you mean to override|Either remove|full_key:|object_type"
     r"|Available)"
 )
-# Keys of the evaluation, with their values without held-out data
+# Keys of the evaluation, and the values that they get if there are no held-out data.
 WITHOUT_EVALUATION = {"data.eval_path": None, "eval.every": None, "checkpoint.keep_best": False}
 EXAMPLES = Path(str(files("ppo_ds"))) / "examples"
-# ${example:FILE} in a config is the path of a data file of the package, from any working directory
+# ${example:FILE} in a config is the absolute path of a data file of the package.
 OmegaConf.register_new_resolver("example", lambda name: str(EXAMPLES / name), replace=True)
-# ${equal:A,B} limits a value, such as trust in the code of a model, to the model for which a file sets it
+# ${equal:A,B} is true if A equals B. conf/reward/minimind.yaml uses it to trust the code of one model only.
 OmegaConf.register_new_resolver("equal", lambda one, other: one == other, replace=True)
 
 
@@ -100,9 +100,9 @@ def compose_config(folders: Folders, name: str, arguments: list[str]) -> tuple[D
 def _drop_evaluation_of_other_data(composed: DictConfig, name: str, chosen: list[str]) -> None:
     """Removes the held-out data of a config file if the user replaces the training data of that file.
 
-    Held-out data belong to their data set: data.path=... without data.eval_path=... leaves none behind, and
-    neither eval.every nor checkpoint.keep_best, unless the user sets these too. To see the file's own data,
-    the config is composed again without the user's keys.
+    The file's held-out rows belong to the file's data set. So data.path=... without data.eval_path=... also
+    resets data.eval_path, eval.every and checkpoint.keep_best, except for keys that the user sets. To find
+    the data sets of the file, the config is composed again without the user's keys.
     """
     keys = [text for text in chosen if text.startswith(("++", "~"))]
     given = {text.lstrip("+~").partition("=")[0] for text in keys}

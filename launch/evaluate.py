@@ -1,7 +1,8 @@
-"""Compares models on held-out prompts: deepspeed launch/evaluate.py SETTINGS, a file of launch/pipeline.py.
+"""Compares models on held-out prompts: deepspeed launch/evaluate.py SETTINGS
 
-It writes evaluation.json (scores and win rates) and evaluation.jsonl (the responses) beside that file.
-torchrun and plain python start it too. Exit code 0: done; 2: the config, the data or a model folder is wrong;
+SETTINGS is the file evaluation_settings.json that launch/pipeline.py writes. The results are written beside
+it: evaluation.json (scores and win rates) and evaluation.jsonl (responses). torchrun and plain python can
+start the program too. Exit code 0: done; 2: the config, the data or a model folder is wrong;
 1: any other error.
 """
 

@@ -8,15 +8,17 @@ command resumes a pipeline that was stopped or killed at any point. Arguments:
     evaluation:KEY=VALUE             for the evaluation, such as evaluation:eval.max_prompts=100
     ranks=N, STAGE:ranks=N           number of ranks; default: one for each visible GPU, or one without GPUs
     run.name=NAME, run.dir=DIR       name and directory of the pipeline; default: its own name, outputs/<name>
-    run.dry_run=true                 dry runs of all stages with tiny models; each reads the results before it
+    run.dry_run=true                 a dry run of each stage with tiny models, on the results of earlier ones
     --cfg job                        prints the config of each stage
     --config-dir DIR                 another folder of configs, with DIR/pipeline/NAME.yaml
 
-A file conf/pipeline/NAME.yaml lists the stages and their arguments of launch/train.py. In these,
-${stages.STAGE.KEY} is a key of an earlier stage, such as ${stages.sft.run.dir}/model.
+The file conf/pipeline/NAME.yaml lists the stages and, for each, its arguments of launch/train.py. In these
+arguments, ${stages.STAGE.KEY} stands for the value of a key of an earlier stage, as in
+${stages.sft.run.dir}/model.
 
-Exit code 0: done; 2: a mistake in the arguments, the configs or the data; 143: a signal stopped the running
-stage after it saved a checkpoint; otherwise the exit code of the stage that failed.
+Exit code 0: done, or a stage ended early (run.stop_at_step, run.max_minutes); 2: a mistake in the arguments,
+the configs or the data; 143: a signal stopped the running stage after it saved a checkpoint; 130: a second
+Ctrl-C killed the stage; otherwise the exit code of the stage that failed.
 """
 
 from __future__ import annotations

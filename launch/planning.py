@@ -31,19 +31,19 @@ Settings = dict[str, Any]
 
 @dataclass
 class Arguments:
-    """The arguments of the command line, by the part of the pipeline that they are for."""
+    """The arguments of the command line, grouped by the part of the pipeline that they apply to."""
 
-    pipeline: dict[str, str] = field(default_factory=dict)  # OWN_KEYS and "pipeline"
+    pipeline: dict[str, str] = field(default_factory=dict)  # values of OWN_KEYS and of "pipeline"
     shared: list[str] = field(default_factory=list)  # for every stage that knows the key
     own: dict[str, list[str]] = field(default_factory=dict)  # by stage
     ranks: dict[str, str] = field(default_factory=dict)  # by stage
 
 
 def plan_pipeline(folders: Folders, overrides: list[str]) -> tuple[Pipeline, Settings | None]:
-    """Returns the pipeline of a command line and the settings of its evaluation, if it has one.
+    """Builds the pipeline that a command line describes, and the settings of its evaluation, if it has one.
 
-    Raises UserError with the problems of all stages. Files and folders that earlier stages have yet to write
-    are not checked.
+    Raises UserError with the problems of all stages. Files and folders that an earlier stage will write are
+    not checked.
     """
     given = parse_arguments(overrides)
     name = given.pipeline.get("pipeline")
@@ -63,7 +63,7 @@ def plan_pipeline(folders: Folders, overrides: list[str]) -> tuple[Pipeline, Set
 
 
 def parse_arguments(overrides: Iterable[str]) -> Arguments:
-    """Sorts the arguments by their prefixes. One without a prefix is for all stages that know its key."""
+    """Groups the arguments by prefix. An argument without a prefix applies to all stages with its key."""
     given = Arguments()
     for text in overrides:
         prefix = re.match(r"([^=:]+):(?=[^:]*)(.*)", text, re.DOTALL)
@@ -121,8 +121,8 @@ class Planner:
         self.problems: list[str] = []
         self.jobs: list[Job] = []
         self.settings: dict[str, Settings] = {}  # the resolved config of each stage so far
-        self.applied: set[str] = set()  # shared arguments that some stage knows
-        self.known = dict.fromkeys(OWN_KEYS)  # keys that some stage knows, for suggestions
+        self.applied: set[str] = set()  # shared arguments that apply to at least one stage
+        self.known = dict.fromkeys(OWN_KEYS)  # keys of at least one stage, for suggestions
 
     def plan(self) -> tuple[Pipeline, Settings | None]:
         for name in self.file.stages:
@@ -147,7 +147,7 @@ class Planner:
         return Pipeline(self.name, self.folder, self.jobs, job, dry_run), settings
 
     def add_stage(self, name: str) -> None:
-        """Composes and checks a stage and adds its job."""
+        """Composes and checks the config of a stage, and adds its job."""
         ranks = self.ranks(name, self.file.stages[name].ranks)
         placed = [f"run.name={self.name}_{name}", f"run.dir={self.folder / name}"]
         fixed, inputs = self.substituted(self.file.stages[name].arguments, f"stages.{name}")
@@ -211,9 +211,9 @@ class Planner:
         return Job(EVALUATION, HERE / "evaluate.py", [str(path)], ranks, inputs), settings
 
     def compose(self, arguments: list[str], ranks: int) -> tuple[Config, list[str]]:
-        """Composes a config and returns it with its problems; wrong values are replaced by stand-ins.
+        """Composes a config and returns it with its problems; invalid values are replaced by valid ones.
 
-        Problems with files that earlier stages have yet to write are left out.
+        Problems with files that an earlier stage will write are left out.
         """
         composed, problems = compose_config(self.folders, "config", arguments)
         tree = resolve_config(composed)
@@ -232,9 +232,9 @@ class Planner:
         return missing and any(f"={folder}/" in problem for folder in folders)
 
     def substituted(self, arguments: list[str], where: str) -> tuple[list[str], dict[str, Path]]:
-        """Replaces the references to keys of earlier stages.
+        """Replaces references such as ${stages.sft.run.dir} by the values of the keys that they name.
 
-        Also returns the values with a path in the run directory of an earlier stage, by their keys.
+        Also returns the arguments that name a path in the run directory of an earlier stage: key -> path.
         """
         texts, inputs = [], {}
         for argument in arguments:
@@ -249,7 +249,7 @@ class Planner:
         return texts, inputs
 
     def value_of(self, reference: re.Match[str]) -> str:
-        """Returns the value of a reference; raises KeyError with the reason if there is none."""
+        """Returns the value that a reference stands for; raises KeyError with the reason if there is none."""
         stage, key = reference.groups()
         if stage not in self.settings:
             raise KeyError(f"no earlier stage is named {stage}{did_you_mean(stage, self.settings)}")
@@ -265,10 +265,11 @@ class Planner:
         return value if isinstance(value, str) else show(value)
 
     def knows(self, config: Config, argument: str) -> bool:
-        """Returns whether an argument without a prefix is for a stage with this config.
+        """Returns whether an argument without a prefix applies to a stage with this config.
 
-        A group is for the stages with its section: the one in its package, or the one of its name. Other
-        groups, such as zero and tracker, are for all stages.
+        A group applies to the stages that have its section: the section of its package (model@actor.model:
+        actor), otherwise the section with its name. A group without a section, such as zero, applies to all
+        stages.
         """
         key, sections = key_of(argument), type(config).model_fields
         group, _, package = key.partition("@")
@@ -299,12 +300,12 @@ class Planner:
 
 
 def key_of(argument: str) -> str:
-    """Returns the key or the group of an argument, with its package, without signs and value."""
+    """Returns the key or group of an argument, package included, without leading signs and value."""
     return argument.partition("=")[0].lstrip("+~")
 
 
 def without_reward(arguments: list[str]) -> list[str]:
-    """Returns the arguments without those of the reward, whose keys another reward would refuse."""
+    """Returns the arguments without those of the reward, because another reward would refuse its keys."""
     return [argument for argument in arguments if key_of(argument).split(".")[0] != "reward"]
 
 

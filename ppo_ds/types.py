@@ -167,7 +167,7 @@ class Rollout(Sequences):
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of B responses. Sequence-level rewards leave ``per_token`` at zero, step rewards ``total``."""
+    """Scores of B responses. ``per_token`` is 0 for sequence-level rewards, ``total`` for step rewards."""
 
     total: Tensor  # [B] float32
     per_token: Tensor  # [B,R] float32, 0 outside the mask
@@ -223,7 +223,7 @@ class Experience(Sequences):
     weights: Tensor = field(metadata=_R)
 
     # rewards and advantages
-    scores: Tensor = field(metadata=_B)  # [B] as the reward returned them, with those of all tokens
+    scores: Tensor = field(metadata=_B)  # [B] as the reward returned them, per-token scores included
     rewards: Tensor = field(metadata=_S)  # [B,S] shaped scores, minus any KL penalty
     advantages: Tensor = field(metadata=_R)  # [B,R]
 
@@ -255,7 +255,7 @@ class PreferencePairs(_Rows):
     counted: Tensor = field(metadata=_B)  # [B] bool: False for pairs without a loss, which only fill a batch
 
     def filled(self, ranks: int) -> Self:
-        """Appends copies of the last pair until the pairs can be divided by the number of ranks.
+        """Appends copies of the last pair until ``ranks`` divides the number of pairs.
 
         The copies do not count.
         """

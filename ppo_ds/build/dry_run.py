@@ -178,7 +178,7 @@ def prepare(models: list[dict[str, Any]], first: dict[str, Any] | None) -> None:
 
 
 def finish_dry_run(run: Any, config: Config) -> None:
-    """Reads the checkpoint again on all ranks, prints what the dry run has shown, and removes its folder.
+    """Reads the checkpoint on all ranks, prints the results of the dry run, and removes its folder.
 
     ``config`` is the config that start_dry_run returned. With run.dry_run=keep the folder is kept.
     """

@@ -146,7 +146,7 @@ def needs(
 
 
 def answered_tokens(config: Config, prompts: Prompts) -> int:
-    """Returns the number of tokens of the longest prompt and its longest answer together."""
+    """Returns the largest number of tokens of a prompt and its answer together."""
     return prompts.mask.shape[1] + config.sft.sample_tokens
 
 
@@ -161,7 +161,7 @@ def describe(source: DemonstrationSource) -> str:
 def notes(
     config: Config, actor: HybridActor, held_out: DemonstrationSource | None, prompts: Prompts | None
 ) -> list[str]:
-    """Chooses the layout of forwards and the memory of the answers; returns lines on them and on the data.
+    """Chooses the layout of forwards and how the evaluation generates; returns lines for the banner.
 
     A collective.
     """

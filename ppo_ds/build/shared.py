@@ -1,4 +1,4 @@
-"""Choices that every stage makes when it is built: length, layouts, averaged weights, banner lines."""
+"""Parts of the construction of every stage: number of steps, layouts, averaged weights, banner lines."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def training_steps(run: RunConfig, rows: int, rows_per_step: int) -> int:
 def choose_layout(
     layout: str, name: str, model: TrainedModel | FrozenModel, device: torch.device
 ) -> list[str]:
-    """Lets a model choose the layout of its forwards, memory.layout, and returns warnings for the banner.
+    """Sets the layout of a model's forwards (memory.layout) and returns warnings for the banner.
 
-    ``name`` is that of the model in the warnings. A collective.
+    ``name`` is the name of the model in the warnings. A collective.
     """
     choice = model.module.choose_layout(layout, device, model)
     lines = []

@@ -39,7 +39,7 @@ Demonstration = tuple[Prompt | None, str]  # prompt and answer; if prompt is Non
 def parse_demonstration(row: Row, format: PromptFormat, learn: Learn = "answer") -> Demonstration:
     """Returns the row's prompt and answer; errors do not name the row's location, which the caller adds.
 
-    Messages after the last answer are dropped if every assistant turn is learned: no learned token sees them.
+    If every assistant turn is learned, messages after the last of these turns are dropped.
     """
     column = format.column or "prompt"
     if row.get("text") is not None:
@@ -52,7 +52,7 @@ def parse_demonstration(row: Row, format: PromptFormat, learn: Learn = "answer")
         chat = parse_chat(row[name], name)
         if len(chat) == 1 and chat[0]["role"] == "assistant":
             return parse_prompt(row, format), _check_answer(chat[0]["content"], name)
-        # preference data repeat the prompt in the answer's column
+        # In preference data, the answer's column is a chat that repeats the prompt.
         return _split_chat(chat, name, format, learn)
     columns = (*CHAT_COLUMNS, column)
     name = next((each for each in columns if isinstance(row.get(each), list)), None)
@@ -93,11 +93,11 @@ class _Piece(NamedTuple):
 class DemonstrationSource:
     """Holds the token ids of texts and demonstrations, encoded once and identically on every rank.
 
-    Of a text, every token but the first is learned, and an appended end token. Of a demonstration, ``learn``
-    selects the last answer, every assistant turn, or all tokens but the first, with their end tokens. The
-    prompt of a demonstration is encoded as for generation; the answer is what the chat template writes after
-    it. Tokens after the last learned one are left out. Rows are truncated to ``max_tokens`` on the right, and
-    dropped if nothing learned remains.
+    In a text, all tokens but the first are learned, and an end token is appended. In a demonstration,
+    ``learn`` selects the last answer, every assistant turn, or all tokens but the first; end tokens are
+    learned too. The prompt of a demonstration is encoded as for generation; the answer is what the chat
+    template writes after it. Tokens after the last learned one are left out. Rows are truncated to
+    ``max_tokens`` on the right, and dropped if no learned token remains.
 
     ``report`` counts the rows that were read ("rows"), truncated on the right ("truncated") and dropped
     ("dropped"). ``len(source)`` is the number of rows that were not dropped.
@@ -173,7 +173,7 @@ class DemonstrationSource:
                 yield self.join(tokens, isinstance(prompt, list))
 
     def pieces(self, prompt: Prompt | None, answer: str, row: int) -> list[_Piece]:
-        """Returns the text of a row in pieces, which are learned or not."""
+        """Divides the text of a row into pieces that are learned or not learned as a whole."""
         if prompt is None:
             return [_Piece(answer, True, special_tokens=True)]
         if isinstance(prompt, str):
@@ -193,8 +193,8 @@ class DemonstrationSource:
     def join(self, pieces: list[tuple[list[int], bool]], chat: bool) -> tuple[list[int], list[bool]]:
         """Joins the tokens of the pieces of a row and adds the end token of the last answer if it has none.
 
-        A turn that was found by prefixes ends with its last end token: a template may write more text after
-        it. The end token of a turn that the template marks may follow after the mark.
+        A turn that was found by rendering prefixes ends with its last end token, after which a template may
+        write more text. If the template marks the turns, the end token may come directly after the mark.
         """
         ids: list[int] = []
         learned: list[bool] = []

@@ -2,8 +2,8 @@
 
 A chat template may mark the assistant's text with ``{% generation %}``. Otherwise a turn is found by
 rendering prefixes of the chat: it begins where the prompt before it ends, and it ends where the chat up to it
-ends, or where the next message begins. That is exact if the template renders these prefixes as it renders the
-beginning of the whole chat. Chats for which it does not are refused, for example if it drops the reasoning of
+ends, or where the next message begins. This is exact if the template renders a prefix in the same way as the
+beginning of the whole chat. Other chats are refused, for example if the template drops the reasoning of
 earlier turns.
 """
 
@@ -35,7 +35,7 @@ def learned_spans(tokenizer: Tokenizer, chat: list[Message], learn: Learn) -> tu
             )
     else:
         text = tokenizer.render_chat(chat, to_answer=False)
-        # a first message of the assistant answers nothing, so that it has no prompt
+        # a chat that begins with the assistant: that message has no prompt and is not learned
         turns = [i for i, message in enumerate(chat) if i and message["role"] == "assistant"]
         spans = [turn_span(tokenizer, chat, i, text) for i in (turns[-1:] if learn == "answer" else turns)]
     return text, spans[-1:] if learn == "answer" else spans
@@ -53,7 +53,7 @@ def turn_span(tokenizer: Tokenizer, chat: list[Message], i: int, text: str) -> S
             "cannot be separated from it; set data.chat_template"
         )
     end = end_before_next(tokenizer, chat, i, text)
-    # a template that drops a part of the turn would teach the model to leave it out
+    # without this check, a template that drops a part of a turn would teach the model to omit it
     if end is None or not text.startswith(head) or chat[i]["content"].strip() not in text[len(head) : end]:
         raise UserError(
             f"the chat template renders message {i + 1} differently in the whole chat (for example without "

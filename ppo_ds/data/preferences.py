@@ -1,10 +1,10 @@
 """Preference pairs as token ids: a preferred and a rejected text, for the training of a reward model.
 
 A row with K ranked answers becomes all its pairs, at most K (K - 1) / 2, as in InstructGPT (Ouyang et al.
-2022). The pairs of a row follow one another in every order, so that they fall into the same optimizer step,
-or into two consecutive ones. InstructGPT divides the loss of each row by its number of pairs. Here every pair
-has the same weight. If all rows have K answers, both are the same; otherwise, a row with more answers weighs
-more, in proportion to its number of comparisons.
+2022). The pairs of a row stay together when rows are shuffled. They fall into one optimizer step or into two
+consecutive ones, unless a row has more pairs than a step. InstructGPT divides the loss of each row by its
+number of pairs. Here every pair has the same weight. If all rows have the same number of pairs, the two
+losses are equal; otherwise, a row with more pairs has more weight.
 """
 
 from __future__ import annotations
@@ -169,16 +169,15 @@ class PreferenceSource:
 
     A prompt and an answer that are texts are joined by one space, unless either has white space there, and
     encoded with the special tokens that the tokenizer adds by default. Chats are rendered by the chat
-    template. Nothing else is added. ``data.apply_chat_template=true`` makes a text prompt a user's message;
-    unlike for prompts of PPO, null means false, so that ``prompt + " " + chosen`` is the text that the reward
-    model reads.
+    template. Nothing else is added. ``data.apply_chat_template=true`` makes a text prompt a user message.
+    Unlike for prompts of PPO, null means false, so that the reward model reads ``prompt + " " + chosen``.
 
     ``report`` maps names to numbers; ``len(source)`` is the number of pairs that are used:
 
     - "rows": all rows that were read.
     - "pairs": all pairs of answers with different ranks.
     - "tied": pairs of answers with the same rank, which are left out.
-    - "identical": pairs with twice the same tokens, which are dropped.
+    - "identical": pairs of two texts with the same tokens, which are dropped.
     - "dropped": pairs that are dropped because a text has more than ``max_tokens`` tokens.
     """
 
@@ -204,7 +203,7 @@ class PreferenceSource:
         self.template: Template = self._check_template(parsed)
         self._ids = TokenRows()  # pair i: the preferred text at 2 i, the rejected one at 2 i + 1
         self._margins, self.subsets = array("d"), list[str | None]()
-        self._group_ends = array("L")  # the pairs of a row end here; rows without a pair do not count
+        self._group_ends = array("L")  # for each row with pairs, the index after its last pair
         counts = Counter(rows=len(parsed), tied=sum(row.tied for row in parsed))
         for row, ids in zip(parsed, self._tokenize(parsed), strict=True):
             for chosen, rejected in row.pairs:
@@ -328,7 +327,7 @@ class PairOrder:
 
 
 class PreferenceStream:
-    """Yields the pairs of one optimizer step after another, ``batch_size`` of all ranks, indefinitely.
+    """Yields the pairs of each optimizer step, ``batch_size`` over all ranks, indefinitely.
 
     Every rank gets the whole batch. Pairs that do not fill a batch at the end of a pass begin the next batch.
     """
@@ -367,10 +366,10 @@ class PreferenceStream:
 def padding_token(tokenizer: Tokenizer, sources: Sequence[PreferenceSource]) -> int:
     """Returns a token to pad texts with, which is not the last token of any of the texts.
 
-    In a batch, transformers reads the score of a decoder at the last token that is not its pad token. If the
-    tokenizer's own pad token ends a text, as with pad = eos and a chat template that writes the end token,
-    that is the wrong place. Another special token is then taken, or else a token that occurs in no text. No
-    token is added to the vocabulary, so that a critic can start from the reward model.
+    In a batch, transformers reads the score of a decoder at the last token that is not its pad token. This
+    would be the wrong token if a text ends with the tokenizer's own pad token, as with pad = eos and a chat
+    template that writes the end token. Another special token is then used, or else a token that occurs in no
+    text. No token is added to the vocabulary, so that a critic can start from the reward model.
     """
     ends = {token for source in sources for token in source.last_tokens}
     special = [tokenizer.pad_id, *tokenizer.hf.all_special_ids]

@@ -1,7 +1,7 @@
 """Runs commands, each with all of its processes in a process group, and passes stop signals on to them.
 
-A signal to the ``deepspeed`` command ends only that command, while its ranks go on for a while to save. A
-caller that waited for the command alone would end, or start the next command, before the ranks have ended.
+A signal to the ``deepspeed`` command ends that command at once, while its ranks continue until they have
+saved. A caller that waited for the command alone would end, or start the next command, before the ranks end.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 REPEAT_SECONDS = 2.0
 # options of the Linux system call prctl
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-_LIBC = ctypes.CDLL(None)  # loaded here, since a new child process may only do what cannot block
+_LIBC = ctypes.CDLL(None)  # loaded in the parent, because loading could block between fork and exec
 
 
 class ChildGroups:
     """Runs one command after the other. A stop signal ends the running command and forbids further ones.
 
-    Handles the signals of this process from its creation on, and must be created in the main thread. On
+    The object handles the stop signals of this process. It must be created in the main thread. On
     Linux, orphaned processes of a command become children of this process, so that ``run`` waits for them
     too. If this process is killed, the kernel sends SIGTERM to the command.
     """

@@ -1,7 +1,7 @@
 """The task of the quickstart: a language model learns to add, "12+34=" -> "46".
 
 ``prepare_stages`` writes an untrained model, problems with their answers, and preference pairs of which some
-have the wrong label. The pipelines ``quickstart`` and ``sums`` (conf/pipeline/) start from these.
+have the wrong label. The pipelines ``quickstart`` and ``learned_reward`` (conf/pipeline/) start from these.
 
 ``prepare`` is for a single PPO run, +experiment=quickstart. It trains a tiny model on answers (a short
 supervised warm start) until it solves about half of the problems that it has not seen. PPO then gets problems
@@ -30,7 +30,7 @@ from ppo_ds.storage.drafts import draft_directory, write_file
 from ppo_ds.types import Row
 
 CHARACTERS = "0123456789+="
-DONE = "prepared.json"  # is written last, so that it marks a complete folder
+DONE = "prepared.json"  # written last, so that its presence marks a complete folder
 _IGNORED = -100  # label of positions without loss (cross_entropy's default)
 _log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def preference_pairs(rows: list[Row], count: int, wrong_labels: float, seed: int
 
 
 def wrong_answer(answer: str, generator: random.Random) -> str:
-    """Draws a wrong answer: mostly a number near the sum, also any number, or a malformed text."""
+    """Draws a wrong answer: mostly a number near the sum, sometimes any number or a malformed text."""
     while True:
         kind, number = generator.random(), int(answer)
         if kind < 0.45:

@@ -1,4 +1,4 @@
-"""One optimizer step of a single trained model, as the stages sft and reward_model take it."""
+"""One optimizer step of a single trained model, for the stages sft and reward_model."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class OptimizerStep:
     """Accumulates gradients over micro-batches and updates one model, on all ranks or on none."""
 
     context: RunContext
-    name: str  # of the model, such as actor
-    prefix: str  # of its metrics, such as sft
+    name: str  # name of the model, such as actor
+    prefix: str  # prefix of its metrics, such as sft
     model: TrainedModel
     ema: WeightCopy | None
     ema_decay: float
@@ -48,17 +48,17 @@ class OptimizerStep:
     ) -> Metrics:
         """Makes one optimizer step and returns its metrics over all ranks. A collective.
 
-        DeepSpeed averages gradients over ranks. The losses of the micro-batches must therefore add up, over
-        all ranks, to the loss of the optimizer step times the number of ranks: each is a sum over rows or
-        tokens, times the number of ranks, divided by the count of the whole optimizer step. The result is
-        then the exact gradient of the global mean, for any number of ranks and micro-batches.
+        DeepSpeed averages gradients over ranks. The losses of the micro-batches of all ranks must therefore
+        add up to the loss of the optimizer step times the number of ranks. So the loss of a micro-batch is a
+        sum over its rows or tokens, times the number of ranks, divided by the count of the whole optimizer
+        step. The result is the exact gradient of the global mean, for any number of ranks and micro-batches.
 
-        Raises TooManySkips if this is one non-finite step too many.
+        Raises TooManySkips once health.max_skips steps in a row were skipped.
 
         Args:
             batch: The rows of the optimizer step on all ranks; kept if the step is skipped.
             micros: This rank's micro-batches, as many as on every other rank.
-            compute_loss: Returns the part of the loss and the metrics of a micro-batch.
+            compute_loss: Returns the loss of a micro-batch, as above, and its metrics.
         """
         context, sums = self.context, MetricSums()
         fault("update")

@@ -17,7 +17,7 @@ from ppo_ds.ops.losses import pair_accuracy
 from ppo_ds.types import Metrics, PreferencePairs
 
 CHUNK = 1024  # pairs that are padded together
-BINS = 10  # of the calibration curve, between the confidences 0.5 and 1
+BINS = 10  # bins of the calibration curve, between the confidences 0.5 and 1
 PERCENTILES = (10, 50, 90)
 
 
@@ -28,7 +28,7 @@ def pair_plan(pairs: PreferencePairs, token_budget: int, world: World, packed: b
     pair has more. Every rank runs the same number of forwards. Not a collective, since every rank holds all
     pairs, whose number must be divisible by the number of ranks.
     """
-    # tokens of a pair: of both texts, or half of what they take when both are padded to the longer one
+    # tokens of a pair; if both texts are padded to the longer one, half of them, and half of the budget
     lengths = pairs.lengths.sum(1) if packed else pairs.lengths.max(1).values
     budget = token_budget if packed else max(token_budget // 2, 1)
     shares = balance_ranks(lengths, world.size)
@@ -112,7 +112,7 @@ class PairScores:
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:
-    """Returns Pearson's correlation, or 0 if one of both is constant."""
+    """Returns Pearson's correlation, or 0 if x or y is constant."""
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
     norm = float(x.norm() * y.norm())
     return float(x @ y) / norm if norm > 0 else 0.0

@@ -4,7 +4,7 @@ One step is one optimizer step on a batch of pairs:
   1. next(pairs)   the pairs of the step, the same on every rank
   2. update        forward and backward over this rank's micro-batches, then the optimizer step
 
-The loss is that of ops/losses.py:pairwise_loss, as an exact mean over all pairs of the step. Departures from
+The loss is ops/losses.py:pairwise_loss, averaged exactly over all pairs of the step. Departures from
 InstructGPT: a row with several ranked answers is not weighted by 1 / (K choose 2) and not computed in one
 forward (data/preferences.py), and scores are kept around 0 by a term of the loss (reward_model.centering).
 """
@@ -73,8 +73,7 @@ class RewardModelTrainer:
     capacity: Capacity
     cost: UpdateCost
 
-    # scores of the held-out pairs by (averaged weights, optimizer steps), since both evaluation and export
-    # need them
+    # (whether the weights are averaged, optimizer steps) -> scores, which evaluation and export share
     measured: dict[tuple[bool, int], PairScores] = field(init=False, default_factory=dict)
 
     def start(self) -> None:
@@ -140,7 +139,7 @@ class RewardModelTrainer:
         return Evaluation(metrics, self.sample_rows(found, self.held_out), metrics["eval/accuracy"])
 
     def measure(self, *, averaged: bool, check: Callable[[], None] = lambda: None) -> PairScores:
-        """Returns the scores of the held-out (else of some training) pairs. A collective.
+        """Returns the scores of the held-out pairs, or of training pairs if there are none. A collective.
 
         ``check`` may raise Abandoned after a stop request; an export is not interrupted.
         """
@@ -202,7 +201,7 @@ class RewardModelTrainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.pairs.load_state_dict(state["pairs"])
-        self.measured = {}  # the weights may be those of another time with the same number of steps
+        self.measured = {}  # after a rollback, other weights can have the same number of steps
 
     def export(self, run_dir: Path) -> None:
         """Writes model/ and model_ema/ for AutoModelForSequenceClassification, and draws reward_model.png."""
@@ -223,7 +222,7 @@ class RewardModelTrainer:
             )
 
     def export_weights(self, folder: Path, *, averaged: bool) -> None:
-        """Writes the weights, or the averaged ones, with the mean and the deviation of their scores."""
+        """Writes the weights or averaged weights, with the mean and standard deviation of their scores."""
         self.measure(averaged=averaged)
         save = partial(self.scorer.module.save, **self.export_settings(averaged=averaged))
         with self.weights(averaged):

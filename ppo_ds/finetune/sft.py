@@ -4,8 +4,8 @@ One step is one optimizer step on a batch of rows:
   1. next(rows)   the rows of the step, the same on every rank
   2. update       forward and backward over this rank's micro-batches, then the optimizer step
 
-The loss is the mean of -log p over all learned tokens of the step, as an exact mean on any number of ranks
-and micro-batches. The LM head runs for learned tokens only. Options:
+The loss is the mean of -log p over all learned tokens of the step. It is exact for any number of ranks and
+micro-batches. The LM head runs for learned tokens only. Options:
   - Label smoothing (Szegedy et al. 2016): (1 - s) * -log p(token) + s * mean of -log p over the vocabulary.
   - NEFTune (Jain et al. 2023): noise on the embeddings, which depends only on the seed of the run, the step
     and the row (models/neftune.py).

@@ -1,4 +1,4 @@
-"""Downloads the weights of Hub models, with a line that tells their size and a progress bar.
+"""Downloads the weights of Hub models, and prints their size and a progress bar.
 
 The progress bars of the libraries are off (launch/train.py), since every rank would draw its own.
 """
@@ -29,7 +29,7 @@ def fetch_weights(path: str, revision: str | None, key: str) -> None:
 
     Only the first rank of each node does this. When the other ranks load the same files, they wait until the
     files are complete. Does nothing for a local folder. If the Hub cannot be reached or has no such model,
-    loading the model reports it.
+    the error is raised later, when the model is loaded.
     """
     if os.path.isdir(path) or os.environ.get("LOCAL_RANK", "0") != "0":
         return

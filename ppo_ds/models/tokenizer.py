@@ -146,7 +146,7 @@ class Tokenizer:
 
 
 def join_texts(prompt: str, response: str) -> str:
-    """Joins a prompt and a response by one space, or by nothing if either has white space there."""
+    """Joins a prompt and a response by one space, unless either has white space at the joint."""
     touching = not prompt or prompt[-1].isspace() or response[:1].isspace()
     return prompt + ("" if touching else " ") + response
 
@@ -236,8 +236,7 @@ def load_tokenizer(
 
 
 def _python_tokenizer(path: str, revision: str | None) -> Any | None:
-    """Returns the class of a model's own code that tokenizes in Python, or None to leave the choice to
-    transformers.
+    """Returns the Python tokenizer class in a model's own code, or None if transformers may choose the class.
 
     If the code also has a fast class and the model has no tokenizer.json, transformers 5 takes the fast class
     and converts the vocabulary itself, without the converter in the model's code. The special tokens of

@@ -72,7 +72,7 @@ class TrainingRecord:
 
     template: Literal["text", "chat"] | None  # score_template, the format of the training texts: text or chat
     chat_template_kwargs: dict[str, Any]  # score_chat_template_kwargs
-    mean: float | None  # score_mean and score_std of the scores of its held-out (else training) texts
+    mean: float | None  # score_mean, and score_std, of its held-out texts (or else training texts)
     std: float | None
 
 
@@ -165,12 +165,11 @@ class ScoreModel(PackableModel):
         settings: dict[str, Any] | None = None,
         pad_id: int | None = None,
     ) -> None:
-        """Writes a Hugging Face folder for ``AutoModelForSequenceClassification.from_pretrained``, with
-        adapters merged.
+        """Writes the model, with adapters merged, for ``AutoModelForSequenceClassification.from_pretrained``.
 
         ``state_dict`` has the keys of ``self.model``. ``settings`` are added to config.json. ``pad_id``
-        becomes the pad_token_id of a decoder, from which transformers finds the last token of a text. That of
-        an encoder does not change, since it may determine the position ids.
+        becomes the pad_token_id of a decoder, which transformers uses to find the last token of a text. The
+        pad_token_id of an encoder does not change, since it may determine the position ids.
         """
         plain = merged_state(self.model, self.model.state_dict() if state_dict is None else state_dict)
         self.model.config.update(settings or {})
@@ -258,11 +257,11 @@ def load_critic(section: ModelConfig, *, zero_head: bool, key: str = "critic.mod
 def load_scorer(
     section: ModelConfig, *, head_init: Literal["zero", "normal"], seed: int, key: str = "scorer.model.path"
 ) -> ScoreModel:
-    """Loads a reward model to train, from a language model or an earlier reward model.
+    """Loads a reward model to train, from a language model, an encoder or an earlier reward model.
 
-    A trained head is kept. A head that the files lack starts at zero, or from a normal distribution with a
-    standard deviation of 1 / sqrt(d + 1) for d inputs (Stiennon et al. 2020). Its weights depend on ``seed``
-    only.
+    A trained head is kept. If the files have no head, a new head starts at zero, or from a normal
+    distribution with a standard deviation of 1 / sqrt(d + 1) for d inputs (Stiennon et al. 2020), and depends
+    only on ``seed``.
     """
     path = section.path
     model, info = from_pretrained(

@@ -13,9 +13,9 @@ from ppo_ds.ops.sequences import last_token_index
 from ppo_ds.rewards.pending import Pending
 from ppo_ds.types import Rollout, ScoredRollout, Scores
 
-_POLL_SECONDS = 0.5  # interval at which ranks tell each other how far they are
+_POLL_SECONDS = 0.5  # interval at which ranks exchange their progress
 
-# starts to score a rollout
+# a function that starts to score a rollout
 StartScoring = Callable[[Rollout], Pending[Scores]]
 
 
@@ -23,8 +23,8 @@ def wait_for_scores(pending: Pending[Scores], world: World, check: Callable[[], 
     """Waits until the scores are known on every rank. A collective if they are computed in the background.
 
     All ranks wait together and call ``check``, a collective that raises Abandoned on all ranks after a stop
-    request. Each score that is completed on any rank counts as a sign of life on all ranks, so that a slow
-    reward does not look like a hang.
+    request. Each score that is completed on any rank counts as progress on all ranks, so that a slow reward
+    is not taken for a hang.
     """
     if not pending.tasks:
         return pending.result()

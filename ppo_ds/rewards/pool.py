@@ -1,7 +1,7 @@
 """Pool that runs calls of a reward function in the background, several at a time, each with a time limit.
 
 A call runs in a thread, as a coroutine in an event loop, or in a worker process (worker.py). Only a process
-can be ended: a thread whose time is over keeps running without effect on the scores.
+can be ended: a thread that exceeds its limit keeps running, without effect on the scores.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Pool:
 def make_pool(
     path: str, function: Callable[..., Any], kind: str, workers: int, timeout_seconds: float
 ) -> Pool | None:
-    """Makes the pool of a reward function; None if it is called at once and in the main thread.
+    """Makes the pool of a reward function, or returns None if it is to be called in the main thread.
 
     An async function without a pool runs in the background too, in one call with all responses.
     """
@@ -172,7 +172,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 class WorkerProcesses:
-    """Starts calls in worker processes; a process is started when a call finds none idle."""
+    """Starts calls in worker processes, and a new process if none is idle."""
 
     def __init__(self, path: str):
         self._path = path
@@ -195,18 +195,18 @@ class WorkerProcesses:
         return ProcessCall(worker, self.release)
 
     def release(self, worker: WorkerProcess) -> None:
-        """Keeps an idle process for the next call."""
+        """Makes a process available for the next call."""
         with self._lock:
             self._idle.append(worker)
 
     def kill(self) -> None:
-        """Kills all processes, when this process ends."""
+        """Kills all processes; called when this process ends."""
         for worker in self._all:
             worker.kill()
 
 
 class ProcessCall:
-    """A call in a worker process, which is idle again afterwards."""
+    """A call in a worker process."""
 
     def __init__(self, worker: WorkerProcess, release: Callable[[WorkerProcess], None]):
         self._worker, self._release = worker, release

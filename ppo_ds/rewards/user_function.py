@@ -20,7 +20,7 @@ from zlib import crc32
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.values import described, is_float32
 
-Score = float | list[float]  # of one response; a list has one reward for each step
+Score = float | list[float]  # score of one response; a list has one reward for each step
 Arguments = tuple[list[str], list[str], list[Any]]  # prompts, responses and rows of one call
 
 
@@ -28,7 +28,7 @@ class InvalidScore(ValueError):
     """Raised for a return value that is not one score for each response."""
 
     def __init__(self, reason: str, row: int | None = None, remedy: str = ""):
-        super().__init__(reason)  # continues the name of the function
+        super().__init__(reason)  # a phrase that follows the name of the function in an error message
         self.reason = reason
         self.row = row  # index of the response; None if the reason is not about a single response
         self.remedy = remedy

@@ -52,8 +52,8 @@ def evaluate(
     """Compares ``models`` on the held-out prompts of ``config``. A collective.
 
     Args:
-        config: The config of a PPO run. Its tokenizer, its data, its sampling settings except for greedy
-            decoding, and its memory settings are used. The models share the other settings of actor.model.
+        config: The config of a PPO run. Its tokenizer, data, memory settings and sampling settings are used,
+            except that decoding is greedy. actor.model gives all settings of the models but their paths.
         models: Names and paths of the policies, which have the vocabulary of the config's actor.
         rewards: Names and sections of the rewards that score the responses.
         note: Receives lines about the progress.

@@ -5,8 +5,8 @@ module starts the processes. It imports neither torch nor Hydra.
 
 pipeline.json in the pipeline's directory records the inputs that each stage has taken from earlier stages, as
 sha256 sums, and which stages are done. A stage that is done is not started again, unless its settings have
-changed. A stage that has been stopped or killed resumes from its own checkpoint. A stage whose inputs have
-changed since it began is refused, since its checkpoint continues from the old ones.
+changed. A stage that was stopped or killed resumes from its own checkpoint. A stage whose inputs have changed
+since it began is refused, because its checkpoint was trained with the old inputs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ppo_ds.tools.comparison import table
 RECORD = "pipeline.json"
 RESULT = "evaluation.json"
 SETTINGS = "evaluation_settings.json"  # what the evaluation reads
-EVALUATION = "evaluation"  # name of the evaluation beside those of the stages
+EVALUATION = "evaluation"  # name of the evaluation, which no stage may have
 PUBLISHED = ("model", "curves.png")  # results of the last stage that appear in the pipeline's directory too
 
 
@@ -120,7 +120,7 @@ def run_pipeline(pipeline: Pipeline, groups: ChildGroups, say: Callable[[str], N
     jobs = [*pipeline.stages, *([pipeline.evaluation] if pipeline.evaluation else [])]
     for number, job in enumerate(jobs, start=1):
         title = f"{pipeline.name}: {job.name} ({number} of {len(jobs)})"
-        # a dry run has no record, and its stages read what the dry runs before them have written
+        # dry runs are not recorded; each reads the files of earlier dry runs
         inputs = {} if pipeline.dry_run else {key: digest(path) for key, path in job.inputs.items()}
         if not pipeline.dry_run:
             if is_done(job, pipeline.folder, inputs):
@@ -152,7 +152,7 @@ def run_pipeline(pipeline: Pipeline, groups: ChildGroups, say: Callable[[str], N
 
 
 def report_end(title: str, code: int, reason: str | None, say: Callable[[str], None]) -> int:
-    """Says why a job has ended early, and returns the exit code of the pipeline."""
+    """Reports why a job has ended early, and returns the exit code of the pipeline."""
     if code:
         say(f"pipeline   {title}: ended with exit code {code}")
         return code
@@ -169,8 +169,8 @@ def report_end(title: str, code: int, reason: str | None, say: Callable[[str], N
 def is_done(job: Job, folder: Path, inputs: dict[str, str | None]) -> bool:
     """Returns whether a job needs no start: it is recorded as done, with the same inputs and settings.
 
-    A stage is started in spite of this if ``run.resume`` is not auto, or if its result is missing. It then
-    behaves as any run in a used directory.
+    Such a stage is nevertheless started if ``run.resume`` is not auto, or if its result is missing. It then
+    behaves like any run in a used directory.
     """
     if read_record(folder).get(job.name) != {"inputs": inputs, "done": True}:
         return False
@@ -251,7 +251,7 @@ def exit_reason(job: Job, before: tuple[int, int] | None = None) -> str | None:
 
 
 def summary_version(job: Job) -> tuple[int, int] | None:
-    """Returns what identifies the version of a stage's summary.json, which is replaced as a whole."""
+    """Returns an identifier of the current version of a stage's summary.json; None without the file."""
     if job.config is None:
         return None
     try:
@@ -267,7 +267,7 @@ def summary_version(job: Job) -> tuple[int, int] | None:
 def publish(pipeline: Pipeline) -> None:
     """Puts the results of the last stage into the pipeline's directory too, as hard links where possible.
 
-    A directory that an ordinary run has used keeps that run's results.
+    If an ordinary run has used the directory, its results are kept.
     """
     config = pipeline.stages[-1].config
     assert config is not None
@@ -293,7 +293,7 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def remove_dry_runs(pipeline: Pipeline) -> None:
-    """Removes the files of the dry runs, which each of them has kept for the stages after it."""
+    """Removes the files of the dry runs, which were kept for later stages."""
     for job in pipeline.stages:
         assert job.config is not None
         folder = dry_run_directory(str(job.config.run.dir))

@@ -64,7 +64,7 @@ def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: 
 
 
 def filled(sequences: S, ranks: int) -> S:
-    """Appends copies of the last row without a loss until the rows can be divided by the number of ranks."""
+    """Appends copies of the last row, which have no loss, until ``ranks`` divides the number of rows."""
     count, missing = len(sequences), -len(sequences) % ranks
     rows = sequences.select(torch.cat([torch.arange(count), torch.full((missing,), count - 1)]))
     mask = rows.response_mask.clone()

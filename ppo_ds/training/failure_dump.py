@@ -41,7 +41,7 @@ class Origin:
 
 
 def origin_of(replayed: list[ReplayedRow], what: tuple[str, ...]) -> Origin:
-    """Returns the first non-finite tensor of a replay; ``what`` is not finite according to the run itself."""
+    """Returns the first non-finite tensor of a replay; ``what`` names those that the run itself found."""
     for row in replayed:
         if row.first is not None:
             return Origin(row.first, row.rank, row.position)
@@ -70,11 +70,11 @@ def dump_failure(
     Args:
         step: The training step.
         rows: Every row of the optimizer step as text; the error message shows the key "prompt".
-        place: Names a row in the error message by keys of ``rows``, such as "row {number}".
+        place: The name of a row in the error message, with keys of ``rows``, such as "row {number}".
         columns: The tensors of the rows.
         config: The config.yaml of the run.
         about: Further entries of update.json.
-        hint: Ends the message if the dump was written.
+        hint: The end of the message if the dump was written.
     """
     line = f"step {step}: not finite: {origin.what}"
     if origin.position is not None:

@@ -9,7 +9,7 @@ from ppo_ds.config.schema import Config, is_unused, reward_models, trained_model
 from ppo_ds.config.text import show
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
-# what the rows of a stage are called
+# stage -> name of its rows in error messages
 ROWS = {"ppo": "prompts", "sft": "demonstrations", "reward_model": "pairs of answers"}
 MODEL_FILES = ("config.json", "adapter_config.json")
 

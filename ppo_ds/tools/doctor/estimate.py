@@ -1,7 +1,8 @@
-"""Estimates the memory of a PPO run on one rank, by phase, from the config and the shapes of the models.
+"""Estimates the memory of a run on one rank, by phase, from the config and the shapes of the models.
 
 No weights are loaded. ops/memory.py computes the parts; this module adds up the parts that are in memory at
-the same time. Phases have the names of the trainer's time/* metrics.
+the same time. Phases have the names of the trainer's time/* metrics. RunMemory has the parts that all stages
+share; the estimate of a PPO run is here, those of the other stages are in finetune.py.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def suggest_reductions(
 
 
 def _reductions(config: Config) -> Iterator[list[Setting]]:
-    """Yields single changes of each trained model, of actor and critic, the reference and the token budgets.
+    """Yields changes of one key: of a trained model, of actor and critic at once, the reference or a budget.
 
     A change may reduce the speed of the run, but does not change its results.
     """
