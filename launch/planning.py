@@ -34,7 +34,7 @@ class Arguments:
     """The arguments of the command line, grouped by the part of the pipeline that they apply to."""
 
     pipeline: dict[str, str] = field(default_factory=dict)  # values of OWN_KEYS and of "pipeline"
-    shared: list[str] = field(default_factory=list)  # for every stage that knows the key
+    shared: list[str] = field(default_factory=list)  # apply to every stage with the key
     own: dict[str, list[str]] = field(default_factory=dict)  # by stage
     ranks: dict[str, str] = field(default_factory=dict)  # by stage
 

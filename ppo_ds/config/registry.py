@@ -247,7 +247,7 @@ DECODE_BACKENDS = {
     ),
 }
 
-# Keys of sections that several stages have, but that only PPO uses.
+# Keys that only PPO uses, in sections that several stages have.
 PPO_KEYS = (
     "actor.zero.generation_gather",
     "actor.zero.offload_states",

@@ -114,7 +114,7 @@ def prepare_stages(
     - model: a Llama with random weights.
     - train.jsonl, heldout.jsonl: rows of ``prompt`` and ``answer``, for SFT and PPO.
     - pairs.jsonl, heldout_pairs.jsonl: preference pairs on the same problems, with exactly the share
-      ``wrong_labels`` of wrong labels. ``subset`` says which label a pair has.
+      ``wrong_labels`` of wrong labels. ``subset`` is right_label or wrong_label.
     """
     arguments = {name: value for name, value in locals().items() if name != "dir"}
     folder = Path(dir)

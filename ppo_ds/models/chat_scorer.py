@@ -64,7 +64,8 @@ def load_chat_scorer(section: ModelConfig, *, key: str = "reward.model") -> Chat
     expect_trusted(path, section.trust_remote_code, key)
     tokenizer = load_tokenizer(path, section.revision, section.trust_remote_code, key=f"{key}.path")
     config = config_of(section, f"{key}.path")
-    config.use_cache = False  # scoring needs no cache, and own code may build one that transformers 5 removed
+    # scoring needs no cache, and the model's code may use a cache class that transformers 5 has removed
+    config.use_cache = False
     try:
         model, info = from_pretrained(AutoModel, section, config=config, key=f"{key}.path")
     except UserError:

@@ -256,8 +256,8 @@ def _compute_buffers(module: Any) -> None:
 def _undo_rope_rewrite(config: PreTrainedConfig) -> None:
     """Sets ``rope_scaling`` of a config class from the model's own code back to None if that was its value.
 
-    transformers 5 replaces None by a dict without ``type``. Code written for transformers 4 takes every dict
-    for a scaling and reads its type. A class that has ``rope_parameters`` expects the dict.
+    transformers 5 replaces None by a dict without ``type``. Code written for transformers 4 treats every
+    dict as a scaling and reads its type. A class that has ``rope_parameters`` expects the dict.
     """
     if not _is_own_code(type(config)):
         return

@@ -37,9 +37,9 @@ class TextEncoder:
     - pair: two segments, the input format of cross-encoders: the prompt (the contents of the row's messages)
       and the response.
     - concat: prompt and response as one text. If the reward model has the actor's vocabulary
-      (``actors_vocabulary``), the prompt is taken as the actor's chat template renders it, because the reward
-      model knows that markup too. Otherwise the contents of the messages and the response are joined by line
-      breaks.
+      (``actors_vocabulary``), the prompt is taken as the actor's chat template renders it, because the
+      reward model's vocabulary has that markup too. Otherwise the contents of the messages and the response
+      are joined by line breaks.
     - text: prompt (the contents of the row's messages) and response, joined by one space unless either has
       white space there, and encoded with the tokenizer's default special tokens. This is the format in which
       stage=reward_model trains on texts.
