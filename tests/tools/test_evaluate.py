@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from ppo_ds.config.schema import Config
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
+from ppo_ds.models.policy import load_policy
 from ppo_ds.tools.evaluate import Comparison, evaluate
 from tests.config.commands import compose
 
@@ -88,7 +91,18 @@ def test_responses_and_scores_are_those_computed_by_hand(folder: Path, world) ->
     assert set(found.summary["rewards"]["judge"]["win_rate"]) == {"tuned"}
 
 
-def test_the_number_of_ranks_and_the_backend_do_not_change_the_result(folder: Path, world, on_ranks) -> None:
+def test_the_number_of_ranks_and_the_backend_do_not_change_the_result(
+    folder: Path, world, on_ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The ranks are threads. transformers replaces PreTrainedModel.tie_weights while it loads a model; two
+    # threads that load at once could leave it without effect in all later tests of the process.
+    lock = Lock()
+
+    def load_alone(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return load_policy(*args, **kwargs)
+
+    monkeypatch.setattr("ppo_ds.tools.evaluate.load_policy", load_alone)
     config = config_of(folder)  # not in a thread, since Hydra has one process-wide state
     alone = compared(folder, config, world)
     for found in on_ranks(2, lambda rank: compared(folder, config, rank)):
