@@ -1,4 +1,4 @@
-"""Choices that PPO makes once all models are in memory: layouts of forwards, memory of generation."""
+"""Choices of a PPO run that need all models in memory: layouts of forwards, memory of generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenized texts and demonstrations for a language-modelling loss: of SFT, and the PTX loss in PPO."""
+"""Tokenized texts and demonstrations for language-modelling losses: SFT, and the PTX loss of PPO."""
 
 from __future__ import annotations
 

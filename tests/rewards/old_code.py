@@ -1,6 +1,6 @@
 """Writes a reward model whose own code is written for transformers 4, with what transformers 5 breaks.
 
-- The code takes any ``rope_scaling`` but None for a scaling; transformers 5 replaces None by a dict.
+- The code treats any ``rope_scaling`` but None as a scaling; transformers 5 replaces None by a dict.
 - With a cache it calls ``DynamicCache.from_legacy_cache``, which transformers 5 has removed.
 - ``get_scores`` calls ``tokenizer.batch_encode_plus``, which transformers 5 has removed.
 - The tokenizer imports sentencepiece, which is not always installed.

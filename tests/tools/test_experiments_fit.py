@@ -1,4 +1,4 @@
-"""Tests the memory and disk figures that experiments quote from the doctor, and that each seed fits 24 GB."""
+"""Tests the doctor's figures that experiments quote, and that the tutorials' experiments fit in 24 GB."""
 
 from __future__ import annotations
 
