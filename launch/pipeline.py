@@ -9,7 +9,7 @@ command resumes a pipeline that was stopped or killed at any point. Arguments:
     ranks=N, STAGE:ranks=N           number of ranks; default: one for each visible GPU, or one without GPUs
     run.name=NAME, run.dir=DIR       name and directory of the pipeline; default: its own name, outputs/<name>
     run.dry_run=true                 a dry run of each stage with tiny models, on the results of earlier ones
-    --cfg job                        prints the config of each stage
+    --cfg job                        prints the configs of the stages and the evaluation
     --config-dir DIR                 another folder of configs, with DIR/pipeline/NAME.yaml
 
 The file conf/pipeline/NAME.yaml lists the stages and, for each, its arguments of launch/train.py. In these
@@ -52,7 +52,10 @@ def main(argv: list[str]) -> int:
             return 0
         pipeline, settings = plan_pipeline(folders, options.overrides)
         if options.cfg:
-            print(to_yaml({job.name: resolved(job.config) for job in pipeline.stages if job.config}), end="")
+            shown = {job.name: resolved(job.config) for job in pipeline.stages if job.config}
+            if settings is not None:
+                shown["evaluation"] = settings
+            print(to_yaml(shown), end="")
             return 0
         lock = None if pipeline.dry_run else take_lock(pipeline.folder)
         groups = ChildGroups(on_stop=lock.mark_ending if lock else lambda: None)

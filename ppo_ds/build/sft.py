@@ -31,7 +31,11 @@ from ppo_ds.training.performance import measured_capacity, update_cost
 from ppo_ds.training.stage import RunContext
 from ppo_ds.types import Prompts
 
-LEARNED = {"answer": "the last answer", "assistant": "every answer", "all": "every token"}
+LEARNED = {
+    "answer": "the last answer, or a whole text",
+    "assistant": "every answer, or a whole text",
+    "all": "every token",
+}
 
 
 def build_sft(config: Config, context: RunContext) -> SFTTrainer:

@@ -1,6 +1,6 @@
 """Tests the loss, the scores and the exported model of the reward-model stage, without DeepSpeed.
 
-The independent references are transformers' own classifiers and the formula of TRL's RewardTrainer.
+The independent references are transformers' own classifiers and the formula of RewardTrainer in TRL 1.16.0.
 """
 
 import json
@@ -67,7 +67,10 @@ def save(scorer, folder, tokenizer, source, **settings):
 
 @pytest.mark.parametrize("config", [LLAMA, *ENCODERS.values()], ids=lambda config: config.model_type)
 def test_loss_and_gradients_are_those_of_trl(case, tmp_path, tokenizer, config):
-    """TRL's formula on the scores of transformers' classifier, with the whole batch in one padded forward."""
+    """Compares with the formula of TRL 1.16.0 (RewardTrainer.compute_loss), written down here.
+
+    It is applied to the scores of transformers' classifier, with the whole batch in one padded forward.
+    """
     scorer, pairs = case(config)
     scorer.save(tmp_path / "rm", pad_id=1)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
