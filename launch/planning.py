@@ -26,6 +26,9 @@ from ppo_ds.tools.pipeline import EVALUATION, SETTINGS, EvaluationFile, Job, Pip
 HERE = Path(__file__).resolve().parent
 REFERENCE = re.compile(r"\$\{stages\.([^.}]+)\.([^}]+)\}")
 OWN_KEYS = ("ranks", "run.name", "run.dir")  # keys of the pipeline itself if they have no prefix
+# sections of a config that the evaluation reads, and the keys of `run` that it reads
+EVALUATION_SECTIONS = ("actor", "data", "eval", "memory", "reward", "rollout", "sampling")
+EVALUATION_KEYS = ("run.seed", "run.threads", "run.timeout_minutes", "run.verbose")
 Settings = dict[str, Any]
 
 
@@ -183,6 +186,13 @@ class Planner:
         like = next((job for job in self.jobs if job.name == name), None)
         if like is None:
             raise UserError(f"evaluation.like={name}: no such stage{did_you_mean(name, self.settings)}")
+        self.problems += [
+            f"{EVALUATION}:{argument}: the evaluation does not use this key; it reads "
+            f"{', '.join(EVALUATION_SECTIONS)}, {', '.join(EVALUATION_KEYS)}"
+            for argument in self.given.own.get(EVALUATION, [])
+            if (key := key_of(argument)) not in EVALUATION_KEYS
+            and key.partition(".")[0] not in EVALUATION_SECTIONS
+        ]
         ranks = self.ranks(EVALUATION, file.ranks or like.ranks)
         own, inputs = self.substituted([*file.arguments, *self.given.own.get(EVALUATION, [])], EVALUATION)
         judge, more_inputs = self.substituted(file.judge, f"{EVALUATION}.judge")

@@ -127,6 +127,12 @@ def test_arguments_reach_all_stages_or_one(folders: Folders) -> None:
     )
 
 
+def test_keys_that_the_evaluation_does_not_read_are_refused(folders: Folders) -> None:
+    for argument in ("run.steps=3", "algo.kl.coef=0.3", "critic.init=actor"):
+        [line] = complaints(folders, f"evaluation:{argument}")
+        assert line.startswith(f"evaluation:{argument}: the evaluation does not use this key; it reads actor")
+
+
 def test_a_key_reaches_only_stages_that_know_it(folders: Folders, tmp_path: Path) -> None:
     file = tmp_path / "conf" / "pipeline" / "mixed.yaml"
     file.write_text(
