@@ -88,6 +88,8 @@ def test_stages_get_directories_ranks_and_the_results_of_earlier_stages(folders:
 
 
 def test_commands_of_one_and_of_several_ranks(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):  # other tests of the process may have set them
+        monkeypatch.delenv(name, raising=False)
     first, second = stages(folders)
     assert first.command()[1:4] == [str(first.script), "run.name=two_first", "run.dir=outputs/two/first"]
     command = second.command()
