@@ -445,10 +445,14 @@ def test_a_row_that_is_not_json(tokenizer):
 def test_after_an_error_other_requests_are_not_retried(ask):
     """One request fails for good while another waits for its retry; the retry is not sent."""
 
+    first_arrived = Event()
+
     def reply(number, body):
-        return (
-            (400, {}, b"broken") if body["items"][0]["response"] == "b" else (500, {"Retry-After": "30"}, b"")
-        )
+        if body["items"][0]["response"] == "a":
+            first_arrived.set()
+            return 500, {"Retry-After": "30"}, b""
+        first_arrived.wait(30)  # otherwise the failure may come before the other request is sent
+        return 400, {}, b"broken"
 
     with serving(reply) as service:
         line = refused(ask, service, "a", "b", batch_size=1, concurrency=2)
