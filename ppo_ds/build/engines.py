@@ -77,6 +77,7 @@ def trained_engine(
         offload_optimizer=zero.offload_optimizer,
         offload_params=zero.offload_params,
         grad_clip=optim.grad_clip,
+        ranks=world.size,
         raw=role.deepspeed,
     )
     module = load_module(load, engine_config)

@@ -112,6 +112,10 @@ class Watchdog:
         """Sets the ranks to watch without starting the thread. A collective."""
         self._rank, self._size, self._store = world.rank, world.size, store
         self._peers = local_peers(world)
+        # not select.select(), which accepts no descriptor above 1023: with many ranks, sockets have these
+        self._ended = select.poll()
+        for descriptor in self._peers:
+            self._ended.register(descriptor, select.POLLIN)
 
     def add_callback(self, callback: Callable[[], None]) -> None:
         """Makes the thread call ``callback``, which must be quick and not a collective, twice a second."""
@@ -199,10 +203,10 @@ class Watchdog:
 
     def _poll_peers(self) -> None:
         """Waits until the next check is due, and exits if a rank on this machine ends meanwhile."""
-        ended, _, _ = select.select(list(self._peers), [], [], POLL)
+        ended = self._ended.poll(1000 * POLL)
         if not ended or self._stopped.is_set():
             return
-        rank = self._peers[ended[0]]
+        rank = self._peers[ended[0][0]]
         reason = "its process died without an error message; possibly killed by the kernel for lack of memory"
         with contextlib.suppress(StoreUnavailable):
             # a failure that the rank published before it ended

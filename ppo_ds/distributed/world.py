@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppo_ds.distributed.allocator import keep_freed_memory
+from ppo_ds.distributed.open_files import raise_open_files_limit
 from ppo_ds.distributed.threads import Threads, own_cores, share, user_limit
 from ppo_ds.errors import UserError
 
@@ -221,6 +222,7 @@ def connect(timeout_minutes: float, verbose: bool = False, threads: int | None =
     if not verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     os.environ.update(single_process_environment(os.environ))
+    raise_open_files_limit(int(os.environ["WORLD_SIZE"]))
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")

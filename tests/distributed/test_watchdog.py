@@ -5,13 +5,16 @@ tests/faults has tests with real ranks that fail, die or hang.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ppo_ds.distributed import heartbeat
+from ppo_ds.distributed import heartbeat, watchdog
+from ppo_ds.distributed.open_files import raise_open_files_limit
 from ppo_ds.distributed.store import StoreUnavailable
 from ppo_ds.distributed.watchdog import Process, Watchdog
 from ppo_ds.training.timing import PhaseTimer
@@ -178,6 +181,26 @@ def test_only_the_first_rank_to_fail_reports_its_error(rank):
     with pytest.raises(Exited):
         rank.watchdog.fail("traceback", "RuntimeError: a consequence", 1)
     assert rank.process.written == [] and rank.failure is None
+
+
+def test_the_end_of_a_peer_is_noticed_if_its_descriptor_is_above_1023(monkeypatch):
+    raise_open_files_limit(1)
+    ends, closes = os.pipe()
+    peer = fcntl.fcntl(ends, fcntl.F_DUPFD, 1500)  # becomes readable when the other end is closed
+    monkeypatch.setattr(watchdog, "local_peers", lambda world: {peer: 0})
+    monkeypatch.setattr(watchdog, "POLL", 0.0)
+    rank = Rank1Of2()
+    rank.store.add("failure_acks")  # rank 0 has ended, so that no other rank is waited for
+    try:
+        rank.watchdog._poll_peers()
+        assert rank.process.written == []
+        os.close(closes)
+        with pytest.raises(Exited):
+            rank.watchdog._poll_peers()
+    finally:
+        os.close(ends)
+        os.close(peer)
+    assert rank.process.written[0].startswith("rank 1: stopped because rank 0 failed (its process died")
 
 
 def test_phases_set_the_heartbeat():

@@ -91,6 +91,27 @@ def test_dtypes():
     assert bf16["data_types"] == fp16["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_above_64_ranks_gradients_are_summed_in_fp32(dtype):
+    for stage in range(4):
+        few, many = (
+            deepspeed_config(stage=stage, dtype=dtype, ranks=ranks, raw={"gradient_clipping": 2.0})
+            for ranks in (64, 65)
+        )
+        assert "communication_data_type" not in few
+        assert many == few | {"communication_data_type": "fp32"}
+        own = {"communication_data_type": dtype}
+        assert deepspeed_config(stage=stage, dtype=dtype, ranks=65, raw=own) == many | own | {
+            "gradient_clipping": 0.0
+        }
+
+
+def test_in_fp32_the_sum_needs_no_setting():
+    assert deepspeed_config(stage=2, dtype="fp32", ranks=65, raw={}) == deepspeed_config(
+        stage=2, dtype="fp32", raw={}
+    )
+
+
 def test_offload():
     zero = deepspeed_config(stage=3, dtype="bf16", offload_optimizer=True, offload_params=True, raw={})[
         "zero_optimization"
