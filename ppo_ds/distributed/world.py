@@ -8,11 +8,11 @@ import os
 import random
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import deepspeed
 import numpy as np
@@ -73,6 +73,11 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def is_first_on_node(self) -> bool:
+        """True on one rank of each node, the one with local rank 0."""
+        return self.local_rank == 0
+
     def _measured(self, x: Tensor) -> AbstractContextManager[None]:
         """Counts a collective on ``x`` as waiting if ``x`` is on the CPU. On a GPU it is asynchronous."""
         return self.waiting() if x.device.type == "cpu" else nullcontext()
@@ -116,6 +121,48 @@ class World:
         Has no effect if ``verbose``.
         """
         return nullcontext() if self.verbose else redirect_stdout(io.StringIO())
+
+    def on_all(self, action: Callable[[], T]) -> T:
+        """Runs ``action`` on every rank and returns this rank's result.
+
+        If it raises UserError on some ranks, every rank raises the UserError of the first of these ranks.
+        The action may take longer than the timeout of collectives.
+        """
+        result, problems = None, list[str]()
+        try:
+            result = action()
+        except UserError as error:
+            problems = error.problems
+        self._wait_for_all()
+        for found in self.gather_objects(problems):
+            if found:
+                raise UserError(*found)
+        return cast(T, result)
+
+    def on_first_of_node(self, action: Callable[[], T]) -> T:
+        """Runs ``action`` on the first rank of every node, and then on all other ranks.
+
+        Returns this rank's result. A download, for example, is then in the node's cache when the other ranks
+        look for it. UserErrors are raised on every rank, as by ``on_all``; if the first rank of a node raises
+        one, the other ranks do not run the action. The action may take longer than the timeout of
+        collectives.
+        """
+        first = self.is_first_on_node
+        result = self.on_all(action if first else lambda: None)
+        return cast(T, self.on_all((lambda: result) if first else action))
+
+    def _wait_for_all(self) -> None:
+        """Waits until every rank has called it, without the timeout of collectives.
+
+        Uses the process group's store and no collective. If a rank ends, the watchdog ends the others.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        key = "ppo_ds/calls of _wait_for_all"
+        goal = -(-store.add(key, 1) // self.size) * self.size
+        pause = 0.001
+        while store.add(key, 0) < goal:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)  # on 512 ranks, at most 1,000 requests per second
 
     def barrier(self) -> None:
         """Waits until every rank has called it."""

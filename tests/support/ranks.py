@@ -76,15 +76,26 @@ class RankServer:
                 os.killpg(self._server.pid, signal.SIGKILL)
 
     def start(
-        self, target: str, ranks: int, *arguments: str, log: Path | None = None, **environment: str
+        self,
+        target: str,
+        ranks: int,
+        *arguments: str,
+        nodes: int = 1,
+        log: Path | None = None,
+        **environment: str,
     ) -> RankGroup:
-        """Starts ``target``, given as "module:function", on ``ranks`` ranks."""
+        """Starts ``target``, given as "module:function", on ``ranks`` ranks.
+
+        With ``nodes``, the local ranks are those of a launch on this number of nodes. The ranks run on this
+        machine and use the loopback interface.
+        """
         self._started += 1
         log = log or self._folder / f"group_{self._started:03d}.log"
         pids = self._ask(
             do="start",
             target=target,
             ranks=ranks,
+            per_node=ranks // nodes,
             arguments=arguments,
             environment=environment,
             log=str(log),
@@ -114,15 +125,21 @@ class RankServer:
         return [group.codes[pid] for pid in group.pids]
 
     def run(
-        self, target: str, ranks: int, *arguments: str, limit: float = LIMIT, **environment: str
+        self,
+        target: str,
+        ranks: int,
+        *arguments: str,
+        nodes: int = 1,
+        limit: float = LIMIT,
+        **environment: str,
     ) -> tuple[list[int], str]:
         """Runs a target until all ranks have ended, and returns their exit codes and their output."""
-        group = self.start(target, ranks, *arguments, **environment)
+        group = self.start(target, ranks, *arguments, nodes=nodes, **environment)
         return self.wait(group, limit=limit), group.output()
 
-    def check(self, target: str, ranks: int, *arguments: str, limit: float = LIMIT) -> None:
+    def check(self, target: str, ranks: int, *arguments: str, nodes: int = 1, limit: float = LIMIT) -> None:
         """Runs a target and raises AssertionError unless all ranks end with exit code 0."""
-        codes, output = self.run(target, ranks, *arguments, limit=limit)
+        codes, output = self.run(target, ranks, *arguments, nodes=nodes, limit=limit)
         assert codes == [0] * ranks, f"{target} on {ranks} rank(s): {codes}\n{output[-6000:]}"
 
     def _ask(self, **request: Any) -> Any:
@@ -168,14 +185,16 @@ def _import_once() -> None:
     import ppo_ds.build.run  # noqa: F401
 
 
-def _start(target: str, ranks: int, arguments: list[str], environment: dict[str, str], log: str) -> list[int]:
+def _start(
+    target: str, ranks: int, per_node: int, arguments: list[str], environment: dict[str, str], log: str
+) -> list[int]:
     port, pids = reserved_port(), []
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, pids[0] if pids else 0)
-            launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            launched = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            launched |= {"LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
             os.environ.update({name: str(value) for name, value in launched.items()} | environment)
             _become(target, arguments, log)
         pids.append(pid)
