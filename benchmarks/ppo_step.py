@@ -100,7 +100,7 @@ def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         run.fit()
     recorder.cpu.append(time.process_time())
     run.world.barrier()  # all ranks measure the limits at the same time, because they also train together
-    limits = None if args.no_limits else _limits(run.stage, config)
+    limits = None if args.no_limits else _limits(run.stage)
     run.world.barrier()
     if not run.world.is_main:
         return {}, False
@@ -120,14 +120,14 @@ def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     return found, True
 
 
-def _limits(stage: Any, config: Any) -> Any:
+def _limits(stage: Any) -> Any:
     from benchmarks.report import Limits
     from ppo_ds.engine.peak import bytes_per_s, gemm_flops_per_s
 
     lm, device = stage.actor.module.lm, stage.context.world.device
     hidden = lm.config.hidden_size
     inner = getattr(lm.config, "intermediate_size", 4 * hidden)
-    rows = min(config.memory.train_tokens, 2048)
+    rows = min(stage.learn.token_budget, 2048)
     return Limits(
         gemm_flops_per_s(
             device, lm.dtype, [(rows, hidden, inner), (rows, inner, hidden), (rows, hidden, hidden)]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ppo_ds.build.banner import checkpoint_times, resumed
+from ppo_ds.build.memory import with_token_budgets
 from ppo_ds.build.start import on_main, open_start
 from ppo_ds.config.registry import STAGES, resolve
 from ppo_ds.config.schema import OPEN_PARTS, Config, resolved, trained_models
@@ -38,6 +39,7 @@ def build_run(
     A collective. ``watchdog`` is started once the ranks are connected. ``mark_ending`` is called when
     the run starts to shut down. Raises UserError for mistakes in config, data and models.
     """
+    config = with_token_budgets(config)
     settings = resolved(config)
     # bound here to check the arguments, so that errors are reported before ranks are connected
     parts = {name: bind(settings[name], name) for name in OPEN_PARTS if settings.get(name) is not None}

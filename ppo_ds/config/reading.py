@@ -203,7 +203,7 @@ def _remedy(wrong: Mapping[str, Any], place: _Place) -> str:
 
 
 def _in_words(hint: Any) -> str:
-    hint = unwrapped(hint)[0]
+    hint, metadata, _ = unwrapped(hint)
     names = {
         int: "a whole number",
         float: "a number",
@@ -212,8 +212,11 @@ def _in_words(hint: Any) -> str:
         list: "a list",
         dict: "a mapping",
     }
-    kind = get_origin(hint) or hint
-    return names.get(kind) or f"one of {', '.join(map(show, get_args(hint)))}"
+    choices = [show(choice) for choice in get_args(hint)]
+    words = names.get(get_origin(hint) or hint) or ("one of " if len(choices) > 1 else "") + ", ".join(
+        choices
+    )
+    return f"{words} {bounds(metadata)}".rstrip()
 
 
 def bounds(metadata: list[Any]) -> str:

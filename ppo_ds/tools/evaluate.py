@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.build.data import build_held_out, build_tokenizer, stop_ids
+from ppo_ds.build.memory import with_token_budgets
 from ppo_ds.build.ppo import build_sampling
 from ppo_ds.build.reward_models import RewardModels, build_reward
 from ppo_ds.build.roles import ppo_needs
@@ -58,6 +59,7 @@ def evaluate(
         rewards: Names and sections of the rewards that score the responses.
         note: Receives lines about the progress.
     """
+    config = with_token_budgets(config)
     tokenizer = build_tokenizer(config)
     held_out = build_held_out(config, tokenizer)
     if held_out is None:

@@ -169,8 +169,13 @@ def test_a_required_key_without_a_value_is_missing_and_its_description_says_what
 
 
 def test_unions_name_all_of_their_types() -> None:
-    with pytest.raises(UserError, match=r"^k=2.5: must be a whole number or one of auto or null$"):
+    with pytest.raises(UserError, match=r"^k=2.5: must be a whole number or auto or null$"):
         convert(2.5, int | Literal["auto"] | None)
+    for value in (0, "Auto"):
+        with pytest.raises(UserError, match=rf"^k={value}: must be a whole number at least 1 or auto$"):
+            convert(value, Count | Literal["auto"])
+    with pytest.raises(UserError, match=r"^k=c: must be a number or one of a, b$"):
+        convert("c", Number | Literal["a", "b"])
 
 
 def test_conditions_of_ones_own() -> None:

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from launch import doctor
+from ppo_ds.build.memory import with_token_budgets
 from ppo_ds.config.schema import Config
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.models import tiny
@@ -170,7 +171,7 @@ GPU = Hardware(4, 80 * GIB)
 
 
 def plan(*arguments: str) -> Config:
-    return compose(*MINIMAL, "actor.model.dtype=bf16", *arguments)
+    return with_token_budgets(compose(*MINIMAL, "actor.model.dtype=bf16", *arguments))
 
 
 def models(config: Config, critic: Shape | None = SMALL) -> Models:
@@ -211,7 +212,9 @@ def test_generation_memory_of_a_sharded_actor() -> None:
 
 def finetune_estimate(*arguments: str, shape: Shape, longest: int, evaluated: int = 0) -> Estimate:
     stage = ("stage=sft", "actor.model.path=org/base", "data.path=org/chats", "run.steps=1")
-    config = compose(*stage, "sft.batch_size=8", "actor.model.dtype=fp32", *arguments, ranks=4)
+    config = with_token_budgets(
+        compose(*stage, "sft.batch_size=8", "actor.model.dtype=fp32", *arguments, ranks=4)
+    )
     hardware = Hardware(4, 80 * GIB)
     return FinetuneMemory(config, "actor", shape, hardware, longest, evaluated).estimate()
 
@@ -236,7 +239,9 @@ def test_memory_of_fine_tuning() -> None:
 def test_a_pair_of_texts_is_in_one_forward() -> None:
     stage = ("stage=reward_model", "scorer.model.path=org/base", "data.path=org/pairs", "run.steps=1")
     small = "memory.train_tokens=1"
-    config = compose(*stage, "reward_model.batch_size=8", small, "scorer.model.dtype=fp32", ranks=4)
+    config = with_token_budgets(
+        compose(*stage, "reward_model.batch_size=8", small, "scorer.model.dtype=fp32", ranks=4)
+    )
     shape = replace(SMALL, head=0)
     memory = FinetuneMemory(config, "scorer", shape, Hardware(4, 80 * GIB), 10, 0)
     assert (memory.update_rows, memory.forward_tokens(1, memory.update_rows)) == (4, 20)
@@ -489,7 +494,7 @@ def test_the_estimate_is_within_15_percent_of_a_run(start: Path, tmp_path: Path)
     )
     argv = arguments(start, *stages, *budgets, *bucket)
     measured = measured_peaks(argv, tmp_path)
-    config = compose(*argv)
+    config = with_token_budgets(compose(*argv))
     planned = plan_models(config, load_tokenizer(config.actor.model.path), Report())
     assert planned is not None
     found = estimate(config, planned, Hardware(1, None), 64).phases
@@ -531,7 +536,7 @@ def test_the_estimate_of_fine_tuning_is_within_10_percent_of_a_run(
         *(["sft.learn=all", "sft.samples=1", "sft.sample_tokens=4"] if stage == "sft" else []),
     ]
     measured = measured_peaks(argv, tmp_path)
-    config = compose(*argv)
+    config = with_token_budgets(compose(*argv))
     plan = plan_finetuning(config, Hardware(1, None), Report())
     assert plan is not None
     found = plan.estimate(config)

@@ -7,6 +7,7 @@ from math import ceil
 import pytest
 
 from launch.cli import CONF
+from ppo_ds.build.memory import with_token_budgets
 from ppo_ds.config.schema import reward_models
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.tools.doctor.estimate import Hardware, estimate
@@ -57,7 +58,7 @@ def test_experiments_quote_the_doctor(
     models = {"actor.model": config.actor.model.path}
     models |= {key: model["path"] for key, model in reward_models(config.reward)}
     paths = [f"{key}.path={folders[path]}" for key, path in models.items()]
-    config, report = compose(*arguments, *paths, ranks=gpus), Report()
+    config, report = with_token_budgets(compose(*arguments, *paths, ranks=gpus)), Report()
     shapes = plan_models(config, load_tokenizer(config.actor.model.path, key="actor.model.path"), report)
     assert shapes is not None, report.lines
     check_disk(config, *disk_bytes(config, shapes), report)

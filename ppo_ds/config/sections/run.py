@@ -63,13 +63,20 @@ class MemoryConfig(Section):
     actual rows.
     """
 
-    rollout_tokens: Count = Field(32768, description="Most tokens in one batch of generation on one rank.")
-    score_tokens: Count = Field(
-        16384,
-        description="Most tokens in one forward without gradients on one rank, such as for log-probs, "
-        "values, rewards and losses on held-out rows.",
+    rollout_tokens: Count | Literal["auto"] = Field(
+        "auto",
+        description="Most tokens in one batch of generation on one rank; auto: as many as fit into memory, "
+        "up to a limit beyond which larger batches are not faster.",
     )
-    train_tokens: Count = Field(8192, description="Most tokens in one micro-batch of training on one rank.")
+    score_tokens: Count | Literal["auto"] = Field(
+        "auto",
+        description="Most tokens in one forward without gradients on one rank, such as for log-probs, "
+        "values, rewards and losses on held-out rows; auto: as for rollout_tokens.",
+    )
+    train_tokens: Count | Literal["auto"] = Field(
+        "auto",
+        description="Most tokens in one micro-batch of training on one rank; auto: as for rollout_tokens.",
+    )
     layout: Literal["auto", "packed", "padded"] = Field(
         "auto",
         description="Layout of the rows of a forward; auto: packed where the model's attention supports it "

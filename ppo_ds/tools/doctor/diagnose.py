@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ppo_ds.build.banner import batch_equation
+from ppo_ds.build.memory import with_token_budgets
 from ppo_ds.config.schema import Config, main_model_path
 from ppo_ds.engine.memory_budget import GIB, format_bytes
 from ppo_ds.tools.doctor.estimate import CONTEXT, Estimate, Hardware, Plan
@@ -30,6 +31,7 @@ def diagnose(config: Config, per_node: int, nodes: int, gpu_memory: int | None) 
         per_node: Ranks on each node.
         gpu_memory: Memory of a GPU in bytes; None if the run is on CPUs.
     """
+    config = with_token_budgets(config)
     hardware, report = Hardware(per_node * nodes, gpu_memory), Report()
     device = f"GPU(s) of {format_bytes(gpu_memory)}" if gpu_memory is not None else "rank(s) on CPUs"
     report.add(
