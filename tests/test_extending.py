@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.cli import load_config
 from ppo_ds.build.generator import build_generator
-from ppo_ds.build.memory import with_token_budgets
+from ppo_ds.build.token_budgets import with_token_budgets
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
     DECODE_BACKENDS,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ppo_ds.build.banner import checkpoint_times, resumed
-from ppo_ds.build.memory import with_token_budgets
 from ppo_ds.build.start import on_main, open_start
+from ppo_ds.build.token_budgets import with_token_budgets
 from ppo_ds.config.registry import STAGES, resolve
 from ppo_ds.config.schema import OPEN_PARTS, Config, resolved, trained_models
 from ppo_ds.config.targets import bind

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ppo_ds.build.data import build_held_out, build_tokenizer, stop_ids
-from ppo_ds.build.memory import with_token_budgets
 from ppo_ds.build.ppo import build_sampling
 from ppo_ds.build.reward_models import RewardModels, build_reward
 from ppo_ds.build.roles import ppo_needs
+from ppo_ds.build.token_budgets import with_token_budgets
 from ppo_ds.config.registry import DECODE_BACKENDS, import_target, resolve
 from ppo_ds.config.schema import Config, rollout_size
 from ppo_ds.config.sections.models import ModelConfig

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from launch import doctor
-from ppo_ds.build.memory import with_token_budgets
+from ppo_ds.build.token_budgets import with_token_budgets
 from ppo_ds.config.schema import Config
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.models import tiny

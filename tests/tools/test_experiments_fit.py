@@ -7,7 +7,7 @@ from math import ceil
 import pytest
 
 from launch.cli import CONF
-from ppo_ds.build.memory import with_token_budgets
+from ppo_ds.build.token_budgets import with_token_budgets
 from ppo_ds.config.schema import reward_models
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.tools.doctor.estimate import Hardware, estimate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ppo_ds.build.banner import batch_equation
-from ppo_ds.build.memory import with_token_budgets
+from ppo_ds.build.token_budgets import with_token_budgets
 from ppo_ds.config.schema import Config, main_model_path
 from ppo_ds.engine.memory_budget import GIB, format_bytes
 from ppo_ds.tools.doctor.estimate import CONTEXT, Estimate, Hardware, Plan
