@@ -21,6 +21,8 @@ from transformers import (
 )
 
 from launch import doctor
+from ppo_ds.build.finetune_memory import FinetuneMemory
+from ppo_ds.build.memory_estimate import Estimate, FrozenModel, Hardware, Models, estimate
 from ppo_ds.build.token_budgets import with_token_budgets
 from ppo_ds.config.schema import Config
 from ppo_ds.config.sections.models import ModelConfig
@@ -38,8 +40,7 @@ from ppo_ds.ops.memory import (
     static_decode_bytes,
     trained_engine,
 )
-from ppo_ds.tools.doctor.estimate import Estimate, FrozenModel, Hardware, Models, estimate
-from ppo_ds.tools.doctor.finetune import FinetuneMemory, plan_finetuning
+from ppo_ds.tools.doctor.finetune import plan_finetuning
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.report import Report
 from ppo_ds.tools.doctor.suggest import (

@@ -7,10 +7,10 @@ from math import ceil
 import pytest
 
 from launch.cli import CONF
+from ppo_ds.build.memory_estimate import Hardware, estimate
 from ppo_ds.build.token_budgets import with_token_budgets
 from ppo_ds.config.schema import reward_models
 from ppo_ds.models.tokenizer import load_tokenizer
-from ppo_ds.tools.doctor.estimate import Hardware, estimate
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.ppo import disk_bytes
 from ppo_ds.tools.doctor.report import Report, check_disk

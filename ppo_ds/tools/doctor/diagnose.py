@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ppo_ds.build.banner import batch_equation
+from ppo_ds.build.memory_estimate import CONTEXT, Estimate, Hardware
 from ppo_ds.build.token_budgets import with_token_budgets
 from ppo_ds.config.schema import Config, main_model_path
 from ppo_ds.engine.memory_budget import GIB, format_bytes
-from ppo_ds.tools.doctor.estimate import CONTEXT, Estimate, Hardware, Plan
 from ppo_ds.tools.doctor.finetune import batch_line, plan_finetuning
+from ppo_ds.tools.doctor.plan import Plan
 from ppo_ds.tools.doctor.ppo import plan_ppo
 from ppo_ds.tools.doctor.report import (
     Report,

@@ -1,21 +1,16 @@
-"""Checks the inputs of supervised fine-tuning or of a reward model, and estimates the memory of the run.
-
-The estimate assumes that all tokens of a row are learned. It leaves out the few answers that stage=sft
-generates in its evaluations.
-"""
+"""Checks the inputs of supervised fine-tuning or of a reward model, and plans the estimate of its memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ppo_ds.build.finetune_memory import FinetuneMemory, batch_of
+from ppo_ds.build.memory_estimate import BYTES, Hardware
 from ppo_ds.build.preflight import check_vocabulary
 from ppo_ds.config.registry import import_target
 from ppo_ds.config.schema import Config, averaged_models
 from ppo_ds.models.size import planned_shape
 from ppo_ds.ops.flops import causal_pairs, forward_flops
-from ppo_ds.ops.memory import Shape
-from ppo_ds.tools.doctor.estimate import BYTES, STATE_BYTES, Estimate, Hardware, Plan, RunMemory
 from ppo_ds.tools.doctor.model_shapes import describe_shape
+from ppo_ds.tools.doctor.plan import STATE_BYTES, Plan
 from ppo_ds.tools.doctor.report import Report
 
 # stage -> functions that read the data (config) -> (tokenizer, training rows, held-out rows) and describe it
@@ -26,23 +21,6 @@ READERS = {
         "ppo_ds.build.reward_model.describe_pairs",
     ),
 }
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The rows of one optimizer step."""
-
-    what: str  # rows or pairs
-    size: int  # over all ranks
-    texts: int  # texts in each of them, which a forward keeps together
-    max_tokens: int  # of one text
-
-
-def batch_of(config: Config) -> Batch:
-    """Returns the size of an optimizer step."""
-    if config.stage == "sft":
-        return Batch("rows", config.sft.batch_size, 1, config.sft.max_tokens)
-    return Batch("pairs", config.reward_model.batch_size, 2, config.reward_model.max_tokens)
 
 
 def batch_line(config: Config, ranks: int) -> list[str]:
@@ -82,32 +60,3 @@ def plan_finetuning(config: Config, hardware: Hardware, report: Report) -> Plan 
         STATE_BYTES * shape.trained + 4 * averaged * shape.trained,
         BYTES[str(role.model.dtype)] * shape.parameters * (1 + averaged),
     )
-
-
-class FinetuneMemory(RunMemory):
-    """Computes the estimate of a run that trains one model."""
-
-    def __init__(
-        self, config: Config, name: str, shape: Shape, hardware: Hardware, longest: int, evaluated: int
-    ):
-        """Initializes the estimate; ``evaluated`` is the number of held-out rows or pairs."""
-        batch = batch_of(config)
-        rows = batch.texts * -(-batch.size // hardware.ranks)
-        super().__init__(config, hardware, {name: shape}, {}, length=longest, rows=rows, unit=batch.texts)
-        self.name, self.evaluated_rows = name, batch.texts * -(-evaluated // hardware.ranks)
-
-    def estimate(self) -> Estimate:
-        engine, memory = self.engines[self.name], self.config.memory
-        resident = {self.name: engine.resident} | self.averages()
-        rest = sum(resident.values())
-        phases = {"loading": self.loading()}
-        if self.evaluated_rows:
-            tokens = self.forward_tokens(memory.score_tokens, self.evaluated_rows)
-            phases["eval"] = rest + self.trained_forward(self.name, tokens, prefetch=True)
-        update = max(self.backward(self.name), engine.gradients + engine.step)
-        phases[f"update_{self.name}"] = rest + update
-        return Estimate(resident, phases, engine.host if self.hardware.on_gpu else 0, self.engines, "")
-
-    def head_positions(self, tokens: int) -> int:
-        """Counts all tokens for a language model, and one per text for a score."""
-        return tokens if self.shapes[self.name].head else tokens // self.length

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ppo_ds.build.memory_estimate import Models
 from ppo_ds.config.schema import Config, rollout_size
 from ppo_ds.config.sections.models import InheritedModelConfig, ModelConfig
 from ppo_ds.ops.flops import causal_pairs, forward_flops
 from ppo_ds.ops.memory import Shape
-from ppo_ds.tools.doctor.estimate import Models
 
 
 def step_flops(config: Config, models: Models, longest_prompt: int | None = None) -> int:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from ppo_ds.build.memory_estimate import BYTES, FrozenModel, Models
 from ppo_ds.build.roles import CLASSIFIER, critic_start
 from ppo_ds.config.schema import Config, has_critic, reference_is_base, uses_reference
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.models.size import planned_shape
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.memory import Shape
-from ppo_ds.tools.doctor.estimate import BYTES, FrozenModel, Models
 from ppo_ds.tools.doctor.report import Report
 
 

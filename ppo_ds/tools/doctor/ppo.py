@@ -13,14 +13,15 @@ from ppo_ds.build.data import (
     describe_rows,
     stop_ids,
 )
+from ppo_ds.build.memory_estimate import BYTES, Hardware, Models, estimate
 from ppo_ds.build.preflight import preflight
 from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import bind
 from ppo_ds.data.prompts import PromptStream
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.tools.doctor.estimate import BYTES, STATE_BYTES, Hardware, Models, Plan, estimate
 from ppo_ds.tools.doctor.flops import step_flops
 from ppo_ds.tools.doctor.model_shapes import plan_models
+from ppo_ds.tools.doctor.plan import STATE_BYTES, Plan
 from ppo_ds.tools.doctor.report import Report
 
 

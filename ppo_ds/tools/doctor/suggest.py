@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ppo_ds.build.memory_estimate import Estimate
 from ppo_ds.config.schema import (
     Config,
     TrainedConfig,
@@ -18,7 +19,6 @@ from ppo_ds.config.schema import (
 )
 from ppo_ds.config.text import show
 from ppo_ds.config.types import replace
-from ppo_ds.tools.doctor.estimate import Estimate
 
 Setting = tuple[str, Any]
 WORTHWHILE = 0.98  # a single change is suggested only if it reduces the peak below this share

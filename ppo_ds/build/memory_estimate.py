@@ -2,12 +2,12 @@
 
 No weights are loaded. ops/memory.py computes the parts; this module adds up the parts that are in memory at
 the same time. Phases have the names of the trainer's time/* metrics. RunMemory has the parts that all stages
-share; the estimate of a PPO run is here, those of the other stages are in finetune.py.
+share; the estimate of a PPO run is here, that of the other stages is in finetune_memory.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -33,7 +33,6 @@ from ppo_ds.ops.memory import (
 from ppo_ds.rollout.continuous_batch import COLUMNS, PREFILL_TOKENS, fast_batch_size
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-STATE_BYTES = 12  # bytes per trained parameter in a checkpoint: an fp32 weight and two moments
 # Memory besides tensors: the CUDA context, NCCL, kernels. The value is not measured but guessed, for H100s
 # with torch 2.13.
 CONTEXT = 3 * 2**29
@@ -98,16 +97,6 @@ class Estimate:
     @property
     def peak_phase(self) -> str:
         return max(self.phases, key=lambda phase: self.phases[phase])
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Inputs of the diagnosis of a run whose models could be read."""
-
-    estimate: Callable[[Config], Estimate]  # for this config, or for one with other memory settings
-    flops: int  # of one step over all ranks
-    checkpoint: int  # bytes of one checkpoint
-    export: int  # bytes of the models that the run exports
 
 
 def estimate(

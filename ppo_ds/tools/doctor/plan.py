@@ -1,0 +1,21 @@
+"""Inputs of the diagnosis of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ppo_ds.build.memory_estimate import Estimate
+from ppo_ds.config.schema import Config
+
+STATE_BYTES = 12  # bytes per trained parameter in a checkpoint: an fp32 weight and two moments
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Inputs of the diagnosis of a run whose models could be read."""
+
+    estimate: Callable[[Config], Estimate]  # for this config, or for one with other memory settings
+    flops: int  # of one step over all ranks
+    checkpoint: int  # bytes of one checkpoint
+    export: int  # bytes of the models that the run exports
