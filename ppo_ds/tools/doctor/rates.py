@@ -1,0 +1,141 @@
+"""Assumed efficiencies, and the seconds that work takes on one rank with them.
+
+The defaults for GPUs are assumptions that were not measured on one. Those for CPUs were calibrated with the
+workloads W1 and W2 of benchmarks/workloads.py (docs/scaling.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ppo_ds.errors import UserError
+from ppo_ds.tools.doctor.gpus import Device
+
+
+def _option(default: float | None, description: str) -> Any:
+    return field(default=default, metadata={"description": description})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """Shares of the peak rates that are reached, and other numbers that --assume can set."""
+
+    # shares of a peak, at most 1
+    mfu: float = _option(0.4, "of the peak FLOP/s in updates, recomputed forwards included")
+    forward: float = _option(0.5, "of the peak FLOP/s in forwards over whole rows, prefill included")
+    decode: float = _option(0.6, "of the memory bandwidth in decode steps")
+    decode_mfu: float = _option(0.4, "of the peak FLOP/s in decode steps")
+    adam: float = _option(0.6, "of the memory bandwidth in optimizer steps")
+    links: float = _option(0.7, "of the bandwidth of NVLink, PCIe and the network")
+    overlap: float = _option(0.5, "of the shorter of computation and ZeRO-3's gathers, hidden by the other")
+    # fixed costs
+    kernels: float = _option(40, "kernels of a decoder layer in a forward")
+    launch_us: float = _option(8, "microseconds of the host for each kernel, without CUDA graphs")
+    graph_us: float = _option(1.5, "microseconds between two kernels of a CUDA graph")
+    collective_us: float = _option(40, "microseconds of a collective, besides its transfer")
+    # rates in GB/s
+    host_gb: float = _option(20, "GB/s of CPU memory for each rank in offloaded optimizer steps")
+    disk_gb: float = _option(1, "GB/s of all ranks together for checkpoints")
+    network_gb: float | None = _option(None, "GB/s of the network for each GPU, instead of the table's")
+    # lengths
+    prompt: float | None = _option(None, "tokens of a prompt on average")
+    response: float | None = _option(None, "tokens of a response on average, instead of the maximum")
+
+
+SHARES = ("mfu", "forward", "decode", "decode_mfu", "adam", "links", "overlap")
+NAMES = tuple(each.name for each in fields(Assumptions))
+DESCRIPTIONS = {each.name: str(each.metadata["description"]) for each in fields(Assumptions)}
+# What differs on a CPU, where a kernel costs a call from Python, and nothing runs beside the computation.
+CPU = {
+    "mfu": 0.8,
+    "forward": 0.85,
+    "decode": 0.5,
+    "decode_mfu": 0.5,
+    "adam": 0.5,
+    "overlap": 0.0,
+    "launch_us": 6,
+}
+
+
+def read_assumptions(settings: Iterable[str], on_gpu: bool) -> Assumptions:
+    """Returns the defaults with ``settings`` (NAME=VALUE) applied; raises UserError for wrong settings."""
+    values: dict[str, float] = {} if on_gpu else dict(CPU)
+    problems = []
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        least, most = 0.0 if name == "overlap" else 1e-9, 1.0 if name in SHARES else 1e9
+        if name not in NAMES:
+            problems.append(f"--assume {setting}: no such assumption; use one of {', '.join(NAMES)}")
+        elif not least <= value <= most:
+            bound = "a number above 0" if most > 1 else "at most 1, and above 0" if least else "from 0 to 1"
+            problems.append(f"--assume {setting}: must be {bound}")
+        else:
+            values[name] = value
+    if problems:
+        raise UserError(*problems)
+    return Assumptions(**values)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a run, and the efficiencies that are assumed for them."""
+
+    device: Device
+    assumed: Assumptions
+    ranks: int
+    per_node: int
+    on_gpu: bool
+    tf32: bool = False
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.per_node)
+
+    def products(self, flops: float, dtype: str, share: float) -> float:
+        """Returns the seconds of matrix products on one rank, at a share of the peak."""
+        return flops / (self.device.flops(dtype, self.tf32) * share)
+
+    def memory(self, size: float, share: float) -> float:
+        """Returns the seconds of reading or writing bytes of the device's memory."""
+        return size / (self.device.bandwidth * 1e9 * share)
+
+    def launches(self, layers: float, microseconds: float) -> float:
+        """Returns the seconds between the kernels of ``layers`` decoder layers."""
+        return layers * self.assumed.kernels * microseconds / 1e6
+
+    def gather(self, size: float, collectives: float = 1, group: int | None = None) -> float:
+        """Returns the seconds in which every rank of a group receives the rest of ``size`` bytes.
+
+        The ranks hold equal shares. A reduce-scatter takes as long. ``group`` is the number of consecutive
+        ranks that hold all shares; the default is all ranks. A node receives what other nodes hold through
+        the network adapters of all its GPUs, and its GPUs exchange it over the node's links at the same time
+        (NCCL's rings).
+        """
+        group = group or self.ranks
+        if group == 1:
+            return 0.0
+        local = min(group, self.per_node)
+        nodes = -(-group // local)
+        inside = size * (group - 1) / group / self.device.node_link if local > 1 else 0.0
+        network = self.assumed.network_gb or self.device.network
+        across = size * (nodes - 1) / nodes / (local * network)
+        latency = collectives * self.assumed.collective_us / 1e6
+        return max(inside, across) / (1e9 * self.assumed.links) + latency
+
+    def host_copy(self, size: float) -> float:
+        """Returns the seconds of copying bytes between a GPU and CPU memory."""
+        return size / (self.device.host_link * 1e9 * self.assumed.links)
+
+    def host_memory(self, size: float) -> float:
+        """Returns the seconds of reading or writing bytes of CPU memory on one rank."""
+        return size / (self.assumed.host_gb * 1e9)
+
+    def disk(self, size: float) -> float:
+        """Returns the seconds of writing bytes by all ranks together."""
+        return size / (self.assumed.disk_gb * 1e9)
