@@ -49,9 +49,7 @@ ADA_PAPER = (
     "https://images.nvidia.com/aem-dam/Solutions/Data-Center/l4/"
     "nvidia-ada-gpu-architecture-whitepaper-v2.1.pdf"
 )
-AMPERE_PAPER = (
-    "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
-)
+AMPERE_PAPER = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
 
 # fmt: off
 _TABLE = (
