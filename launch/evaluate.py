@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         if problems:
             raise UserError(*(f"{path}: {line}" for line in problems.values()))
         config = inherit(config)
-        prepare_environment(config.run.verbose)
+        prepare_environment(config.run.verbose, trains=True)
         from ppo_ds.distributed.world import connect, seed_everything  # slow: imports torch and deepspeed
         from ppo_ds.tools.evaluate import evaluate
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +17,7 @@ from ppo_ds.config.resume import OPEN_SECTIONS
 from ppo_ds.config.schema import Config, config_class, default_dir, from_tree, inherit, is_unused, resolved
 from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.config.validation import validated
+from ppo_ds.distributed.gpus import cpu_requested, nvidia_gpus
 from ppo_ds.errors import UserError
 from ppo_ds.storage.run_directory import dry_run_directory
 from ppo_ds.tools.pipeline import EVALUATION, SETTINGS, EvaluationFile, Job, Pipeline, PipelineFile
@@ -321,12 +320,9 @@ def without_reward(arguments: list[str]) -> list[str]:
 
 def visible_gpus() -> int:
     """Returns the number of GPUs that runs may use, without importing torch."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
+    if cpu_requested(os.environ):
         return 0
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return len([device for device in chosen.split(",") if device.strip()])
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+    return nvidia_gpus()

@@ -1,8 +1,8 @@
 """Trains a model: deepspeed launch/train.py +experiment=rlhf. torchrun and plain python start it too.
 
-Exit code 0: done; 2: the config, the data or a model folder is wrong, or another run uses the run directory
-or the port (one rank prints one line per problem); 143: a signal stopped the run after a checkpoint was
-saved; 130: interrupted; 1: any other error.
+Exit code 0: done; 2: the config, the data or a model folder is wrong, torch cannot use the machine's GPU, or
+another run uses the run directory or the port (one rank prints one line per problem); 143: a signal stopped
+the run after a checkpoint was saved; 130: interrupted; 1: any other error.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if __name__ == "__main__":
     gc.disable()
 from launch.cli import load_config  # noqa: E402
 from ppo_ds.distributed.exit import exit_now, on_exit, run_with_timeout  # noqa: E402
+from ppo_ds.distributed.gpus import refuse_unused_gpu, supports_expandable_segments  # noqa: E402
 from ppo_ds.distributed.launcher import check_port, launch_id  # noqa: E402
 from ppo_ds.errors import RunError, UserError, printable  # noqa: E402
 from ppo_ds.secrets import censored  # noqa: E402
@@ -48,6 +49,20 @@ QUIET = {
     # otherwise torch logs ten lines on each rank when a failed rank's store is gone
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+DEFAULTS = {
+    "TOKENIZERS_PARALLELISM": "false",
+    # On H100 and B200, torch prefers cuDNN's attention (check_prefer_cudnn_attention in its sdp_utils.cpp).
+    # cuDNN compiles a plan for each new shape, and nearly every padded micro-batch has a new shape. Not tried
+    # on a GPU.
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+}
+# The names that torch 2.11 to 2.13 read; the first is the current one.
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+# Buffers of the phases of a step differ in size. With fixed segments, those that are freed leave holes.
+# CUDA graphs work with expandable segments since torch 2.5, as long as they contain no NCCL collectives
+# (https://github.com/pytorch/pytorch/issues/158029); those of the decode backends contain none.
+# Not tried on a GPU.
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # environment of a dry run
 # time that the other ranks wait before they end: when one rank ends, the launcher ends rank 0 too, which must
 # print the problems first
@@ -62,13 +77,13 @@ def main(argv: list[str]) -> int:
         lock = None if config.run.dry_run else take_lock(Path(config.run.dir or ""))
         if os.environ.get("RANK") == "0":
             check_port(os.environ)
+        gc.enable()
+        if config.run.dry_run:
+            os.environ |= CPU_ONLY
+        prepare_environment(config.run.verbose, trains=True)
     except UserError as error:
         return complain(error)
     mark_ending = lock.mark_ending if lock else lambda: None
-    gc.enable()
-    if config.run.dry_run:
-        os.environ |= CPU_ONLY
-    prepare_environment(config.run.verbose)
     # imported after the config is validated, since torch, deepspeed and transformers take seconds to import
     from ppo_ds.build.run import build_run
     from ppo_ds.distributed.watchdog import Watchdog
@@ -174,15 +189,21 @@ def problem_lines(error: UserError, prefix: str = "") -> str:
     return "\n".join(f"{prefix}error: {censored(line)}" for line in error.problems)
 
 
-def prepare_environment(verbose: bool) -> None:
-    """Sets environment variables that torch, deepspeed and transformers read at import.
+def prepare_environment(verbose: bool, trains: bool = False) -> None:
+    """Sets environment variables that torch, deepspeed and transformers read at import or at first use.
 
     Variables that the user has set are kept. With ``verbose``, the log levels of the libraries do not change.
     The umask is set so that new files are never writable for every user, since a later start would refuse
     such files.
+
+    With ``trains``, raises UserError if this machine has a GPU that torch cannot use and the user has not
+    chosen the CPU.
     """
     os.umask(os.umask(0o077) | 0o002)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if supports_expandable_segments() and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[0]] = EXPANDABLE_SEGMENTS
     if not verbose:
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
@@ -191,6 +212,8 @@ def prepare_environment(verbose: bool) -> None:
     import torch
 
     if not torch.cuda.is_available():
+        if trains:
+            refuse_unused_gpu()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 

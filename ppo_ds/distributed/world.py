@@ -265,7 +265,9 @@ def connect(timeout_minutes: float, verbose: bool = False, threads: int | None =
     DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang
     on a stale lock, and leak 66 MiB of /dev/shm per rank and run. gloo's results are bit-identical to theirs.
     """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # An empty table says that no op is compatible. If the table were only read, each rank would first run a
+    # compiler, and nvcc on GPU machines, for every op of DeepSpeed, none of which is used here.
+    deepspeed.ops.__compatible_ops__ = {}
     if not verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     os.environ.update(single_process_environment(os.environ))

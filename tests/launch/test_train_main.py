@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 
 from launch import train
+from ppo_ds.config.schema import resolved
 from ppo_ds.distributed.exit import run_exit_actions
+from ppo_ds.distributed.gpus import VISIBLE
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import Responses, RewardError, TextReward
 from ppo_ds.rewards.function import FunctionReward
 from ppo_ds.rewards.remote import RemoteReward
 from ppo_ds.storage.run_lock import RunLock
-from tests.config.commands import MINIMAL
+from tests.config.commands import MINIMAL, compose
+from tests.support.environment import SET_BY_LAUNCHERS
 
 
 class Left(BaseException):
@@ -41,7 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             lambda config, watch, mark_ending: SimpleNamespace(fit=fit, fail=lambda error: None, world=world)
         )  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "ppo_ds.build.run", wiring)
-        monkeypatch.setattr(train, "prepare_environment", lambda verbose: None)
+        monkeypatch.setattr(train, "prepare_environment", lambda verbose, trains: None)
         monkeypatch.setattr(train, "exit_now", exit_now)
         closed: list[bool] = []
         try:
@@ -173,6 +176,99 @@ def test_a_note_stands_in_the_line(run: Any, capsys: pytest.CaptureFixture[str])
         capsys.readouterr().err
         == "error: a score is not finite: nan for row 0, prompt 'p'; in reward.parts.right\n"
     )
+
+
+# Stands for torch: its import prints the environment and ends the process.
+TORCH = "import json, os\nprint(json.dumps(dict(os.environ)), flush=True)\nos._exit(0)\n"
+
+
+def environment_at_import(folder: Path, script: str, *arguments: str, **given: str) -> dict[str, str]:
+    """Returns the environment of a program at the time when it imports torch."""
+    (folder / "modules" / "torch").mkdir(parents=True, exist_ok=True)
+    (folder / "modules" / "torch" / "__init__.py").write_text(TORCH)
+    ours = (*train.DEFAULTS, *train.ALLOCATOR_SETTINGS, *train.QUIET, *SET_BY_LAUNCHERS)
+    clean = {name: value for name, value in os.environ.items() if name not in ours}
+    done = subprocess.run(
+        [sys.executable, str(Path(train.__file__).with_name(script)), *arguments],
+        cwd=folder,
+        env=clean | {"PYTHONPATH": str(folder / "modules")} | given,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_settings_of_the_gpu_are_made_before_torch_is_imported(tmp_path: Path) -> None:
+    """Checks both programs whose ranks use GPUs; launch/pipeline.py starts each stage as one of them."""
+    settings = tmp_path / "settings.json"
+    config = resolved(compose(*MINIMAL))
+    settings.write_text(json.dumps({"config": config, "models": {}, "rewards": []}))
+    for script, arguments in (("train.py", [*MINIMAL, "run.dir=run"]), ("evaluate.py", [str(settings)])):
+        env = environment_at_import(tmp_path, script, *arguments)
+        assert env["TORCH_CUDNN_SDPA_DEPRIORITIZED"] == "1"
+        assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        assert "PYTORCH_CUDA_ALLOC_CONF" not in env
+
+
+@pytest.mark.parametrize("name", train.ALLOCATOR_SETTINGS)
+def test_the_users_settings_of_the_gpu_stay(tmp_path: Path, name: str) -> None:
+    given = {name: "max_split_size_mb:512", "TORCH_CUDNN_SDPA_DEPRIORITIZED": "0"}
+    env = environment_at_import(tmp_path, "train.py", *MINIMAL, "run.dir=run", **given)
+    found = {other: env[other] for other in train.ALLOCATOR_SETTINGS if other in env}
+    assert found | {"TORCH_CUDNN_SDPA_DEPRIORITIZED": env["TORCH_CUDNN_SDPA_DEPRIORITIZED"]} == given
+
+
+def start_on_a_gpu_machine(folder: Path, *arguments: str, **given: str) -> subprocess.CompletedProcess[str]:
+    """Starts train.py with a torch that finds no GPU, on a machine whose nvidia-smi lists one.
+
+    If the run goes on, the process ends with code 77 as soon as it imports another library.
+    """
+    modules = folder / "modules"
+    modules.mkdir()
+    (modules / "torch.py").write_text(
+        "from types import SimpleNamespace\n__version__ = '2.13.0+cpu'\n"
+        "version = SimpleNamespace(cuda=None, hip=None)\ncuda = SimpleNamespace(is_available=lambda: False)\n"
+    )
+    for name in ("accelerate", "datasets", "deepspeed", "numpy", "transformers"):
+        (modules / f"{name}.py").write_text("import os\nos._exit(77)\n")
+    tool = folder / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-x)'\n")
+    tool.chmod(0o755)
+    hidden = (*SET_BY_LAUNCHERS, *VISIBLE, "DS_ACCELERATOR")
+    clean = {name: value for name, value in os.environ.items() if name not in hidden}
+    paths = {
+        "PYTHONPATH": str(folder / "modules"),
+        "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    return subprocess.run(
+        [sys.executable, train.__file__, *MINIMAL, "run.dir=run", *arguments],
+        cwd=folder,
+        env=clean | paths | given,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_run_does_not_train_on_the_cpu_of_a_gpu_machine_unnoticed(tmp_path: Path) -> None:
+    done = start_on_a_gpu_machine(tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: torch 2.13.0+cpu cannot use the GPU of this machine (")
+    assert "): this torch is a CPU build; " in line and "DS_ACCELERATOR=cpu" in line
+    assert not (tmp_path / "run").exists()  # the lock was released
+
+
+@pytest.mark.parametrize(
+    ("argument", "given"),
+    [("run.dry_run=true", {}), ("run.seed=0", {"DS_ACCELERATOR": "cpu"}), ("run.seed=0", {VISIBLE[0]: ""})],
+)
+def test_a_run_for_the_cpu_goes_on_on_a_gpu_machine(
+    tmp_path: Path, argument: str, given: dict[str, str]
+) -> None:
+    done = start_on_a_gpu_machine(tmp_path, argument, **given)
+    assert done.returncode == 77, done.stderr
 
 
 def test_the_users_settings_stay(tmp_path: Path) -> None:
