@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ppo_ds.ops.linear_logprobs import LabelStatistics, linear_statistics
+from ppo_ds.ops.linear_logprobs import (
+    LabelStatistics,
+    has_fp32_products,
+    linear_logits,
+    linear_statistics,
+)
 
 _MARK = 1000.1  # replaces all logits in a probe; a soft cap or a scale changes this value
 
@@ -40,10 +45,13 @@ class LMHead(nn.Linear):
     ) -> Tensor | LabelStatistics:
         """Returns the logits [...,V] of hidden [...,H].
 
-        With labels [K] it returns the statistics of hidden [K,H] and the labels instead. They belong to the
-        distribution softmax(logits / temperature) and are in nats and fp32.
+        On a GPU, logits of 16-bit states are in fp32, so that decoding draws from the distribution that
+        training computes. With labels [K] it returns the statistics of hidden [K,H] and the labels instead.
+        They belong to the distribution softmax(logits / temperature) and are in nats and fp32.
         """
         if labels is None:
+            if has_fp32_products(hidden, self.weight):
+                return linear_logits(hidden, self.weight, self.bias)
             return super().forward(hidden)
         return linear_statistics(
             hidden,

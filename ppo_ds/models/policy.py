@@ -252,6 +252,7 @@ def unsharded_twin(lm: nn.Module, device: torch.device) -> nn.Module:
                     torch.empty(0, device=device, dtype=parameter.dtype), requires_grad=False
                 )
                 target._parameters[key] = empty.setdefault(id(parameter), hollow)
+    install_head(twin)
     twin.eval()
     twin.generation_config = lm.generation_config
     return twin

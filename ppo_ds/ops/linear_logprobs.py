@@ -6,9 +6,10 @@ and discarded. The backward pass recomputes them, which adds a fourth matrix pro
 always needs. If all blocks together are small, they are kept instead. Each block contains every state, so the
 gradient of a weight row is a single product and is not accumulated in 16 bits.
 
-Logits are converted to float32 (float64 for float64 inputs) first. For 16-bit states and weights, CUDA
-returns the products in float32. The CPU rounds them to 16 bits, as the head of the model does, because only
-a matrix product with a 16-bit result is fast there. The CUDA branches have not been run on a GPU.
+Logits are converted to float32 (float64 for float64 inputs) first. For 16-bit states and weights, CUDA and
+ROCm return the products in float32, here and in ``linear_logits``, which decoding uses: logits rounded to
+bfloat16 would differ from those of training by up to 0.4%. The CPU rounds the products to 16 bits in both,
+because only a matrix product with a 16-bit result is fast there. The CUDA branches have not run on a GPU.
 """
 
 from __future__ import annotations
@@ -104,11 +105,48 @@ def _blocks(rows: int, vocabulary: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + width, vocabulary))
 
 
+def has_fp32_products(a: Tensor, b: Tensor) -> bool:
+    """Returns whether the device multiplies these 16-bit matrices with a float32 result.
+
+    torch.mm takes ``out_dtype`` only on CUDA (and on ROCm, whose tensors report ``is_cuda`` too), and only
+    for two matrices of the same 16-bit dtype (_mm_dtype_out_cuda in aten/src/ATen/native/cuda/Blas.cpp).
+    """
+    return a.is_cuda and a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16)
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Computes the matrix product of a and b as a new tensor in float32 or wider."""
-    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+    if has_fp32_products(a, b):
         return torch.mm(a, b, out_dtype=torch.float32)
     return widen(torch.mm(a, b))
+
+
+def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Computes the logits hidden weight^T + bias [...,V] of hidden [...,H] in float32 or wider."""
+    logits = _Product.apply(hidden.flatten(0, -2), weight)
+    if bias is not None:
+        logits = logits + bias
+    return logits.unflatten(0, hidden.shape[:-1])
+
+
+class _Product(torch.autograd.Function):
+    """Computes hidden weight^T [K,V] by ``_product``; torch.mm with ``out_dtype`` has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        # the parameter itself is saved, as in _LinearStatistics
+        ctx.save_for_backward(hidden, weight)
+        return _product(hidden, weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(hidden.dtype)
+        return (
+            torch.mm(grad, weight) if ctx.needs_input_grad[0] else None,
+            torch.mm(grad.t(), hidden) if ctx.needs_input_grad[1] else None,
+        )
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, temperature: float) -> Tensor:

@@ -58,7 +58,7 @@ def filter_logits(scores: Tensor, top_k: int, top_p: float) -> Tensor:
     if top_p < 1.0:
         ascending, order = scores.sort(dim=-1)
         tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
-        tail[:, -1] = False  # the most likely token always stays
+        tail.select(1, -1).fill_(False)  # the most likely token always stays
         scores = scores.masked_fill(tail.scatter(1, order, tail), -torch.inf)
     return scores
 

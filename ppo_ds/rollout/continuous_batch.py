@@ -24,11 +24,15 @@ from ppo_ds.rollout.cache import Prefix
 from ppo_ds.rollout.decoding import Decoder
 from ppo_ds.rollout.graphs import Graphs
 from ppo_ds.rollout.slots import Slots
-from ppo_ds.types import Prompts
+from ppo_ds.types import Prompts, to_device
 
 # The number of cache columns in use is rounded up to a multiple of COLUMNS, since kernels are faster on whole
-# vectors. With CUDA graphs it is a multiple of GRAPH_COLUMNS, since each shape is recorded.
+# vectors.
 COLUMNS = 8
+# With CUDA graphs, the number of columns grows in steps of about a quarter, since each shape is recorded: a
+# row of 8,192 tokens has 16 shapes, and attention reads at most a quarter more columns than are in use (from
+# FIRST_GRAPH_COLUMNS on). They are multiples of GRAPH_COLUMNS.
+FIRST_GRAPH_COLUMNS = 256
 GRAPH_COLUMNS = 64
 # Maximum number of tokens that are prefilled together (a longer prompt is prefilled on its own). It is enough
 # to keep a GPU busy; more would need more memory, since keys and values of these prompts are briefly in
@@ -229,9 +233,8 @@ class ContinuousBatch:
         assert steps > 0, "a response continues beyond its limit"
         n = self.forward_width(max(1, len(self.live)))
         used = max((response.position for response in self.live), default=0) + steps
-        self.columns = min(
-            _rounded(used, GRAPH_COLUMNS if self.graphs.recorder else COLUMNS), self.decoder.cache.length
-        )
+        columns = graph_columns(used) if self.graphs.recorder else _rounded(used, COLUMNS)
+        self.columns = min(columns, self.decoder.cache.length)
         step = partial(self.slots.step, n, partial(self.decoder.logits, columns=self.columns))
         for _ in range(steps):
             self.graphs.run((n, self.columns), step)
@@ -270,8 +273,8 @@ class ContinuousBatch:
         del self.live[n:]
 
     def tensor(self, numbers: Sequence[int]) -> Tensor:
-        """Returns the numbers as a long tensor on the device."""
-        return torch.tensor(list(numbers), dtype=torch.long, device=self.device)
+        """Returns the numbers as a long tensor on the device, without waiting for the device."""
+        return to_device(torch.tensor(list(numbers), dtype=torch.long), self.device)
 
     def stopped_by_string(self, stops: StopStrings, alive: Sequence[bool]) -> list[int]:
         """Returns the slots marked in ``alive`` whose response contains a stop string.
@@ -284,7 +287,7 @@ class ContinuousBatch:
         counts = torch.tensor([self.live[slot].position - self.live[slot].start for slot in slots])
         # the string may have been completed up to ``check_every`` steps ago
         back = torch.arange(stops.window + self.check_every, 0, -1)
-        columns = (counts[:, None] - back).clamp(min=0).to(self.device)
+        columns = to_device((counts[:, None] - back).clamp(min=0), self.device)
         rows = self.tensor([self.live[slot].row for slot in slots])
         tails = self.slots.responses[rows[:, None], columns].tolist()
         return [
@@ -292,6 +295,14 @@ class ContinuousBatch:
             for slot, tail, count in zip(slots, tails, counts.tolist(), strict=True)
             if stops.found_in(tail[-count:])
         ]
+
+
+def graph_columns(used: int) -> int:
+    """Returns the smallest of 256, 320, 448, 576, 768, 960, 1216, ... that is at least ``used``."""
+    columns = FIRST_GRAPH_COLUMNS
+    while columns < used:
+        columns = _rounded(columns * 5 // 4, GRAPH_COLUMNS)
+    return columns
 
 
 def _rounded(columns: int, step: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ppo_ds.rollout.cache import Prefix, SlotCache
+from ppo_ds.types import to_device
 
 
 class Decoder:
@@ -34,7 +35,12 @@ class Decoder:
         # made without the config, with which layers with a sliding window would keep only the window
         cache = DynamicCache()
         positions = torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1)
-        self.lm(input_ids=ids.to(self.device), position_ids=positions, past_key_values=cache, **self._extra)
+        self.lm(
+            input_ids=to_device(ids, self.device),
+            position_ids=positions,
+            past_key_values=cache,
+            **self._extra,
+        )
         return [(layer.keys, layer.values) for layer in cache.layers]
 
     @torch.no_grad()

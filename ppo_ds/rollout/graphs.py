@@ -3,20 +3,41 @@
 A graph replays the same kernels on the same addresses, so a step must read and write tensors with fixed
 addresses (the KV cache and the state of the slots), must not wait for the device, and needs one graph per
 shape. Graphs are kept for one rollout, since afterwards the cache is freed and with ZeRO-3 the weights move
-too. Recording a shape costs about as much as two plain steps, and the graph replaces up to about sixty.
+too. Recording a shape costs about as much as two plain steps.
 
-This module has not been tested on a GPU yet.
+Memory pools. The graphs of a rollout share a private pool of torch's caching allocator: only one of them runs
+at a time, and no result of a step is in the pool. The allocator counts the graphs of a pool and refuses to
+record into a pool whose last graph is gone (``create_or_incref_pool`` in c10/cuda/CUDACachingAllocator.cpp
+asserts use_count > 0). Each set of graphs therefore has a new pool handle, and of a set at least one graph is
+alive whenever another one is recorded.
+
+Failed recordings. In torch 2.11 and 2.12, ``CUDAGraph.capture_end`` raises an invalidated capture before it
+tells the allocator that the capture is over, and the next ``empty_cache`` fails with an internal assertion
+(pytorch pull request 180395). There the run ends with an error. From torch 2.13 on, decoding continues
+without graphs; until the fix of pull request 190348, the memory of the failed recording is not reused.
+
+This module has been tested with a model of the allocator and of CUDA graphs (tests/rollout), not on a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import torch
 
+from ppo_ds.errors import UserError
+
 log = logging.getLogger(__name__)
+
+# Number of graphs that are kept; the least recently used one is dropped. Columns grow during a rollout, so
+# the graphs of smaller shapes are dropped. At least two are needed: a pool must not lose its last graph
+# before the next recording, and a dropped graph must not be the one that was launched last.
+KEPT_GRAPHS = 4
+# False where the allocator is left unusable by a capture that fails
+FAILURES_ARE_HARMLESS = torch.__version__ >= (2, 13)
 
 
 class Recorder(Protocol):
@@ -32,16 +53,17 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one memory pool, since only one of them runs at a time."""
+    """Records CUDA graphs that share one memory pool."""
 
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
+    def __init__(self, device: torch.device):
+        self.stream = capture_stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, step: Callable[[], None]) -> None:
         """Runs the step once on the stream that is used for recording.
 
-        Libraries set up their workspaces in this run, before anything is recorded.
+        Libraries allocate their workspaces in this run. A workspace that is allocated during a recording
+        would stay in the pool and keep its memory from being freed.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -49,23 +71,65 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Records the step without running it and returns its replay."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        """Records the step without running it and returns its replay.
+
+        The allocator cannot free cached blocks while it records. If memory runs out, they are freed and the
+        step is recorded once more, in a new pool because the old one may have lost its only graph.
+        """
         try:
-            # thread_local: concurrent calls of other threads (NCCL's watchdog) do not invalidate the
-            # recording
-            with torch.cuda.graph(
-                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
-            ):
+            return self.capture(step)
+        except torch.OutOfMemoryError:
+            pass  # outside of this block the traceback no longer holds the tensors of the failed recording
+        torch.cuda.empty_cache()
+        self.pool = torch.cuda.graph_pool_handle()
+        return self.capture(step)
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Captures one graph, without the synchronisation and ``empty_cache`` of ``torch.cuda.graph``.
+
+        Neither is needed: nothing runs during a capture, and replays are ordered by the current stream.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            # thread_local: concurrent calls of other threads (NCCL's watchdog) do not invalidate the capture
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
                 step()
-        finally:
-            torch.cuda.set_stream(stream)  # torch 2.13 stays on the recording stream if recording fails
+            except Exception:
+                end_capture(graph, failed=True)
+                raise
+            end_capture(graph)
         return graph.replay
+
+
+def end_capture(graph: torch.cuda.CUDAGraph, failed: bool = False) -> None:
+    """Ends a capture. If the step has ``failed``, an error of the end is not raised but the step's own.
+
+    Raises UserError if the end fails in a version of torch that cannot go on after that.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError as error:
+        if not FAILURES_ARE_HARMLESS:
+            reason = str(error.__context__ or error).splitlines()[0]
+            raise UserError(
+                f"rollout.backend=static: the model cannot be recorded as a CUDA graph ({reason}), and torch "
+                f"{torch.__version__} cannot free GPU memory after a failed recording; install torch 2.13 or "
+                "later, or set rollout.backend=hf"
+            ) from error
+        if not failed:
+            raise
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream for recordings on ``device``; libraries keep a workspace for each stream in use."""
+    return torch.cuda.Stream(device)
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
     """Returns a recorder for a GPU, or None for any other device."""
-    return CudaRecorder() if device.type == "cuda" else None
+    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 class Graphs:
@@ -78,7 +142,7 @@ class Graphs:
         """Uses no graphs if ``recorder`` is None."""
         self.recorder = recorder
         self.failure: str | None = None
-        self._graphs: dict[Hashable, Callable[[], None]] = {}
+        self._graphs: dict[Hashable, Callable[[], None]] = {}  # the most recently used one is the last
         self._warm: set[Hashable] = set()
 
     def run(self, shape: Hashable, step: Callable[[], None]) -> None:
@@ -86,7 +150,8 @@ class Graphs:
         if self.recorder is None:
             step()
         elif shape in self._graphs:
-            self._graphs[shape]()
+            self._graphs[shape] = replay = self._graphs.pop(shape)
+            replay()
         elif shape not in self._warm:
             self._warm.add(shape)
             self.recorder.warm_up(step)
@@ -96,7 +161,7 @@ class Graphs:
     def record(self, recorder: Recorder, shape: Hashable, step: Callable[[], None]) -> None:
         """Records a step of a new shape and runs it."""
         try:
-            self._graphs[shape] = recorder.record(step)
+            replay = recorder.record(step)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -108,4 +173,7 @@ class Graphs:
             self._graphs.clear()
             step()
         else:
-            self._graphs[shape]()
+            self._graphs[shape] = replay
+            if len(self._graphs) > KEPT_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            replay()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ppo_ds.ops.token_sampling import draw
 from ppo_ds.rollout.base import SamplingParams
+from ppo_ds.types import to_device
 
 
 class Slots:
@@ -22,8 +23,8 @@ class Slots:
         """
         (rows, width), device = uniforms.shape, uniforms.device
         self.sampling = sampling
-        self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
-        self.limits = torch.cat([limits, limits.new_ones(1)]).to(device)
+        self.stops = to_device(torch.tensor(sampling.stop_token_ids, dtype=torch.long), device)
+        self.limits = to_device(torch.cat([limits, limits.new_ones(1)]), device)
         self.uniforms = torch.cat([uniforms, uniforms.new_zeros(1, width)])
         # slots without a response write their tokens to the last row
         self.responses = torch.zeros(rows + 1, width, dtype=torch.long, device=device)
@@ -38,17 +39,19 @@ class Slots:
     def put(self, slots: Tensor, rows: Tensor, tokens: Tensor, positions: Tensor) -> None:
         """Starts responses from the last ``tokens`` of their prompts, at ``positions`` (all [m])."""
         self.tokens[slots], self.positions[slots], self.rows[slots] = tokens, positions, rows
-        self.counts[slots], self.alive[slots] = 0, True
+        # an assignment of a number to indices would copy the number to the device and wait
+        self.counts.index_fill_(0, slots, 0)
+        self.alive.index_fill_(0, slots, True)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Moves responses to other slots; their old slots become free."""
         for column in (self.tokens, self.positions, self.rows, self.counts, self.alive):
             column[targets] = column[sources]
-        self.alive[sources] = False
+        self.alive.index_fill_(0, sources, False)
 
     def end(self, slots: Tensor) -> None:
         """Ends the responses in ``slots``."""
-        self.alive[slots] = False
+        self.alive.index_fill_(0, slots, False)
 
     def step(self, n: int, forward: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Draws one more token for each of the first n slots.

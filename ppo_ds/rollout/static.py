@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ppo_ds.rollout.base import SamplingParams, max_new_tokens, truncate_at_stop
 from ppo_ds.rollout.continuous_batch import ContinuousBatch
 from ppo_ds.rollout.decoding import explicit_mask_attention
-from ppo_ds.rollout.graphs import Graphs, Recorder, recorder_for
-from ppo_ds.types import Prompts, Rollout
+from ppo_ds.rollout.graphs import Graphs, recorder_for
+from ppo_ds.types import Prompts, Rollout, to_device
 
 
 class StaticGenerator:
@@ -44,13 +44,10 @@ class StaticGenerator:
         # False after a failed CUDA graph capture. Also False in lockstep, where weights are gathered for each
         # forward and have no fixed addresses.
         self.graphs_work = lockstep_max is None
-        self._recorder: Recorder | None = None
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         lm = self.lm()
         device, limits = next(lm.parameters()).device, max_new_tokens(prompts, sampling)
-        if self._recorder is None:
-            self._recorder = recorder_for(device)
         uniforms = torch.rand(len(prompts), int(limits.max()), dtype=torch.float64, device=device)
         responses, logprobs = torch.zeros(uniforms.shape, dtype=torch.long), torch.zeros(uniforms.shape)
         bands = [torch.arange(len(prompts))]
@@ -62,13 +59,13 @@ class StaticGenerator:
                     lm,
                     prompts.select(rows),
                     sampling,
-                    uniforms[rows.to(device), : int(limits[rows].max())],
+                    uniforms[to_device(rows, device), : int(limits[rows].max())],
                     token_budget=self.token_budget,
                     tokenizer=self.tokenizer,
                     lockstep_max=self.lockstep_max,
                     check_every=self.check_every,
                     should_stop=self.should_stop,
-                    graphs=Graphs(self._recorder if self.graphs_work else None),
+                    graphs=Graphs(recorder_for(device) if self.graphs_work else None),
                 )
                 batch.decode_all()
                 self.graphs_work &= batch.graphs.failure is None

@@ -20,9 +20,12 @@ from transformers import (
     Qwen2Config,
 )
 
+from ppo_ds.models import lm_head
 from ppo_ds.models.lm_head import HeadProbe, LMHead
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, unsharded_twin
+from ppo_ds.ops import linear_logprobs
+from tests.support.fp32_products import fp32_products
 from tests.support.models import SIZES
 
 V, T, R = 50, 9, 5
@@ -164,7 +167,7 @@ def test_without_a_question_the_model_is_what_it_was(tmp_path, batch, family):
         twin = unsharded_twin(lm, torch.device("cpu"))
         for source, hollow in zip(lm.parameters(), twin.parameters(), strict=True):
             hollow.data = source.data.clone()
-        assert type(twin.get_output_embeddings()) is nn.Linear and torch.equal(
+        assert type(twin.get_output_embeddings()) is LMHead and torch.equal(
             twin(input_ids=batch[0]).logits, expected
         )
         policy.save(tmp_path)
@@ -246,3 +249,32 @@ def test_logits_of_bf16_are_rounded_as_the_model_rounds_them(batch):
     torch.testing.assert_close(
         out.logprobs[2], table.gather(1, batch[0][2, T - R :, None])[:, 0], rtol=0, atol=0.05
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "gptj", "gemma2"])
+def test_decoding_on_a_gpu_computes_the_logprobs_of_training(batch, family, monkeypatch):
+    """With fp32 products in both, log-probs of a bf16 model agree to 1e-5; rounded logits differ by more.
+
+    The inference copy, which decodes under ZeRO-3, computes them too. Gemma 2 caps its logits after the head.
+    """
+    lm = model(family, torch.bfloat16)
+    with torch.no_grad():
+        lm.get_output_embeddings().weight.mul_(8)  # logits as large as those of a trained model
+    policy, (ids, _), row = Policy(lm, 1.0), batch, slice(2, 3)
+    twin = unsharded_twin(lm, torch.device("cpu"))
+    for source, target in zip(lm.parameters(), twin.parameters(), strict=True):
+        target.data = source.data.clone()
+
+    def decoded(model):
+        table = model(input_ids=ids[row]).logits[0, T - R - 1 : -1].float().log_softmax(-1)
+        return table.gather(1, ids[2, T - R :, None])[:, 0]
+
+    with torch.no_grad():
+        rounded = decoded(lm)
+        monkeypatch.setattr(linear_logprobs, "_product", fp32_products)
+        monkeypatch.setattr(lm_head, "has_fp32_products", lambda a, b: a.dtype == b.dtype == torch.bfloat16)
+        trained = policy(ids, batch[1], R).logprobs[2]
+        assert lm(input_ids=ids[row]).logits.dtype == torch.float32
+        for found in (decoded(lm), decoded(twin)):
+            torch.testing.assert_close(found, trained, rtol=0, atol=1e-5)
+        assert (rounded - trained).abs().max() > 1e-3

@@ -10,7 +10,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ppo_ds.ops.linear_logprobs import GPU_BLOCK, linear_logprobs_and_entropy, linear_statistics
+from ppo_ds.ops import linear_logprobs
+from ppo_ds.ops.linear_logprobs import (
+    GPU_BLOCK,
+    has_fp32_products,
+    linear_logits,
+    linear_logprobs_and_entropy,
+    linear_statistics,
+)
+from tests.support.fp32_products import fp32_products
 
 K, H, V = 6, 4, 11
 
@@ -271,3 +279,29 @@ def test_no_labels_at_all(kept):
     assert [len(each) for each in found] == [0] * 4
     for gradient in gradients((found.logprobs + found.mean_logprobs).sum(), (hidden, weight, bias)):
         assert not gradient.any()
+
+
+# -- products in float32 -----------------------------------------------------------------------------
+
+
+def test_the_cpu_has_no_float32_products_of_16_bit_matrices():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        assert not has_fp32_products(torch.ones(2, 2, dtype=dtype), torch.ones(2, 2, dtype=dtype))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_logits_in_float32_and_their_gradients(bias, monkeypatch):
+    """Values are those of float32, gradients those of float32 rounded to bfloat16 once."""
+    monkeypatch.setattr(linear_logprobs, "_product", fp32_products)
+    *inputs, _ = example(torch.bfloat16, bias)
+    wide = [None if x is None else x.detach().float().requires_grad_() for x in inputs]
+    logits = linear_logits(inputs[0].view(2, 3, H), *inputs[1:])
+    expected = torch.nn.functional.linear(*wide).view(2, 3, V)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+    found, wanted = (
+        gradients((x * torch.linspace(-1, 2, V)).sum(), leaves)
+        for x, leaves in ((logits, inputs), (expected, wide))
+    )
+    assert all(x.dtype == torch.bfloat16 for x in found)
+    torch.testing.assert_close([x.float() for x in found], list(wanted), rtol=1e-2, atol=1e-2)

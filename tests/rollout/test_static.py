@@ -1,8 +1,10 @@
 """Tests decoding in slots against transformers, with any number of slots; counts the forwards."""
 
 import gc
+import itertools
 import math
 import re
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
@@ -25,10 +27,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from ppo_ds.rollout import static
+from ppo_ds.rollout import continuous_batch, graphs, static
 from ppo_ds.rollout.cache import SlotCache
 from ppo_ds.rollout.decoding import refusal
-from ppo_ds.rollout.graphs import Graphs
+from ppo_ds.rollout.graphs import KEPT_GRAPHS, Graphs
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.rollout.static import StaticGenerator
 
@@ -547,3 +549,74 @@ def test_equal_prompts_are_read_once_wherever_they_are(successor, prompts, sampl
     rollout = generator(prompts([2, 3, 4], [2, 2, 5], [2, 3, 4]), sampling(2))
     assert responses_of(rollout) == [[4, 4], [5, 5], [4, 4]]
     assert shapes[0] == (2, 2)
+
+
+class CountingRecorder:
+    """Counts recordings and live graphs; a replay runs the step."""
+
+    def __init__(self):
+        self.recorded = self.most_alive = 0
+        self.alive = weakref.WeakSet()
+
+    def warm_up(self, step):
+        step()
+
+    def record(self, step):
+        def replay():
+            step()
+
+        self.recorded += 1
+        self.alive.add(replay)
+        self.most_alive = max(self.most_alive, len(self.alive))
+        return replay
+
+
+@pytest.mark.parametrize(
+    ("generated", "before", "recorded", "alive"), [(512, 8, 4, 4), (8192, 128, 15, KEPT_GRAPHS + 1)]
+)
+def test_a_long_response_needs_few_graphs(
+    prompts, sampling, texts, monkeypatch, generated, before, recorded, alive
+):
+    """A prompt of 256 tokens and its response are decoded with checks at every 16th token, as on a GPU.
+
+    With a graph for each multiple of 64 columns, all of them kept, there are ``before`` of them.
+    """
+
+    class NoModel:
+        """A decoder that generates token 3 without a model."""
+
+        def __init__(self, lm, *, slots, length):
+            self.device, self.cache = torch.device("cpu"), SlotCache(0, slots, length)
+
+        def prefill(self, ids):
+            return []
+
+        def logits(self, tokens, positions, columns):
+            assert positions.max() < columns
+            return torch.nn.functional.one_hot(torch.full_like(tokens, 3), V).float()
+
+    monkeypatch.setattr(continuous_batch, "Decoder", NoModel)
+
+    def decode():
+        recorder = CountingRecorder()
+        monkeypatch.setattr(static, "recorder_for", lambda device: recorder)
+        lm = torch.nn.Linear(1, 1)
+        lm.config = LlamaConfig()
+        generator = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=10_000, check_every=16)
+        rollout = generator(prompts([3] * 256), sampling(generated, top_k=1))
+        assert responses_of(rollout) == [[3] * generated]
+        return recorder.recorded, recorder.most_alive
+
+    assert decode() == (recorded, alive)
+    monkeypatch.setattr(continuous_batch, "graph_columns", lambda used: continuous_batch._rounded(used, 64))
+    monkeypatch.setattr(graphs, "KEPT_GRAPHS", 1000)
+    assert decode() == (before, before)
+
+
+def test_columns_of_graphs_grow_by_a_quarter():
+    ladder = sorted({continuous_batch.graph_columns(used) for used in range(1, 10_000)})
+    assert ladder[:7] == [256, 320, 448, 576, 768, 960, 1216]
+    for smaller, larger in itertools.pairwise(ladder):
+        assert larger % 64 == 0 and smaller * 5 / 4 <= larger < smaller * 5 / 4 + 64
+        assert continuous_batch.graph_columns(smaller) == smaller
+        assert continuous_batch.graph_columns(smaller + 1) == larger
