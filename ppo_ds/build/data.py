@@ -74,9 +74,10 @@ def describe_rows(report: dict[str, int], noun: str) -> str:
 
 
 def read_inputs(config: Config, world: World) -> Inputs:
+    """Loads the tokenizer and the data, of which each rank tokenizes a share. A collective."""
     tokenizer = build_tokenizer(config)
-    source = build_prompts(config, tokenizer)
-    held_out = build_held_out(config, tokenizer)
+    source = build_prompts(config, tokenizer, world)
+    held_out = build_held_out(config, tokenizer, world)
     prompts = PromptStream(
         source,
         prompts_per_step=config.rollout.prompts_per_step,
@@ -86,7 +87,7 @@ def read_inputs(config: Config, world: World) -> Inputs:
         seed=config.run.seed,
         shuffle=config.data.shuffle,
     )
-    return Inputs(tokenizer, source, held_out, prompts, build_ptx(config, tokenizer))
+    return Inputs(tokenizer, source, held_out, prompts, build_ptx(config, tokenizer, world))
 
 
 def build_tokenizer(config: Config, name: str = "actor") -> Tokenizer:
@@ -123,7 +124,7 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(given)
 
 
-def build_prompts(config: Config, tokenizer: Tokenizer) -> Source:
+def build_prompts(config: Config, tokenizer: Tokenizer, world: World | None = None) -> Source:
     """Loads ``data.path``, or the sets of ``data.mix``; ``data.max_samples`` limits each set."""
     data = config.data
     if not data.mix:
@@ -135,6 +136,7 @@ def build_prompts(config: Config, tokenizer: Tokenizer) -> Source:
             split=data.split,
             max_samples=data.max_samples,
             key="data.path",
+            world=world,
         )
     loaders = [
         partial(
@@ -146,13 +148,14 @@ def build_prompts(config: Config, tokenizer: Tokenizer) -> Source:
             split=part.split,
             max_samples=data.max_samples,
             key=f"data.mix[{i}].path",
+            world=world,
         )
         for i, part in enumerate(data.mix)
     ]
     return MixedSource(collect_user_errors(loaders), [part.weight for part in data.mix])
 
 
-def build_held_out(config: Config, tokenizer: Tokenizer) -> PromptSource | None:
+def build_held_out(config: Config, tokenizer: Tokenizer, world: World | None = None) -> PromptSource | None:
     data = config.data
     if data.eval_path is None:
         return None
@@ -164,6 +167,7 @@ def build_held_out(config: Config, tokenizer: Tokenizer) -> PromptSource | None:
         split=data.eval_split,
         max_samples=None,
         key="data.eval_path",
+        world=world,
     )
 
 
@@ -176,6 +180,7 @@ def _prompts(
     split: str,
     max_samples: int | None,
     key: str,
+    world: World | None,
 ) -> PromptSource:
     """Loads one set of prompts; ``part`` holds its revision and its prompt column."""
     data = config.data
@@ -192,10 +197,11 @@ def _prompts(
         max_prompt_tokens=data.max_prompt_tokens,
         long_prompts=data.long_prompts,
         key=key,
+        world=world,
     )
 
 
-def build_ptx(config: Config, tokenizer: Tokenizer) -> DemonstrationStream | None:
+def build_ptx(config: Config, tokenizer: Tokenizer, world: World | None = None) -> DemonstrationStream | None:
     """Loads the texts of algo.ptx, one batch for each optimizer step."""
     data, ptx = config.data, config.algo.ptx
     if not ptx.coef or data.ptx_path is None:
@@ -207,6 +213,7 @@ def build_ptx(config: Config, tokenizer: Tokenizer) -> DemonstrationStream | Non
         apply_chat_template=data.apply_chat_template,
         system=data.system,
         max_tokens=data.ptx_max_tokens,
+        world=world,
     )
     batch_size = ptx.batch_size or config.algo.minibatch_size or rollout_size(config)
     return DemonstrationStream(source, batch_size=batch_size, seed=config.run.seed)

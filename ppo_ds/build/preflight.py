@@ -35,7 +35,7 @@ def check_inputs(config: Config, world: World, *, prepared: bool) -> None:
     """Raises UserError for mistakes in data and rewards, before a start is refused or moves files.
 
     If `prepare` has yet to create files (``prepared`` is False), only the functions of rewards are checked.
-    The data is read for this check only. Not a collective: all ranks read the same files.
+    The data is read for this check only. A collective, since each rank tokenizes a share.
     """
     for key, section in function_rewards(config.reward, "reward"):
         file = section["path"].rpartition(":")[0]

@@ -33,7 +33,7 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
     world, banner, section, role = context.world, context.banner, config.reward_model, config.scorer
 
     # data
-    tokenizer, train, held_out = read_preferences(config)
+    tokenizer, train, held_out = read_preferences(config, world)
     sources = [train, *([held_out] if held_out else [])]
     pairs = PreferenceStream(
         train,
@@ -102,8 +102,13 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
     )
 
 
-def read_preferences(config: Config) -> tuple[Tokenizer, PreferenceSource, PreferenceSource | None]:
-    """Loads the tokenizer, the training pairs and the held-out pairs. May raise UserError."""
+def read_preferences(
+    config: Config, world: World | None = None
+) -> tuple[Tokenizer, PreferenceSource, PreferenceSource | None]:
+    """Loads the tokenizer, the training pairs and the held-out pairs. May raise UserError.
+
+    A collective if ``world`` has several ranks: each of them tokenizes a share.
+    """
     data, tokenizer = config.data, build_tokenizer(config, "scorer")
 
     def load(
@@ -120,6 +125,7 @@ def read_preferences(config: Config) -> tuple[Tokenizer, PreferenceSource, Prefe
             max_samples=max_samples,
             max_tokens=config.reward_model.max_tokens,
             key=key,
+            world=world,
         )
 
     assert data.path is not None, "config/checks/data.py requires it"
@@ -138,7 +144,7 @@ def read_preferences(config: Config) -> tuple[Tokenizer, PreferenceSource, Prefe
 def check_preferences(config: Config, world: World, *, prepared: bool) -> None:
     """Raises UserError for mistakes in the data, unless `prepare` has yet to create it."""
     if prepared:
-        read_preferences(config)
+        read_preferences(config, world)
 
 
 def scorer_module(config: Config, name: str, tokenizer: Tokenizer) -> ScoreModel:

@@ -41,7 +41,7 @@ LEARNED = {
 def build_sft(config: Config, context: RunContext) -> SFTTrainer:
     """Loads data and model and builds the stage from them. May raise UserError. A collective."""
     world, section, role = context.world, config.sft, config.actor
-    tokenizer, train, held_out = read_demonstrations(config)
+    tokenizer, train, held_out = read_demonstrations(config, world)
     rows = DemonstrationStream(
         train,
         batch_size=section.batch_size,
@@ -92,9 +92,12 @@ def build_sft(config: Config, context: RunContext) -> SFTTrainer:
 
 
 def read_demonstrations(
-    config: Config,
+    config: Config, world: World | None = None
 ) -> tuple[Tokenizer, DemonstrationSource, DemonstrationSource | None]:
-    """Loads the tokenizer, the training rows and the held-out rows. May raise UserError."""
+    """Loads the tokenizer, the training rows and the held-out rows. May raise UserError.
+
+    A collective if ``world`` has several ranks: each of them tokenizes a share.
+    """
     data, tokenizer = config.data, build_tokenizer(config)
     load = partial(
         DemonstrationSource,
@@ -106,6 +109,7 @@ def read_demonstrations(
         learn=config.sft.learn,
         max_tokens=config.sft.max_tokens,
         max_tokens_key="sft.max_tokens",
+        world=world,
     )
     assert data.path is not None, "checked by config/checks/data.py"
     train = load(data.path, split=data.split, max_samples=data.max_samples, key="data.path")
@@ -117,7 +121,7 @@ def read_demonstrations(
 def check_demonstrations(config: Config, world: World, *, prepared: bool) -> None:
     """Raises UserError for mistakes in the data, unless `prepare` has yet to create it."""
     if prepared:
-        read_demonstrations(config)
+        read_demonstrations(config, world)
 
 
 def build_actor(config: Config, context: RunContext, needs: Needs, steps: int) -> HybridActor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
@@ -24,10 +24,14 @@ from ppo_ds.data.messages import (
 from ppo_ds.data.order import Passes
 from ppo_ds.data.prompts import collate_prompts
 from ppo_ds.data.rows import load_rows, map_rows
-from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters, tokenizer_chunks
+from ppo_ds.data.sharing import on_all, refuse_different, tokenize_rows
+from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.types import Prompts, Row, Sequences
+
+if TYPE_CHECKING:
+    from ppo_ds.distributed.world import World
 
 # Columns of the answer to "prompt"; the first one that a row has is used.
 ANSWER_COLUMNS = ("response", "answer", "completion", "chosen")
@@ -91,7 +95,7 @@ class _Piece(NamedTuple):
 
 
 class DemonstrationSource:
-    """Holds the token ids of texts and demonstrations, encoded once and identically on every rank.
+    """Holds the token ids of texts and demonstrations, the same on every rank.
 
     In a text, all tokens but the first are learned, and an end token is appended. In a demonstration,
     ``learn`` selects the last answer, every assistant turn, or all tokens but the first; end tokens are
@@ -118,24 +122,31 @@ class DemonstrationSource:
         max_tokens: int = 512,
         key: str = "data.ptx_path",
         max_tokens_key: str = "data.ptx_max_tokens",
+        world: World | None = None,
     ):
         """Reads and encodes the data set.
 
-        For ``revision``, ``apply_chat_template``, ``system`` and ``max_samples`` see PromptSource.
+        For ``revision``, ``apply_chat_template``, ``system``, ``max_samples`` and ``world`` see PromptSource.
         ``prompt_column`` is the column of the prompt of a row with a separate answer; None: "prompt". ``key``
         and ``max_tokens_key`` are the config keys of ``path`` and ``max_tokens``, for error messages.
         """
         self.path, self.key, self.max_tokens_key, self.learn = path, key, max_tokens_key, learn
         self._tokenizer = tokenizer
         self._format = prompt_format(tokenizer, prompt_column or "prompt", apply_chat_template, system, key)
-        self._rows = load_rows(path, split=split, revision=revision, max_rows=max_samples, key=key)
-        demonstrations = map_rows(self._rows, self._parse)
+        self._rows = load_rows(
+            path, split=split, revision=revision, max_rows=max_samples, key=key, world=world
+        )
+        demonstrations = on_all(world, lambda: map_rows(self._rows, self._parse))
+        refuse_different(world, demonstrations, f"{key}={path}")
         self._kept = array("I")  # the index of each kept row
         self._ids = TokenRows()  # token ids of the kept rows
         self._learned = TokenRows("B")  # 1 for each learned token of the kept rows
         self.has_chats = any(isinstance(prompt, list) for prompt, _ in demonstrations)
         self.report = {"rows": len(demonstrations), "truncated": 0, "dropped": 0}
-        for i, (ids, learned) in enumerate(self.tokenize(demonstrations)):
+        sizes = [len(answer) + num_characters(prompt or "") for prompt, answer in demonstrations]
+        encoded = tokenize_rows(world, sizes, lambda part: self._tokenize(demonstrations, part))
+        for i, row in enumerate(encoded):
+            ids, learned = row[: len(row) // 2], row[len(row) // 2 :]
             if not any(learned[:max_tokens]):
                 self.report["dropped"] += 1
                 continue
@@ -152,25 +163,25 @@ class DemonstrationSource:
     def _parse(self, row: Row) -> Demonstration:
         return parse_demonstration(row, self._format, self.learn)
 
-    def tokenize(self, demonstrations: Sequence[Demonstration]) -> Iterator[tuple[list[int], list[bool]]]:
-        """Yields each row's ids, which end with the last learned token, and which of them are learned."""
-        sizes = [len(answer) + num_characters(prompt or "") for prompt, answer in demonstrations]
-        for part in tokenizer_chunks(sizes):
-            rows = [self.pieces(*demonstrations[i], i) for i in range(part.start, part.stop)]
-            pieces = [piece for row in rows for piece in row]
-            encoded = iter(
-                encode_texts(
-                    self._tokenizer,
-                    [piece.text for piece in pieces],
-                    [piece.special_tokens for piece in pieces],
-                )
+    def _tokenize(self, demonstrations: Sequence[Demonstration], part: slice) -> Iterator[list[int]]:
+        """Yields for each row of a slice its ids, followed by 1 for each learned token and 0 for the others.
+
+        The ids end with the last learned token.
+        """
+        rows = [self.pieces(*demonstrations[i], i) for i in range(part.start, part.stop)]
+        pieces = [piece for row in rows for piece in row]
+        encoded = iter(
+            encode_texts(
+                self._tokenizer, [piece.text for piece in pieces], [piece.special_tokens for piece in pieces]
             )
-            for i, row in enumerate(rows, start=part.start):
-                tokens = [(next(encoded), piece.learned) for piece in row]
-                prompt = demonstrations[i][0]
-                if prompt is not None and not tokens[0][0]:
-                    raise UserError(f"{self._rows.location(i)}: the prompt has no tokens")
-                yield self.join(tokens, isinstance(prompt, list))
+        )
+        for i, row in enumerate(rows, start=part.start):
+            tokens = [(next(encoded), piece.learned) for piece in row]
+            prompt = demonstrations[i][0]
+            if prompt is not None and not tokens[0][0]:
+                raise UserError(f"{self._rows.location(i)}: the prompt has no tokens")
+            ids, learned = self.join(tokens, isinstance(prompt, list))
+            yield [*ids, *learned]
 
     def pieces(self, prompt: Prompt | None, answer: str, row: int) -> list[_Piece]:
         """Divides the text of a row into pieces that are learned or not learned as a whole."""

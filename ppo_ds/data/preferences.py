@@ -14,7 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 
@@ -30,10 +30,14 @@ from ppo_ds.data.messages import (
 )
 from ppo_ds.data.order import Passes
 from ppo_ds.data.rows import load_rows, map_rows
-from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters, tokenizer_chunks
+from ppo_ds.data.sharing import on_all, refuse_different, tokenize_rows
+from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer, join_texts
 from ppo_ds.types import PreferencePairs, Row
+
+if TYPE_CHECKING:
+    from ppo_ds.distributed.world import World
 
 PROMPT_COLUMNS = ("prompt", "context")  # the first one that a row has is used
 RANKED_COLUMNS = ("completions", "responses")  # columns of several answers
@@ -165,7 +169,7 @@ def _as_chat(prompt: str | list) -> list[Message]:
 
 
 class PreferenceSource:
-    """Holds the token ids of preference pairs, encoded once and identically on every rank.
+    """Holds the token ids of preference pairs, the same on every rank.
 
     A prompt and an answer that are texts are joined by one space, unless either has white space there, and
     encoded with the special tokens that the tokenizer adds by default. Chats are rendered by the chat
@@ -194,18 +198,25 @@ class PreferenceSource:
         max_samples: int | None = None,
         max_tokens: int = 1024,
         key: str = "data.path",
+        world: World | None = None,
     ):
         """Reads and encodes the data set; see PromptSource. ``key`` is the config key of ``path``."""
         self.path, self.key, self._tokenizer = path, key, tokenizer
         format = prompt_format(tokenizer, prompt_column, bool(apply_chat_template), system, key)
-        self._file_rows = load_rows(path, split=split, revision=revision, max_rows=max_samples, key=key)
-        parsed = map_rows(self._file_rows, lambda row: parse_preferences(row, format))
+        self._file_rows = load_rows(
+            path, split=split, revision=revision, max_rows=max_samples, key=key, world=world
+        )
+        parsed = on_all(world, lambda: map_rows(self._file_rows, lambda row: parse_preferences(row, format)))
+        refuse_different(world, parsed, f"{key}={path}")
         self.template: Template = self._check_template(parsed)
         self._ids = TokenRows()  # pair i: the preferred text at 2 i, the rejected one at 2 i + 1
         self._margins, self.subsets = array("d"), list[str | None]()
         self._group_ends = array("L")  # for each row with pairs, the index after its last pair
         counts = Counter(rows=len(parsed), tied=sum(row.tied for row in parsed))
-        for row, ids in zip(parsed, self._tokenize(parsed), strict=True):
+        sizes = [sum(map(num_characters, row.texts)) for row in parsed]
+        encoded = tokenize_rows(world, sizes, lambda part: self._tokenize(parsed, part))
+        for row in parsed:
+            ids = [next(encoded) for _ in row.texts]
             for chosen, rejected in row.pairs:
                 counts["pairs"] += 1
                 if ids[chosen] == ids[rejected]:
@@ -241,21 +252,17 @@ class PreferenceSource:
             )
         return next(iter(kinds), "text")
 
-    def _tokenize(self, parsed: list[ParsedRow]) -> Iterator[list[list[int]]]:
-        """Yields the token ids of the texts of each row."""
-        for part in tokenizer_chunks([sum(map(num_characters, row.texts)) for row in parsed]):
-            texts = [
-                self._render(text, number)
-                for number, row in enumerate(parsed[part], start=part.start)
-                for text in row.texts
-            ]
-            # a chat template writes the special tokens itself
-            encoded = iter(encode_texts(self._tokenizer, texts, [self.template == "text"] * len(texts)))
-            for number, row in enumerate(parsed[part], start=part.start):
-                ids = [next(encoded) for _ in row.texts]
-                if not all(ids):
-                    raise UserError(f"{self._file_rows.location(number)}: a text has no tokens")
-                yield ids
+    def _tokenize(self, parsed: list[ParsedRow], part: slice) -> Iterator[list[int]]:
+        """Yields the token ids of each text of the rows of a slice."""
+        numbers = [number for number in range(part.start, part.stop) for _ in parsed[number].texts]
+        texts = [text for row in parsed[part] for text in row.texts]
+        rendered = [self._render(text, number) for text, number in zip(texts, numbers, strict=True)]
+        # a chat template writes the special tokens itself
+        encoded = encode_texts(self._tokenizer, rendered, [self.template == "text"] * len(texts))
+        for ids, number in zip(encoded, numbers, strict=True):
+            if not ids:
+                raise UserError(f"{self._file_rows.location(number)}: a text has no tokens")
+            yield ids
 
     def _render(self, text: Prompt, number: int) -> str:
         if isinstance(text, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -13,10 +13,14 @@ from torch import Tensor
 from ppo_ds.data.messages import Prompt, parse_max_new_tokens, parse_prompt, prompt_format
 from ppo_ds.data.order import Order, Passes
 from ppo_ds.data.rows import load_rows, map_rows
-from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters, tokenizer_chunks
+from ppo_ds.data.sharing import on_all, refuse_different, tokenize_rows
+from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.types import Prompts, Row
+
+if TYPE_CHECKING:
+    from ppo_ds.distributed.world import World
 
 ID_COLUMN = "id"
 # the keys of ``PromptSource.report``
@@ -30,7 +34,7 @@ class _ParsedRow(NamedTuple):
 
 
 class PromptSource:
-    """Holds the prompts of a data set, checked and tokenized once and identically on every rank.
+    """Holds the prompts of a data set, checked and tokenized, identically on every rank.
 
     Chats are rendered by the tokenizer's chat template. By default, text prompts are rendered too if the
     tokenizer has a template, because a chat model is not trained on bare text. A prompt of more than
@@ -61,6 +65,7 @@ class PromptSource:
         max_prompt_tokens: The limit of prompt tokens.
         long_prompts: truncate_left or drop, for prompts beyond that limit.
         key: The path's key in the config, for error messages.
+        world: The ranks that share the tokenization, which is a collective; None: this process on its own.
     """
 
     def __init__(
@@ -78,20 +83,27 @@ class PromptSource:
         max_prompt_tokens: int = 512,
         long_prompts: str = "truncate_left",
         key: str = "data.path",
+        world: World | None = None,
     ):
         self.path, self.key = path, key
         self.pad_id, self._tokenizer = tokenizer.pad_id, tokenizer
         self._format = prompt_format(tokenizer, prompt_column, apply_chat_template, system, key)
-        self._rows = load_rows(path, split=split, revision=revision, max_rows=max_samples, key=key)
+        self._rows = load_rows(
+            path, split=split, revision=revision, max_rows=max_samples, key=key, world=world
+        )
         self._kept = array("I")  # the index of each kept prompt's row
         self._ids = TokenRows()  # token ids of the kept prompts
         self._limits = array("L")  # the limit of response tokens of each kept prompt
         # maps the roles of a chat, or () for a text, to the first kept prompt with these roles
         self._first_with_roles: dict[tuple[str, ...], int] = {}
-        parsed = map_rows(self._rows, self._parse)
+        parsed = on_all(world, lambda: map_rows(self._rows, self._parse))
+        refuse_different(world, parsed, f"{key}={path}")
+        prompts = [row.prompt for row in parsed]
         names = [row.name for row in parsed if row.name is not None]
         counts = Counter(rows=len(parsed), same_id=len(names) - len(set(names)))
-        for i, ids in self._tokenize([row.prompt for row in parsed]):
+        sizes = [num_characters(prompt) for prompt in prompts]
+        encoded = tokenize_rows(world, sizes, lambda part: self._tokenize(prompts, part))
+        for i, ids in enumerate(encoded):
             if len(ids) > max_prompt_tokens:
                 if long_prompts == "drop":
                     counts["dropped"] += 1
@@ -120,21 +132,20 @@ class PromptSource:
         name = None if row.get(ID_COLUMN) is None else str(row[ID_COLUMN])
         return _ParsedRow(prompt, parse_max_new_tokens(row), name)
 
-    def _tokenize(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, list[int]]]:
-        """Yields the index and the token ids of each prompt; chats are rendered chunk by chunk."""
-        for part in tokenizer_chunks([num_characters(prompt) for prompt in prompts]):
-            texts = []
-            for i, prompt in enumerate(prompts[part], start=part.start):
-                try:
-                    texts.append(prompt if isinstance(prompt, str) else self._tokenizer.render_chat(prompt))
-                except UserError as error:
-                    raise UserError(f"{self._rows.location(i)}: {error}") from error
-            # a chat template writes the special tokens itself
-            special = [isinstance(prompt, str) for prompt in prompts[part]]
-            for i, ids in enumerate(encode_texts(self._tokenizer, texts, special), start=part.start):
-                if not ids:
-                    raise UserError(f"{self._rows.location(i)}: the prompt has no tokens")
-                yield i, ids
+    def _tokenize(self, prompts: Sequence[Prompt], part: slice) -> Iterator[list[int]]:
+        """Yields the token ids of the prompts of a slice, after rendering the chats among them."""
+        texts = []
+        for i, prompt in enumerate(prompts[part], start=part.start):
+            try:
+                texts.append(prompt if isinstance(prompt, str) else self._tokenizer.render_chat(prompt))
+            except UserError as error:
+                raise UserError(f"{self._rows.location(i)}: {error}") from error
+        # a chat template writes the special tokens itself
+        special = [isinstance(prompt, str) for prompt in prompts[part]]
+        for i, ids in enumerate(encode_texts(self._tokenizer, texts, special), start=part.start):
+            if not ids:
+                raise UserError(f"{self._rows.location(i)}: the prompt has no tokens")
+            yield ids
 
     def __len__(self) -> int:
         return len(self._kept)

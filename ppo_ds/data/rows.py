@@ -20,14 +20,18 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 
+from ppo_ds.data.sharing import on_all, refuse_different
 from ppo_ds.errors import UserError
 from ppo_ds.types import Row
+
+if TYPE_CHECKING:
+    from ppo_ds.distributed.world import World
 
 _MAX_PROBLEMS = 5  # distinct problems in one error
 
@@ -97,21 +101,33 @@ def load_rows(
     revision: str | None = None,
     max_rows: int | None = None,
     key: str = "data.path",
+    world: World | None = None,
 ) -> Rows:
-    """Loads the first ``max_rows`` rows of a data set.
+    """Loads the first ``max_rows`` rows of a data set; a collective if ``world`` has several ranks.
 
     ``path`` is a local file, a local folder (all its data files in the order of their names), a Hub data set,
     to which ``split`` and ``revision`` apply, or a file of one, hf://datasets/OWNER/NAME/FILE, to which only
-    ``revision`` applies. ``key`` is the config key that error messages name.
+    ``revision`` applies. ``key`` is the config key that error messages name. On each node, a Hub data set is
+    downloaded by the first rank, and the other ranks read the files that this rank has written.
     """
-    try:
-        files = _data_files(Path(os.path.expanduser(path)), path, key)
-    except OSError as error:  # such as an unreadable folder or a name that is too long
-        raise UserError(f"{key}={path}: {error.strerror or _one_line(error)}") from error
-    parts = []
+    files = on_all(world, lambda: _data_files(path, key))
+    refuse_different(world, [files is None], f"{key}={path}")
     if files is None:
-        parts.append(_load_from_hub(path, split, revision, key).head(max_rows))
-    for file in files or ():
+        name = path if path.startswith("hf://") else f"{path}[{split}]"
+        table = _load_on_nodes(world, lambda: _load_from_hub(path, split, revision, key))
+        parts = [_Part(name, datasets.Dataset(datasets.table.InMemoryTable(table))).head(max_rows)]
+    else:
+        parts = on_all(world, lambda: _read_files(files, max_rows, key))
+    rows = Rows(parts)
+    if not len(rows):
+        raise UserError(f"{key}={path}: the data set is empty")
+    return rows
+
+
+def _read_files(files: list[Path], max_rows: int | None, key: str) -> list[_Part]:
+    """Reads the first ``max_rows`` rows of the files."""
+    parts: list[_Part] = []
+    for file in files:
         left = None if max_rows is None else max_rows - sum(len(part.rows) for part in parts)
         if left == 0:
             break
@@ -119,10 +135,7 @@ def load_rows(
             parts.append(_READERS[file.suffix](file, left).head(left))
         except OSError as error:
             raise UserError(f"{key}={file}: {error.strerror or _one_line(error)}") from error
-    rows = Rows(parts)
-    if not len(rows):
-        raise UserError(f"{key}={path}: the data set is empty")
-    return rows
+    return parts
 
 
 def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | None = None) -> list[T]:
@@ -149,8 +162,15 @@ def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | 
     raise UserError(*problems)
 
 
-def _data_files(local: Path, path: str, key: str) -> list[Path] | None:
+def _data_files(path: str, key: str) -> list[Path] | None:
     """Returns the data files of a local path, or None for a path that can only be a Hub name."""
+    try:
+        return _local_files(Path(os.path.expanduser(path)), path, key)
+    except OSError as error:  # such as an unreadable folder or a name that is too long
+        raise UserError(f"{key}={path}: {error.strerror or _one_line(error)}") from error
+
+
+def _local_files(local: Path, path: str, key: str) -> list[Path] | None:
     kinds = ", ".join(_READERS)
     if path.startswith("hf://"):
         if not _HUB_FILE.fullmatch(path):
@@ -177,17 +197,42 @@ def _data_files(local: Path, path: str, key: str) -> list[Path] | None:
     return None
 
 
-def _load_from_hub(path: str, split: str, revision: str | None, key: str) -> _Part:
-    """Loads a split or a file without its feature types, so that no image or sound is decoded or fetched."""
+def _load_on_nodes(world: World | None, load: Callable[[], datasets.Dataset]) -> pyarrow.Table:
+    """Returns the table that ``load`` returns, without its metadata, which may declare images or sounds.
+
+    ``load`` sends several requests to the Hub. Therefore only the first rank of each node calls it, and the
+    other ranks read the Arrow files that it has written to the cache of ``datasets``. If the split is only a
+    part of the files, as in train[:10%], all ranks call ``load``.
+    """
+    if world is None or world.size == 1:
+        return load().data.table.replace_schema_metadata(None)
+    dataset = world.on_all(load if world.is_first_on_node else lambda: None)
+    names = world.gather_objects(None if dataset is None else _whole_files(dataset))
+    if all(names[rank] for rank in range(world.size) if names[rank] is not None):
+        files = names[world.rank - world.local_rank] or ()
+        table = pyarrow.concat_tables(_memory_mapped(name) for name in files)
+    else:
+        table = world.on_all(lambda: load() if dataset is None else dataset).data.table
+    return table.replace_schema_metadata(None)
+
+
+def _whole_files(dataset: datasets.Dataset) -> list[str]:
+    """Returns the Arrow files of a data set, or an empty list if it does not consist of whole files."""
+    names = [file["filename"] for file in dataset.cache_files]
+    return names if sum(_memory_mapped(name).num_rows for name in names) == len(dataset) else []
+
+
+def _memory_mapped(name: str) -> pyarrow.Table:
+    return datasets.table.MemoryMappedTable.from_file(name).table
+
+
+def _load_from_hub(path: str, split: str, revision: str | None, key: str) -> datasets.Dataset:
+    """Loads a split or a file of a Hub data set."""
     file = _HUB_FILE.fullmatch(path)
     try:
         if file:
-            dataset = datasets.load_dataset(file[1], data_files=file[2], split="train", revision=revision)
-        else:
-            dataset = datasets.load_dataset(path, split=split, revision=revision)
-        table = dataset.data.table.replace_schema_metadata(None)
-        name = path if file else f"{path}[{split}]"
-        return _Part(name, datasets.Dataset(datasets.table.InMemoryTable(table)))
+            return datasets.load_dataset(file[1], data_files=file[2], split="train", revision=revision)
+        return datasets.load_dataset(path, split=split, revision=revision)
     except ValueError as error:
         # an unknown split, or a data set with several configurations: the message lists the valid names
         raise UserError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Self
 
 from ppo_ds.data.messages import Prompt
 from ppo_ds.models.tokenizer import Tokenizer
@@ -21,18 +22,25 @@ class TokenRows:
     """
 
     def __init__(self, typecode: str = "I") -> None:
-        self._ids = array(typecode)
+        self.ids = array(typecode)  # of all rows
         self._starts = array("L", [0])  # where each row begins; the last entry is the end of the last row
 
+    @classmethod
+    def from_lengths(cls, ids: array[int], lengths: Iterable[int]) -> Self:
+        """Divides the ids of all rows by the lengths of the rows."""
+        rows = cls(ids.typecode)
+        rows.ids, rows._starts = ids, array("L", accumulate(lengths, initial=0))
+        return rows
+
     def append(self, ids: Sequence[int]) -> None:
-        self._ids.extend(ids)
-        self._starts.append(len(self._ids))
+        self.ids.extend(array(self.ids.typecode, ids))
+        self._starts.append(len(self.ids))
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def __getitem__(self, i: int) -> array[int]:
-        return self._ids[self._starts[i] : self._starts[i + 1]]
+        return self.ids[self._starts[i] : self._starts[i + 1]]
 
     def __iter__(self) -> Iterator[array[int]]:
         return (self[i] for i in range(len(self)))
@@ -40,7 +48,12 @@ class TokenRows:
     @property
     def longest(self) -> int:
         """The number of tokens of the longest row."""
-        return max(end - start for start, end in pairwise(self._starts))
+        return max(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each row."""
+        return [end - start for start, end in pairwise(self._starts)]
 
 
 def num_characters(prompt: Prompt) -> int:
@@ -48,15 +61,18 @@ def num_characters(prompt: Prompt) -> int:
     return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
 
 
-def tokenizer_chunks(sizes: Sequence[int]) -> Iterator[slice]:
-    """Yields slices of one or more texts to tokenize together; ``sizes`` are their numbers of characters."""
+def tokenizer_chunks(sizes: Sequence[int], first: int = 0) -> Iterator[slice]:
+    """Yields slices of one or more texts to tokenize together.
+
+    ``sizes`` are the numbers of characters of the texts, and ``first`` is the index of the first of them.
+    """
     start = total = 0
     for i, size in enumerate(sizes):
         if i > start and (i - start == CHUNK_ROWS or total + size > CHUNK_CHARACTERS):
-            yield slice(start, i)
+            yield slice(first + start, first + i)
             start, total = i, 0
         total += size
-    yield slice(start, len(sizes))
+    yield slice(first + start, first + len(sizes))
 
 
 def encode_texts(

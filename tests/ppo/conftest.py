@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
 from tests.ppo.algo_cases import make_experience
 from tests.support.threads import run_threads
@@ -20,9 +21,9 @@ class ThreadWorld:
     device = torch.device("cpu")
     waiting = SimpleNamespace(take=lambda: 0.0)
 
-    def __init__(self, rank, size, barrier, shares):
-        self.rank, self.size, self.local_rank = rank, size, rank
-        self.is_main = rank == 0
+    def __init__(self, rank, size, barrier, shares, nodes=1):
+        self.rank, self.size, self.local_rank = rank, size, rank % (size // nodes)
+        self.is_main, self.is_first_on_node = rank == 0, self.local_rank == 0
         self._barrier, self._shares = barrier, shares
 
     def gather_objects(self, item):
@@ -54,11 +55,27 @@ class ThreadWorld:
     def barrier(self):
         self.gather_objects(None)
 
+    def on_all(self, action):
+        result, problems = None, []
+        try:
+            result = action()
+        except UserError as error:
+            problems = error.problems
+        for found in self.gather_objects(problems):
+            if found:
+                raise UserError(*found)
+        return result
 
-def run_ranks(size, work):
+    def on_first_of_node(self, action):
+        first = self.is_first_on_node
+        result = self.on_all(action if first else lambda: None)
+        return self.on_all((lambda: result) if first else action)
+
+
+def run_ranks(size, work, nodes=1):
     """Runs work(world) on each rank and returns the results."""
     barrier, shares = threading.Barrier(size, timeout=300), [None] * size
-    return run_threads(size, lambda rank: work(ThreadWorld(rank, size, barrier, shares)), barrier)
+    return run_threads(size, lambda rank: work(ThreadWorld(rank, size, barrier, shares, nodes)), barrier)
 
 
 @pytest.fixture

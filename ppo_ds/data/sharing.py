@@ -1,0 +1,107 @@
+"""Divides the reading and the tokenization of a data set among the ranks.
+
+Every rank reads all rows, because a reward may ask for any of them, but tokenizes only a share and gets the
+other token ids from the other ranks. So no cache is needed, which could be stale or written by another user.
+Texts are encoded one by one: the ids are the same on any number of ranks.
+
+All functions are collectives if ``world`` has several ranks. None stands for a process on its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from ppo_ds.data.token_rows import TokenRows, tokenizer_chunks
+from ppo_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from ppo_ds.distributed.world import World
+
+T = TypeVar("T")
+# Token ids, of all ranks together, that one collective exchanges; they take 4 bytes each.
+EXCHANGED_IDS = 2**24
+
+
+def on_all(world: World | None, action: Callable[[], T]) -> T:
+    """Runs ``action`` on every rank; if it raises UserError on one of them, every rank raises it."""
+    return action() if world is None or world.size == 1 else world.on_all(action)
+
+
+def refuse_different(world: World | None, items: Iterable[object], source: str) -> None:
+    """Raises UserError unless all ranks read the same ``items``; ``source`` is KEY=PATH for the error."""
+    if world is None or world.size == 1:
+        return
+    digest = hashlib.blake2b()
+    for item in items:
+        digest.update(repr(item).encode(errors="surrogatepass"))
+    digests = world.gather_objects(digest.hexdigest())
+    other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+    if other is not None:
+        raise UserError(
+            f"{source}: ranks 0 and {other} read different data from it; give every node the same files, or "
+            "use a file system that all nodes share"
+        )
+
+
+def tokenize_rows(
+    world: World | None, sizes: Sequence[int], tokenize: Callable[[slice], Iterable[Sequence[int]]]
+) -> Iterator[Sequence[int]]:
+    """Yields the token ids of all rows, of which each rank tokenizes a share.
+
+    Args:
+        world: The ranks that share the work.
+        sizes: The number of characters of each row.
+        tokenize: Returns the token ids of the rows of a slice, one sequence or more for each row. It may
+            raise UserError.
+    """
+    alone = world is None or world.size == 1
+    share = slice(0, len(sizes)) if alone else shares(sizes, world.size)[world.rank]
+    encoded = chain.from_iterable(map(tokenize, tokenizer_chunks(sizes[share], share.start)))
+    if alone:
+        yield from encoded
+        return
+
+    def encode_share() -> TokenRows:
+        rows = TokenRows()
+        for ids in encoded:
+            rows.append(ids)
+        return rows
+
+    own = world.on_all(encode_share)
+    yield from TokenRows.from_lengths(
+        all_gather_array(world, own.ids), all_gather_array(world, array("I", own.lengths))
+    )
+
+
+def shares(sizes: Sequence[int], count: int) -> list[slice]:
+    """Divides rows into ``count`` slices with about the same number of characters; some may be empty."""
+    ends = list(accumulate(sizes))
+    total = ends[-1] if ends else 0
+    cuts = [0, *(bisect_right(ends, total * k / count) for k in range(1, count)), len(ends)]
+    return [slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+
+def all_gather_array(world: World, values: array[int]) -> array[int]:
+    """Concatenates the arrays (typecode I) of all ranks, in rank order."""
+    counts = world.gather_objects(len(values))
+    parts = [array("I") for _ in counts]
+    own = torch.frombuffer(values, dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32)
+    width = min(max(counts), max(1, EXCHANGED_IDS // world.size))
+    for start in range(0, max(counts), max(1, width)):
+        block = torch.zeros(width, dtype=torch.int32)
+        mine = own[start : start + width]
+        block[: len(mine)] = mine
+        blocks = world.concat(block).cpu().view(world.size, width)
+        for part, count, ids in zip(parts, counts, blocks, strict=True):
+            part.frombytes(ids[: max(0, count - start)].numpy().tobytes())
+    joined = array("I")
+    for part in parts:
+        joined.extend(part)
+    return joined
