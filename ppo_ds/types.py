@@ -148,7 +148,8 @@ def to_device(column: Tensor, device: torch.device) -> Tensor:
     the host.
     """
     if device.type == "cuda" and column.device.type == "cpu":
-        return column.pin_memory().to(device, non_blocking=True)
+        # torch cannot pin an expanded tensor: the pinned copy would have the same overlapping strides
+        return column.contiguous().pin_memory().to(device, non_blocking=True)
     return column.to(device)
 
 

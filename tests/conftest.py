@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
 # Folders whose session fixtures launch processes for the tests of several files.
-ONE_GROUP = {"invariant"}
+ONE_GROUP = {"gpu_sim", "invariant"}
 # The longest groups start first, so that no process is left with one of them at the end.
 LONGEST_FIRST = ("invariant", "faults", "integration", "engine")
 

@@ -1,0 +1,177 @@
+"""The PPO update and the making of experience, with a stub of the training engine.
+
+Each case runs with a number of micro-batches per optimizer step. Waits and blocking uploads must not depend
+on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ppo_ds.config.registry import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    LOSS_AGGREGATIONS,
+    POLICY_LOSSES,
+    resolve,
+)
+from ppo_ds.config.sections.algo import (
+    EntropyConfig,
+    GAEConfig,
+    PolicyConfig,
+    RewardShapingConfig,
+    RolloutISConfig,
+    ValueConfig,
+)
+from ppo_ds.engine.frozen import FrozenModel
+from ppo_ds.models.packed_attention import may_pack
+from ppo_ds.models.policy import Policy
+from ppo_ds.models.value import ScoreModel
+from ppo_ds.ppo.advantages import ScorePosition, Whitening, estimate_by_critic
+from ppo_ds.ppo.experience import ExperienceMaker
+from ppo_ds.ppo.learner import Learner
+from ppo_ds.ppo.losses import PolicyObjective, PtxObjective, ValueObjective
+from ppo_ds.ppo.reward_shaping import ScoreShaper
+from ppo_ds.rewards.pending import Pending
+from ppo_ds.training.health import Health
+from ppo_ds.types import Rollout, Scores, Sequences
+from tests.gpu_sim.cases import CASES as NAMES
+from tests.gpu_sim.drives.parts import Case, Engine, classifier, experience, language_model, one_rank, timer
+from tests.gpu_sim.fake_cuda import CUDA, FakeCuda
+
+STEPS = 2  # optimizer steps of an update
+WIDTH = 12  # tokens of a row, so that a budget of 2 * WIDTH makes micro-batches of two rows
+
+
+def policy_objective(kl: bool = True) -> PolicyObjective:
+    entry = POLICY_LOSSES["ppo"]
+    return PolicyObjective(
+        loss=resolve(entry),
+        sums_over_tokens=entry.sums_over_tokens,
+        clip=PolicyConfig(),
+        entropy=EntropyConfig(coef=0.01),
+        kl=resolve(KL_ESTIMATORS["k3"]) if kl else None,
+        aux_coef=0.0,
+        agg=resolve(LOSS_AGGREGATIONS["token_mean"]),
+        level="token",
+    )
+
+
+def value_objective() -> ValueObjective:
+    return ValueObjective(ValueConfig(), resolve(LOSS_AGGREGATIONS["token_mean"]))
+
+
+def texts() -> Iterator[Sequences]:
+    """Yields the PTX texts of one optimizer step after the other."""
+    rows = experience(4)
+    while True:
+        yield Sequences(rows.ids, rows.attention_mask, rows.response_mask)
+
+
+def update(device: FakeCuda, what: str, micros: int) -> None:
+    """Runs a whole update: STEPS optimizer steps of ``micros`` micro-batches, each of two rows."""
+    packed, dtype = what.startswith("packed"), "fp32" if what.endswith("fp32") else "bf16"
+    with one_rank(device) as world:
+        policy = Policy(language_model("qwen2", dtype), 0.7, value_head=what == "shared_trunk")
+        if what == "shared_trunk":
+            policy.value_head.to(CUDA)
+        actor = Engine(policy, world)
+        critic = Engine(ScoreModel(classifier("qwen2", dtype)), world)
+        if packed:
+            assert may_pack(policy.lm, "auto" if dtype == "bf16" else "packed", CUDA)
+            policy.packed = critic.module.packed = True
+        size = 2 * micros
+        rows = experience(size if what == "first_forward" else STEPS * size)
+        if what == "first_forward":
+            rows = replace(rows, logprobs=None, old_logprobs=None)
+        if what == "critic_free":
+            rows = replace(rows, values=None, returns=None, value_mask=None)
+        learner = Learner(
+            actor=actor,
+            critic=None if what in ("critic_free", "shared_trunk") else critic,
+            ema=None,
+            ema_decay=0.0,
+            policy=policy_objective(kl=what != "first_forward"),
+            value=value_objective(),
+            ptx=PtxObjective(0.1) if what == "ptx" else None,
+            ptx_texts=texts() if what == "ptx" else None,
+            whitening=Whitening(over="minibatch", unbiased=False, level="token"),
+            norm=7,
+            epochs=1,
+            minibatch_size=size,
+            token_budget=2 * WIDTH,
+            packed=packed,
+            target_kl=0.1 if what == "target_kl" else None,
+            world=world,
+            timer=timer,
+            health=Health(max_skips=1000),
+        )
+        with torch.no_grad():  # the first forward of a policy waits
+            policy(rows.ids, rows.attention_mask, rows.response_width)
+        device.report.clear()
+        learner(rows, 0.1, seed=0)
+        backwards = len(actor.backwards)
+        steps = sum(actor.backwards)
+    device.report.facts |= {"steps": steps, "backwards": backwards, "micro_batches": micros * steps}
+
+
+def make_experience(device: FakeCuda, forwards: int) -> None:
+    """Makes the experience of a rollout in ``forwards`` forwards of each model."""
+    rows = experience(2 * forwards)
+    count, width = len(rows), rows.response_width
+    rollout = Rollout(
+        rows.ids,
+        rows.attention_mask,
+        rows.response_mask,
+        finished=rows.finished,
+        limits=torch.full((count,), width),
+        logprobs=rows.decode_logprobs,
+        metadata=({},) * count,
+    )
+    scores = Scores(torch.zeros(count), torch.zeros(count, width), {})
+    gae = resolve(ADVANTAGE_ESTIMATORS["gae"])
+    position = ScorePosition("last_token", "trained")
+    with one_rank(device) as world:
+        policy = Policy(language_model("qwen2"), 0.7)
+        with torch.no_grad():
+            policy(rows.ids, rows.attention_mask, rows.response_width)
+        maker = ExperienceMaker(
+            actor=Engine(policy, world),
+            lagged=None,
+            reference=FrozenModel(policy, policy, CUDA),
+            critic=Engine(ScoreModel(classifier("qwen2")), world),
+            share_trunk=False,
+            compute_old_logprobs=True,
+            masked_stop_ids=(),
+            shaper=ScoreShaper(RewardShapingConfig(), world),
+            charged_kl=resolve(KL_ESTIMATORS["k1"]),
+            score_position=position,
+            estimate_advantages=partial(
+                estimate_by_critic, compute=gae, gae=GAEConfig(), score_position=position
+            ),
+            whitening=Whitening(over="batch", unbiased=False, level="token"),
+            group_size=1,
+            rollout_is=RolloutISConfig(kind="none"),
+            token_budget=2 * WIDTH,
+            packed=False,
+            world=world,
+            timer=timer,
+            check=lambda: None,
+        )
+        device.report.clear()
+        maker(rollout, Pending.of(scores), 0.1)
+    device.report.facts |= {"forwards": forwards}
+
+
+def case(name: str) -> Case:
+    what, number, _ = name.rsplit(" ", 2)
+    if what == "experience":
+        return partial(make_experience, forwards=int(number))
+    return partial(update, what=what, micros=int(number))
+
+
+CASES = {name: case(name) for name in NAMES["learner"]}

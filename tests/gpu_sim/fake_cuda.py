@@ -1,0 +1,273 @@
+"""A CUDA device that computes nothing, on the CPU build of torch: shapes, dtypes and devices only.
+
+Importing this module loads the stub of device.cpp, and therefore must happen before torch is imported.
+Inside ``fake_cuda()`` tensors on "cuda" are fake tensors, whereas tensors on the CPU stay real. The device
+records in a Report which operations mix devices, when the host waits for the device, which uploads block, and
+what of this happens inside a graph capture.
+
+It sees no kernels, streams, memory allocator, NCCL or numerics, and no DeepSpeed engine: drives use stubs
+with the interface of ``TrainedModel``. Waits inside the launch code of a kernel are recorded only for the
+operations that are listed below. What the host reads from the device is zeros, unless ``answer`` is set.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.gpu_sim import stub
+from tests.gpu_sim.report import Report
+
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSITY": "error"}
+stub.load()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
+
+CUDA = torch.device("cuda", 0)
+HERE = Path(__file__).parent
+aten = torch.ops.aten
+# Operations for which the host reads a number from the device: the size of their result or their result.
+READS = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim.default,
+    aten.equal.default,
+    aten.allclose.default,
+}
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+torch.set_num_threads(1)
+
+
+def place() -> str:
+    """Returns the innermost line on the stack in ppo_ds or transformers, or in a drive.
+
+    The stack of the backward pass has no such line, except where activations are recomputed.
+    """
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if "ppo_ds" in path.parts or "transformers" in path.parts or HERE / "drives" in path.parents:
+            short = path.parts[-3:] if "drives" not in path.parts else path.parts[-2:]
+            return f"{'/'.join(short)}:{frame.lineno} {(frame.line or '').strip()[:80]}"
+    return "the backward pass"
+
+
+class FakeCuda(TorchDispatchMode):
+    """The simulated device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.report = Report()
+        self.capturing = False  # whether a CUDA graph is being captured
+        # maps a tensor on the device to what the host reads: a CPU tensor of the same shape and dtype
+        self.answer: Callable[[Tensor], Tensor] = zeros_on_cpu
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_device = any(tensor.is_cuda for tensor in tensors)
+        target = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
+        if not on_device and target != "cuda":
+            return func(*args, **kwargs)
+        self.report.operations[str(func)] += 1
+        if func is aten._local_scalar_dense.default:
+            self.note_wait("a number is read")
+            return self.answer(args[0]).item()
+        if func is aten._to_copy.default and target == "cpu":
+            return self.to_host(args[0], kwargs)
+        if func is aten.copy_.default:
+            return self.copy(*args, **kwargs)
+        if func in READS:
+            return self.read(func, args)
+        if func in INDEXED:
+            args = (args[0], self.without_masks(func, args), *args[2:])
+        if func is aten._to_copy.default and not on_device:
+            self.note_upload(args[0], kwargs.get("non_blocking", False))
+        elif on_device and any(is_foreign(tensor) for tensor in tensors):
+            self.note_mix(func, tensors)
+            args, kwargs = tree_map_only(Tensor, self.on_device, (args, kwargs))
+        if "generator" in kwargs:  # the generators of the stub belong to the CPU
+            kwargs["generator"] = None
+        return self.run(func, *args, **kwargs)
+
+    def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes shape, dtype and device of the results."""
+        with self._fake:
+            return func(*args, **kwargs)
+
+    # -- what is recorded -------------------------------------------------------------------------------
+
+    def note(self, counter: Counter[str], what: str) -> None:
+        counter[f"{what} at {place()}"] += 1
+
+    def note_wait(self, what: str) -> None:
+        self.note(self.report.in_capture if self.capturing else self.report.waits, what)
+
+    def note_upload(self, source: Tensor, non_blocking: bool) -> None:
+        """Records a copy of a CPU tensor to the device.
+
+        It is asynchronous only from pinned memory. Inside a capture it is forbidden in any case: a replay
+        would read the host's memory again, which belongs to other tensors by then.
+        """
+        if source.numel() == 0:  # nothing is copied
+            return
+        what = f"an upload of {list(source.shape)}"
+        if self.capturing:
+            self.note(self.report.in_capture, what)
+        elif non_blocking and source.is_pinned():
+            self.note(self.report.pinned_uploads, what)
+        else:
+            self.note(self.report.blocking_uploads, what + ("" if non_blocking else " that waits"))
+
+    def note_mix(self, func: Any, tensors: list[Tensor]) -> None:
+        """Records an operation with CPU tensors among its operands, and those that are on the device."""
+        shapes = ", ".join(f"{list(tensor.shape)} on {tensor.device.type}" for tensor in tensors)
+        self.note(self.report.mixed, f"{func} of {shapes}")
+
+    # -- copies and reads -------------------------------------------------------------------------------
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """Copies a foreign tensor to the device, so that the drive goes on and finds later mistakes too."""
+        return self.run(aten._to_copy.default, tensor, device=CUDA) if is_foreign(tensor) else tensor
+
+    def to_host(self, source: Tensor, options: dict[str, Any]) -> Tensor:
+        """Copies to the CPU; torch copies to new pinned memory if the copy is asynchronous."""
+        if options.get("non_blocking"):
+            self.note(self.report.in_capture if self.capturing else self.report.downloads, "a download")
+        elif source.numel():
+            self.note_wait(f"a copy of {list(source.shape)} to the host")
+        return self.answer(source).to(options.get("dtype") or source.dtype)
+
+    def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        """Copies between existing tensors, of which at least one is on the device."""
+        if not target.is_cuda:
+            if non_blocking and target.is_pinned():
+                self.note(self.report.in_capture if self.capturing else self.report.downloads, "a download")
+            elif source.numel():
+                self.note_wait(f"a copy of {list(source.shape)} to the host")
+            return target.copy_(self.answer(source))
+        if not source.is_cuda:
+            self.note_upload(source, non_blocking)
+        return self.run(aten.copy_.default, target, source, non_blocking)
+
+    def read(self, func: Any, args: Any) -> Any:
+        """Runs an operation that waits for a number on the device. Masks count as all True."""
+        self.note_wait(f"{func}")
+        if func in (aten.equal.default, aten.allclose.default):
+            return True
+        if func is aten.nonzero.default:
+            return self.run(
+                aten.new_empty.default, args[0], [args[0].numel(), args[0].dim()], dtype=torch.long
+            )
+        if func is aten.masked_select.default:
+            return self.run(aten.new_empty.default, args[0], [args[0].numel()])
+        raise NotImplementedError(f"the size of the result of {func} depends on the device's data")
+
+    def without_masks(self, func: Any, args: Any) -> list[Tensor | None]:
+        """Replaces masks among the indices by the indices of all elements, for which the device is read.
+
+        A scalar is written to the elements of a mask without their indices.
+        """
+        indices: list[Tensor | None] = []
+        for index in args[1]:
+            if index is None or not index.is_cuda or index.dtype not in (torch.bool, torch.uint8):
+                indices.append(index)
+                continue
+            if func is aten.index.Tensor or args[2].numel() != 1:
+                self.note_wait("indexing by a mask")
+            elements = [index.numel()]
+            indices += [
+                self.run(aten.new_empty.default, index, elements, dtype=torch.long)
+                for _ in range(index.dim())
+            ]
+        return indices
+
+
+INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+
+
+def is_foreign(tensor: Tensor) -> bool:
+    """Returns whether the device cannot take this operand. It takes CPU scalars: torch passes the value."""
+    return not tensor.is_cuda and tensor.dim() > 0
+
+
+def zeros_on_cpu(source: Tensor) -> Tensor:
+    return torch.zeros(source.shape, dtype=source.dtype)
+
+
+class Event:
+    """Stands in for torch.cuda.Event."""
+
+    def __init__(self, device: FakeCuda, *args: Any, **kwargs: Any):
+        self._device = device
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self._device.note_wait("a wait for an event")
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1.0
+
+
+class Stream(Event):
+    """Stands in for torch.cuda.Stream."""
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event(self._device)
+
+
+@contextmanager
+def fake_cuda() -> Iterator[FakeCuda]:
+    """Simulates the device inside the block."""
+    device = FakeCuda()
+    replaced = {
+        "_lazy_init": lambda: None,
+        "synchronize": lambda device_index=None: device.note_wait("torch.cuda.synchronize"),
+        "Event": lambda *args, **kwargs: Event(device),
+        "Stream": lambda *args, **kwargs: Stream(device),
+        "current_stream": lambda device_index=None: Stream(device),
+        "stream": lambda stream: nullcontext(),
+        "set_stream": lambda stream: None,
+        "get_device_capability": lambda device_index=None: (9, 0),
+        "get_rng_state": lambda device_index=None: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device_index=None: None,
+        "empty_cache": lambda: None,
+        "current_device": lambda: 0,
+    }
+    # torch.tensor(..., device="cuda") then makes a CPU tensor and copies it, so that the copy is seen
+    lifted = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with (
+            mock.patch.multiple(torch.cuda, **replaced),
+            mock.patch.object(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()),
+            device,
+        ):
+            yield device
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lifted)
