@@ -43,7 +43,9 @@ def build_run(
     settings = resolved(config)
     # bound here to check the arguments, so that errors are reported before ranks are connected
     parts = {name: bind(settings[name], name) for name in OPEN_PARTS if settings.get(name) is not None}
-    world = connect(config.run.timeout_minutes, config.run.verbose, config.run.threads)
+    world = connect(
+        config.run.timeout_minutes, config.run.verbose, config.run.threads, config.run.deterministic
+    )
     store = RankStore()
     stop = StopRequest(world, config.run.max_minutes, store)
     if watchdog is not None:

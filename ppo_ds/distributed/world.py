@@ -68,6 +68,7 @@ class World:
     threads: Threads
     waiting: Waiting
     verbose: bool = False
+    deterministic: bool = False  # backward passes use deterministic algorithms of torch
 
     @property
     def is_main(self) -> bool:
@@ -256,11 +257,19 @@ def join_process_group(on_gpu: bool, timeout: timedelta) -> None:
     del store  # the process group now holds the store
 
 
-def connect(timeout_minutes: float, verbose: bool = False, threads: int | None = None) -> World:
+def connect(
+    timeout_minutes: float,
+    verbose: bool = False,
+    threads: int | None = None,
+    deterministic: bool = False,
+) -> World:
     """Joins the other ranks over NCCL on GPUs and over gloo on CPUs.
 
     The timeout of collectives is ``timeout_minutes`` + COLLECTIVE_MARGIN. ``threads`` is the number of
     threads per rank. If it is None, each rank uses its share of the cores (distributed/threads.py).
+
+    With ``deterministic``, cuBLAS gets workspaces of a fixed size before its first use, as torch demands for
+    deterministic algorithms (``torch.use_deterministic_algorithms``).
 
     DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang
     on a stale lock, and leak 66 MiB of /dev/shm per rank and run. gloo's results are bit-identical to theirs.
@@ -272,6 +281,8 @@ def connect(timeout_minutes: float, verbose: bool = False, threads: int | None =
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     os.environ.update(single_process_environment(os.environ))
     raise_open_files_limit(int(os.environ["WORLD_SIZE"]))
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -295,7 +306,7 @@ def connect(timeout_minutes: float, verbose: bool = False, threads: int | None =
     share_of_cores = share(rank, cores, threads, user_limit(os.environ))
     torch.set_num_threads(share_of_cores.each)
     os.environ["OMP_NUM_THREADS"] = str(share_of_cores.each)  # for subprocesses
-    return World(rank, size, local_rank, device, share_of_cores, Waiting(device), verbose)
+    return World(rank, size, local_rank, device, share_of_cores, Waiting(device), verbose, deterministic)
 
 
 def seed_everything(seed: int) -> None:

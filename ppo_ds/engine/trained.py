@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.distributed.world import World
+from ppo_ds.engine.determinism import deterministic_algorithms
 from ppo_ds.engine.gradients import local_squared_norm, loss_scale_can_decrease, skip_step
 
 
@@ -180,7 +181,8 @@ class TrainedModel:
         """Accumulates the gradient of a micro-batch, which may be the ``last`` one of the optimizer step."""
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss, scale_wrt_gas=False)
+        with deterministic_algorithms(self.world.deterministic):
+            self.engine.backward(loss, scale_wrt_gas=False)
 
     def local_squared_grad_norm(self) -> Tensor:
         """Returns this rank's part of the squared gradient norm before clipping: 0-dim, float64.

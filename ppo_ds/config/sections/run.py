@@ -47,6 +47,11 @@ class RunConfig(Section):
         None, description="Stops early at this step, with the schedules of the whole run."
     )
     max_minutes: Positive | None = Field(None, description="Saves a checkpoint and stops after this time.")
+    deterministic: bool = Field(
+        False,
+        description="Uses deterministic algorithms in backward passes on GPUs, which are slower; on a CPU "
+        "backward passes are deterministic without it.",
+    )
     threads: Count | None = Field(
         None, description="CPU threads of each rank; null: the machine's cores divided by its ranks."
     )
