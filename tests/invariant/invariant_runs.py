@@ -137,11 +137,12 @@ class Launches:
     def __getitem__(self, name: str) -> Run:
         return self.runs[name]
 
-    def launch(self, ranks: int, cases: list[Case], name: str | None = None) -> None:
+    def launch(self, ranks: int, cases: list[Case], name: str | None = None, function: str = "main") -> None:
+        """Runs ``function`` of the worker with ``cases``."""
         name = name or str(ranks)
         configured = [entry | {"config": merged(base(), entry["config"])} for entry in cases]
         (self.root / f"{name}.json").write_text(json.dumps(configured).replace(f"{ASSETS}/", f"{self.root}/"))
         self.server.check(
-            "tests.invariant.invariant_worker:main", ranks, str(self.root), name, limit=PATIENCE
+            f"tests.invariant.invariant_worker:{function}", ranks, str(self.root), name, limit=PATIENCE
         )
         self.runs |= {f"{name}/{entry['label']}": Run(self.root / name / entry["label"]) for entry in cases}

@@ -25,11 +25,13 @@ from ppo_ds.build.run import build_run
 from ppo_ds.config.validation import validated
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.ppo.batching import all_gather_rows
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.rewards.pending import Pending
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Experience, Metrics, Prompts, Rollout, Scores
 from tests.invariant.mistakes import made
+from tests.support.collectives import read_calls, record_collectives, unrecorded
 
 HANG = 300  # seconds after which a hanging case prints its stacks and exits
 Case = dict[str, Any]
@@ -37,30 +39,32 @@ Found = dict[str, Any]
 
 
 class Recorder:
-    """Records every rollout of one rank, for replay in other runs."""
+    """Records every rollout, with the rows of all ranks, for replay in other runs."""
 
     def __init__(self, trainer: PPOTrainer, file: Path):
-        self.generate, self.file = trainer.collect.generator, file
+        self.world, self.generate, self.file = trainer.context.world, trainer.collect.generator, file
         self.tensors: dict[str, Tensor] = {}
         self.calls = 0
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         rollout = self.generate(prompts, sampling)
-        self.tensors |= {f"{self.calls}/{name}": column for name, column in rollout.tensors().items()}
+        everything = all_gather_rows(rollout, self.world)
+        self.tensors |= {f"{self.calls}/{name}": column for name, column in everything.tensors().items()}
         self.calls += 1
-        save_file({name: x.contiguous() for name, x in self.tensors.items()}, self.file)
+        if self.world.is_main:
+            save_file({name: x.contiguous() for name, x in self.tensors.items()}, self.file)
         return rollout
 
 
 class Replayer:
     """Gives each rank its part of the recorded rollouts, cut to its own widths.
 
-    The prompts must be the recorded prompts.
+    The prompts must be the recorded prompts. The first ``calls`` rollouts are left out.
     """
 
-    def __init__(self, trainer: PPOTrainer, file: Path):
+    def __init__(self, trainer: PPOTrainer, file: Path, calls: int = 0):
         self.world, self.tensors = trainer.context.world, load_file(file)
-        self.calls = 0
+        self.calls = calls
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         columns = {
@@ -225,12 +229,15 @@ def rotary(trainer: PPOTrainer) -> Found:
     return {name: {"dtype": str(buffer.dtype), "values": buffer.tolist()} for name, buffer in buffers.items()}
 
 
-def set_generator(trainer: PPOTrainer, how: str, file: Path) -> list[dict[str, bool]]:
-    """Replaces the generator; returns the list to which a Disturber appends its observations."""
+def set_generator(trainer: PPOTrainer, how: str, file: Path, step: int) -> list[dict[str, bool]]:
+    """Replaces the generator of a run that has made ``step`` steps.
+
+    Returns the list to which a Disturber appends its observations.
+    """
     if how == "record":
         trainer.collect.generator = Recorder(trainer, file)
     elif how == "replay":
-        trainer.collect.generator = Replayer(trainer, file)
+        trainer.collect.generator = Replayer(trainer, file, calls=step)
     elif how == "disturb":
         disturber, sample = Disturber(trainer, file), trainer.collect
 
@@ -254,7 +261,8 @@ def run(case: Case, root: Path, out: Path) -> None:
     norms = {role: watch_steps(model) for role, model in trainer.models.items()}
     experiences = watch_experience(trainer)
     forwards, layer_runs = count_forwards(trainer), count_layer_runs(trainer)
-    found["seen"] = set_generator(trainer, case.get("generate", "replay"), root / "rollouts.safetensors")
+    rollouts, step = root / case.get("rollouts", "rollouts.safetensors"), training.saver.state.step
+    found["seen"] = set_generator(trainer, case.get("generate", "replay"), rollouts, step)
     with made(case.get("mistake")):
         found["reason"] = training.fit()
     found |= {
@@ -278,7 +286,21 @@ def run(case: Case, root: Path, out: Path) -> None:
         model.engine.destroy()
 
 
-def main() -> None:
+def record_and_run() -> None:
+    """Runs ``main`` and records the collectives of each rank in ``ROOT/NAME/rank<rank>.jsonl``."""
+    folder = Path(sys.argv[1]) / sys.argv[2]
+    folder.mkdir(exist_ok=True)
+    file = folder / f"rank{os.environ['RANK']}.jsonl"
+    record_collectives(file)
+    main(before_closing=lambda: check_complete(file))
+
+
+def check_complete(file: Path) -> None:
+    missing = unrecorded(read_calls(file))
+    assert not missing, f"collectives without a record, by ranks: {missing}"
+
+
+def main(before_closing: Callable[[], None] = lambda: None) -> None:
     root, name = Path(sys.argv[1]), sys.argv[2]
     for case in json.loads((root / f"{name}.json").read_text()):
         faulthandler.dump_traceback_later(HANG, exit=True)
@@ -288,5 +310,6 @@ def main() -> None:
         run(case, root, out)
         gc.collect()
         faulthandler.cancel_dump_traceback_later()
+    before_closing()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -182,6 +182,7 @@ def _import_once() -> None:
     launch.train.prepare_environment(verbose=False)
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    import ppo_ds.build.ppo  # noqa: F401
     import ppo_ds.build.run  # noqa: F401
 
 
