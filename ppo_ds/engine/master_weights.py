@@ -1,8 +1,9 @@
 """Access to the fp32 weights and AdamW moments of a DeepSpeed engine by parameter name, for every ZeRO stage.
 
-ZeRO keeps them in flat partitions whose layout depends on the stage and the number of ranks. This module gets
-and sets whole parameters, which depend on neither. Its collectives run per parameter, so that a rank holds at
-most one whole parameter in addition to its own partition.
+ZeRO keeps them in flat partitions whose layout depends on the stage and the number of ranks. This module
+gets whole parameters, which depend on neither, with one collective per parameter, so that a rank holds at
+most one whole parameter in addition to its own partition. It sets the elements of a parameter that are in
+this rank's partition, and states which elements these are, so that a rank reads nothing else.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
@@ -32,7 +31,7 @@ SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 class MasterWeights:
     """Gets and sets the trained parameters of ``model``. Frozen parameters are not included.
 
-    After the last ``set``, call ``refresh()``, which updates the module's weights.
+    After the last ``set_local``, call ``refresh()``, which updates the module's weights.
     """
 
     def __init__(self, model: TrainedModel):
@@ -51,8 +50,8 @@ class MasterWeights:
             self._whole = {name: master[id(parameter)] for name, parameter in self.parameters.items()}
         elif model.zero_stage == 0:
             self._whole = dict(self.parameters)
-        # torch creates the moments in the first step that is not skipped, but ``get`` and ``set`` may need
-        # them earlier
+        # torch creates the moments in the first step that is not skipped, but ``get`` and ``set_local`` may
+        # need them earlier
         fused = self._adamw.defaults["fused"]
         for flat in optimizer_shares(model):
             state = self._adamw.state[flat]
@@ -83,24 +82,27 @@ class MasterWeights:
             return safe_get_full_fp32_param(parameter)
         return safe_get_full_optimizer_state(parameter, part)
 
-    def set(self, name: str, part: str, value: Tensor) -> None:
-        """Sets this rank's share of ``part`` from ``value``, the whole tensor. Not a collective."""
+    def local_range(self, name: str) -> slice:
+        """Returns the elements of the flattened parameter that this rank keeps: all without ZeRO."""
+        return local_range(self.parameters[name], self._model.zero_stage, self._world.rank)
+
+    def set_local(self, name: str, part: str, values: Tensor) -> None:
+        """Sets the elements of ``part`` that this rank keeps, those of ``local_range``. Not a collective."""
         parameter = self.parameters[name]
         if self._whole is not None:
-            self._whole_part(name, part).copy_(value)
+            whole = self._whole_part(name, part)
+            whole.copy_(values.view_as(whole))
         elif self._stage3:
-            # ZeRO-3 cuts each parameter into equal shares and pads the last with zeros
-            flat, numel = value.flatten(), parameter.ds_tensor.numel()
-            padded = nn.functional.pad(flat, (0, numel * self._world.size - flat.numel()))
-            share = padded.narrow(0, numel * self._world.rank, numel)
+            padding = parameter.ds_tensor.numel() - values.numel()
+            share = nn.functional.pad(values, (0, padding)) if padding else values
             if part == WEIGHT:
                 safe_set_local_fp32_param(parameter, share)
             else:
                 safe_set_local_optimizer_state(parameter, share, part)
-        elif part == WEIGHT:
-            safe_set_full_fp32_param(parameter, value)
-        else:
-            safe_set_full_optimizer_state(parameter, value, part)
+        elif values.numel():
+            # like safe_set_full_fp32_param and safe_set_full_optimizer_state, which need the whole tensor
+            fragment = parameter._hp_mapping.get_hp_fragment(None if part == WEIGHT else part)
+            fragment.data.copy_(values)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -166,3 +168,21 @@ def optimizer_shares(model: TrainedModel) -> list[Tensor]:
     if model.zero_stage == 3:  # torch's optimizer holds them only during a step
         return list(model.engine.optimizer.fp32_partitioned_groups_flat)
     return [flat for group in model.engine.basic_optimizer.param_groups for flat in group["params"]]
+
+
+def local_range(parameter: nn.Parameter, zero_stage: int, rank: int) -> slice:
+    """Returns the elements of the flattened ``parameter`` that are in the partition of ``rank``.
+
+    For ZeRO 1 and 2, DeepSpeed has stored them in the parameter for the rank of this process.
+    """
+    if zero_stage == 0:
+        return slice(0, parameter.numel())
+    if zero_stage == 3:
+        # equal shares, the last of them padded; a small parameter has none on the last ranks
+        share, numel = parameter.ds_tensor.numel(), parameter.ds_numel
+        return slice(min(share * rank, numel), min(share * (rank + 1), numel))
+    mapping = parameter._hp_mapping  # None if the whole parameter is on other ranks
+    if mapping is None:
+        return slice(0, 0)
+    address = mapping.lp_fragment_address
+    return slice(address.start, address.start + address.numel)

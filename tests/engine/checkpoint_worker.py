@@ -26,10 +26,11 @@ from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.checkpoint.files import CheckpointError
 from ppo_ds.engine.checkpoint.state import consolidated, load_model, model_bytes, save_model
 from ppo_ds.engine.gather import GATHER_ELEMENTS
-from ppo_ds.engine.master_weights import MasterWeights
+from ppo_ds.engine.master_weights import PARTS, MasterWeights, optimizer_shares
 from ppo_ds.engine.trained import LRSchedule, StepInfo, TrainedModel
 from ppo_ds.engine.zero import deepspeed_config
 from tests.engine.rank_results import on_all_ranks
+from tests.engine.recorded_reads import recorded_reads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LIMIT = 100  # elements per chunk
@@ -119,8 +120,9 @@ def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
 
 def forget_moments(model: TrainedModel) -> None:
     masters = MasterWeights(model)
-    for name, parameter in masters.parameters.items():
-        masters.set(name, "exp_avg", torch.zeros(masters.shape(name), device=parameter.device))
+    for name in masters.parameters:
+        elements = masters.local_range(name)
+        masters.set_local(name, "exp_avg", torch.zeros(elements.stop - elements.start))
 
 
 def forget_steps(model: TrainedModel) -> None:
@@ -155,7 +157,8 @@ def exact(
     finished = consolidated(model)
 
     resumed = make(world, stage, dtype, seed=1, **kind)
-    load_model(resumed, directory)
+    with recorded_reads() as reads:
+        load_model(resumed, directory)
     loaded = consolidated(resumed)
     torch.set_rng_state(generator)
     if forget:
@@ -168,7 +171,16 @@ def exact(
         "steps": whole == rest,
         "weights": same(finished, consolidated(resumed)),
         "shards": len(list(directory.glob("shard-*"))),
+        "reads_its_share": 0 < reads.tensor_bytes <= share_bytes(resumed),
     }
+
+
+def share_bytes(model: TrainedModel) -> int:
+    """Returns the bytes of the elements that the optimizer of this rank updates, with their moments.
+
+    They include padding of less than one element for each parameter and rank.
+    """
+    return 4 * len(PARTS) * sum(share.numel() for share in optimizer_shares(model))
 
 
 def exact_cases(world: World, root: Path, full: bool) -> Iterator[Case]:

@@ -39,7 +39,7 @@ def assert_exact(cases: list[dict[str, Any]]) -> None:
     for case in cases:
         assert case["loaded"] and case["learned"], case
         assert case["steps"] and case["weights"], case
-        assert case["shards"] > 1, case
+        assert case["shards"] > 1 and case["reads_its_share"], case
 
 
 @pytest.fixture(scope="module")

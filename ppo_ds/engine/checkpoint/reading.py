@@ -28,8 +28,9 @@ def read_weights(module: nn.Module, checkpoint: Path, role: str, *, weight_copy:
         # engines cast all parameters, even those that a model would keep in fp32
         parameter.data = parameter.data.to(getattr(torch, index["dtype"]))
     shapes = {name: parameter.shape for name, parameter in trained.items()}
-    for name, _, value in read_shards(checkpoint / (weight_copy or role), shards, shapes, [WEIGHT]):
-        trained[name].copy_(value)
+    whole = {name: slice(0, parameter.numel()) for name, parameter in trained.items()}
+    for name, _, values in read_shards(checkpoint / (weight_copy or role), shards, shapes, whole, [WEIGHT]):
+        trained[name].copy_(values.view(shapes[name]))
     state = module.state_dict()
     for name, value in load_file(checkpoint / role / "buffers.safetensors").items():
         state[name].copy_(value)

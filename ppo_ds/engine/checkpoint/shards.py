@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.files import check_inside, on_all_ranks, raise_on_all_ranks, write_tensors
+from ppo_ds.engine.checkpoint.tensor_file import TensorFile
 from ppo_ds.engine.master_weights import WEIGHT, MasterWeights
 from ppo_ds.errors import UserError
 
@@ -107,29 +106,29 @@ def read_shards(
     directory: Path,
     shards: Mapping[str, str],
     shapes: Mapping[str, Sequence[int]],
+    ranges: Mapping[str, slice],
     parts: Sequence[str],
     *,
     key: str = "",
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields (parameter, part, tensor) for ``parts`` of the parameters in ``shapes``, one tensor at a time.
+    """Yields (parameter, part, values) for ``parts`` of the parameters in ``shapes``, one tensor at a time.
 
-    ``shards`` maps parameter names to file names. Raises UserError if a saved shape differs from ``shapes``;
-    the message starts with ``key``.
+    The values are the elements ``ranges[parameter]`` of the flattened tensor; nothing else is read.
+    ``shards`` maps parameter names to file names. Raises UserError, on every rank that reads the directory,
+    if a saved shape differs from ``shapes``; the message starts with ``key``.
     """
-    with ExitStack() as stack:
-        files = {
-            name: stack.enter_context(safe_open(directory / name, framework="pt"))
-            for name in sorted(set(shards.values()))
-        }
-        for name, shape in shapes.items():
-            file = files[shards[name]]
-            saved = file.get_slice(f"{WEIGHT}/{name}").get_shape()
-            if saved != list(shape):
-                raise _other_model(
-                    f"{key}{directory}", f"{name} is {saved} there and {list(shape)} here", [name]
-                )
-            for part in parts:
-                yield name, part, file.get_tensor(f"{part}/{name}")
+    names_of: dict[str, list[str]] = {}
+    for name in shapes:
+        names_of.setdefault(shards[name], []).append(name)
+    for file_name, names in names_of.items():
+        with TensorFile(directory / file_name) as file:
+            for name in names:
+                saved, shape = file.shape(f"{WEIGHT}/{name}"), list(shapes[name])
+                if saved != shape:
+                    difference = f"{name} is {saved} there and {shape} here"
+                    raise _other_model(f"{key}{directory}", difference, [name])
+                for part in parts:
+                    yield name, part, file.read(f"{part}/{name}", ranges[name])
 
 
 def _other_model(directory: str, difference: str, names: Collection[str]) -> UserError:

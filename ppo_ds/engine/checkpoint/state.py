@@ -80,7 +80,7 @@ def save_weight_copy(copy: WeightCopy, directory: Path) -> list[Path]:
 
 
 def load_model(model: TrainedModel, directory: Path) -> None:
-    """Restores a model. A collective; all ranks read the files.
+    """Restores a model. A collective; each rank reads only the elements that it keeps.
 
     The ZeRO stage and the number of ranks may differ from those of the run that saved it. Raises UserError on
     all ranks if the checkpoint contains another model or has other settings.
@@ -116,8 +116,9 @@ def _read_masters(
     masters: MasterWeights, shards: dict[str, str], directory: Path, parts: Sequence[str]
 ) -> None:
     shapes = {name: masters.shape(name) for name in masters.parameters}
-    for name, part, value in read_shards(directory, shards, shapes, parts, key=KEY):
-        masters.set(name, part, value)
+    ranges = {name: masters.local_range(name) for name in masters.parameters}
+    for name, part, values in read_shards(directory, shards, shapes, ranges, parts, key=KEY):
+        masters.set_local(name, part, values)
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
