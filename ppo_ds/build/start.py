@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from ppo_ds.config.schema import Config, main_model_path
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.errors import UserError
+from ppo_ds.storage.shared_directory import probe, sees_probe
 from ppo_ds.tracking.banner import Banner
 
 
@@ -32,6 +35,7 @@ def open_start(
     before the record is moved.
     """
     run_dir, resume = Path(config.run.dir or ""), config.run.resume
+    check_shared(run_dir, world)
     on_main(world, lambda: banner.note(*finish_move(run_dir)))
     restart = resume == "restart" and on_main(world, lambda: begins_anew(run_dir, settings))
     start = None if restart else find_start(resume, checkpoints)
@@ -56,6 +60,39 @@ def open_start(
             )
     on_main(world, lambda: banner.note(*open_run_directory(run_dir, settings, start, restart)))
     return start
+
+
+def check_shared(run_dir: Path, world: World) -> None:
+    """Raises UserError unless every rank sees what rank 0 writes to the run directory. A collective.
+
+    Otherwise the checkpoints would lack the files of other nodes, which only a resume would notice.
+    """
+    if world.size == 1:
+        return
+
+    def create() -> str:
+        try:
+            return stack.enter_context(probe(run_dir))
+        except OSError as error:
+            raise UserError(
+                f"run.dir={run_dir}: cannot be written: {error.strerror}; choose another run.dir"
+            ) from error
+
+    with ExitStack() as stack:
+        name = on_main(world, create)
+        seen = world.is_main or sees_probe(run_dir, name)
+        found = world.gather_objects((platform.node(), str(run_dir.absolute()), seen))
+    blind: dict[tuple[str, str], str] = {}  # one entry for all ranks of a node
+    for rank, (host, path, seen) in enumerate(found):
+        if not seen:
+            blind.setdefault((host, path), f"rank {rank} on {host} ({path})")
+    if blind:
+        listed = ", ".join([*blind.values()][:3]) + (f" and {len(blind) - 3} more" * (len(blind) > 3))
+        host, path, _ = found[0]
+        raise UserError(
+            f"run.dir={run_dir}: {listed} cannot see what rank 0 on {host} writes to {path}; choose a "
+            "directory on a file system that all nodes share"
+        )
 
 
 def check_new_inputs(config: Config, before: Settings | None, settings: Settings, world: World) -> None:
