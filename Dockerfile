@@ -27,12 +27,21 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
 
 WORKDIR /workspace
 
+# A command with a pipe fails if any part of it fails.
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+
 # The dependencies are installed first, with an empty package, so that a change of the code does not repeat
-# this layer. Only files whose hashes are in requirements.lock are installed; torch comes from the base image.
+# this layer. Only files whose hashes are in requirements.lock are installed. torch, torchvision, Triton,
+# NVIDIA's libraries and setuptools come from the base image. The build fails if the installation has changed
+# one of them, or if the requirements of torch, torchvision or ppo_ds are not met.
 COPY setup.cfg pyproject.toml requirements.lock LICENSE ./
 RUN mkdir ppo_ds && touch ppo_ds/__init__.py \
+    && given() { python -m pip list --format=freeze | grep -E '^(torch|triton|nvidia|cuda|setuptools)'; } \
+    && before="$(given)" \
     && python -m pip install --require-hashes --no-deps -r requirements.lock \
-    && python -m pip install --no-deps --no-build-isolation -e .
+    && python -m pip install --no-deps --no-build-isolation -e . \
+    && diff <(echo "$before") <(given) \
+    && { python -m pip check || true; } | { ! grep -E '^(torch|ppo.ds)'; }
 
 COPY . .
 
@@ -43,8 +52,12 @@ RUN useradd --uid 10001 --no-create-home ppo_ds \
     && chmod 1777 /cache \
     && chown ppo_ds /workspace/outputs
 ENV HOME=/cache USER=ppo_ds
-USER ppo_ds
+# a number, so that a cluster can check that it is not root's
+USER 10001
 
 VOLUME ["/cache", "/workspace/outputs"]
+# Unhealthy if a run in this container has not renewed the lock of its run directory for some minutes.
+HEALTHCHECK --interval=1m --timeout=30s --start-period=1m --retries=3 \
+    CMD ["python", "/workspace/launch/healthcheck.py"]
 ENTRYPOINT ["/workspace/launch/docker-entrypoint.sh"]
 CMD ["--help"]

@@ -2,7 +2,7 @@
 # make pipeline     the same with a learned reward: SFT, reward model, PPO
 # make test         the tests that are not marked slow or nightly; at most 12 minutes on two cores
 # make test-all     all tests that are not marked nightly; at most 45 minutes on two cores
-# make lint         style and types
+# make lint         style and types, the Dockerfile and the shell scripts
 #
 # Each target first creates .venv and installs into it. Only Python 3.11 to 3.13, git and make are needed.
 # PYTHON=...       the interpreter that creates .venv
@@ -48,10 +48,14 @@ test-all: $(STAMP)
 	$(FAST) $(ARGS) || [ $$? -eq 5 ]
 	$(VENV)/bin/python -m pytest -q -m "slow and not nightly" $(ARGS) || [ $$? -eq 5 ]
 
+SHELL_SCRIPTS = .ci/run $(wildcard launch/*.sh launch/cluster/*.sh launch/cluster/*.sbatch)
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m mypy
+	$(VENV)/bin/hadolint Dockerfile
+	$(VENV)/bin/shellcheck $(SHELL_SCRIPTS)
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@set -e; \

@@ -4,7 +4,7 @@
 # ends, the kernel kills all others. Therefore this script, the first process, passes the signal on to the
 # deepspeed command and the ranks, and waits until the last of them has ended.
 set -u
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 
 shm=$(df -k --output=size /dev/shm 2>/dev/null | tail -n 1)
 if [ "${shm:-0}" -lt 1048576 ]; then

@@ -437,7 +437,7 @@ ALLOWED = {
         "ppo_ds/distributed/child_groups.py",
         "subprocess",
     ): "a pipeline's stages: a list of arguments, no shell",
-    ("launch/planning.py", "subprocess"): "nvidia-smi, with a fixed list of arguments",
+    ("ppo_ds/distributed/gpus.py", "subprocess"): "nvidia-smi, with a fixed list of arguments",
     # passes on a permission from the command line or the config
     ("launch/export.py", "trust_remote_code=options.trust_remote_code"): "the command's own option",
     ("launch/replay.py", "trust_remote_code=options.trust_remote_code"): "the command's own option",
