@@ -1,8 +1,14 @@
-"""Checks a run before it starts: python launch/doctor.py +experiment=rlhf [KEY=VALUE ...] [--gpus 8] ...
+"""Checks a run before it starts: python launch/doctor.py +experiment=rlhf [KEY=VALUE ...] [--gpu h100] ...
 
 It takes the command line of launch/train.py, reports whether models, data and reward can be read, and
-estimates the memory of each phase. Models are read from their config.json files; no weights are loaded.
-Without --gpus and --gpu-mem it checks for this machine.
+estimates the memory and the time of each phase, and the hours of the run. Models are read from their
+config.json files; no weights are loaded. Without --gpu, --gpus and --gpu-mem it checks for this machine.
+
+    --gpu NAME        a row of ppo_ds/tools/doctor/gpus.py: h100, a100, rtx4090, ...; needed for the time
+    --gpus N          GPUs of the run; with --nodes, GPUs of each node
+    --nodes N         nodes; the default is as many as N GPUs need, 8 to a node
+    --gpu-mem GIB     memory of each GPU, instead of the table's (without --gpu: 80)
+    --assume NAME=VALUE ...   efficiencies and mean lengths, such as mfu=0.45 response=300
 
 Exit code 0: the run can start and fits; 1: it does not fit, or an input cannot be read; 2: the config is
 wrong.
@@ -10,6 +16,7 @@ wrong.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -22,40 +29,48 @@ from launch.cli import Parser, load_config  # noqa: E402
 from launch.train import complain, prepare_environment  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
 
-DEFAULT_GPU_MEM = 80.0  # GiB, if --gpus is given without --gpu-mem
-GIB = 2**30
-
 
 def main(argv: list[str]) -> int:
     try:
-        parser = Parser(prog="launch/doctor.py", add_help=False, allow_abbrev=False)
-        parser.add_argument("--gpus", type=int, help="on each node")
-        parser.add_argument("--gpu-mem", type=float, help="GiB of each GPU")
-        parser.add_argument("--nodes", type=int, default=1)
-        options, overrides = parser.parse_known_args(argv)
-        if {"--help", "-h"} & set(overrides):
-            print(f"{__doc__}\n{parser.format_usage()}\nIt also takes the arguments of launch/train.py:\n")
-        for name in ("gpus", "gpu_mem", "nodes"):
-            value = getattr(options, name)
-            if value is not None and value <= 0:
-                raise UserError(f"--{name.replace('_', '-')}={value:g}: must be above 0")
+        options, overrides = parse(argv)
         os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "5")
         prepare_environment(verbose=False)
-        from ppo_ds.tools.doctor.report import gpu_memory
+        # imported only now, because it imports torch, which reads the environment
+        from ppo_ds.tools.doctor.cluster import cluster_of
+        from ppo_ds.tools.doctor.rates import read_assumptions
 
-        gpus = gpu_memory()
-        per_node = options.gpus or len(gpus) or 1
-        config = load_config(overrides, world_size=per_node * options.nodes)
+        cluster = cluster_of(options.gpu, options.gpus, options.nodes, options.gpu_mem)
+        assumed = read_assumptions(options.assume, cluster.gpu_memory is not None)
+        config = load_config(overrides, world_size=cluster.ranks)
     except UserError as error:
         return complain(error)
     # imported only here, because it imports deepspeed and transformers, which takes seconds
     from ppo_ds.tools.doctor.diagnose import diagnose
 
-    if options.gpus is not None or options.gpu_mem is not None:
-        memory = int((options.gpu_mem or DEFAULT_GPU_MEM) * GIB)
-    else:
-        memory = min(gpus, default=None)
-    return 0 if diagnose(config, per_node, options.nodes, memory) else 1
+    return 0 if diagnose(config, cluster, assumed) else 1
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the doctor's own options, and the other arguments."""
+    parser = Parser(prog="launch/doctor.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu")
+    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--gpu-mem", type=float)
+    parser.add_argument("--nodes", type=int)
+    parser.add_argument("--assume", nargs="+", action="extend", default=[])
+    options, overrides = parser.parse_known_args(argv)
+    if {"--help", "-h"} & set(overrides):
+        print(f"{__doc__}\nIt also takes the arguments of launch/train.py:\n")
+    for name in ("gpus", "gpu_mem", "nodes"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name.replace('_', '-')}={value:g}: must be above 0")
+    # --assume takes all that follows it; keys with a dot and +experiment=... belong to the config
+    given, options.assume = options.assume, []
+    for setting in given:
+        of_config = "." in setting.partition("=")[0] or setting[0] in "+~"
+        (overrides if of_config else options.assume).append(setting)
+    return options, overrides
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from ppo_ds.config.sections.models import FrozenZeroConfig, LoraConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel, freeze
 from ppo_ds.engine.trained import LRSchedule
-from ppo_ds.engine.zero import deepspeed_config
+from ppo_ds.engine.zero import deepspeed_config, new_node_groups
 from ppo_ds.errors import UserError
 from ppo_ds.models.lora import adapter_parameters, add_adapters
 from ppo_ds.models.policy import sharded_loading
@@ -121,6 +121,7 @@ def load_module(load: Callable[[], nn.Module], engine_config: dict[str, Any] | N
     """Calls ``load``. Under ZeRO-3 each weight is sharded as it is read, so no rank holds a whole model."""
     if engine_config is None or engine_config["zero_optimization"]["stage"] < 3:
         return load()
+    new_node_groups()
     with sharded_loading(engine_config):
         return load()
 

@@ -89,6 +89,8 @@ class Estimate:
     host: int  # CPU memory for offloading, for runs on GPUs
     engines: dict[str, EngineMemory]
     generation: str  # how the weights are held for decoding
+    layerwise: bool = False  # each forward of generation gathers the weights layer by layer
+    moved: int = 0  # bytes of optimizer states that are in CPU memory during generation
 
     @property
     def peak(self) -> int:
@@ -260,9 +262,9 @@ class _Estimator(RunMemory):
         rest = sum(resident.values())
         phases = {"loading": self.loading()}
         phases |= {name: rest + more for name, more in self._scoring().items()}
-        generation, moved = self._generation(rest, phases)
+        generation, layerwise, moved = self._generation(rest, phases)
         phases |= {name: rest + more for name, more in self._updates().items()}
-        return Estimate(resident, phases, host + moved, self.engines, generation)
+        return Estimate(resident, phases, host + moved, self.engines, generation, layerwise, moved)
 
     # -- scoring -------------------------------------------------------------------------------------------
 
@@ -295,11 +297,11 @@ class _Estimator(RunMemory):
 
     # -- generation ----------------------------------------------------------------------------------------
 
-    def _generation(self, rest: int, phases: dict[str, int]) -> tuple[str, int]:
+    def _generation(self, rest: int, phases: dict[str, int]) -> tuple[str, bool, int]:
         """Adds the phases of generation to ``phases``.
 
-        Returns a description of how the weights are held, and the bytes of optimizer states that are
-        offloaded to CPU memory during generation.
+        Returns a description of how the weights are held, whether each forward gathers them layer by layer,
+        and the bytes of optimizer states that are offloaded to CPU memory during generation.
         """
         _, shape, each = self._role("actor")
         zero = self.config.actor.zero
@@ -346,7 +348,8 @@ class _Estimator(RunMemory):
         else:
             gathered, description = _gathered(shape, each, prefetch=True), "weights gathered layer by layer"
         phases["generate"] = rest - moved + gathered + decode
-        return description + ("; optimizer states offloaded" if plan.offload_states else ""), moved
+        description += "; optimizer states offloaded" if plan.offload_states else ""
+        return description, sharded and not plan.gather_once, moved
 
     # -- updates -------------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.utils import groups
+
 # largest number of ranks whose gradients are summed in 16 bits; not measured on GPUs
 RANKS_16_BIT_SUM = 64
 
@@ -66,3 +68,13 @@ def deepspeed_config(
         if ranks > RANKS_16_BIT_SUM:
             config["communication_data_type"] = "fp32"
     return merged(config, raw)
+
+
+def new_node_groups() -> None:
+    """Lets the next model that is sharded create its own groups of zero_hpz_partition_size ranks.
+
+    DeepSpeed 0.19.8 keeps these groups in a global variable, and ``zero.Init`` refuses to create them for a
+    second model, although it creates them for each model with this setting (partition_parameters.py). A model
+    that is already sharded holds its own reference to its groups.
+    """
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None

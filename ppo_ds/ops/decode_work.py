@@ -50,7 +50,7 @@ def decode_work(prompts: Sequence[int], responses: Sequence[int], slots: int) ->
         steps, width = live[0][0] - now, len(live)
         longest = max(offset for _, offset in live) + now
         row_steps += steps * width
-        contexts += width * (steps * longest + steps * (steps + 1) // 2)
+        contexts += width * (steps * longest + steps * (steps - 1) // 2)
         now = live[0][0]
         while live and live[0][0] == now:
             heapq.heappop(live)

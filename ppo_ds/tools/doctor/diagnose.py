@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from ppo_ds.build.banner import batch_equation
 from ppo_ds.build.memory_estimate import CONTEXT, Estimate, Hardware
 from ppo_ds.build.token_budgets import with_token_budgets
-from ppo_ds.config.schema import Config, main_model_path
+from ppo_ds.config.schema import Config, main_model_path, trained_models
 from ppo_ds.engine.memory_budget import GIB, format_bytes
+from ppo_ds.tools.doctor.cluster import Cluster
+from ppo_ds.tools.doctor.cpu_rates import cpu_device
 from ppo_ds.tools.doctor.finetune import batch_line, plan_finetuning
+from ppo_ds.tools.doctor.gpus import GPUS
 from ppo_ds.tools.doctor.plan import Plan
 from ppo_ds.tools.doctor.ppo import plan_ppo
+from ppo_ds.tools.doctor.rates import Assumptions, Machine
 from ppo_ds.tools.doctor.report import (
     Report,
     check_disk,
@@ -21,23 +27,16 @@ from ppo_ds.tools.doctor.report import (
     versions,
 )
 from ppo_ds.tools.doctor.suggest import format_settings, suggest_larger_budgets, suggest_reductions
+from ppo_ds.tools.doctor.time_report import time_report
 
 MAX_REDUCTIONS = 8  # maximum number of suggestions that are printed
 
 
-def diagnose(config: Config, per_node: int, nodes: int, gpu_memory: int | None) -> bool:
-    """Prints the diagnosis; returns whether the run can start and fits into memory.
-
-    Args:
-        per_node: Ranks on each node.
-        gpu_memory: Memory of a GPU in bytes; None if the run is on CPUs.
-    """
-    config = with_token_budgets(config)
-    hardware, report = Hardware(per_node * nodes, gpu_memory), Report()
-    device = f"GPU(s) of {format_bytes(gpu_memory)}" if gpu_memory is not None else "rank(s) on CPUs"
-    report.add(
-        "for", f"{hardware.ranks} {device}" + (f", {per_node} on each of {nodes} nodes" if nodes > 1 else "")
-    )
+def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
+    """Prints the diagnosis; returns whether the run can start and fits into memory."""
+    config, per_node = with_token_budgets(config), cluster.per_node
+    hardware, report = Hardware(cluster.ranks, cluster.gpu_memory), Report()
+    report.add("for", str(cluster))
     report.add("versions", versions())
     plan, found = None, None
     reason = "see the errors above"
@@ -60,7 +59,22 @@ def diagnose(config: Config, per_node: int, nodes: int, gpu_memory: int | None) 
     print(_table(found))
     print(f"work       up to {plan.flops / 1e12:,.3g} TFLOP per step over all ranks")
     fits = _print_fit(config, plan, hardware, per_node, found)
+    machine = _machine(config, plan, cluster, assumed)
+    if machine is None:
+        print(f"time       not estimated: name the GPU by --gpu; the table has {', '.join(GPUS)}")
+    else:
+        print(time_report(config, plan, machine, found))
     return fits and report.errors == 0
+
+
+def _machine(config: Config, plan: Plan, cluster: Cluster, assumed: Assumptions) -> Machine | None:
+    """Returns the machine whose time is estimated, or None if its GPU is unknown."""
+    on_gpu = cluster.gpu_memory is not None
+    tf32, device = on_gpu and torch.backends.cuda.matmul.allow_tf32, cluster.gpu
+    if not on_gpu:
+        dtype = str(next(iter(trained_models(config).values())).model.dtype)
+        device = cpu_device(plan.main, dtype, cluster.ranks, config.run.threads)
+    return device and Machine(device, assumed, cluster.ranks, cluster.per_node, on_gpu, tf32)
 
 
 def _table(found: Estimate) -> str:

@@ -12,6 +12,7 @@ from ppo_ds.ops.flops import causal_pairs, forward_flops
 from ppo_ds.tools.doctor.model_shapes import describe_shape
 from ppo_ds.tools.doctor.plan import STATE_BYTES, Plan
 from ppo_ds.tools.doctor.report import Report
+from ppo_ds.tools.doctor.step_time import FinetuneTime
 
 # stage -> functions that read the data (config) -> (tokenizer, training rows, held-out rows) and describe it
 READERS = {
@@ -56,6 +57,9 @@ def plan_finetuning(config: Config, hardware: Hardware, report: Report) -> Plan 
     forward = forward_flops(shape.size, rows * longest, rows * causal_pairs([longest]), rows * longest)
     return Plan(
         lambda changed: FinetuneMemory(changed, name, shape, hardware, longest, evaluated).estimate(),
+        lambda changed, machine, _: FinetuneTime(changed, machine, name, shape, rows, longest),
+        shape,
+        evaluated * batch.texts,
         forward * (4 if role.model.gradient_checkpointing else 3),
         STATE_BYTES * shape.trained + 4 * averaged * shape.trained,
         BYTES[str(role.model.dtype)] * shape.parameters * (1 + averaged),

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from ppo_ds.build.memory_estimate import Estimate
 from ppo_ds.config.schema import Config
+from ppo_ds.ops.memory import Shape
+from ppo_ds.tools.doctor.rates import Machine
+from ppo_ds.tools.doctor.step_time import StepTime
 
 STATE_BYTES = 12  # bytes per trained parameter in a checkpoint: an fp32 weight and two moments
 
@@ -16,6 +19,9 @@ class Plan:
     """Inputs of the diagnosis of a run whose models could be read."""
 
     estimate: Callable[[Config], Estimate]  # for this config, or for one with other memory settings
+    step_time: Callable[[Config, Machine, Estimate], StepTime]
+    main: Shape  # of the model whose sizes the rates of a CPU are measured with
+    evaluated: int  # prompts, rows or pairs of one evaluation
     flops: int  # of one step over all ranks
     checkpoint: int  # bytes of one checkpoint
     export: int  # bytes of the models that the run exports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from ppo_ds.build.data import (
@@ -23,17 +24,24 @@ from ppo_ds.tools.doctor.flops import step_flops
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.plan import STATE_BYTES, Plan
 from ppo_ds.tools.doctor.report import Report
+from ppo_ds.tools.doctor.step_time import PPOTime
+
+MEAN_OF = 1000  # prompts whose mean length is taken
 
 
 def plan_ppo(config: Config, hardware: Hardware, report: Report) -> Plan | None:
     """Checks the inputs and reads the shapes of all models; returns None if one of them cannot be read."""
-    tokenizer, longest = check_inputs(config, report)
-    models = plan_models(config, tokenizer, report)
+    inputs = check_inputs(config, report)
+    models = plan_models(config, inputs.tokenizer, report)
     if models is None:
         return None
     checkpoint, export = disk_bytes(config, models)
+    longest = inputs.longest or config.data.max_prompt_tokens
     return Plan(
         partial(estimate, models=models, hardware=hardware, longest_prompt=longest),
+        partial(PPOTime, models=models, prompt=inputs.mean or longest, longest=longest),
+        models.actor,
+        inputs.evaluated,
         step_flops(config, models, longest),
         checkpoint,
         export,
@@ -50,17 +58,23 @@ def disk_bytes(config: Config, models: Models) -> tuple[int, int]:
     return STATE_BYTES * trained + 4 * copies * actor.trained, export
 
 
-def check_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, int | None]:
-    """Checks tokenizer, data and reward.
+@dataclass(frozen=True)
+class CheckedInputs:
+    """The actor's tokenizer and the sizes of the data; None where they could not be read."""
 
-    Returns the actor's tokenizer and the number of tokens of the longest prompt. Either is None if it could
-    not be read.
-    """
+    tokenizer: Tokenizer | None
+    longest: int | None = None  # tokens of the longest prompt
+    mean: float | None = None  # tokens of a prompt on average
+    evaluated: int = 0  # prompts of an evaluation
+
+
+def check_inputs(config: Config, report: Report) -> CheckedInputs:
+    """Checks tokenizer, data and reward."""
     tokenizer = report.attempt(
         "tokenizer", lambda: build_tokenizer(config), lambda t: f"{t.vocab_size} tokens"
     )
     if tokenizer is None:
-        return None, None
+        return CheckedInputs(None)
 
     def describe_stops(ids: tuple[int, ...]) -> str:
         tokens = ", ".join(repr(tokenizer.decode([i], skip_special_tokens=False)) for i in ids)
@@ -85,7 +99,7 @@ def check_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, int 
     )
     reward = report.attempt("reward", lambda: bind(config.reward, "reward"), lambda _: None)
     if source is None or reward is None or report.errors > errors:
-        return tokenizer, source.longest if source else None
+        return CheckedInputs(tokenizer, source.longest if source else None)
     rollout = config.rollout
     stream = report.attempt(
         "data",
@@ -97,4 +111,7 @@ def check_inputs(config: Config, report: Report) -> tuple[Tokenizer | None, int 
     if stream is not None:
         inputs = Inputs(tokenizer, source, held_out, stream, ptx)
         report.attempt("reward", lambda: preflight(config, inputs), lambda _: "ok (weights are not checked)")
-    return tokenizer, max(s.longest for s in (source, held_out) if s is not None)
+    evaluated = 0 if held_out is None else min(len(held_out), config.eval.max_prompts or len(held_out))
+    first = source.batch(range(min(len(source), MEAN_OF)))
+    longest = max(s.longest for s in (source, held_out) if s is not None)
+    return CheckedInputs(tokenizer, longest, float(first.mask.sum()) / len(first), evaluated)

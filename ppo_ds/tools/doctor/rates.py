@@ -71,7 +71,7 @@ def read_assumptions(settings: Iterable[str], on_gpu: bool) -> Assumptions:
             value = float("nan")
         least, most = 0.0 if name == "overlap" else 1e-9, 1.0 if name in SHARES else 1e9
         if name not in NAMES:
-            problems.append(f"--assume {setting}: no such assumption; use one of {', '.join(NAMES)}")
+            problems.append(f"--assume {setting}: no such assumption; there are {', '.join(NAMES)}")
         elif not least <= value <= most:
             bound = "a number above 0" if most > 1 else "at most 1, and above 0" if least else "from 0 to 1"
             problems.append(f"--assume {setting}: must be {bound}")

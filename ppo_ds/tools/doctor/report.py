@@ -79,11 +79,6 @@ def versions() -> str:
     return ", ".join(parts)
 
 
-def gpu_memory() -> list[int]:
-    """Returns the memory of each GPU of this machine in bytes."""
-    return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-
-
 def host_memory() -> int:
     """Returns the CPU memory of this machine in bytes."""
     return psutil.virtual_memory().total
