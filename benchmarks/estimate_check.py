@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
@@ -99,12 +100,14 @@ class Estimator:
         report = Report()
         plan = plan_ppo(self.config, Hardware(1, None), report)
         assert plan is not None, report.lines
-        self.plan = plan
+        self.plan, self.threads = plan, args.threads
 
     def rates(self) -> Any:
         from ppo_ds.tools.doctor.cpu_rates import cpu_device
 
-        return cpu_device(self.plan.main, self.config.actor.model.dtype, 1, self.config.run.threads)
+        # with one thread, seconds of other programs are not counted, neither here nor in the run
+        clock = time.process_time if self.threads == 1 else None
+        return cpu_device(self.plan.main, self.config.actor.model.dtype, 1, self.threads, clock)
 
     def estimate(self, measured: list[Any]) -> Times:
         """Returns the estimate with the mean of measured rates."""

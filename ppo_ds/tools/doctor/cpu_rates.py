@@ -7,7 +7,7 @@ import os
 import torch
 
 from ppo_ds.distributed.threads import own_cores, share, user_limit
-from ppo_ds.engine.peak import bytes_per_s, gemm_flops_per_s
+from ppo_ds.engine.peak import Clock, bytes_per_s, gemm_flops_per_s
 from ppo_ds.ops.memory import Shape
 from ppo_ds.tools.doctor.gpus import Device
 
@@ -16,10 +16,12 @@ BUFFER = 2**26  # bytes of each of the two buffers that measure the memory
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def cpu_device(shape: Shape, dtype: str, ranks: int, threads: int | None) -> Device:
+def cpu_device(
+    shape: Shape, dtype: str, ranks: int, threads: int | None, clock: Clock | None = None
+) -> Device:
     """Measures matrix products of a model's sizes and the memory, with the threads of one of ``ranks`` ranks.
 
-    Takes about half a second. ``threads`` is run.threads. The links between ranks are taken to be a quarter
+    Takes about half a second. ``threads`` is run.threads; ``clock`` is time.perf_counter by default. The links between ranks are taken to be a quarter
     of the memory's bandwidth, which was not measured.
     """
     before = torch.get_num_threads()
@@ -27,8 +29,8 @@ def cpu_device(shape: Shape, dtype: str, ranks: int, threads: int | None) -> Dev
     try:
         cpu = torch.device("cpu")
         sizes = [(ROWS, shape.hidden, shape.inner), (ROWS, shape.inner, shape.hidden)]
-        flops = gemm_flops_per_s(cpu, DTYPES[dtype], sizes) / 1e12
-        memory = bytes_per_s(cpu, BUFFER) / 1e9
+        flops = gemm_flops_per_s(cpu, DTYPES[dtype], sizes, clock=clock) / 1e12
+        memory = bytes_per_s(cpu, BUFFER, clock=clock) / 1e9
     finally:
         torch.set_num_threads(before)
     link = memory / 4

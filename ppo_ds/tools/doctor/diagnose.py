@@ -58,6 +58,12 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
         return report.errors == 0
     print(_table(found))
     print(f"work       up to {plan.flops / 1e12:,.3g} TFLOP per step over all ranks")
+    if hardware.usable is not None and hardware.usable <= 0:
+        print(
+            f"too much   a GPU of {format_bytes(hardware.gpu_memory)} is smaller than the "
+            f"{format_bytes(CONTEXT)} that CUDA itself needs: nothing can run on it"
+        )
+        return False
     fits = _print_fit(config, plan, hardware, per_node, found)
     machine = _machine(config, plan, cluster, assumed)
     if machine is None:
@@ -104,12 +110,6 @@ def _table(found: Estimate) -> str:
 
 def _print_fit(config: Config, plan: Plan, hardware: Hardware, per_node: int, found: Estimate) -> bool:
     """Prints whether the estimate fits into memory, and config changes that help; returns whether it fits."""
-    if hardware.usable is not None and hardware.usable <= 0:
-        print(
-            f"too much   a GPU of {format_bytes(hardware.gpu_memory)} is smaller than the "
-            f"{format_bytes(CONTEXT)} that CUDA itself needs: nothing can run on it"
-        )
-        return False
     if hardware.usable is None:
         usable = host_memory() // per_node
         room = f"{format_bytes(usable)} per rank on this machine, without the imported libraries"

@@ -49,13 +49,13 @@ NAMES = tuple(each.name for each in fields(Assumptions))
 DESCRIPTIONS = {each.name: str(each.metadata["description"]) for each in fields(Assumptions)}
 # What differs on a CPU, where a kernel costs a call from Python, and nothing runs beside the computation.
 CPU = {
-    "mfu": 0.8,
-    "forward": 0.85,
-    "decode": 0.5,
-    "decode_mfu": 0.5,
+    "mfu": 0.75,
+    "forward": 0.8,
+    "decode": 0.35,
+    "decode_mfu": 0.75,
     "adam": 0.5,
     "overlap": 0.0,
-    "launch_us": 6,
+    "launch_us": 18,
 }
 
 
