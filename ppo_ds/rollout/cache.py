@@ -75,6 +75,10 @@ class SlotCache(Cache):
         All positions are below ``columns``, the number of columns in use.
         """
         self._positions, self.columns = positions, columns
+        self.drop_rows()
+
+    def drop_rows(self) -> None:
+        """Drops the rows of a forward. They would keep the memory pool of a CUDA graph from being freed."""
         self._storage_rows.clear()
 
     def storage_rows(self, heads: int) -> Tensor:

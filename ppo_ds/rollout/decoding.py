@@ -63,6 +63,7 @@ class Decoder:
             past_key_values=self.cache,
             **self._extra,
         )
+        self.cache.drop_rows()
         return out.logits[:, -1]
 
 

@@ -177,3 +177,9 @@ class Graphs:
             if len(self._graphs) > KEPT_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
             replay()
+
+    def close(self) -> None:
+        """Drops the graphs and frees their memory, which nothing else can use. The device must be idle."""
+        self._graphs.clear()
+        if self._warm:
+            torch.cuda.empty_cache()

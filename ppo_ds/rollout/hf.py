@@ -21,7 +21,7 @@ from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.ops.batching import plan_microbatches
 from ppo_ds.ops.logprobs import logprobs_from_logits
 from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
-from ppo_ds.types import Prompts, Rollout
+from ppo_ds.types import Prompts, Rollout, to_device
 
 
 class HFGenerator:
@@ -63,8 +63,8 @@ class HFGenerator:
             chunk, longest = prompts.select(rows), int(lengths[rows].max())
             new, new_logprobs = generate(
                 lm,
-                chunk.ids[:, -longest:].to(device),
-                chunk.mask[:, -longest:].to(device),
+                to_device(chunk.ids[:, -longest:], device),
+                to_device(chunk.mask[:, -longest:], device),
                 limits[rows],
                 sampling,
                 tokenizer=self.tokenizer,
@@ -112,7 +112,7 @@ def generate(
         )
     criteria: list[StoppingCriteria] = []
     if limits.min() < limits.max():
-        criteria.append(_RowLimits(width, limits.to(ids.device)))
+        criteria.append(_RowLimits(width, to_device(limits, ids.device)))
     if should_stop is not None:
         criteria.append(_ShouldStop(should_stop))
     if sampling.stop_strings:

@@ -70,6 +70,7 @@ class StaticGenerator:
                 batch.decode_all()
                 self.graphs_work &= batch.graphs.failure is None
                 new, new_logprobs = batch.slots.responses[:-1].cpu(), batch.slots.logprobs[:-1].cpu()
+                batch.graphs.close()
                 responses[rows, : new.shape[1]], logprobs[rows, : new.shape[1]] = new, new_logprobs
         return truncate_at_stop(
             prompts, responses, logprobs, sampling=sampling, tokenizer=self.tokenizer
