@@ -17,6 +17,7 @@ from ppo_ds.build.algorithm import (
 )
 from ppo_ds.build.banner import summary
 from ppo_ds.build.data import Inputs, read_inputs, stop_ids
+from ppo_ds.build.downloads import models_to_download
 from ppo_ds.build.generator import build_generator
 from ppo_ds.build.layouts import choose_layouts, plan_generation
 from ppo_ds.build.preflight import preflight
@@ -32,6 +33,7 @@ from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.models.download import download_weights
 from ppo_ds.ops.kl import FixedKLController
 from ppo_ds.ppo.collector import DynamicRolloutCollector, RolloutCollector
 from ppo_ds.ppo.evaluation import Evaluator
@@ -181,6 +183,7 @@ def load_models(config: Config, context: RunContext, inputs: Inputs, length: Hor
         inputs.tokenizer.id_bound,
         max(inputs.longest_prompt + config.sampling.max_new_tokens, inputs.longest_text),
     )
+    download_weights(models_to_download(config), world)
     start = None
     if has_critic(config):
         start = critic_start(config, inputs.tokenizer)

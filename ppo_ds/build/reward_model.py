@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ppo_ds.build.data import build_tokenizer, describe_rows
+from ppo_ds.build.downloads import models_to_download
 from ppo_ds.build.engines import Needs, add_lora, trained_engine
 from ppo_ds.build.shared import (
     adapter_note,
@@ -20,6 +21,7 @@ from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
 from ppo_ds.finetune.optimizer_step import OptimizerStep
 from ppo_ds.finetune.reward_model import RewardModelTrainer
+from ppo_ds.models.download import download_weights
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreModel, load_scorer
 from ppo_ds.training.performance import measured_capacity, update_cost
@@ -52,6 +54,7 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
         remedy="reward_model.max_tokens",
         tokenizer_of="scorer",
     )
+    download_weights(models_to_download(config), world)
     scorer = build_scorer(config, world, tokenizer, needs, steps)
     ema = WeightCopy(scorer) if role.ema.decay is not None else None
     banner.note(*adapter_note("scorer", role.lora, scorer), *slow_dtypes(config, world))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ppo_ds.build.banner import checkpoint_times, resumed
+from ppo_ds.build.downloads import models_to_download
 from ppo_ds.build.start import on_main, open_start
 from ppo_ds.build.token_budgets import with_token_budgets
 from ppo_ds.config.registry import STAGES, resolve
@@ -16,6 +17,7 @@ from ppo_ds.distributed.watchdog import Watchdog
 from ppo_ds.distributed.world import connect, seed_everything
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.errors import UserError
+from ppo_ds.models.download import download_files
 from ppo_ds.tracking.banner import Banner
 from ppo_ds.tracking.console import ConsoleTracker
 from ppo_ds.tracking.jsonl import JsonlTracker
@@ -61,9 +63,12 @@ def build_run(
     checkpoints = Checkpoints(
         run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last, settings=settings
     )
+    if "prepare" not in parts:
+        download_files(models_to_download(config), world)
     start = open_start(config, settings, world, checkpoints, banner)
-    if "prepare" in parts:
+    if "prepare" in parts:  # it may create model folders, whose names may look like names on the Hub
         on_main(world, parts["prepare"])
+        download_files(models_to_download(config), world)
 
     seed_everything(config.run.seed)
     context = RunContext(

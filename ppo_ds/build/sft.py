@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ppo_ds.build.data import build_tokenizer, describe_rows
+from ppo_ds.build.downloads import models_to_download
 from ppo_ds.build.engines import Needs, trained_engine
 from ppo_ds.build.roles import actor_module
 from ppo_ds.build.shared import (
@@ -23,6 +24,7 @@ from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.finetune.optimizer_step import OptimizerStep
 from ppo_ds.finetune.sft import SFTTrainer
+from ppo_ds.models.download import download_weights
 from ppo_ds.models.policy import Policy, unsharded_twin
 from ppo_ds.models.size import decoding_bytes
 from ppo_ds.models.tokenizer import Tokenizer
@@ -51,6 +53,7 @@ def build_sft(config: Config, context: RunContext) -> SFTTrainer:
     )
     prompts = held_out.prompts(section.samples, section.sample_tokens) if held_out else None
     steps = training_steps(config.run, len(train), section.batch_size)
+    download_weights(models_to_download(config), world)
     actor = build_actor(config, context, needs(config, tokenizer, train, held_out, prompts), steps)
     ema = WeightCopy(actor) if role.ema.decay is not None else None
     context.banner.note(*notes(config, actor, held_out, prompts))

@@ -1,4 +1,10 @@
-"""Downloads the weights of Hub models, and prints their size and a progress bar.
+"""Downloads the files of Hub models, once for all ranks of a node, and prints the size of the weights.
+
+A rank that loads a model asks the Hub for a dozen files, and the Hub refuses many requests from one address
+(HTTP 429). Before the models of a run are loaded, rank 0 therefore lists their files, the first rank of each
+node downloads what its cache lacks, and then all ranks load only files of the cache, of the commit that rank
+0 has found. A cache that several nodes share is filled by rank 0. Tools, which have no other ranks, call
+``fetch_weights`` and leave the rest to transformers.
 
 The progress bars of the libraries are off (launch/train.py), since every rank would draw its own.
 """
@@ -8,13 +14,64 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import constants, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import LocalEntryNotFoundError
 from tqdm import tqdm
+
+from ppo_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from ppo_ds.distributed.world import World
 
 # the files that transformers loads: model.safetensors, pytorch_model-00001-of-00002.bin, ...
 _WEIGHTS = re.compile(r"(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
+# Tokenizers have files of many names. So all files are downloaded except for weights in other formats and for
+# pages about the model.
+_UNUSED = re.compile(
+    r".*\.(?:safetensors|bin|h5|msgpack|ot|gguf|onnx|onnx_data|pt|pth|ckpt|npz|tflite|md|png|jpe?g|gif|pdf)"
+)
+# transformers asks the Hub for these files even if it may only read files of the cache, unless the cache says
+# that they do not exist
+_LOOKED_FOR = ("adapter_config.json",)
+_TEMPLATES = "additional_chat_templates/"
+UNREACHABLE = (
+    "no folder of that name, not in the local Hub cache, and the Hub cannot be reached; "
+    "give a local folder or download the model first"
+)
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model that the config names by its Hub id."""
+
+    key: str  # the config key of the path, for messages
+    path: str
+    revision: str | None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """The files of one commit of a Hub model; none are known if the Hub could not be asked."""
+
+    model: HubModel
+    commit: str
+    small: tuple[str, ...] = ()  # config, tokenizer, code, ...
+    weights: tuple[tuple[str, int], ...] = ()  # name and size in bytes
+
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Returns the names of files that the local cache lacks."""
+        return [
+            name
+            for name in names
+            if not isinstance(try_to_load_from_cache(self.model.path, name, revision=self.commit), str)
+        ]
 
 
 class DownloadBar(tqdm):
@@ -24,14 +81,133 @@ class DownloadBar(tqdm):
         super().__init__(*args, **kwargs, mininterval=0.5 if sys.stderr.isatty() else 60.0)
 
 
+# The models that this process loads from its cache only, by path and revision.
+_downloaded: dict[tuple[str, str | None], HubFiles] = {}
+
+
+def hub_arguments(path: str, revision: str | None) -> dict[str, Any]:
+    """Returns the arguments of transformers that apply to the Hub but not to a local folder.
+
+    They exclude requests to the Hub if ``download_files`` has downloaded the model.
+    """
+    if os.path.isdir(path):
+        return {}
+    files = _downloaded.get((path, revision))
+    if files is not None:
+        return {"revision": files.commit, "local_files_only": True}
+    return {} if revision is None else {"revision": revision}
+
+
+def download_files(models: Sequence[HubModel], world: World) -> None:
+    """Downloads all files of the models except for their weights. A collective.
+
+    From then on, this process loads these models without asking the Hub. Local folders, and paths that are
+    no Hub ids, are ignored. Raises UserError if a model is neither in the cache nor on the Hub.
+    """
+    hub = [model for model in models if is_hub_id(model.path)]
+    unique = list({(model.path, model.revision): model for model in hub}.values())
+    listed = world.on_all(lambda: [list_files(model) for model in unique] if world.is_main else [])
+    listed = world.gather_objects(listed)[0]
+    world.on_first_of_node(lambda: [download(files, files.small) for files in listed])
+    _downloaded.update({(files.model.path, files.model.revision): files for files in listed})
+
+
+def download_weights(models: Sequence[HubModel], world: World) -> None:
+    """Downloads the weights of models for which ``download_files`` was called. A collective."""
+    keys = dict.fromkeys((model.path, model.revision) for model in models)
+    wanted = [_downloaded[key] for key in keys if key in _downloaded]
+
+    def fetch() -> None:
+        for files in wanted:
+            names = [name for name, _ in files.weights]
+            missing = files.missing(names)
+            if missing and world.is_main:
+                announce(files.model, sum(size for name, size in files.weights if name in missing))
+            download(files, missing, bar=DownloadBar if world.is_main else None)
+
+    # rank 0 first: where the nodes share a cache, the others then find the files there
+    world.on_all(fetch if world.is_main else lambda: None)
+    world.on_first_of_node(fetch)
+
+
+def is_hub_id(path: str) -> bool:
+    """Returns whether a path has the form of a Hub id and is no local folder."""
+    return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not os.path.exists(path)
+
+
+def list_files(model: HubModel) -> HubFiles:
+    """Asks the Hub for the files of a model and downloads its small files.
+
+    If the Hub cannot be asked but the model is in the cache, the cache is used as it is.
+    """
+    try:
+        # writes the commit of the revision into the cache, where a start without a network looks for it
+        config = hf_hub_download(model.path, "config.json", revision=model.revision)
+        commit = Path(config).parent.name
+        info = HfApi().model_info(model.path, revision=commit, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    except (OSError, ValueError) as error:
+        cached = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+        if isinstance(cached, str):
+            return HubFiles(model, Path(cached).parent.name)
+        raise UserError(f"{model.key}={model.path}: {reason(error)}") from error
+    weights = [name for name in sizes if _WEIGHTS.fullmatch(name)]
+    # transformers reads safetensors where a repository has both
+    weights = [name for name in weights if name.endswith(".safetensors")] or weights
+    small = tuple(
+        name
+        for name in sizes
+        if not _UNUSED.fullmatch(name)
+        and (model.trust_remote_code or not name.endswith(".py"))
+        and ("/" not in name or name.startswith(_TEMPLATES) or name.endswith(".py"))
+    )
+    files = HubFiles(model, commit, small, tuple((name, sizes[name]) for name in weights))
+    download(files, small)
+    return files
+
+
+def download(files: HubFiles, names: Sequence[str], bar: type[tqdm] | None = None) -> None:
+    """Downloads the files that the local cache lacks; raises UserError if one cannot be downloaded."""
+    if not names:
+        return
+    model = files.model
+    for name in _LOOKED_FOR:
+        if (
+            name not in files.small
+            and try_to_load_from_cache(model.path, name, revision=files.commit) is None
+        ):
+            with suppress(OSError):  # records in the cache that the commit has no such file
+                hf_hub_download(model.path, name, revision=files.commit)
+    for name in files.missing(names):
+        try:
+            hf_hub_download(model.path, name, revision=files.commit, tqdm_class=bar)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{model.key}={model.path}: {name} cannot be downloaded: {reason(error)}"
+            ) from error
+
+
+def reason(error: Exception) -> str:
+    """Explains in one line why a file of the Hub cannot be had."""
+    if isinstance(error, LocalEntryNotFoundError):  # huggingface_hub raises it for failed connections
+        return UNREACHABLE
+    return " ".join(str(error).split())[:400]
+
+
+def announce(model: HubModel, size: int) -> None:
+    """Prints the size of a download in bytes."""
+    line = f"download   {model.key}={model.path}: {size / 1e9:.2f} GB to {constants.HF_HUB_CACHE}"
+    print(line, file=sys.stderr, flush=True)
+
+
 def fetch_weights(path: str, revision: str | None, key: str) -> None:
     """Downloads the weights of a Hub model that are not in the local cache yet.
 
     Only the first rank of each node does this. When the other ranks load the same files, they wait until the
-    files are complete. Does nothing for a local folder. If the Hub cannot be reached or has no such model,
-    the error is raised later, when the model is loaded.
+    files are complete. Does nothing for a local folder, and after ``download_files``. If the Hub cannot be
+    reached or has no such model, the error is raised later, when the model is loaded.
     """
-    if os.path.isdir(path) or os.environ.get("LOCAL_RANK", "0") != "0":
+    if os.path.isdir(path) or (path, revision) in _downloaded or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     patterns = ["*.safetensors", "*.bin"]
     try:
@@ -42,9 +218,7 @@ def fetch_weights(path: str, revision: str | None, key: str) -> None:
         missing = [file for file in safe or files if file.will_download]
         if not missing:
             return
-        size = sum(file.file_size or 0 for file in missing)
-        line = f"download   {key}={path}: {size / 1e9:.2f} GB to {constants.HF_HUB_CACHE}"
-        print(line, file=sys.stderr, flush=True)
+        announce(HubModel(key, path, revision), sum(file.file_size or 0 for file in missing))
         for file in missing:
             hf_hub_download(path, file.filename, revision=file.commit_hash, tqdm_class=DownloadBar)
     except (OSError, ValueError):

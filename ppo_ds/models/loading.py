@@ -33,15 +33,11 @@ from transformers.utils import (
 
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
-from ppo_ds.models.download import fetch_weights
+from ppo_ds.models.download import UNREACHABLE, fetch_weights, hub_arguments
 from ppo_ds.storage.links import links_that_leave
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NOT_REACHED = "couldn't connect"  # part of the error message of transformers without a network
-UNREACHABLE = (
-    "no folder of that name, not in the local Hub cache, and the Hub cannot be reached; "
-    "give a local folder or download the model first"
-)
 # the attention implementations that are built into transformers
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 # matches attention_dropout, resid_pdrop, encoder_layerdrop, classifier_dropout_prob, ...
@@ -67,7 +63,7 @@ def load_config(
         refuse_code_of_others(path, revision, key)
     with user_errors(path, key, Exception):
         config = AutoConfig.from_pretrained(
-            path, trust_remote_code=trust_remote_code, **_hub_only(path, revision)
+            path, trust_remote_code=trust_remote_code, **hub_arguments(path, revision)
         )
     _remove_dropout(config)
     _undo_rope_rewrite(config)
@@ -92,7 +88,7 @@ def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
     names = ["config.json", "tokenizer_config.json"]
     for name in names:
         try:
-            file = cached_file(path, name, **_hub_only(path, revision))
+            file = cached_file(path, name, **hub_arguments(path, revision))
             settings = json.loads(Path(file).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             continue  # the file is absent, or damaged, which loading the model reports
@@ -123,7 +119,7 @@ def refuse_adapter_on_hub(path: str, revision: str | None, key: str) -> None:
             path,
             "adapter_config.json",
             _raise_exceptions_for_missing_entries=False,
-            **_hub_only(path, revision),
+            **hub_arguments(path, revision),
         )
     except OSError:
         return  # the Hub cannot be reached, which loading the model reports
@@ -164,7 +160,7 @@ def from_pretrained(
             attn_implementation=implementation,
             ignore_mismatched_sizes=True,  # reported by refuse_missing, with names and shapes
             output_loading_info=True,
-            **_hub_only(path, model.revision),
+            **hub_arguments(path, model.revision),
         )
     if is_deepspeed_zero3_enabled():
         # Under ZeRO-3 transformers keeps all conversions of its loader, such as LayerNorm.gamma -> weight for
@@ -187,7 +183,7 @@ def weight_names(path: str, revision: str | None = None) -> set[str] | None:
     """
     for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
         try:
-            file = cached_file(path, name, local_files_only=True, **_hub_only(path, revision))
+            file = cached_file(path, name, **hub_arguments(path, revision) | {"local_files_only": True})
             if name == SAFE_WEIGHTS_INDEX_NAME:
                 return set(json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"])
             with safe_open(file, framework="pt") as weights:
@@ -334,9 +330,15 @@ def attention(model: ModelConfig, key: str) -> str | None:
     return None if name == "sdpa" else name
 
 
-def _hub_only(path: str, revision: str | None) -> dict[str, str]:
-    """Returns the arguments that apply to the Hub but not to a local folder."""
-    return {} if revision is None or os.path.isdir(path) else {"revision": revision}
+def code_arguments(model: ModelConfig, config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the arguments of transformers' from_config for a model that runs its own code.
+
+    The code is that of the revision of the config, and is not looked for on the Hub if it is in the cache.
+    """
+    revision = hub_arguments(model.path, model.revision).get("revision")
+    if revision is None or not model.trust_remote_code or not getattr(config, "auto_map", None):
+        return {}
+    return {"code_revision": revision}
 
 
 @contextmanager

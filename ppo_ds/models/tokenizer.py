@@ -24,9 +24,9 @@ from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ppo_ds.errors import UserError
+from ppo_ds.models.download import UNREACHABLE, hub_arguments
 from ppo_ds.models.loading import (
     NOT_REACHED,
-    UNREACHABLE,
     refuse_code_of_others,
     refuse_links,
     refuse_names_of_files_elsewhere,
@@ -224,7 +224,9 @@ def load_tokenizer(
         refuse_code_of_others(path, revision, key)
     try:
         tokenizer_class = (_python_tokenizer(path, revision) if trust_remote_code else None) or AutoTokenizer
-        hf = tokenizer_class.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        hf = tokenizer_class.from_pretrained(
+            path, trust_remote_code=trust_remote_code, **hub_arguments(path, revision)
+        )
     except Exception as error:  # the libraries may raise any exception, even a bare Exception
         raise UserError(f"{key}={path}: {_remedy(error, key)}") from error
     # for some families transformers makes a tokenizer without any files
@@ -242,13 +244,14 @@ def _python_tokenizer(path: str, revision: str | None) -> Any | None:
     and converts the vocabulary itself, without the converter in the model's code. The special tokens of
     InternLM2 would then get other ids than in training, outside of the embedding.
     """
-    code = get_tokenizer_config(path, revision=revision).get("auto_map") or {}
+    where = hub_arguments(path, revision)
+    code = get_tokenizer_config(path, **where).get("auto_map") or {}
     classes = code.get("AutoTokenizer") if isinstance(code, dict) else code
     if not isinstance(classes, list) or len(classes) != 2 or None in classes:
         return None
-    if cached_file(path, TOKENIZER_FILE, revision=revision, _raise_exceptions_for_missing_entries=False):
+    if cached_file(path, TOKENIZER_FILE, _raise_exceptions_for_missing_entries=False, **where):
         return None
-    tokenizer_class = get_class_from_dynamic_module(classes[0], path, revision=revision)
+    tokenizer_class = get_class_from_dynamic_module(classes[0], path, **where)
     tokenizer_class.register_for_auto_class()  # so that the code is saved with the tokenizer
     return tokenizer_class
 
@@ -277,7 +280,7 @@ def _generation_end_ids(path: str, revision: str | None, key: str) -> tuple[int,
     Chat models often end turns with a token other than the tokenizer's EOS; the file then lists both.
     """
     try:
-        ids = GenerationConfig.from_pretrained(path, revision=revision).eos_token_id
+        ids = GenerationConfig.from_pretrained(path, **hub_arguments(path, revision)).eos_token_id
     except OSError as error:  # most often the model has no such file
         if (Path(path) / "generation_config.json").exists():
             raise UserError(

@@ -25,6 +25,7 @@ from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.layout import Layout, make_layout
 from ppo_ds.models.loading import (
+    code_arguments,
     config_of,
     from_pretrained,
     refuse_missing,
@@ -330,7 +331,7 @@ def expect_reward_model(
     config = _one_label_config(section, key)
     with user_errors(path, key, Exception), torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(
-            config, trust_remote_code=section.trust_remote_code
+            config, trust_remote_code=section.trust_remote_code, **code_arguments(section, config)
         )
     names = weight_names(path, section.revision)
     if names is not None:
@@ -381,7 +382,7 @@ def can_start_critic(section: ModelConfig, tokenizer: Tokenizer, *, key: str = "
     try:
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(
-                config, trust_remote_code=section.trust_remote_code
+                config, trust_remote_code=section.trust_remote_code, **code_arguments(section, config)
             )
     except ValueError:  # the architecture has no sequence classifier
         return False

@@ -47,8 +47,9 @@ class RankGroup:
 class RankServer:
     """Starts the server process and sends it the requests of the tests."""
 
-    def __init__(self, folder: Path):
-        self._folder, self._started = folder, 0
+    def __init__(self, folder: Path, **environment: str):
+        """Initializes the server, which starts with the variables of ``environment``."""
+        self._folder, self._started, self._environment = folder, 0, environment
 
     def __enter__(self) -> RankServer:
         self._server = subprocess.Popen(
@@ -58,6 +59,7 @@ class RankServer:
                 OMP_NUM_THREADS="1",
                 TOKENIZERS_PARALLELISM="false",
                 TRANSFORMERS_VERBOSITY="error",
+                **self._environment,
             ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

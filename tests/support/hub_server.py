@@ -1,0 +1,108 @@
+"""A server on this machine that answers as the Hugging Face Hub does, and counts the requests of each token.
+
+with HubServer({"org/name": folder}) as hub:
+    ...  # a process with HF_ENDPOINT=hub.url
+hub.requests["token"]  # "HEAD /org/name/resolve/main/config.json", ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+
+class HubServer:
+    """Serves model folders. ``update`` adds a commit; ``fails`` makes every answer an error."""
+
+    def __init__(self, folders: dict[str, Path]):
+        self.requests: dict[str, list[str]] = defaultdict(list)
+        self.fails: int | None = None  # the status code of all answers
+        self._commits: dict[str, dict[str, Path]] = {}  # repository -> commit -> folder; the last is main
+        for name, folder in folders.items():
+            self.update(name, folder)
+
+    def update(self, name: str, folder: Path) -> str:
+        """Adds a commit with the files of a folder to the branch main."""
+        commits = self._commits.setdefault(name, {})
+        commit = hashlib.sha1(f"{name} {len(commits)}".encode()).hexdigest()
+        commits[commit] = folder
+        return commit
+
+    def commit(self, name: str, revision: str) -> str | None:
+        commits = self._commits.get(name, {})
+        return [*commits][-1] if revision == "main" and commits else revision if revision in commits else None
+
+    def files(self, name: str, commit: str) -> list[dict[str, object]]:
+        folder = self._commits[name][commit]
+        found = sorted(path for path in folder.rglob("*") if path.is_file())
+        return [{"rfilename": str(p.relative_to(folder)), "size": p.stat().st_size} for p in found]
+
+    def content(self, name: str, commit: str, file: str) -> bytes | None:
+        path = self._commits[name][commit] / file
+        return path.read_bytes() if path.is_file() else None
+
+    def __enter__(self) -> HubServer:
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+            def do_HEAD(self) -> None:
+                self.answer()
+
+            def do_GET(self) -> None:
+                self.answer()
+
+            def answer(self) -> None:
+                path = unquote(urlsplit(self.path).path)
+                token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+                if path == "/api/agent-harnesses":  # asked for once a day, by the rank that asks for files
+                    return self.send(200, b"{}")
+                hub.requests[token].append(f"{self.command} {path}")
+                if hub.fails is not None:
+                    return self.send(hub.fails, b"{}")
+                _, *parts = path.split("/")
+                if parts[0] == "api":
+                    name, rest = "/".join(parts[2:4]), parts[4:]
+                    commit = hub.commit(name, rest[1] if rest[:1] == ["revision"] else "main")
+                    if rest[:1] == ["tree"]:
+                        return self.send(404, b"{}", **{"X-Error-Code": "EntryNotFound"})
+                    if commit is None:
+                        return self.send(404, b"{}", **{"X-Error-Code": "RepoNotFound"})
+                    info = {"id": name, "sha": commit, "siblings": hub.files(name, commit), "tags": []}
+                    return self.send(200, json.dumps(info).encode())
+                name, revision, file = "/".join(parts[:2]), parts[3], "/".join(parts[4:])
+                commit = hub.commit(name, revision)
+                if commit is None:
+                    return self.send(404, b"", **{"X-Error-Code": "RepoNotFound"})
+                content = hub.content(name, commit, file)
+                if content is None:
+                    return self.send(404, b"", **{"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
+                tag = hashlib.sha1(content).hexdigest()
+                return self.send(200, content, **{"X-Repo-Commit": commit, "ETag": f'"{tag}"'})
+
+            def send(self, status: int, content: bytes, **headers: str) -> None:
+                self.send_response(status)
+                for header, value in headers.items():
+                    self.send_header(header, value)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(content)
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
