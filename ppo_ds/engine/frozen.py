@@ -1,23 +1,80 @@
 """Models that only run forward passes: the reference and the reward model.
 
 A frozen model is replicated on every rank, optionally kept in CPU memory between uses, or sharded by ZeRO-3.
+Ranks of a node do not share the copy in CPU memory: each has its own.
 A model that is trained with adapters needs no frozen copy: its initial state is the trained model with the
 adapters disabled.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import deepspeed
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 64  # bytes
+
+
+class HostWeights:
+    """The parameters of a frozen module in one block of host memory.
+
+    The block is page-locked on a GPU, so that copies from it to the GPU are asynchronous. torch's own
+    allocator of page-locked memory is not used: it rounds each allocation up to a power of two
+    (ATen/core/CachingHostAllocator.h).
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device):
+        """Moves the parameters to a new block, one after the other, so that at most one is there twice."""
+        self._slots = [
+            (owner, name, parameter)  # a tied parameter has several
+            for owner in module.modules()
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+        offsets, size = {}, 0
+        for _, _, parameter in self._slots:
+            if parameter not in offsets:
+                offsets[parameter] = size
+                size += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+        block = torch.empty(size, dtype=torch.uint8)
+        self._host: dict[nn.Parameter, Tensor] = {}
+        for parameter, offset in offsets.items():
+            host = block[offset : offset + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+            self._host[parameter] = host.copy_(parameter.data)
+            parameter.data = host
+        if device.type == "cuda" and torch.cuda.is_available():
+            _lock_pages(block, device)
+
+    def restore(self) -> None:
+        """Points the module's parameters to the block again, without a copy; frees those on the device."""
+        for owner, name, parameter in self._slots:
+            parameter.data = self._host[parameter]
+            setattr(owner, name, parameter)  # Module.to replaces parameters of some devices
+
+
+def _lock_pages(block: Tensor, device: torch.device) -> None:
+    """Page-locks a block for the lifetime of the process, or warns. Never tried on a GPU."""
+    portable = 1  # cudaHostRegisterPortable: for all CUDA contexts
+    error = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, portable))
+    if error:
+        log.warning(
+            "%.3g GB of host memory for an offloaded model cannot be page-locked (CUDA error %d): its copies "
+            "to the GPU are slower",
+            block.nbytes / 1e9,
+            error,
+        )
+        with suppress(RuntimeError):  # CUDA reports the error once more, after the next kernel
+            torch.zeros(1, device=device)
 
 
 class FrozenModel:
@@ -35,7 +92,7 @@ class FrozenModel:
         self.module = module
         self.device = device
         self._forward = forward
-        self._offloaded = offloaded
+        self._host = HostWeights(module, device) if offloaded else None
         self._depth = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,16 +102,20 @@ class FrozenModel:
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """Moves an offloaded replica to the device for the duration of the block. Blocks may be nested."""
+        """Copies an offloaded replica to the device for the duration of the block. Blocks may be nested.
+
+        Buffers stay on the device after the first block: they are small, and forwards may change them
+        (RoPE with a dynamic length).
+        """
         self._depth += 1
         try:
-            if self._offloaded and self._depth == 1:
-                self.module.to(self.device)
+            if self._host and self._depth == 1:
+                self.module.to(self.device, non_blocking=True)
             yield
         finally:
             self._depth -= 1
-            if self._offloaded and self._depth == 0:
-                self.module.to("cpu")
+            if self._host and self._depth == 0:
+                self._host.restore()
 
 
 def freeze(
