@@ -100,6 +100,8 @@ class Watchdog:
         self._callbacks: list[Callable[[], None]] = []
         self._close_record: Callable[[str], None] = lambda reason: None
         self._stopped = threading.Event()
+        # set when the thread starts to end this process because of a failure of another rank
+        self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self, world: World, store: RankStore) -> None:
@@ -155,11 +157,13 @@ class Watchdog:
         if self._size > 1:
             # during this sleep, the thread ends the process if another rank has failed first
             self._process.sleep(0.0 if own else FIRST_ERROR_WAIT)
+            earlier = self._ending.is_set()
             # if the store is unavailable, the other ranks notice this themselves
             with contextlib.suppress(StoreUnavailable):
-                if self._store.add(FAILURE_CLAIMS) > 1:
-                    self._process.sleep(2 * ACK_TIMEOUT)
-                    self._process.exit(code)
+                earlier = earlier or self._store.add(FAILURE_CLAIMS) > 1
+            if earlier:
+                self._process.sleep(2 * ACK_TIMEOUT + CLOSE_TIMEOUT)
+                self._process.exit(code)
         # the other ranks exit once they have read the failure; the thread must not report their exits as
         # failures
         self._stopped.set()
@@ -206,6 +210,7 @@ class Watchdog:
         ended = self._ended.poll(1000 * POLL)
         if not ended or self._stopped.is_set():
             return
+        self._ending.set()
         rank = self._peers[ended[0][0]]
         reason = "its process died without an error message; possibly killed by the kernel for lack of memory"
         with contextlib.suppress(StoreUnavailable):
@@ -242,6 +247,7 @@ class Watchdog:
         """
         if failure.rank == self._rank and not failure.stuck and self._stopped.is_set():
             return  # the failure is this rank's own, and ``fail`` is reporting it
+        self._ending.set()  # before the other ranks may exit, which causes errors in this rank's collectives
         with contextlib.suppress(StoreUnavailable):
             self._store.add(FAILURE_ACKS)
         line = f"stopped because rank {failure.rank} failed ({failure.reason})"
@@ -262,6 +268,7 @@ class Watchdog:
             self._process.sleep(POLL / 5)
 
     def _exit(self, line: str, code: int, acks: int = 0, quiet: bool = False) -> NoReturn:
+        self._ending.set()
         if not quiet:
             self._process.write(f"rank {self._rank}: {line}")
         run_with_timeout(CLOSE_TIMEOUT, lambda: self._close_record(line.partition("\n")[0]))

@@ -183,6 +183,19 @@ def test_only_the_first_rank_to_fail_reports_its_error(rank):
     assert rank.process.written == [] and rank.failure is None
 
 
+def test_an_error_while_the_process_ends_because_of_another_rank_is_not_reported(rank):
+    published = {"rank": 0, "reason": "no progress", "code": 1, "stuck": True, "quiet": False}
+    rank.store.put("failure", json.dumps(published))
+    rank.store.add("failure_acks")
+    with pytest.raises(Exited):
+        rank.watchdog.check()
+    (description,) = rank.process.written
+    rank.store.available = False  # rank 0 has ended, which closes its connections and its store
+    with pytest.raises(Exited):
+        rank.watchdog.fail("traceback", "RuntimeError: Connection closed by peer", 1)
+    assert rank.process.written == [description]
+
+
 def test_the_end_of_a_peer_is_noticed_if_its_descriptor_is_above_1023(monkeypatch):
     raise_open_files_limit(1)
     ends, closes = os.pipe()
