@@ -44,7 +44,7 @@ def step_or_skip(
     """
     numbers = [number for name in models for number in (losses[name], models[name].local_squared_grad_norm())]
     numbers += [] if extra is None else list(extra)
-    sums = world.sum(torch.stack([number.double().to(world.device) for number in numbers]))
+    sums = world.sum(torch.stack([number.double().to(world.device) for number in numbers])).cpu()
     finite = sums.float().isfinite().tolist()  # in float32, as DeepSpeed computes the norm
     bad_losses = [name for name, good in zip(models, finite[0::2], strict=False) if not good]
     overflows = [name for name, good in zip(models, finite[1::2], strict=False) if not good]

@@ -138,9 +138,9 @@ def score_source(
         rows = range(start, min(start + CHUNK, total))
         pairs = source.batch(rows).filled(world.size)
         lengths[rows.start : rows.stop] = pairs.lengths[: len(rows)]
-        found = torch.zeros(len(pairs), 2)
-        for part in pair_plan(pairs, token_budget, world, packed):
-            found[part] = score_pairs(scorer, pairs.select(part).trimmed()).float().cpu()
-        scores[rows.start : rows.stop] = world.sum(found.to(world.device)).cpu()[: len(rows)]
+        found, plan = torch.zeros(len(pairs), 2), pair_plan(pairs, token_budget, world, packed)
+        parts = [score_pairs(scorer, pairs.select(part).trimmed()).float() for part in plan]
+        found[torch.cat(plan)] = torch.cat(parts).cpu()  # the host waits once, after the last forward
+        scores[rows.start : rows.stop] = world.sum(found)[: len(rows)]
         check()
     return PairScores(scores, lengths, source.subsets[:total])

@@ -117,7 +117,7 @@ class RewardModelTrainer:
             dp_size=self.context.world.size,
         )
         both = scores.detach().double()
-        return loss, parts | {"rm/score_mean": torch.stack([both.sum(), both.new_tensor(both.numel())])}
+        return loss, parts | {"rm/score_mean": torch.stack([both.sum(), both.new_full((), both.numel())])}
 
     def performance(self, lengths: list[int], times: Metrics) -> Metrics:
         """Computes perf/* and mem/* of a step on texts of ``lengths`` tokens. A collective."""

@@ -48,7 +48,7 @@ from ppo_ds.training.metrics import MetricSums
 from ppo_ds.training.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
 from ppo_ds.training.performance import Capacity, UpdateCost, memory, throughput
 from ppo_ds.training.stage import Evaluation, RunContext, StepResult
-from ppo_ds.types import Metrics, Prompts, Rollout, Sequences
+from ppo_ds.types import Metrics, Prompts, Rollout, Sequences, to_device
 
 LOGPROBS = CheckedOutput("log-prob of token {}", attrgetter("logprobs"))
 EVAL_ROWS = 1024  # held-out rows that are divided into forwards together
@@ -130,7 +130,7 @@ class SFTTrainer:
             with_correct=True,
             noise=self.noise(rows, index),
         )
-        mask = micro.response_mask.to(self.context.world.device)
+        mask = to_device(micro.response_mask, self.context.world.device)
         nll = losses = -out.logprobs
         if smoothing:
             losses = (1 - smoothing) * nll - smoothing * out.mean_logprobs
@@ -191,10 +191,10 @@ class SFTTrainer:
             for part in microbatch_rows(rows, self.score_tokens, world, packed):
                 micro = rows.select(part).trimmed()
                 out = self.scores(micro)
-                mask = micro.response_mask.to(world.device)
+                mask = to_device(micro.response_mask, world.device)
                 sums.add_mean("eval/loss", -out.logprobs, mask)
                 sums.add_mean("eval/token_accuracy", out.correct, mask)
-                self.context.stop.raise_if_stopped()
+            self.context.stop.raise_if_stopped()  # waits for the device, so not after each forward
         metrics = sums.reduced(world)
         # above e^700 a float would overflow
         return metrics | {"eval/perplexity": math.exp(min(metrics["eval/loss"], 700.0))}

@@ -61,13 +61,18 @@ _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 
 def packed_arguments(lengths: list[int], device: torch.device) -> dict[str, Any]:
-    """Returns the arguments of a packed forward, with the names that transformers' flash attention uses."""
-    ends = to_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
+    """Returns the arguments of a packed forward, with the names that transformers' flash attention uses.
+
+    ``sequence_ends`` is for attention without a kernel: reading the ends from a GPU would wait in each layer.
+    """
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    on_device = to_device(ends, device)
     return {
-        "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
+        "cu_seq_lens_q": on_device,
+        "cu_seq_lens_k": on_device,
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
+        "sequence_ends": ends.tolist(),
     }
 
 
@@ -140,7 +145,7 @@ def attention(
             scale=kwargs.get("scaling"), window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
     else:
-        out = attention_per_sequence(q, k, v, ends.tolist(), kwargs.get("scaling"))
+        out = attention_per_sequence(q, k, v, kwargs["sequence_ends"], kwargs.get("scaling"))
     return out[None], None
 
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
+from ppo_ds.models import deberta
 from ppo_ds.models.layout import Layout, make_layout
 from ppo_ds.models.loading import (
     code_arguments,
@@ -113,6 +114,8 @@ class ScoreModel(PackableModel):
         self.is_decoder = _is_decoder(model)
         self._positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
         self._types = "token_type_ids" in inspect.signature(model.forward).parameters
+        if model.config.model_type == "deberta-v2":
+            deberta.avoid_upload()
         if self.is_decoder and isinstance(model.score, nn.Linear):
             linear = model.score  # its parameters, sharded under ZeRO-3, move to the new head
             model.score = ScoreHead(

@@ -30,7 +30,7 @@ class RunningMoments:
         all_reduce = reduce or (lambda t: t)
         x = x.detach().double()
         count, summed = all_reduce(
-            torch.stack([torch.tensor(float(len(x)), dtype=x.dtype, device=x.device), x.sum()])
+            torch.stack([torch.full((), float(len(x)), dtype=x.dtype, device=x.device), x.sum()])
         ).tolist()
         if count == 0 or not math.isfinite(summed):  # a NaN would stay in the running mean for ever
             return

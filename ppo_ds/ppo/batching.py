@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.distributed.world import World
-from ppo_ds.types import Sequences
+from ppo_ds.types import Sequences, to_device
 
 S = TypeVar("S", bound=Sequences)
 
@@ -24,7 +24,10 @@ S = TypeVar("S", bound=Sequences)
 def all_gather_rows(rows: S, world: World) -> S:
     """Returns the rows of all ranks, in the order of the ranks, on every rank. A collective."""
     widest = rows.resized(world.max_int(rows.prompt_width), world.max_int(rows.response_width))
-    tensors = {name: world.concat(column).to(column.device) for name, column in widest.tensors().items()}
+    tensors = {
+        name: world.concat(to_device(column, world.device)).to(column.device)
+        for name, column in widest.tensors().items()
+    }
     objects = {
         name: tuple(item for part in world.gather_objects(column) for item in part)
         for name, column in widest.objects().items()

@@ -11,7 +11,7 @@ from torch import Tensor
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.ops.losses import explained_variance
-from ppo_ds.types import Metrics
+from ppo_ds.types import Metrics, to_device
 
 _SQUARES = "_of_squares"
 
@@ -76,7 +76,7 @@ class MetricSums:
 
 def _joined(parts: dict[str, Tensor], join: Callable[[list[Tensor]], Tensor], world: World) -> Tensor:
     """Joins parts on this rank's device, since losses may be on the GPU and counts on the CPU."""
-    return join([part.to(world.device) for part in parts.values()])
+    return join([to_device(part, world.device) for part in parts.values()])
 
 
 def as_number(piece: Tensor) -> float:

@@ -26,6 +26,8 @@ PADDED_ONLY = ("gemma2",)  # families whose rows are never packed
 # families that the static backend decodes; gpt_oss has its own attention sinks
 DECODED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", *EXPERTS, "gpt_oss")
 ENCODERS = ("deberta", "roberta", "bert")
+TUNED = ("sft", "sft with options", "pairs")
+SCORERS = ("llama", "gpt2")  # decoders that score; the others are in the drive of the models
 LEARNED = ("ppo", "target_kl", "first_forward", "shared_trunk", "critic_free", "ptx", "packed", "packed fp32")
 
 CASES: dict[str, tuple[str, ...]] = {
@@ -38,11 +40,21 @@ CASES: dict[str, tuple[str, ...]] = {
         *(f"{family} critic" for family in FAMILIES if family != "gpt_neox"),
         *(f"{family} frozen" for family in FAMILIES),
     ),
-    "decoding": (*DECODED, "stop strings", "several waves", "without graphs"),
+    "decoding": (*DECODED, "stop strings", "two waves"),
     "learner": (
-        *(f"{what} {micros} micro-batches" for what in LEARNED for micros in (2, 4)),
-        *(f"experience {micros} forwards" for micros in (2, 4)),
+        *(f"{what} {micros} micro-batches" for what in LEARNED for micros in (1, 2)),
+        *(f"experience {forwards} forwards" for forwards in (1, 2)),
     ),
-    "scoring": (*ENCODERS, *(f"{family} reward model" for family in DENSE if family not in ("opt",))),
-    "finetune": tuple(),
+    "scoring": (
+        *(f"{family} {forwards} forwards" for family in ENCODERS + SCORERS for forwards in (1, 2)),
+        *(f"evaluation of {rows} rows" for rows in (2, 4)),
+    ),
+    "finetune": (
+        *(f"{what} {micros} micro-batches" for what in TUNED for micros in (1, 2)),
+        *(
+            f"{what} {forwards} forwards"
+            for what in ("held-out rows", "held-out pairs")
+            for forwards in (1, 2)
+        ),
+    ),
 }

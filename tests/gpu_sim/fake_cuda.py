@@ -7,7 +7,8 @@ what of this happens inside a graph capture.
 
 It sees no kernels, streams, memory allocator, NCCL or numerics, and no DeepSpeed engine: drives use stubs
 with the interface of ``TrainedModel``. Waits inside the launch code of a kernel are recorded only for the
-operations that are listed below. What the host reads from the device is zeros, unless ``answer`` is set.
+operations that are listed below. What the host reads from the device is zeros, and True for flags, unless
+``answer`` is set. Numbers that the host has uploaded come back unchanged.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class FakeCuda(TorchDispatchMode):
         super().__init__()
         self.report = Report()
         self.capturing = False  # whether a CUDA graph is being captured
-        # maps a tensor on the device to what the host reads: a CPU tensor of the same shape and dtype
-        self.answer: Callable[[Tensor], Tensor] = zeros_on_cpu
+        # maps a computed tensor to what the host reads: a CPU tensor of the same shape and dtype
+        self.answer: Callable[[Tensor], Tensor] = zeros_or_true
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,7 +88,7 @@ class FakeCuda(TorchDispatchMode):
         self.report.operations[str(func)] += 1
         if func is aten._local_scalar_dense.default:
             self.note_wait("a number is read")
-            return self.answer(args[0]).item()
+            return self.numbers(args[0]).item()
         if func is aten._to_copy.default and target == "cpu":
             return self.to_host(args[0], kwargs)
         if func is aten.copy_.default:
@@ -97,8 +98,8 @@ class FakeCuda(TorchDispatchMode):
         if func in INDEXED:
             args = (args[0], self.without_masks(func, args), *args[2:])
         if func is aten._to_copy.default and not on_device:
-            self.note_upload(args[0], kwargs.get("non_blocking", False))
-        elif on_device and any(is_foreign(tensor) for tensor in tensors):
+            return self.upload(func, *args, **kwargs)
+        if on_device and any(is_foreign(tensor) for tensor in tensors):
             self.note_mix(func, tensors)
             args, kwargs = tree_map_only(Tensor, self.on_device, (args, kwargs))
         if "generator" in kwargs:  # the generators of the stub belong to the CPU
@@ -145,13 +146,25 @@ class FakeCuda(TorchDispatchMode):
         """Copies a foreign tensor to the device, so that the drive goes on and finds later mistakes too."""
         return self.run(aten._to_copy.default, tensor, device=CUDA) if is_foreign(tensor) else tensor
 
+    def upload(self, func: Any, source: Tensor, **options: Any) -> Tensor:
+        """Copies a CPU tensor to the device, which keeps the numbers to send them back unchanged."""
+        self.note_upload(source, options.get("non_blocking", False))
+        made = self.run(func, source, **options)
+        made.uploaded = source.clone(), made._version
+        return made
+
+    def numbers(self, source: Tensor) -> Tensor:
+        """Returns what the host reads from a tensor on the device."""
+        content, version = getattr(source, "uploaded", (None, None))
+        return self.answer(source) if content is None or version != source._version else content.clone()
+
     def to_host(self, source: Tensor, options: dict[str, Any]) -> Tensor:
         """Copies to the CPU; torch copies to new pinned memory if the copy is asynchronous."""
         if options.get("non_blocking"):
             self.note(self.report.in_capture if self.capturing else self.report.downloads, "a download")
         elif source.numel():
             self.note_wait(f"a copy of {list(source.shape)} to the host")
-        return self.answer(source).to(options.get("dtype") or source.dtype)
+        return self.numbers(source).to(options.get("dtype") or source.dtype)
 
     def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """Copies between existing tensors, of which at least one is on the device."""
@@ -160,13 +173,16 @@ class FakeCuda(TorchDispatchMode):
                 self.note(self.report.in_capture if self.capturing else self.report.downloads, "a download")
             elif source.numel():
                 self.note_wait(f"a copy of {list(source.shape)} to the host")
-            return target.copy_(self.answer(source))
+            return target.copy_(self.numbers(source))
         if not source.is_cuda:
             self.note_upload(source, non_blocking)
         return self.run(aten.copy_.default, target, source, non_blocking)
 
     def read(self, func: Any, args: Any) -> Any:
-        """Runs an operation that waits for a number on the device. Masks count as all True."""
+        """Runs an operation that waits for a number on the device.
+
+        Masks count as all True, and all numbers as different.
+        """
         self.note_wait(f"{func}")
         if func in (aten.equal.default, aten.allclose.default):
             return True
@@ -176,6 +192,11 @@ class FakeCuda(TorchDispatchMode):
             )
         if func is aten.masked_select.default:
             return self.run(aten.new_empty.default, args[0], [args[0].numel()])
+        if func is aten._unique2.default:
+            every = [args[0].numel()]
+            inverse = self.run(aten.new_empty.default, args[0], args[0].shape, dtype=torch.long)
+            counts = self.run(aten.new_empty.default, args[0], every, dtype=torch.long)
+            return self.run(aten.new_empty.default, args[0], every), inverse, counts
         raise NotImplementedError(f"the size of the result of {func} depends on the device's data")
 
     def without_masks(self, func: Any, args: Any) -> list[Tensor | None]:
@@ -206,8 +227,8 @@ def is_foreign(tensor: Tensor) -> bool:
     return not tensor.is_cuda and tensor.dim() > 0
 
 
-def zeros_on_cpu(source: Tensor) -> Tensor:
-    return torch.zeros(source.shape, dtype=source.dtype)
+def zeros_or_true(source: Tensor) -> Tensor:
+    return torch.full(source.shape, source.dtype == torch.bool, dtype=source.dtype)
 
 
 class Event:

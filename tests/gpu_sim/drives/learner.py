@@ -43,7 +43,6 @@ from tests.gpu_sim.cases import CASES as NAMES
 from tests.gpu_sim.drives.parts import Case, Engine, classifier, experience, language_model, one_rank, timer
 from tests.gpu_sim.fake_cuda import CUDA, FakeCuda
 
-STEPS = 2  # optimizer steps of an update
 WIDTH = 12  # tokens of a row, so that a budget of 2 * WIDTH makes micro-batches of two rows
 
 
@@ -73,7 +72,7 @@ def texts() -> Iterator[Sequences]:
 
 
 def update(device: FakeCuda, what: str, micros: int) -> None:
-    """Runs a whole update: STEPS optimizer steps of ``micros`` micro-batches, each of two rows."""
+    """Runs an update: one optimizer step (for "ppo" two) of ``micros`` micro-batches of two rows."""
     packed, dtype = what.startswith("packed"), "fp32" if what.endswith("fp32") else "bf16"
     with one_rank(device) as world:
         policy = Policy(language_model("qwen2", dtype), 0.7, value_head=what == "shared_trunk")
@@ -85,7 +84,7 @@ def update(device: FakeCuda, what: str, micros: int) -> None:
             assert may_pack(policy.lm, "auto" if dtype == "bf16" else "packed", CUDA)
             policy.packed = critic.module.packed = True
         size = 2 * micros
-        rows = experience(size if what == "first_forward" else STEPS * size)
+        rows = experience(2 * size if what == "ppo" else size)
         if what == "first_forward":
             rows = replace(rows, logprobs=None, old_logprobs=None)
         if what == "critic_free":

@@ -158,13 +158,17 @@ def timer(phase: str) -> Any:
 class Engine:
     """Stands in for TrainedModel, whose DeepSpeed engine the simulation cannot run. It never waits itself."""
 
+    steps = 0
+
     loss_scale_can_decrease = False
 
     def __init__(self, module: nn.Module, world: World):
         self.module, self.world = module, world
         self.backwards: list[bool] = []
+        self.forwards = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.forwards += 1
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, last: bool) -> None:
