@@ -1,0 +1,132 @@
+"""Tests the checks for a GPU: their time limits, their judgements, and on the CPU that their commands run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_checks
+from benchmarks.gpu_checks import CHECKS, Check, Result, Run
+
+ROOT = Path(__file__).parents[2]
+
+
+def result(*steps, code=0, log=""):
+    return Result(code, 1.0, log, list(steps))
+
+
+def test_blocks_take_at_most_25_minutes_and_checks_less_than_10():
+    for block in ("correctness", "speed"):
+        assert sum(check.minutes for check in CHECKS.values() if check.block == block) <= 25
+    assert {check.block for check in CHECKS.values()} == {"correctness", "speed"}
+    assert max(check.minutes for check in CHECKS.values()) < 10
+
+
+def test_first_gradients_may_differ_by_five_percent():
+    near = {"a": result({"policy/grad_norm": 2.0}), "b": result({"policy/grad_norm": 2.09})}
+    far = near | {"c": result({"policy/grad_norm": 2.11})}
+    assert gpu_checks.first_gradients(near)[0] and not gpu_checks.first_gradients(far)[0]
+
+
+def test_the_first_step_is_left_out_of_a_ratio():
+    steps = [[9.0, 2.0, 4.0], [1.0, 6.0, 6.0]]  # means without the first: 3 and 6
+    results = {
+        name: result(*({"time/step": seconds} for seconds in times))
+        for name, times in zip(("default", "cudnn"), steps, strict=True)
+    }
+    passed, shown = gpu_checks.ratio_of("time/step", 1.0, 10.0)(results)
+    assert passed and shown == "time/step = 3 (default); divided by it: cudnn 2"
+    assert not gpu_checks.ratio_of("time/step", 2.5, 10.0)(results)[0]
+
+
+@pytest.mark.parametrize(
+    "gap, log, passed",
+    [(1e-3, "", True), (1e-2, "", False), (1e-3, "decoding continues without CUDA graphs, slower: x", False)],
+)
+def test_decoding(gap, log, passed):
+    step = {"parity/logp_abs_diff_mean": gap, "time/generate": 2.0}
+    results = {"static": result(step, log=log), "hf": result(step | {"time/generate": 5.0})}
+    found, shown = gpu_checks.decoding_agrees(results)
+    assert found == passed and shown.endswith("hf over static: 2.5")
+
+
+def test_a_resumed_run_may_differ_in_times_only():
+    straight = [{"step": 1, "policy/loss": 0.5, "time/step": 1.0}, {"step": 2, "policy/loss": 0.25}]
+    resumed = [{"step": 1, "policy/loss": 0.5, "time/step": 3.0}, {"step": 2, "policy/loss": 0.25}]
+    judged = {"straight": result(*straight), "resumed": result(*resumed)}
+    assert gpu_checks.same_after_resume(judged) == (True, "2 steps: all metrics are equal")
+    resumed[1]["policy/loss"] = 0.25000001
+    assert gpu_checks.same_after_resume(judged) == (False, "2 steps: different: policy/loss")
+    with pytest.raises(ValueError):  # a step is missing
+        gpu_checks.same_after_resume(judged | {"resumed": result(resumed[0])})
+
+
+@pytest.mark.parametrize("estimate, passed", [(50.0, True), (65.0, True), (49.0, False), (67.0, False)])
+@pytest.mark.parametrize(
+    "line", ["fits       {} GiB of 75.0 GiB available", "too much   {} GiB in update, of 40.0 GiB"]
+)
+def test_the_estimate_may_be_a_third_too_high_and_never_too_low(estimate, passed, line):
+    results = {
+        "expandable": result({"mem/reserved_peak_gb": 50.0}),
+        "fixed": result({"mem/reserved_peak_gb": 55.0}),
+        "doctor": result(log="work       1 TFLOP\n" + line.format(estimate)),
+    }
+    assert gpu_checks.memory_estimate(results)[0] == passed
+
+
+def test_growth_of_memory_after_the_third_step():
+    flat = [{"mem/reserved_peak_gb": peak} for peak in (3.0, 4.0, 5.0, 5.0, 5.1)]
+    grown = [*flat, {"mem/reserved_peak_gb": 5.2}]
+    assert gpu_checks.no_growth({"steps": result(*flat)})[0]
+    assert not gpu_checks.no_growth({"steps": result(*grown)})[0]
+
+
+@pytest.mark.parametrize(
+    "code, log, passed",
+    [
+        (1, "error: out of memory: memory.train_tokens=8 is halved", True),
+        (0, "error: out of memory: memory.train_tokens=8 is halved", False),
+        (1, "Traceback (most recent call last):\nmemory.train_tokens", False),
+        (1, "killed", False),
+    ],
+)
+def test_out_of_memory(code, log, passed):
+    assert gpu_checks.out_of_memory({"update": result(code=code, log=log)})[0] == passed
+
+
+def test_a_killed_or_unreadable_run_fails_its_check(tmp_path, monkeypatch, capsys):
+    sleeps = Run("sleeps", ["-c", "import time; time.sleep(600)"], minutes=0.01)
+    crashes = Run("crashes", ["-c", "raise SystemExit('no metrics')"])
+    monkeypatch.setitem(CHECKS, "slow", Check("speed", "?", [sleeps], gpu_checks.all_ran))
+    monkeypatch.setitem(CHECKS, "bad", Check("speed", "?", [crashes], gpu_checks.first_gradients))
+    monkeypatch.setitem(CHECKS, "code", Check("speed", "?", [crashes], gpu_checks.all_ran))
+    assert not any(gpu_checks.perform(name, tmp_path, on_cpu=False) for name in ("slow", "bad", "code"))
+    printed = capsys.readouterr().out
+    assert "FAILED  slow: a run was killed at its time limit" in printed
+    assert "FAILED  bad: the results could not be read (IndexError" in printed
+    assert "FAILED  code: failed: crashes" in printed and "exit codes: crashes 1" in printed
+    assert (tmp_path / "bad_crashes.log").read_text() == "no metrics\n"
+    recorded = json.loads((tmp_path / "results.json").read_text())
+    assert [entry["passed"] for entry in recorded.values()] == [False] * 3
+
+
+def test_without_a_gpu_nothing_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu_checks.main(["layouts", "--out", str(tmp_path / "out")]) == 2
+    assert (
+        capsys.readouterr().err.startswith("error: torch finds no GPU: ") and not (tmp_path / "out").exists()
+    )
+
+
+@pytest.mark.slow
+def test_a_check_runs_on_the_cpu(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu_checks.py", "resume", "--cpu", "--out", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("passed  resume: 4 steps: all metrics are equal\n")
