@@ -240,7 +240,7 @@ def collected(config: Config) -> tuple[ScoredRollout, list[str]]:
             return prompts.select(torch.tensor(rows))
 
     inputs = SimpleNamespace(tokenizer=TOKENIZER, source=Source(), longest_prompt=3)
-    generator, _ = build_generator(config, world, inputs, actor, SAMPLING, lambda: False, notes.append)
+    generator, *_ = build_generator(config, world, inputs, actor, SAMPLING, lambda: False, notes.append)
     collector = RolloutCollector(
         actor=actor,
         generator=generator,

@@ -38,6 +38,7 @@ from ppo_ds.ppo.losses import PolicyObjective, PtxObjective, ValueObjective
 from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
+from ppo_ds.training.token_budgets import TokenBudgets
 from ppo_ds.types import Sequences
 
 
@@ -69,11 +70,15 @@ def experience_maker(
     lagged: WeightCopy | None,
     stop_token_ids: tuple[int, ...],
     pad_id: int,
+    budgets: TokenBudgets,
     timer: PhaseTimer,
     check: Callable[[], None],
 ) -> ExperienceMaker:
     """Builds the ExperienceMaker of a run."""
     algo = config.algo
+    # ZeRO-3 gathers weights in a forward, and the lagged weights are swapped in between two forwards
+    sections = (config.actor, config.critic, config.reference)
+    collective = lagged is not None or any(section.zero.stage == 3 for section in sections)
     return ExperienceMaker(
         actor=actor,
         lagged=lagged,
@@ -89,7 +94,8 @@ def experience_maker(
         whitening=_whitening(algo),
         group_size=config.rollout.samples_per_prompt,
         rollout_is=algo.rollout_is,
-        token_budget=config.memory.score_tokens,
+        token_budget=budgets.score,
+        guard=partial(budgets.guard, budgets.score, what="log-probs and values", repeatable=not collective),
         packed=all_packed(actor, reference, critic),
         world=world,
         timer=timer,

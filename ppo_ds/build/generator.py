@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ppo_ds.build.data import Inputs
 from ppo_ds.config.registry import DECODE_BACKENDS, import_target, resolve
@@ -14,6 +15,8 @@ from ppo_ds.errors import UserError
 from ppo_ds.ppo.parity import PARITY_ROWS, Gap, ParityError, disagreement, parity_gap
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.tracking.banner import titled
+from ppo_ds.training.token_budgets import TokenBudget
+from ppo_ds.types import Prompts, Rollout
 
 
 def build_generator(
@@ -24,11 +27,12 @@ def build_generator(
     sampling: SamplingParams,
     should_stop: Callable[[], bool],
     note: Callable[[str], None],
-) -> tuple[Generator, Gap]:
-    """Returns the decode backend and its gap in the parity check.
+) -> tuple[Generator, Gap, Callable[[int], Generator]]:
+    """Returns the decode backend, its gap in the parity check, and a function that makes it anew.
 
-    The backend stops generating once ``should_stop`` returns True. ``note`` receives banner lines that name
-    the backend and the reason for its choice. A collective that also draws random numbers.
+    That function takes the new token budget. The backend stops generating once ``should_stop`` returns True.
+    ``note`` receives banner lines that name the backend and the reason for its choice. A collective that also
+    draws random numbers.
     """
     asked, made = config.rollout.backend, {}
     auto = [name for name, entry in DECODE_BACKENDS.items() if entry.in_auto]
@@ -45,14 +49,17 @@ def build_generator(
             reason = import_target(target)(actor.lm, inputs.longest_prompt + sampling.max_new_tokens)
         return next((reason for reason in world.gather_objects(reason) if reason is not None), None)
 
-    def gap_of(name: str) -> Gap:
-        made[name] = resolve(DECODE_BACKENDS[name])(
+    def make(name: str, token_budget: int) -> Generator:
+        return resolve(DECODE_BACKENDS[name])(
             lm=lambda: actor.lm,
             tokenizer=inputs.tokenizer,
-            token_budget=config.memory.rollout_tokens,
+            token_budget=token_budget,
             lockstep_max=actor.lockstep_max,
             should_stop=should_stop,
         )
+
+    def gap_of(name: str) -> Gap:
+        made[name] = make(name, config.memory.rollout_tokens)
         # sample the same tokens at each start, whatever random numbers were drawn before
         seed_everything(config.run.seed + world.rank)
         return parity_gap(
@@ -74,7 +81,24 @@ def build_generator(
     why = "the fastest that agrees with training" if asked == "auto" else f"rollout.backend={asked}"
     reasons = "; ".join((why, *(f"not {line}" for line in choice.incapable)))
     note(titled("decode", f"{choice.backend}: {reasons}"))
-    return made[choice.backend], choice.gap
+    return made[choice.backend], choice.gap, partial(make, choice.backend)
+
+
+def rebuilt_on_change(
+    generator: Generator, make: Callable[[int], Generator], budget: TokenBudget
+) -> Generator:
+    """Returns ``generator``, replaced by ``make(int(budget))`` once the budget has changed."""
+    current, tokens = [generator], int(budget)
+
+    def generate(prompts: Prompts, sampling: SamplingParams) -> Rollout:
+        nonlocal tokens
+        if int(budget) != tokens:
+            current.clear()  # frees the cache before the new backend allocates one
+            tokens = int(budget)
+            current.append(make(tokens))
+        return current[0](prompts, sampling)
+
+    return generate
 
 
 @dataclass(frozen=True)

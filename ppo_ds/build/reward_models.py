@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, SupportsInt
 
-from torch import nn
+from torch import Tensor, nn
 
 from ppo_ds.build.engines import frozen_engine
 from ppo_ds.build.roles import CriticStart
@@ -27,8 +28,9 @@ def build_reward(
     *,
     tokenizer: Tokenizer,
     load_frozen: RewardModels,
-    score_tokens: int,
-    world: World,
+    score_tokens: SupportsInt,
+    all_reduce_max: Callable[[int], int],
+    reduce: Callable[[Tensor], Tensor],
     should_stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> Reward:
@@ -38,18 +40,31 @@ def build_reward(
         tokenizer: The tokenizer of the policy that is scored.
         load_frozen: Loads the reward's models.
         score_tokens: memory.score_tokens.
+        all_reduce_max: Returns the maximum of a number over all ranks.
+        reduce: Returns the sum of a tensor over all ranks.
         should_stop: Returns whether a stop request has arrived.
         note: Receives banner lines.
     """
     return bind(section, "reward")(
         tokenizer=tokenizer,
         load_frozen=load_frozen,
-        all_reduce_max=world.max_int,
+        all_reduce_max=all_reduce_max,
         score_tokens=score_tokens,
-        reduce=world.sum,
+        reduce=reduce,
         should_stop=should_stop,
         note=note,
     )
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that rewards score with."""
+
+    key: str  # its config key
+    section: ModelConfig
+    zero: FrozenZeroConfig
+    module: Any
+    scorer: FrozenModel
 
 
 class RewardModels:
@@ -61,8 +76,7 @@ class RewardModels:
     def __init__(self, world: World, note: Callable[[str], None]):
         """Initializes without models; ``note`` receives a banner line for each model that is shared."""
         self._world, self._note = world, note
-        # the key, the module and the FrozenModel of each copy
-        self._loaded: dict[Hashable, tuple[str, Any, FrozenModel]] = {}
+        self._loaded: dict[Hashable, LoadedModel] = {}
         self._base: tuple[Hashable, TrainedModel] | None = None
 
     def offer(self, critic: TrainedModel, start: CriticStart, config: Config) -> None:
@@ -93,12 +107,23 @@ class RewardModels:
             return critic.module, FrozenBase(critic, base_weights=as_kept)
         placement = identity, zero.stage, zero.offload_params
         if placement in self._loaded:
-            first, module, scorer = self._loaded[placement]
-            self._note(f"sharing    {key}: the same as {first}, in memory once")
-            return module, scorer
+            first = self._loaded[placement]
+            self._note(f"sharing    {key}: the same as {first.key}, in memory once")
+            return first.module, first.scorer
         module, scorer = frozen_engine(lambda: load(model, key=key), zero, model.dtype, self._world)
-        self._loaded[placement] = key, module, scorer
+        self._loaded[placement] = LoadedModel(key, model, zero, module, scorer)
         return module, scorer
+
+    @property
+    def loaded(self) -> list[LoadedModel]:
+        """The models that have weights of their own."""
+        return list(self._loaded.values())
+
+    @property
+    def sharded(self) -> bool:
+        """Returns whether a forward of any model is a collective."""
+        shared = self._base is not None and self._base[1].zero_stage == 3
+        return shared or any(model.zero.stage == 3 for model in self.loaded)
 
 
 def _identity(load: Callable[..., nn.Module], model: ModelConfig) -> Hashable:

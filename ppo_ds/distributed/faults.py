@@ -12,6 +12,7 @@ default 1; 0: unlimited) and ``seconds`` (duration of slow). Actions:
     kill    SIGKILL to this process        stop   SIGTERM to this process
     raise   a RuntimeError                 full   the OSError of a full disk
     hang    sleep without end              slow   sleep ``seconds``
+    memory  an OutOfMemoryError of torch
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import os
 import signal
 import time
 from collections import Counter
+
+import torch
 
 visits: Counter[str] = Counter()  # number of visits by place
 
@@ -43,6 +46,8 @@ def fault(place: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGTERM)
         elif action == "raise":
             raise RuntimeError(f"fault at {place}")
+        elif action == "memory":
+            raise torch.OutOfMemoryError(f"fault at {place}")
         elif action == "full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
         elif action in ("hang", "slow"):

@@ -7,14 +7,18 @@ generation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
 
+from ppo_ds.distributed.threads import CGROUP
 from ppo_ds.distributed.world import World
 
 GIB, MIB = 2**30, 2**20
 USABLE = 0.9  # usable fraction of the free memory; the rest is lost to fragmentation
+LAZY = GIB // 2  # GPU memory that is allocated after the start-up: kernels, workspaces, buffers of NCCL
+LIBRARIES = GIB  # CPU memory of the imported libraries, and of whatever else runs on the machine
 
 
 @dataclass(frozen=True)
@@ -93,3 +97,30 @@ def free_bytes(world: World) -> int:
         return psutil.virtual_memory().available // world.threads.ranks
     free, _ = torch.cuda.mem_get_info(world.device)
     return free + torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
+
+
+def tensor_memory(world: World, resident: int) -> int:
+    """Returns the bytes that all tensors of a rank may take together. A collective.
+
+    The result is that of the rank with the least memory. On a GPU, it is the memory of the tensors of this
+    process and the free memory, without LAZY. ``resident`` is the estimate of what is resident between two
+    phases; tensors beyond this estimate are not counted, since they stay. On a CPU, it is the rank's share of
+    the machine's memory without LIBRARIES; it depends on nothing that changes between two starts.
+    """
+    if world.device.type == "cpu":
+        own = host_memory() // world.threads.ranks - LIBRARIES
+    else:
+        own = min(torch.cuda.memory_allocated(world.device), resident) + free_bytes(world) - LAZY
+    return max(0, -world.max_int(-own))
+
+
+def host_memory(cgroup: Path = CGROUP) -> int:
+    """Returns the CPU memory of this machine in bytes, or the limit of this container if that is lower."""
+    limits = [psutil.virtual_memory().total]
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, v1
+        try:
+            text = (cgroup / file).read_text().strip()
+        except OSError:  # the machine uses the other version, or no cgroup
+            continue
+        limits += [int(text)] if text.isdigit() else []  # "max": no limit
+    return min(limits)

@@ -56,12 +56,13 @@ def _numel(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
-def decoding_bytes(lm: PreTrainedModel, tokens: int, rows: int) -> int:
+def decoding_bytes(lm: PreTrainedModel, tokens: int, rows: int, prefill: int | None = None) -> int:
     """Returns an upper bound of the bytes for decoding ``rows`` responses at a time, without the weights.
 
-    ``tokens`` is the total number of tokens of these rows, prompts included.
+    ``tokens`` is the total number of tokens of these rows, prompts included; see decode_bytes_bound for
+    ``prefill``.
     """
-    return decode_bytes_bound(shape_of(lm), tokens, rows, lm.dtype.itemsize)
+    return decode_bytes_bound(shape_of(lm), tokens, rows, lm.dtype.itemsize, prefill)
 
 
 def shape_of(model: PreTrainedModel) -> Shape:

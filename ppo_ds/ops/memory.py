@@ -257,12 +257,17 @@ def static_decode_bytes(
     )
 
 
-def decode_bytes_bound(shape: Shape, tokens: int, rows: int, each: int) -> int:
-    """Computes an upper bound of the decode memory of any backend, used to choose the generation plan.
+def decode_bytes_bound(shape: Shape, tokens: int, rows: int, each: int, prefill: int | None = None) -> int:
+    """Computes an upper bound of the memory of decoding, used to choose the generation plan.
 
-    It includes the KV cache, the activations of one layer if all tokens are prefilled at once (four hidden
-    states, three of the MLP), and one row of logits per sequence, as in static_decode_bytes.
+    It includes the KV cache, the prefill of ``prefill`` tokens, and one row of logits per sequence, as in
+    static_decode_bytes. With ``prefill`` None, all tokens are prefilled at once, which bounds any backend.
+    Otherwise keys and values of these tokens are in memory twice, as in the static backend.
+
+    A prefill needs the activations of one layer: four hidden states and three of the MLP.
     """
     activations = (4 * shape.hidden + 3 * shape.inner) * each
     logits = rows * shape.vocabulary * (each + 3 * FP32)
-    return kv_cache_bytes(shape, tokens, each) + tokens * activations + logits
+    if prefill is None:
+        return kv_cache_bytes(shape, tokens, each) + tokens * activations + logits
+    return kv_cache_bytes(shape, tokens + prefill, each) + prefill * activations + logits

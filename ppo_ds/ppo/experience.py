@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor
 
 from ppo_ds.config.sections.algo import RolloutISConfig
+from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel
@@ -53,7 +55,8 @@ class ExperienceMaker:
     group_size: int  # consecutive rows with the same prompt
     rollout_is: RolloutISConfig
     # forwards
-    token_budget: int
+    token_budget: SupportsInt  # halved if memory runs out (training/token_budgets.py)
+    guard: Callable[[Callable[..., Any]], Callable[..., Any]]  # wraps forwards against a lack of memory
     packed: bool  # the models take rows without padding
     world: World
     timer: PhaseTimer
@@ -67,18 +70,7 @@ class ExperienceMaker:
         if self.masked_stop_ids:
             rollout = mask_stops(rollout, self.masked_stop_ids)
         mask = rollout.response_mask
-        plan = scoring_plan(rollout, self.token_budget, self.world, self.packed)
-
-        logprobs = old_logprobs = ref_logprobs = values = None
-        if self.compute_old_logprobs:
-            with self.timer("old_logprobs"):  # log pi_old(a|s), training engine, dropout 0
-                logprobs, old_logprobs, values = self.forward_actor(rollout, plan)
-        if self.reference is not None:
-            with self.timer("ref_logprobs"), self.reference.resident():  # log pi_ref(a|s)
-                ref_logprobs = self._logprobs(self.reference, rollout, plan)
-        if self.critic is not None:
-            with self.timer("values"):  # V(s)
-                values = scatter_states(forward_rows(self.critic, rollout, plan), rollout, plan)
+        logprobs, old_logprobs, ref_logprobs, values = self.guard(self.forward_models)(rollout)
 
         with self.timer("reward"):  # waits for scores that are computed in the background
             rollout = scored(rollout, wait_for_scores(pending_scores, self.world, self.check))
@@ -140,6 +132,31 @@ class ExperienceMaker:
         sums.add_max("adv/max_abs", advantages.abs().max())
         return sums.reduced(self.world)
 
+    def forward_models(
+        self, rollout: Rollout
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Computes log-probs, old log-probs and the reference's log-probs [B,R], and values [B,S].
+
+        What the run does not need is None. A collective.
+        """
+        plan = self.plan(rollout)
+        fault("score")
+        logprobs = old_logprobs = ref_logprobs = values = None
+        if self.compute_old_logprobs:
+            with self.timer("old_logprobs"):  # log pi_old(a|s), training engine, dropout 0
+                logprobs, old_logprobs, values = self.forward_actor(rollout, plan)
+        if self.reference is not None:
+            with self.timer("ref_logprobs"), self.reference.resident():  # log pi_ref(a|s)
+                ref_logprobs = self._logprobs(self.reference, rollout, plan)
+        if self.critic is not None:
+            with self.timer("values"):  # V(s)
+                values = scatter_states(forward_rows(self.critic, rollout, plan), rollout, plan)
+        return logprobs, old_logprobs, ref_logprobs, values
+
+    def plan(self, sequences: Sequences) -> list[Tensor]:
+        """Returns the row indices of each forward. A collective."""
+        return scoring_plan(sequences, int(self.token_budget), self.world, self.packed)
+
     def forward_actor(self, rollout: Rollout, plan: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Computes log-probs and old log-probs [B,R], and values [B,S] if the actor has the value head."""
         outputs = forward_rows(self.actor, rollout, plan)
@@ -161,8 +178,7 @@ class ExperienceMaker:
         mine = experience.select(
             torch.arange(len(experience)).chunk(self.world.size)[self.world.rank]
         ).trimmed()
-        plan = scoring_plan(mine, self.token_budget, self.world, self.packed)
-        logprobs = self._logprobs(self.actor, mine, plan)
+        logprobs = self.guard(lambda: self._logprobs(self.actor, mine, self.plan(mine)))()
         sums = MetricSums()
         sums.add_mean("kl/before_update", mine.logprobs - mine.ref_logprobs, mine.response_mask)
         sums.add_mean("kl/after_update", logprobs - mine.ref_logprobs, mine.response_mask)

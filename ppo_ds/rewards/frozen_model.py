@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsInt
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +46,15 @@ class FrozenModelReward(TextReward):
     Subclasses implement ``encode``, which converts a response to an input of the model, and ``score``.
     """
 
-    def __init__(self, scorer: FrozenScorer, *, tokenizer: Tokenizer, token_budget: int, key: str, name: str):
+    def __init__(
+        self, scorer: FrozenScorer, *, tokenizer: Tokenizer, token_budget: SupportsInt, key: str, name: str
+    ):
         """Initializes the reward.
 
         Args:
             scorer: The model, run by the engine.
             tokenizer: The actor's tokenizer.
-            token_budget: Maximum number of tokens of one forward, padding included.
+            token_budget: Maximum number of tokens of one forward, padding included; read at each use.
             key: The reward's section in the config, for error messages.
             name: The model's key and path, for error messages.
         """

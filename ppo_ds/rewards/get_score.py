@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import SupportsInt
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class GetScoreReward(FrozenModelReward):
         *,
         batched: bool,
         tokenizer: Tokenizer,
-        token_budget: int,
+        token_budget: SupportsInt,
         key: str,
         name: str,
     ):
@@ -52,7 +53,7 @@ class GetScoreReward(FrozenModelReward):
         """Scores chats; the audit chooses ``batched`` itself."""
         batched = self._batched if batched is None else batched
         lengths = torch.tensor([self._num_tokens(chat) for chat in inputs])
-        batches = plan_microbatches(lengths, torch.zeros_like(lengths), self._token_budget)
+        batches = plan_microbatches(lengths, torch.zeros_like(lengths), int(self._token_budget))
 
         def forward(chats: list[Chat]) -> Tensor:
             try:
@@ -80,7 +81,7 @@ def get_score_reward(
     tokenizer: Tokenizer,
     load_frozen: LoadFrozen,
     all_reduce_max: Callable[[int], int],
-    score_tokens: int,
+    score_tokens: SupportsInt,
     note: Callable[[str], None] = lambda line: None,
     key: str = "reward",
 ) -> GetScoreReward:

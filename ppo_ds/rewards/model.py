@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, SupportsInt
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class ModelReward(FrozenModelReward):
         *,
         tokenizer: Tokenizer,
         pad_id: int,
-        token_budget: int,
+        token_budget: SupportsInt,
         all_reduce_max: Callable[[int], int],
         key: str,
         name: str,
@@ -77,7 +77,8 @@ class ModelReward(FrozenModelReward):
         else:
             plan = partial(plan_microbatches, lengths, torch.zeros_like(lengths))
         # a sharded model gathers weights in each forward, so all ranks must run the same number of forwards
-        batches = plan(self._token_budget, at_least=self._all_reduce_max(len(plan(self._token_budget))))
+        budget = int(self._token_budget)
+        batches = plan(budget, at_least=self._all_reduce_max(len(plan(budget))))
         collate = left_padded if padding_side == "left" else right_padded
 
         def forward(texts: list[EncodedText]) -> Tensor:
@@ -101,7 +102,7 @@ def model_reward(
     tokenizer: Tokenizer,
     load_frozen: LoadFrozen,
     all_reduce_max: Callable[[int], int],
-    score_tokens: int,
+    score_tokens: SupportsInt,
     note: Callable[[str], None] = lambda line: None,
     key: str = "reward",
 ) -> ModelReward:
@@ -122,7 +123,7 @@ def model_reward(
         load_frozen: Loads the model (under ZeRO-3, each weight is sharded as it is read) and passes it to the
             engine, or returns a model that is already loaded.
         all_reduce_max: Returns the maximum of a number over all ranks.
-        score_tokens: Maximum number of tokens of one forward, padding included.
+        score_tokens: Maximum number of tokens of one forward, padding included; it may fall during the run.
         note: Receives the audit's lines for the start-up banner.
         key: The reward's section in the config, for error messages.
     """

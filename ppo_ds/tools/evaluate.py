@@ -88,7 +88,8 @@ def evaluate(
             tokenizer=tokenizer,
             load_frozen=load_frozen,
             score_tokens=config.memory.score_tokens,
-            world=world,
+            all_reduce_max=world.max_int,
+            reduce=world.sum,
             should_stop=lambda: False,
             note=note,
         )

@@ -66,7 +66,7 @@ def built(monkeypatch):
             return (gaps or {}).get(tried[-1][0], (0.0, 0.0))
 
         monkeypatch.setattr(generators, "parity_gap", gap)
-        generator, _ = generators.build_generator(
+        generator, *_ = generators.build_generator(
             composed(
                 *MINIMAL,
                 "memory.rollout_tokens=77",

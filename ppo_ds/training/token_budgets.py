@@ -1,0 +1,195 @@
+"""Token budgets of a run, and the protocol that halves a budget after an out-of-memory error.
+
+Phases without collectives of DeepSpeed (generation with whole weights, scores, log-probs and values below
+ZeRO-3) are repeated: a rank that runs out of memory tells the others at the end of the phase, all ranks halve
+the budget, restore their random states and run the phase again. Results are those of a run that had the
+smaller budget when the phase began.
+
+Any other phase cannot be repeated, because the other ranks wait in a collective for the rank that has failed.
+That rank records half of the budget in the run directory and ends the run (distributed/watchdog.py), and the
+same command resumes with the smaller budget. In both cases a budget is halved only once; the next error ends
+the run with advice.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.rng import rng_snapshot
+from ppo_ds.errors import RunError, single_line
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ADVICE = {  # budget -> remedies besides a lower budget
+    "rollout_tokens": "actor.zero.offload_states=always, or fewer sampling.max_new_tokens",
+    "score_tokens": "reference.zero.offload_params=true, or shorter rows",
+    "train_tokens": "gradient_checkpointing=true or a higher zero.stage of the trained models",
+}
+
+
+@dataclass
+class TokenBudget:
+    """Most tokens of one forward on one rank: ``int(budget)``, which an out-of-memory error may halve."""
+
+    name: str  # of the key in the section memory
+    tokens: int
+    halved_from: int | None = None  # the number before an out-of-memory error, in this start or an earlier one
+
+    def __int__(self) -> int:
+        return self.tokens
+
+    @property
+    def can_halve(self) -> bool:
+        return self.halved_from is None and self.tokens > 1
+
+    def halve(self) -> None:
+        """Halves the number; allowed once."""
+        assert self.can_halve
+        self.tokens, self.halved_from = self.tokens // 2, self.tokens
+
+    def set(self, tokens: int) -> None:
+        self.tokens = tokens
+
+
+class PeerOutOfMemory(Exception):
+    """Raised in a repeatable phase on ranks whose collective cannot run, as another rank is out of memory."""
+
+
+@dataclass(kw_only=True)
+class TokenBudgets:
+    """The token budgets of a run."""
+
+    rollout: TokenBudget
+    score: TokenBudget
+    train: TokenBudget
+    world: World
+    # records a budget that was halved, in the run directory; called on one rank
+    record: Callable[[TokenBudget], None]
+    # receives the new numbers by name on every rank, after each change
+    on_change: Callable[[Mapping[str, int]], None]
+    _in_phase: bool = field(init=False, default=False)
+
+    def numbers(self) -> dict[str, int]:
+        return {budget.name: budget.tokens for budget in (self.rollout, self.score, self.train)}
+
+    def set(self, numbers: Mapping[str, int]) -> None:
+        """Sets budgets by name."""
+        for budget in (self.rollout, self.score, self.train):
+            if budget.name in numbers:
+                budget.set(numbers[budget.name])
+        self.on_change(self.numbers())
+
+    def guard(
+        self, budget: TokenBudget, run: Callable[P, T], *, what: str, repeatable: bool
+    ) -> Callable[P, T]:
+        """Wraps a phase that uses ``budget`` so that it is repeated, or ends the run, when memory runs out.
+
+        ``what`` describes the phase in messages. A phase is ``repeatable`` if its only collectives are those
+        at its beginning, before any memory is allocated, and those that ``guard_collective`` wraps.
+        """
+
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+            if repeatable:
+                return self._run_repeatable(budget, what, lambda: run(*args, **kwargs))
+            with self.ending(budget, what):
+                return run(*args, **kwargs)
+
+        return guarded
+
+    def guard_collective(
+        self, collective: Callable[Concatenate[Any, P], T]
+    ) -> Callable[Concatenate[Any, P], T]:
+        """Wraps a collective that may run inside a repeatable phase, such as those that rewards call.
+
+        Ranks first agree that none of them is out of memory, since such a rank never arrives at the
+        collective itself.
+        """
+
+        def guarded(value: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+            if self._in_phase and self._any_failed(False):
+                raise PeerOutOfMemory
+            return collective(value, *args, **kwargs)
+
+        return guarded
+
+    def _run_repeatable(self, budget: TokenBudget, what: str, run: Callable[[], T]) -> T:
+        """Runs a phase and repeats it with half the budget if a rank runs out of memory. A collective."""
+        while True:
+            restore_rng = rng_snapshot(self.world)
+            self._in_phase = True
+            try:
+                result, error = run(), None
+            except PeerOutOfMemory:
+                error = "another rank"
+            except torch.OutOfMemoryError as own:
+                # only the text is kept: the frames of the traceback hold the tensors of the phase
+                error = single_line(str(own))
+                self._any_failed(True)
+            else:
+                if not self._any_failed(False):
+                    return result
+                del result
+            finally:
+                self._in_phase = False
+            if not budget.can_halve:
+                raise self._exhausted(budget, what, error)
+            budget.halve()
+            self._announce(budget, what)
+            free_memory(self.world)
+            restore_rng()
+
+    def _any_failed(self, failed: bool) -> bool:
+        """Returns whether any rank has run out of memory. A collective."""
+        return bool(self.world.max_int(int(failed)))
+
+    def _announce(self, budget: TokenBudget, what: str) -> None:
+        if self.world.is_main:
+            self.record(budget)
+            log.warning(
+                "warning: out of memory in %s with memory.%s=%d: it is repeated with %d, which the run keeps",
+                what, budget.name, budget.halved_from, budget.tokens,
+            )  # fmt: skip
+        self.on_change(self.numbers())
+
+    @contextmanager
+    def ending(self, budget: TokenBudget, what: str) -> Iterator[None]:
+        """Ends the run if memory runs out in the block, which cannot be repeated. Not a collective.
+
+        Half of the budget is recorded in the run directory for the next start.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if not budget.can_halve:
+                raise self._exhausted(budget, what, single_line(str(error))) from None
+            before = budget.tokens
+            budget.halve()
+            self.record(budget)
+            raise RunError(
+                f"rank {self.world.rank} is out of memory in {what} with memory.{budget.name}={before}: the "
+                f"same command resumes with memory.{budget.name}={budget.tokens} ({single_line(str(error))})"
+            ) from None
+
+    def _exhausted(self, budget: TokenBudget, what: str, error: str | None) -> RunError:
+        before = f", which was halved from {budget.halved_from} before" if budget.halved_from else ""
+        return RunError(
+            f"out of memory in {what} with memory.{budget.name}={budget.tokens}{before}: set a lower "
+            f"memory.{budget.name}, or use {ADVICE[budget.name]} ({error or 'on another rank'})"
+        )
+
+
+def free_memory(world: World) -> None:
+    """Returns the memory of a failed phase to the device."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
