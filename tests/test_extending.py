@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.cli import load_config
 from ppo_ds.build.generator import build_generator
-from ppo_ds.build.token_budgets import with_token_budgets
+from ppo_ds.build.token_budgets import with_cpu_limits
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
     DECODE_BACKENDS,
@@ -86,7 +86,7 @@ def config(folder: Path, *arguments: str) -> Config:
         "rollout.samples_per_prompt=2",
         f"sampling.max_new_tokens={WIDTH}",
     ]
-    return with_token_budgets(load_config([*given, *arguments]))
+    return with_cpu_limits(load_config([*given, *arguments]))
 
 
 def run(folder: Path, preset: str) -> Run:

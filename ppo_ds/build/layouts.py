@@ -8,6 +8,7 @@ from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.models.size import decoding_bytes
+from ppo_ds.rollout.continuous_batch import PREFILL_TOKENS
 
 
 def choose_layouts(
@@ -38,7 +39,14 @@ def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | N
     line = actor.plan_generation(
         generation_gather=zero.generation_gather,
         offload_states=zero.offload_states,
-        decoding_bytes=decoding_bytes(actor.module.lm, tokens, min(rows, max(1, tokens // most))),
+        decoding_bytes=decoding_bytes(
+            actor.module.lm,
+            tokens,
+            min(rows, max(1, tokens // most)),
+            prefill=None
+            if config.rollout.backend == "hf"
+            else min(config.memory.rollout_tokens, PREFILL_TOKENS),
+        ),
         critic=critic,
     )
     return [line] if line else []

@@ -31,11 +31,19 @@ from ppo_ds.ops.memory import (
     trained_engine,
 )
 from ppo_ds.rollout.continuous_batch import COLUMNS, PREFILL_TOKENS, fast_batch_size
+from ppo_ds.rollout.graphs import KEPT_GRAPHS
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-# Memory besides tensors: the CUDA context, NCCL, kernels. The value is not measured but guessed, for H100s
-# with torch 2.13.
-CONTEXT = 3 * 2**29
+# Memory of a GPU besides tensors. vLLM's pull request 10511 reports 1.79 GiB on one GPU of 80 GB (the CUDA
+# context, kernels, workspaces) and 3.58 GiB on two, with NCCL. Not measured with this trainer.
+CONTEXT = int(1.8 * 2**30)
+# Of NCCL, for each of the two communicators: that of the run, and that of DeepSpeed. By NCCL's issues 864 and
+# 1685, a communicator takes 0.5 to 1.6 GiB, depending on channels and algorithms.
+COMMUNICATOR = int(0.9 * 2**30)
+COMMUNICATORS = 2
+# Executable CUDA graph of a decode step, besides its tensors: by vLLM's pull requests 11349 and 22897, 6 to
+# 28 MiB.
+GRAPH = 28 * 2**20
 USABLE = 0.95  # share of the rest that tensors can use; fragmentation takes the remainder
 
 
@@ -70,6 +78,16 @@ class Hardware:
     ranks: int
     gpu_memory: int | None  # bytes; None: the run is on CPUs
 
+    @classmethod
+    def measured(cls, ranks: int, tensor_memory: int) -> Hardware:
+        """Returns the hardware of a run on GPUs whose tensors may take ``tensor_memory`` bytes per rank."""
+        return cls(ranks, tensor_memory + cls(ranks, 0).context)
+
+    @property
+    def context(self) -> int:
+        """Bytes of a GPU that the CUDA context and NCCL take."""
+        return CONTEXT + (COMMUNICATORS * COMMUNICATOR if self.ranks > 1 else 0)
+
     @property
     def on_gpu(self) -> bool:
         return self.gpu_memory is not None
@@ -77,7 +95,7 @@ class Hardware:
     @property
     def usable(self) -> int | None:
         """Bytes of a GPU that tensors can use; None if the run is on CPUs."""
-        return None if self.gpu_memory is None else int((self.gpu_memory - CONTEXT) * USABLE)
+        return None if self.gpu_memory is None else int((self.gpu_memory - self.context) * USABLE)
 
 
 @dataclass(frozen=True)
@@ -91,6 +109,8 @@ class Estimate:
     generation: str  # how the weights are held for decoding
     layerwise: bool = False  # each forward of generation gathers the weights layer by layer
     moved: int = 0  # bytes of optimizer states that are in CPU memory during generation
+    row_tokens: int = 0  # tokens of the longest row
+    rows: int = 0  # rows that a rank decodes in one phase; 0 without generation
 
     @property
     def peak(self) -> int:
@@ -264,7 +284,17 @@ class _Estimator(RunMemory):
         phases |= {name: rest + more for name, more in self._scoring().items()}
         generation, layerwise, moved = self._generation(rest, phases)
         phases |= {name: rest + more for name, more in self._updates().items()}
-        return Estimate(resident, phases, host + moved, self.engines, generation, layerwise, moved)
+        return Estimate(
+            resident,
+            phases,
+            host + moved,
+            self.engines,
+            generation,
+            layerwise,
+            moved,
+            row_tokens=self.length,
+            rows=self.rows,
+        )
 
     # -- scoring -------------------------------------------------------------------------------------------
 
@@ -319,6 +349,7 @@ class _Estimator(RunMemory):
             waiting=self.rows > slots,
             each=each,
         )
+        prefill = None if self.config.rollout.backend == "hf" else min(budget, PREFILL_TOKENS)
         tokens = min(budget, self.rows * self.length)
         rows = min(self.rows, max(1, tokens // self.config.sampling.max_new_tokens))
         idle = sum(
@@ -331,7 +362,7 @@ class _Estimator(RunMemory):
                 free=2**62 if usable is None else max(0, usable - rest),
                 weights=weights if sharded else 0,
                 layer=min(weights, each * REUSE) if sharded else 0,
-                decoding=decode_bytes_bound(shape, tokens, rows, each),
+                decoding=decode_bytes_bound(shape, tokens, rows, each, prefill),
                 offloadable=idle,
             ),
             generation_gather=zero.generation_gather,
@@ -347,9 +378,12 @@ class _Estimator(RunMemory):
             phases["switch"] = rest - moved + weights + switch
         else:
             gathered, description = _gathered(shape, each, prefetch=True), "weights gathered layer by layer"
-        phases["generate"] = rest - moved + gathered + decode
+        layerwise = sharded and not plan.gather_once
+        records = not layerwise and self.hardware.on_gpu and self.config.rollout.backend != "hf"
+        graphs = KEPT_GRAPHS * GRAPH if records else 0
+        phases["generate"] = rest - moved + gathered + decode + graphs
         description += "; optimizer states offloaded" if plan.offload_states else ""
-        return description, sharded and not plan.gather_once, moved
+        return description, layerwise, moved
 
     # -- updates -------------------------------------------------------------------------------------------
 

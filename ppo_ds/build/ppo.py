@@ -18,13 +18,17 @@ from ppo_ds.build.algorithm import (
 from ppo_ds.build.banner import summary
 from ppo_ds.build.data import Inputs, read_inputs, stop_ids
 from ppo_ds.build.downloads import models_to_download
-from ppo_ds.build.generator import build_generator
+from ppo_ds.build.generator import build_generator, rebuilt_on_change
 from ppo_ds.build.layouts import choose_layouts, plan_generation
+from ppo_ds.build.memory_estimate import BYTES, Estimate, Hardware, estimate
+from ppo_ds.build.memory_estimate import FrozenModel as FrozenShape
+from ppo_ds.build.memory_estimate import Models as Shapes
 from ppo_ds.build.preflight import preflight
 from ppo_ds.build.reward_models import RewardModels, build_reward
 from ppo_ds.build.roles import build_actor, build_critic, build_reference, critic_start, ppo_needs
 from ppo_ds.build.shared import adapter_note, eval_weights, slow_dtypes
-from ppo_ds.config.schema import Config, has_critic, rollout_size, uses_reference
+from ppo_ds.build.token_budgets import settle
+from ppo_ds.config.schema import Config, has_critic, reference_is_base, rollout_size, uses_reference
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.warnings import warnings
 from ppo_ds.data.prompts import eval_batches
@@ -34,12 +38,14 @@ from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.models.download import download_weights
+from ppo_ds.models.size import shape_of, with_value_head
 from ppo_ds.ops.kl import FixedKLController
 from ppo_ds.ppo.collector import DynamicRolloutCollector, RolloutCollector
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.meter import build_meter
 from ppo_ds.ppo.reward_shaping import ScoreShaper
+from ppo_ds.ppo.scoring import StartScoring
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.rewards.pending import start_scoring
 from ppo_ds.rewards.weighted import WeightedReward
@@ -58,6 +64,7 @@ class Models:
     actor: HybridActor
     reference: FrozenModel | None  # None if nothing needs the KL to it
     reward: Reward
+    reward_models: RewardModels  # the models of the reward
     critic: TrainedModel | None  # None without a critic, and if the value head is on the actor
     critic_path: str | None  # path of the critic's initial weights
     ema: WeightCopy | None
@@ -72,9 +79,17 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
     inputs, stops = read_data(config, context)
     length = horizon(config, len(inputs.source))
     models = load_models(config, context, inputs, length)
+    config = settle(config, context, partial(estimate_memory, models=models, inputs=inputs))
+    banner.note(*plan_generation(config, models.actor, models.critic))
     sampling = build_sampling(config, stops, models.actor.module.temperature)
-    generator, gap = build_generator(
+    backend, gap, make_backend = build_generator(
         config, world, inputs, models.actor, sampling, context.stop.should_stop, banner.note
+    )
+    generator = context.budgets.guard(
+        context.budgets.rollout,
+        rebuilt_on_change(backend, make_backend, context.budgets.rollout),
+        what="generation",
+        repeatable=not models.actor.lockstep,
     )
     banner.summarize(
         *summary(config, world, inputs.source, models.critic_path, length.steps, length.actor, gap)
@@ -91,6 +106,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
         lagged=models.lagged,
         stop_token_ids=stops,
         pad_id=inputs.tokenizer.pad_id,
+        budgets=context.budgets,
         timer=context.timer,
         check=context.stop.raise_if_stopped,
     )
@@ -197,8 +213,9 @@ def load_models(config: Config, context: RunContext, inputs: Inputs, length: Hor
         config.reward,
         tokenizer=inputs.tokenizer,
         load_frozen=load_frozen,
-        score_tokens=config.memory.score_tokens,
-        world=world,
+        score_tokens=context.budgets.score,
+        all_reduce_max=context.budgets.guard_collective(world.max_int),
+        reduce=context.budgets.guard_collective(world.sum),
         should_stop=context.stop.should_stop,
         note=banner.note,
     )
@@ -208,8 +225,40 @@ def load_models(config: Config, context: RunContext, inputs: Inputs, length: Hor
     banner.note(*choose_layouts(config, actor, reference, critic))
     ema = WeightCopy(actor) if config.actor.ema.decay is not None else None
     lagged = WeightCopy(actor) if config.algo.old_policy == "lagged" else None
-    banner.note(*plan_generation(config, actor, critic))
-    return Models(actor, reference, reward, critic, start.model.path if start else None, ema, lagged)
+    critic_path = start.model.path if start else None
+    return Models(actor, reference, reward, load_frozen, critic, critic_path, ema, lagged)
+
+
+def estimate_memory(config: Config, hardware: Hardware, *, models: Models, inputs: Inputs) -> Estimate:
+    """Estimates the memory of the run from its loaded models."""
+    reference, critic = None, None
+    if models.reference is not None and not reference_is_base(config):
+        section = config.reference
+        reference = FrozenShape(
+            shape_of(models.reference.module.lm),
+            BYTES[str(section.model.dtype)],
+            section.zero.stage == 3,
+            section.zero.offload_params,
+        )
+    if models.critic is not None:
+        critic = shape_of(models.critic.module.model)
+    actor = shape_of(models.actor.module.lm)
+    if models.actor.module.value_head is not None:
+        actor = with_value_head(actor)
+    rewards = {
+        model.key: FrozenShape(
+            model.shape,
+            BYTES[model.section.dtype],
+            model.zero.stage == 3,
+            model.zero.offload_params,
+        )
+        for model in models.reward_models.loaded
+        if model.shape is not None
+    }
+    longest_text = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    return estimate(
+        config, Shapes(actor, critic, reference, rewards, longest_text), hardware, inputs.longest_prompt
+    )
 
 
 def build_collector(
@@ -219,7 +268,7 @@ def build_collector(
     components: dict[str, Any] = {
         "actor": models.actor,
         "generator": generator,
-        "start_scoring": partial(start_scoring, models.reward),
+        "start_scoring": guarded_scoring(context, models, partial(start_scoring, models.reward)),
         "sampling": sampling,
         "timer": context.timer,
         "check": context.stop.raise_if_stopped,
@@ -231,6 +280,13 @@ def build_collector(
         max_rounds=dynamic.max_rounds,
         world=context.world,
         **components,
+    )
+
+
+def guarded_scoring(context: RunContext, models: Models, start: StartScoring) -> StartScoring:
+    """Wraps the beginning of scoring, in which reward models run, against a lack of memory."""
+    return context.budgets.guard(
+        context.budgets.score, start, what="the reward", repeatable=not models.reward_models.sharded
     )
 
 
@@ -255,9 +311,11 @@ def build_evaluator(
         ),
         actor=models.actor,
         generator=generator,
-        start_scoring=reward.start_evaluation
-        if isinstance(reward, WeightedReward)
-        else partial(start_scoring, reward),
+        start_scoring=guarded_scoring(
+            context,
+            models,
+            reward.start_evaluation if isinstance(reward, WeightedReward) else partial(start_scoring, reward),
+        ),
         sampling=sampling.as_greedy() if config.eval.greedy else sampling,
         correct_above=config.eval.correct_above,
         tokenizer=inputs.tokenizer,

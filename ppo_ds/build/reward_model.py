@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ppo_ds.build.data import build_tokenizer, describe_rows
 from ppo_ds.build.downloads import models_to_download
 from ppo_ds.build.engines import Needs, add_lora, trained_engine
+from ppo_ds.build.finetune_memory import estimate_finetuning
 from ppo_ds.build.shared import (
     adapter_note,
     choose_layout,
+    evaluated_rows,
     machine,
     slow_dtypes,
     trained_model,
     training_steps,
 )
+from ppo_ds.build.token_budgets import settle
 from ppo_ds.config.schema import Config
 from ppo_ds.data.preferences import PreferenceSource, PreferenceStream, padding_token
 from ppo_ds.distributed.world import World
@@ -22,6 +27,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.finetune.optimizer_step import OptimizerStep
 from ppo_ds.finetune.reward_model import RewardModelTrainer
 from ppo_ds.models.download import download_weights
+from ppo_ds.models.size import shape_of
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreModel, load_scorer
 from ppo_ds.training.performance import measured_capacity, update_cost
@@ -57,6 +63,14 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
     download_weights(models_to_download(config), world)
     scorer = build_scorer(config, world, tokenizer, needs, steps)
     ema = WeightCopy(scorer) if role.ema.decay is not None else None
+    memory = partial(
+        estimate_finetuning,
+        name="scorer",
+        shape=shape_of(scorer.module.model),
+        longest=max(source.longest for source in sources),
+        evaluated=evaluated_rows(config, held_out),
+    )
+    config = settle(config, context, memory)
     banner.note(*adapter_note("scorer", role.lora, scorer), *slow_dtypes(config, world))
     if scorer.module.is_decoder:
         banner.note(*choose_layout(config.memory.layout, "scorer", scorer, world.device))

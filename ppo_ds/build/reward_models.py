@@ -18,8 +18,11 @@ from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel
 from ppo_ds.engine.gather import gathered
 from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.models.chat_scorer import load_chat_scorer
+from ppo_ds.models.size import own_code_shape, shape_of
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreHead, as_kept, load_reward_model
+from ppo_ds.ops.memory import Shape
 from ppo_ds.types import Reward
 
 
@@ -65,6 +68,7 @@ class LoadedModel:
     zero: FrozenZeroConfig
     module: Any
     scorer: FrozenModel
+    shape: Shape | None  # None if it cannot be determined
 
 
 class RewardModels:
@@ -111,7 +115,11 @@ class RewardModels:
             self._note(f"sharing    {key}: the same as {first.key}, in memory once")
             return first.module, first.scorer
         module, scorer = frozen_engine(lambda: load(model, key=key), zero, model.dtype, self._world)
-        self._loaded[placement] = LoadedModel(key, model, zero, module, scorer)
+        self._loaded[placement] = LoadedModel(key, model, zero, module, scorer, _shape(load, module))
+        if self._loaded[placement].shape is None:
+            self._note(
+                f"warning    {key}: its sizes are not known; auto token budgets do not count its forwards"
+            )
         return module, scorer
 
     @property
@@ -124,6 +132,13 @@ class RewardModels:
         """Returns whether a forward of any model is a collective."""
         shared = self._base is not None and self._base[1].zero_stage == 3
         return shared or any(model.zero.stage == 3 for model in self.loaded)
+
+
+def _shape(load: Callable[..., nn.Module], module: Any) -> Shape | None:
+    """Returns the shape of a model by its loader."""
+    if load is load_reward_model:
+        return shape_of(module.model)
+    return own_code_shape(module.model.config.to_dict()) if load is load_chat_scorer else None
 
 
 def _identity(load: Callable[..., nn.Module], model: ModelConfig) -> Hashable:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ppo_ds.build.banner import checkpoint_times, resumed
 from ppo_ds.build.downloads import models_to_download
 from ppo_ds.build.start import on_main, open_start
-from ppo_ds.build.token_budgets import with_token_budgets
+from ppo_ds.build.token_budgets import known_budgets, token_budgets, used_budgets, with_numbers
 from ppo_ds.config.registry import STAGES, resolve
+from ppo_ds.config.run_record import write_settings
 from ppo_ds.config.schema import OPEN_PARTS, Config, resolved, trained_models
 from ppo_ds.config.targets import bind
 from ppo_ds.distributed.store import RankStore
 from ppo_ds.distributed.watchdog import Watchdog
-from ppo_ds.distributed.world import connect, seed_everything
+from ppo_ds.distributed.world import World, connect, seed_everything
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.errors import UserError
 from ppo_ds.models.download import download_files
@@ -41,7 +43,6 @@ def build_run(
     A collective. ``watchdog`` is started once the ranks are connected. ``mark_ending`` is called when
     the run starts to shut down. Raises UserError for mistakes in config, data and models.
     """
-    config = with_token_budgets(config)
     settings = resolved(config)
     # bound here to check the arguments, so that errors are reported before ranks are connected
     parts = {name: bind(settings[name], name) for name in OPEN_PARTS if settings.get(name) is not None}
@@ -66,6 +67,19 @@ def build_run(
     if "prepare" not in parts:
         download_files(models_to_download(config), world)
     start = open_start(config, settings, world, checkpoints, banner)
+
+    def record_budgets(numbers: Mapping[str, int]) -> None:
+        """Puts token budgets into the settings that checkpoints and config.yaml have."""
+        used = {name: numbers[name] for name in used_budgets(config) if name in numbers}
+        if used:
+            settings["memory"] |= used
+            if world.is_main:
+                write_settings(run_dir, settings)
+
+    numbers, halved_from = open_budgets(config, world, checkpoints, start, banner)
+    config = with_numbers(config, numbers)
+    record_budgets(numbers)
+    budgets = token_budgets(config, world, run_dir, halved_from, record_budgets)
     if "prepare" in parts:  # it may create model folders, whose names may look like names on the Hub
         on_main(world, parts["prepare"])
         download_files(models_to_download(config), world)
@@ -78,6 +92,7 @@ def build_run(
         timer=PhaseTimer(world.device),
         health=Health(config.health.max_skips),
         banner=banner,
+        budgets=budgets,
     )
     entry = STAGES[config.stage]
     stage = resolve(entry)(config, context)
@@ -98,11 +113,30 @@ def build_run(
     if world.is_main:
         steps, done = stage.total_steps, saver.state.step
         banner.summarize(checkpoint_times(config.checkpoint), *resumed(str(run_dir), start, done, steps))
-        run.track(start_trackers(config, steps, done, banner.render()))
+        run.track(start_trackers(config, settings, steps, done, banner.render()))
     return run
 
 
-def start_trackers(config: Config, steps: int, done: int, banner: str) -> Trackers:
+def open_budgets(
+    config: Config, world: World, checkpoints: Checkpoints, start: Path | None, banner: Banner
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the token budgets that an earlier start has determined. A collective.
+
+    Also returns the numbers that ran out of memory. ``start`` is the checkpoint to resume from.
+    """
+    checkpoint = None
+    if start is not None and checkpoints.world_size_of(start) == world.size:
+        checkpoint = (checkpoints.settings_of(start) or {}).get("memory")
+    numbers, halved_from, lines = on_main(
+        world, lambda: known_budgets(config, Path(config.run.dir or ""), checkpoint, world.size)
+    )
+    banner.note(*lines)
+    return numbers, halved_from
+
+
+def start_trackers(
+    config: Config, settings: Mapping[str, Any], steps: int, done: int, banner: str
+) -> Trackers:
     """Prints the banner and starts rank 0's trackers; ``done`` is the step to resume after, or 0."""
     run_dir, wandb = Path(config.run.dir or ""), config.tracker.wandb
     console, jsonl = (
@@ -123,5 +157,5 @@ def start_trackers(config: Config, steps: int, done: int, banner: str) -> Tracke
             )
         )
     trackers = Trackers(chosen, max_samples=config.tracker.samples, elapsed=jsonl.elapsed)
-    trackers.start(resolved(config))
+    trackers.start(settings)
     return trackers

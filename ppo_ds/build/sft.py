@@ -7,16 +7,20 @@ from functools import partial
 from ppo_ds.build.data import build_tokenizer, describe_rows
 from ppo_ds.build.downloads import models_to_download
 from ppo_ds.build.engines import Needs, trained_engine
+from ppo_ds.build.finetune_memory import estimate_finetuning
+from ppo_ds.build.generator import rebuilt_on_change
 from ppo_ds.build.roles import actor_module
 from ppo_ds.build.shared import (
     adapter_note,
     choose_layout,
     eval_weights,
+    evaluated_rows,
     machine,
     slow_dtypes,
     trained_model,
     training_steps,
 )
+from ppo_ds.build.token_budgets import settle
 from ppo_ds.config.schema import Config
 from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
 from ppo_ds.distributed.world import World, seed_everything
@@ -26,8 +30,9 @@ from ppo_ds.finetune.optimizer_step import OptimizerStep
 from ppo_ds.finetune.sft import SFTTrainer
 from ppo_ds.models.download import download_weights
 from ppo_ds.models.policy import Policy, unsharded_twin
-from ppo_ds.models.size import decoding_bytes
+from ppo_ds.models.size import decoding_bytes, shape_of
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.rollout.base import Generator
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.training.performance import measured_capacity, update_cost
 from ppo_ds.training.stage import RunContext
@@ -56,6 +61,15 @@ def build_sft(config: Config, context: RunContext) -> SFTTrainer:
     download_weights(models_to_download(config), world)
     actor = build_actor(config, context, needs(config, tokenizer, train, held_out, prompts), steps)
     ema = WeightCopy(actor) if role.ema.decay is not None else None
+    memory = partial(
+        estimate_finetuning,
+        name="actor",
+        shape=shape_of(actor.module.lm),
+        longest=max(source.longest for source in (train, held_out) if source is not None),
+        evaluated=evaluated_rows(config, held_out),
+        answers=(0, 0) if prompts is None else (len(prompts), answered_tokens(config, prompts)),
+    )
+    config = settle(config, context, memory)
     context.banner.note(*notes(config, actor, held_out, prompts))
     context.banner.summarize(*summary(config, world, train, steps))
     seed_everything(config.run.seed + world.rank + 1)  # each rank draws its own random numbers
@@ -81,17 +95,28 @@ def build_sft(config: Config, context: RunContext) -> SFTTrainer:
         rows=rows,
         held_out=held_out,
         prompts=prompts,
-        generator=HFGenerator(
-            lambda: actor.lm,
-            tokenizer=tokenizer,
-            token_budget=config.memory.rollout_tokens,
-            lockstep_max=actor.lockstep_max,
-            should_stop=context.stop.should_stop,
-        ),
+        generator=build_generator(context, actor, tokenizer),
         tokenizer=tokenizer,
         capacity=measured_capacity(world, actor.module.lm.dtype),
         cost=update_cost(actor, actor.module.lm),
     )
+
+
+def build_generator(context: RunContext, actor: HybridActor, tokenizer: Tokenizer) -> Generator:
+    """Builds the decode backend that answers held-out prompts."""
+    budget = context.budgets.rollout
+
+    def make(token_budget: int) -> Generator:
+        return HFGenerator(
+            lambda: actor.lm,
+            tokenizer=tokenizer,
+            token_budget=token_budget,
+            lockstep_max=actor.lockstep_max,
+            should_stop=context.stop.should_stop,
+        )
+
+    generator = rebuilt_on_change(make(int(budget)), make, budget)
+    return context.budgets.guard(budget, generator, what="generation", repeatable=not actor.lockstep)
 
 
 def read_demonstrations(

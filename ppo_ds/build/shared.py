@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -51,6 +51,11 @@ def all_packed(*models: TrainedModel | FrozenModel | None) -> bool:
 def eval_weights(ema: WeightCopy | None, wanted: bool) -> Callable[[], AbstractContextManager[None]]:
     """Returns the context manager of evaluations, which swaps in averaged weights if ``wanted``."""
     return ema.swapped if ema is not None and wanted else nullcontext
+
+
+def evaluated_rows(config: Config, held_out: Sized | None) -> int:
+    """Returns the number of held-out rows or pairs in an evaluation."""
+    return 0 if held_out is None else min(len(held_out), config.eval.max_prompts or len(held_out))
 
 
 # ---- lines of the start-up banner

@@ -23,6 +23,7 @@ from ppo_ds.storage.run_directory import check_run_directory
 # Files and folders that belong to the steps run so far.
 RECORD = (
     "config.yaml",
+    "memory.json",
     "metrics.jsonl",
     "samples",
     "summary.json",
@@ -125,8 +126,13 @@ def open_run_directory(run_dir: Path, now: Settings, start: Path | None, restart
             lines.append(f"restart    {run_dir} had {steps} steps and no checkpoint; they are run again")
         for folder in (run_dir, run_dir / "samples", run_dir / "dumps"):
             remove_drafts(folder)
-        write_file(run_dir / "config.yaml", yaml.safe_dump(now, sort_keys=False, allow_unicode=True))
+        write_settings(run_dir, now)
     return lines
+
+
+def write_settings(run_dir: Path, settings: Settings) -> None:
+    """Writes config.yaml."""
+    write_file(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
 @contextmanager

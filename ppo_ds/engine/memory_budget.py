@@ -108,10 +108,15 @@ def tensor_memory(world: World, resident: int) -> int:
     the machine's memory without LIBRARIES; it depends on nothing that changes between two starts.
     """
     if world.device.type == "cpu":
-        own = host_memory() // world.threads.ranks - LIBRARIES
+        own = cpu_memory(world.threads.ranks)
     else:
         own = min(torch.cuda.memory_allocated(world.device), resident) + free_bytes(world) - LAZY
     return max(0, -world.max_int(-own))
+
+
+def cpu_memory(ranks: int) -> int:
+    """Returns the bytes that the tensors of one of ``ranks`` ranks on this machine may take."""
+    return max(0, host_memory() // ranks - LIBRARIES)
 
 
 def host_memory(cgroup: Path = CGROUP) -> int:

@@ -87,7 +87,8 @@ class RewardModelTrainer:
         packed = self.scorer.module.packed
         plan = pair_plan(full, self.train_tokens, self.context.world, packed)
         micros = [full.select(part).trimmed() for part in plan]
-        metrics = self.update(pairs, micros, partial(self.loss, count=len(pairs)))
+        with self.context.budgets.ending(self.context.budgets.train, "the update"):
+            metrics = self.update(pairs, micros, partial(self.loss, count=len(pairs)))
         padding, tokens = self.context.world.sum(pair_padding(micros, packed)).tolist()
         lengths = pairs.lengths.flatten()
         metrics |= {
@@ -145,7 +146,8 @@ class RewardModelTrainer:
         """
         key = (averaged, self.scorer.steps)
         if key not in self.measured:
-            with self.weights(averaged):
+            budgets = self.context.budgets
+            with budgets.ending(budgets.score, "the evaluation"), self.weights(averaged):
                 scores = score_source(
                     self.scorer,
                     self.held_out or self.pairs.source,

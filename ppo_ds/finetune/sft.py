@@ -96,7 +96,8 @@ class SFTTrainer:
         self.context.stop.raise_if_stopped()  # a later stop request does not interrupt the step
         full, totals = filled(batch, world.size), self.totals(batch)
         plan = microbatch_rows(full, self.train_tokens, world, packed)
-        metrics = self.update(batch, plan, partial(self.loss, batch=full, totals=totals, index=index))
+        with self.context.budgets.ending(self.context.budgets.train, "the update"):
+            metrics = self.update(batch, plan, partial(self.loss, batch=full, totals=totals, index=index))
         padded, tokens = world.sum(padding([full.select(rows) for rows in plan], packed)).tolist()
         metrics |= {
             "perf/pad_frac_update": padded / tokens,
@@ -177,7 +178,8 @@ class SFTTrainer:
         if self.held_out is None:
             return None
         with self.context.timer("eval"), self.eval_weights(), fork_rng(self.context.world):
-            metrics = self.held_out_metrics(self.held_out)
+            with self.context.budgets.ending(self.context.budgets.score, "the evaluation"):
+                metrics = self.held_out_metrics(self.held_out)
             answers = [] if self.prompts is None else self.answers(self.prompts)
         return Evaluation(metrics, answers, -metrics["eval/loss"])
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from ppo_ds.config.sections.models import LoraConfig, ModelConfig
 from ppo_ds.errors import UserError
-from ppo_ds.models.loading import attention, config_of
+from ppo_ds.models.loading import attention, config_of, user_errors
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.ops.flops import Size
 from ppo_ds.ops.memory import Shape, decode_bytes_bound
@@ -131,5 +137,58 @@ def planned_shape(
     if not trained:
         model.requires_grad_(False)
     shape = shape_of(model)
-    extra = shape.hidden if value_head else 0
-    return replace(shape, parameters=shape.parameters + extra, trained=shape.trained + extra)
+    return with_value_head(shape) if value_head else shape
+
+
+def with_value_head(shape: Shape) -> Shape:
+    """Returns the shape of a trained model with a value head added."""
+    return replace(shape, parameters=shape.parameters + shape.hidden, trained=shape.trained + shape.hidden)
+
+
+def planned_own_code_shape(section: ModelConfig, *, key: str) -> Shape:
+    """Returns the shape of a reward model with its own code from its config.json; no code is run.
+
+    Raises UserError, which names ``key``, if the file has no sizes: the memory of a run without this model
+    would be too low.
+    """
+    with user_errors(section.path, key, Exception):
+        config, _ = PreTrainedConfig.get_config_dict(section.path, revision=section.revision)
+    shape = own_code_shape(config)
+    if shape is None:
+        raise UserError(
+            f"{key}={section.path}: its config.json has no sizes such as hidden_size, from which the doctor "
+            "estimates its memory"
+        )
+    return shape
+
+
+def own_code_shape(config: Mapping[str, Any]) -> Shape | None:
+    """Returns the shape of a frozen decoder with its own code and one score, from its config.json.
+
+    The model counts as a Llama decoder without an LM head. Returns None if the config lacks one of the usual
+    names.
+    """
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = [config.get(name) for name in names]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return None
+    vocabulary, hidden, inner, layers, heads = sizes
+    width = heads * (config.get("head_dim") or hidden // heads)
+    kv_width = width // heads * (config.get("num_key_value_heads") or heads)
+    layer = hidden * (2 * width + 2 * kv_width + 3 * inner + 2)
+    return Shape(
+        parameters=vocabulary * hidden + layers * layer + 2 * hidden,
+        trained=0,
+        largest_trained=0,
+        largest_tensor=vocabulary * hidden,
+        head=0,
+        tied=False,
+        vocabulary=vocabulary,
+        layers=layers,
+        hidden=hidden,
+        inner=inner,
+        gated=True,
+        heads=heads,
+        width=width,
+        kv_width=kv_width,
+    )

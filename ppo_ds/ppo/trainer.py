@@ -98,7 +98,8 @@ class PPOTrainer:
             rollout, scores, _ = self.collect(self.prompts)
             experience, _ = self.make_pretraining_experience(rollout, scores, self.kl.value)
             seed = self.minibatch_seed(FIRST_PRETRAINING_SEED + i)
-            _, learned = self.learn(experience, self.kl.value, seed=seed, critic_only=True)
+            with self.context.budgets.ending(self.context.budgets.train, "the update"):
+                _, learned = self.learn(experience, self.kl.value, seed=seed, critic_only=True)
             self.pretraining_metrics = {
                 f"value/pretrain_{name}": learned[f"value/{name}"] for name in ("loss", "explained_var")
             }
@@ -113,12 +114,13 @@ class PPOTrainer:
         self.context.stop.raise_if_stopped()  # a later stop request does not interrupt the step
 
         # 3. clipped updates
-        experience, learned = self.learn(
-            experience,
-            kl_coef,
-            seed=self.minibatch_seed(index),
-            critic_only=index < self.algo.value.warmup_steps,
-        )
+        with self.context.budgets.ending(self.context.budgets.train, "the update"):
+            experience, learned = self.learn(
+                experience,
+                kl_coef,
+                seed=self.minibatch_seed(index),
+                critic_only=index < self.algo.value.warmup_steps,
+            )
         # MiniMind counts steps from 1 and renews its copy before each step whose number is a multiple of lag
         if self.lagged is not None and is_due(index + 2, self.algo.lag):
             self.lagged.copy()

@@ -17,7 +17,7 @@ from ppo_ds.build.data import build_held_out, build_tokenizer, stop_ids
 from ppo_ds.build.ppo import build_sampling
 from ppo_ds.build.reward_models import RewardModels, build_reward
 from ppo_ds.build.roles import ppo_needs
-from ppo_ds.build.token_budgets import with_token_budgets
+from ppo_ds.build.token_budgets import CPU_LIMITS, largest_decoding, largest_scoring
 from ppo_ds.config.registry import DECODE_BACKENDS, import_target, resolve
 from ppo_ds.config.schema import Config, rollout_size
 from ppo_ds.config.sections.models import ModelConfig
@@ -26,10 +26,12 @@ from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import freeze
 from ppo_ds.errors import UserError
 from ppo_ds.models.policy import Policy, load_policy
+from ppo_ds.models.size import shape_of
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.rollout.base import Generator
 from ppo_ds.tools.comparison import compare
+from ppo_ds.training.token_budgets import TokenBudget
 from ppo_ds.types import Prompts, Reward, Rollout
 
 Batches = list[tuple[Prompts, Tensor]]
@@ -59,7 +61,6 @@ def evaluate(
         rewards: Names and sections of the rewards that score the responses.
         note: Receives lines about the progress.
     """
-    config = with_token_budgets(config)
     tokenizer = build_tokenizer(config)
     held_out = build_held_out(config, tokenizer)
     if held_out is None:
@@ -80,6 +81,10 @@ def evaluate(
         del policy  # before the next one is loaded
 
     load_frozen = RewardModels(world, note)
+    score_tokens = config.memory.score_tokens
+    score_budget = TokenBudget(
+        "score_tokens", CPU_LIMITS["score_tokens"] if score_tokens == "auto" else score_tokens
+    )
     scorers: dict[str, Reward] = {}
     for name, section in rewards.items():
         note(f"evaluation  score by {name}")
@@ -87,13 +92,16 @@ def evaluate(
             section,
             tokenizer=tokenizer,
             load_frozen=load_frozen,
-            score_tokens=config.memory.score_tokens,
+            score_tokens=score_budget,
             all_reduce_max=world.max_int,
             reduce=world.sum,
             should_stop=lambda: False,
             note=note,
         )
         scorers[name] = reward.evaluate if isinstance(reward, WeightedReward) else reward
+    if score_tokens == "auto":
+        shapes = [(model.shape, model.section.dtype) for model in load_frozen.loaded]
+        score_budget.set(largest_scoring(world, shapes, longest))
     rows = score_rows(rollouts, scorers, batches, tokenizer)
     everything = [row for part in world.gather_objects(rows) for row in part]
     return Comparison(summarize(everything, held_out.path, list(models), list(rewards)), everything)
@@ -130,10 +138,13 @@ def generate(
         reasons.append(f"{name}: {reason}")
     else:
         raise UserError(f"rollout.backend={asked}: {'; '.join(reasons)}; use rollout.backend=auto")
+    budget = config.memory.rollout_tokens
+    if budget == "auto":
+        budget = largest_decoding(config, world, shape_of(policy.lm), longest)
     generator: Generator = resolve(DECODE_BACKENDS[name])(
         lm=lambda: policy.lm,
         tokenizer=tokenizer,
-        token_budget=config.memory.rollout_tokens,
+        token_budget=budget,
         lockstep_max=None,
         should_stop=lambda: False,
     )

@@ -15,6 +15,7 @@ from ppo_ds.training.health import Health, TooManySkips
 from ppo_ds.training.state import ExitReason
 from ppo_ds.training.stopping import StopRequest
 from ppo_ds.training.timing import PhaseTimer
+from ppo_ds.training.token_budgets import TokenBudgets
 from ppo_ds.types import Metrics
 
 
@@ -28,6 +29,7 @@ class RunContext:
     timer: PhaseTimer
     health: Health  # counts skipped optimizer steps
     banner: Banner
+    budgets: TokenBudgets
 
 
 @dataclass(frozen=True)

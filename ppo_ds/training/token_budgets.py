@@ -43,7 +43,8 @@ class TokenBudget:
 
     name: str  # of the key in the section memory
     tokens: int
-    halved_from: int | None = None  # the number before an out-of-memory error, in this start or an earlier one
+    # the number before an out-of-memory error, which may have been in an earlier start of the run
+    halved_from: int | None = None
 
     def __int__(self) -> int:
         return self.tokens
@@ -130,7 +131,7 @@ class TokenBudgets:
             try:
                 result, error = run(), None
             except PeerOutOfMemory:
-                error = "another rank"
+                error = None
             except torch.OutOfMemoryError as own:
                 # only the text is kept: the frames of the traceback hold the tensors of the phase
                 error = single_line(str(own))

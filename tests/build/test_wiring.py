@@ -35,6 +35,7 @@ from tests.ppo.preset_runs import (
     composed,
     make_and_learn,
 )
+from tests.support.budgets import fixed_budgets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +229,7 @@ def test_critic_pretraining_uses_rewards_to_go(world):
         lagged=None,
         stop_token_ids=(EOS,),
         pad_id=given.pad_id,
+        budgets=fixed_budgets(world, score_tokens=config.memory.score_tokens),
         timer=PhaseTimer(world.device),
         check=lambda: None,
     )
@@ -306,8 +308,13 @@ def test_the_temperature_of_sampling_is_the_policys():
 def test_evaluation_is_greedy_on_request(world, greedy):
     sampling, used = SamplingParams(5, 0, 0.7, 1.0, 0, (2,), ()), []
     config = composed("standard", f"eval.greedy={str(greedy).lower()}")
-    context = SimpleNamespace(world=world, stop=SimpleNamespace(raise_if_stopped=lambda: None))
-    models = SimpleNamespace(actor=SimpleNamespace(generation_mode=nullcontext), reward=None)
+    stop = SimpleNamespace(raise_if_stopped=lambda: None)
+    context = SimpleNamespace(world=world, stop=stop, budgets=fixed_budgets(world))
+    models = SimpleNamespace(
+        actor=SimpleNamespace(generation_mode=nullcontext),
+        reward=None,
+        reward_models=SimpleNamespace(sharded=False),
+    )
     evaluator = build_evaluator(
         config,
         context,

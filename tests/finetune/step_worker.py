@@ -19,6 +19,7 @@ from ppo_ds.tracking.banner import Banner
 from ppo_ds.training.health import Health, TooManySkips
 from ppo_ds.training.stage import RunContext
 from ppo_ds.training.timing import PhaseTimer
+from tests.support.budgets import fixed_budgets
 
 LR = 0.01
 X = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
@@ -44,6 +45,7 @@ def make_step(world: World) -> OptimizerStep:
         timer=PhaseTimer(world.device),
         health=Health(2),
         banner=Banner(),
+        budgets=fixed_budgets(world),
     )
     return OptimizerStep(
         context=context, name="actor", prefix="sft", model=model, ema=WeightCopy(model), ema_decay=0.5

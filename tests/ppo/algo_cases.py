@@ -131,6 +131,7 @@ def maker(world, reference=None, critic=None, **changes):
         group_size=1,
         rollout_is=RolloutISConfig(kind="none"),
         token_budget=1000,
+        guard=lambda run: run,
         packed=False,
         world=world,
         timer=timer,

@@ -20,6 +20,7 @@ class ThreadWorld:
 
     device = torch.device("cpu")
     waiting = SimpleNamespace(take=lambda: 0.0)
+    threads = SimpleNamespace(ranks=1)
 
     def __init__(self, rank, size, barrier, shares, nodes=1):
         self.rank, self.size, self.local_rank = rank, size, rank % (size // nodes)

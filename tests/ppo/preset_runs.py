@@ -26,6 +26,7 @@ from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Experience, Metrics, ScoredRollout
 from tests.ops.golden import Case
+from tests.support.budgets import fixed_budgets
 
 PRESETS = sorted(file.stem for file in (CONF / "algo").glob("*.yaml"))
 NAN = float("nan")
@@ -238,6 +239,7 @@ def make_and_learn(
             lagged=actor if lagged else None,
             stop_token_ids=(EOS,),
             pad_id=numbers.pad_id,
+            budgets=fixed_budgets(world, score_tokens=config.memory.score_tokens),
             timer=timer,
             check=lambda: None,
         )

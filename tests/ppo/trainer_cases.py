@@ -21,6 +21,7 @@ from ppo_ds.training.stage import Evaluation, RunContext
 from ppo_ds.training.timing import PhaseTimer
 from tests.ppo.algo_cases import make_experience
 from tests.ppo.preset_runs import composed
+from tests.support.budgets import fixed_budgets
 
 
 class Stream:
@@ -105,6 +106,7 @@ def context(world, stop, run_dir=Path("run"), max_skips=2):
         timer=PhaseTimer(torch.device("cpu")),
         health=Health(max_skips),
         banner=Banner(),
+        budgets=fixed_budgets(world),
     )
 
 

@@ -47,9 +47,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pos_att_type": ["p2c", "c2p"],
         "position_biased_input": False,
     },
-    "internlm/internlm2-1_8b-reward": {
-        "model_type": "internlm2"
-    },  # the doctor does not estimate its own code
+    "internlm/internlm2-1_8b-reward": {  # has its own code
+        "model_type": "internlm2",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 92544,
+    },
 }
 CHARACTERS = {"Qwen2.5": "abc25", "Qwen3": "abc3"}  # by the name of the family
 

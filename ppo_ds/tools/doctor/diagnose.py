@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from ppo_ds.build.banner import batch_equation
-from ppo_ds.build.memory_estimate import CONTEXT, Estimate, Hardware
-from ppo_ds.build.token_budgets import with_token_budgets
+from ppo_ds.build.memory_estimate import USABLE, Estimate, Hardware
+from ppo_ds.build.token_budgets import automatic, resolve, used_budgets, with_numbers
 from ppo_ds.config.schema import Config, main_model_path, trained_models
-from ppo_ds.engine.memory_budget import GIB, format_bytes
+from ppo_ds.engine.memory_budget import GIB, cpu_memory, format_bytes
 from ppo_ds.tools.doctor.cluster import Cluster
 from ppo_ds.tools.doctor.cpu_rates import cpu_device
 from ppo_ds.tools.doctor.finetune import batch_line, plan_finetuning
@@ -23,7 +23,6 @@ from ppo_ds.tools.doctor.report import (
     check_disk,
     check_host,
     free_disk,
-    host_memory,
     versions,
 )
 from ppo_ds.tools.doctor.suggest import format_settings, suggest_larger_budgets, suggest_reductions
@@ -34,7 +33,7 @@ MAX_REDUCTIONS = 8  # maximum number of suggestions that are printed
 
 def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
     """Prints the diagnosis; returns whether the run can start and fits into memory."""
-    config, per_node = with_token_budgets(config), cluster.per_node
+    per_node = cluster.per_node
     hardware, report = Hardware(cluster.ranks, cluster.gpu_memory), Report()
     report.add("for", str(cluster))
     report.add("versions", versions())
@@ -46,7 +45,12 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
     else:
         make_plan = plan_ppo if config.stage == "ppo" else plan_finetuning
         plan = make_plan(config, hardware, report)
+    usable = usable_memory(hardware, per_node)
+    fixed = [name for name in used_budgets(config) if name not in automatic(config)]
+    lines: list[str] = []
     if plan is not None:
+        budgets = resolve(config, plan.estimate, usable, hardware.on_gpu)
+        config, lines = with_numbers(config, budgets.numbers), budgets.lines
         found = plan.estimate(config)
         check_disk(config, plan.checkpoint, plan.export, report)
     check_host(found.host if found else 0, per_node, hardware.on_gpu, report)
@@ -57,14 +61,15 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
         print(f"memory     not estimated: {reason}")
         return report.errors == 0
     print(_table(found))
+    print("\n".join(lines), end="\n" if lines else "")
     print(f"work       up to {plan.flops / 1e12:,.3g} TFLOP per step over all ranks")
-    if hardware.usable is not None and hardware.usable <= 0:
+    if hardware.on_gpu and usable == 0:
         print(
             f"too much   a GPU of {format_bytes(hardware.gpu_memory)} is smaller than the "
-            f"{format_bytes(CONTEXT)} that CUDA itself needs: nothing can run on it"
+            f"{format_bytes(hardware.context)} that CUDA itself needs: nothing can run on it"
         )
         return False
-    fits = _print_fit(config, plan, hardware, per_node, found)
+    fits = _print_fit(config, plan, hardware, usable, found, fixed)
     machine = _machine(config, plan, cluster, assumed)
     if machine is None:
         print(f"time       not estimated: name the GPU by --gpu; the table has {', '.join(GPUS)}")
@@ -108,16 +113,24 @@ def _table(found: Estimate) -> str:
     return "\n".join(lines)
 
 
-def _print_fit(config: Config, plan: Plan, hardware: Hardware, per_node: int, found: Estimate) -> bool:
-    """Prints whether the estimate fits into memory, and config changes that help; returns whether it fits."""
+def usable_memory(hardware: Hardware, per_node: int) -> int:
+    """Returns the bytes that the tensors of a rank can use; on CPUs, of a rank on this machine."""
     if hardware.usable is None:
-        usable = host_memory() // per_node
-        room = f"{format_bytes(usable)} per rank on this machine, without the imported libraries"
-    else:
-        usable = hardware.usable
-        room = f"{format_bytes(usable)} available for tensors"
+        return int(USABLE * cpu_memory(per_node))
+    return max(0, hardware.usable)
+
+
+def _print_fit(
+    config: Config, plan: Plan, hardware: Hardware, usable: int, found: Estimate, fixed: list[str]
+) -> bool:
+    """Prints whether the estimate fits into memory, and config changes that help; returns whether it fits.
+
+    ``fixed`` are the token budgets that are not auto.
+    """
+    where = "available for tensors" if hardware.on_gpu else "per rank on this machine"
+    room = f"{format_bytes(usable)} {where}"
     if found.peak <= usable:
-        larger = suggest_larger_budgets(config, plan.estimate, usable)
+        larger = suggest_larger_budgets(config, plan.estimate, usable, fixed)
         spare = f"; enough is left for any one of: {format_settings(larger)}" if larger else ""
         print(f"fits       {format_bytes(found.peak)} of {room}{spare}")
         return True

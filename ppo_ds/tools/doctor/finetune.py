@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from ppo_ds.build.finetune_memory import FinetuneMemory, batch_of
+from functools import partial
+
+from ppo_ds.build.finetune_memory import batch_of, estimate_finetuning
 from ppo_ds.build.memory_estimate import BYTES, Hardware
 from ppo_ds.build.preflight import check_vocabulary
+from ppo_ds.build.sft import answered_tokens
+from ppo_ds.build.shared import evaluated_rows
 from ppo_ds.config.registry import import_target
 from ppo_ds.config.schema import Config, averaged_models
 from ppo_ds.models.size import planned_shape
@@ -36,14 +40,17 @@ def plan_finetuning(config: Config, hardware: Hardware, report: Report) -> Plan 
     key, errors = f"{name}.model.path", report.errors
     read, describe = map(import_target, READERS[config.stage])
     data = report.attempt("data", lambda: read(config), lambda _: None)
-    longest, evaluated = batch.max_tokens, 0
+    longest, evaluated, answers = batch.max_tokens, 0, (0, 0)
     if data is not None:
         tokenizer, train, held_out = data
         longest = max(source.longest for source in (train, held_out) if source is not None)
         report.add("data", f"{train.path}: {describe(train)}; the longest text has {longest} tokens")
         if held_out is not None:
             report.add("held out", f"{held_out.path}: {describe(held_out)}")
-            evaluated = min(len(held_out), config.eval.max_prompts or len(held_out))
+            evaluated = evaluated_rows(config, held_out)
+            if config.stage == "sft":
+                prompts = held_out.prompts(config.sft.samples, config.sft.sample_tokens)
+                answers = (0, 0) if prompts is None else (len(prompts), answered_tokens(config, prompts))
         report.attempt(name, lambda: check_vocabulary(key, role.model, tokenizer, name), lambda _: None)
     shape = report.attempt(
         name,
@@ -56,7 +63,15 @@ def plan_finetuning(config: Config, hardware: Hardware, report: Report) -> Plan 
     rows = batch.size * batch.texts
     forward = forward_flops(shape.size, rows * longest, rows * causal_pairs([longest]), rows * longest)
     return Plan(
-        lambda changed: FinetuneMemory(changed, name, shape, hardware, longest, evaluated).estimate(),
+        partial(
+            estimate_finetuning,
+            hardware=hardware,
+            name=name,
+            shape=shape,
+            longest=longest,
+            evaluated=evaluated,
+            answers=answers,
+        ),
         lambda changed, machine, _: FinetuneTime(changed, machine, name, shape, rows, longest),
         shape,
         evaluated * batch.texts,

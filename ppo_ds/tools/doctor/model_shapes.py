@@ -11,7 +11,7 @@ from ppo_ds.build.memory_estimate import BYTES, FrozenModel, Models
 from ppo_ds.build.roles import CLASSIFIER, critic_start
 from ppo_ds.config.schema import Config, has_critic, reference_is_base, uses_reference
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
-from ppo_ds.models.size import planned_shape
+from ppo_ds.models.size import planned_own_code_shape, planned_shape
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.memory import Shape
 from ppo_ds.tools.doctor.report import Report
@@ -88,14 +88,11 @@ def _rewards(config: Config, report: Report, loaded: set[Any]) -> dict[str, Froz
         identity = (_identity(model), zero.stage, zero.offload_params)
         if _identity(model) in loaded or identity in loaded:
             report.add("reward", f"{key}={model.path}: shares weights that are already in memory")
-        elif target != CLASSIFIER:
-            report.add(
-                "reward", f"{key}={model.path}: a model with its own code; its memory is not estimated"
-            )
         else:
+            plan = partial(planned_shape, model, classifier=True, trained=False, key=key)
             shape = report.attempt(
                 "reward",
-                partial(planned_shape, model, classifier=True, trained=False, key=key),
+                plan if target == CLASSIFIER else partial(planned_own_code_shape, model, key=key),
                 partial(describe_shape, model.path),
             )
             if shape is not None:

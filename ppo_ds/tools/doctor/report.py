@@ -10,11 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
 import torch
 
 from ppo_ds.config.schema import Config
-from ppo_ds.engine.memory_budget import GIB, format_bytes
+from ppo_ds.engine.memory_budget import GIB, format_bytes, host_memory
 from ppo_ds.errors import UserError
 
 T = TypeVar("T")
@@ -77,11 +76,6 @@ def versions() -> str:
     if driver.exists():
         parts.append(f"driver {driver.read_text().split('Kernel Module')[-1].split()[0]}")
     return ", ".join(parts)
-
-
-def host_memory() -> int:
-    """Returns the CPU memory of this machine in bytes."""
-    return psutil.virtual_memory().total
 
 
 def free_disk(config: Config) -> int:

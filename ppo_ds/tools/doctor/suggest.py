@@ -5,10 +5,11 @@ The changes are evaluated with the memory estimate; nothing is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ppo_ds.build.memory_estimate import Estimate
+from ppo_ds.build.token_budgets import used_budgets
 from ppo_ds.config.schema import (
     Config,
     TrainedConfig,
@@ -24,7 +25,6 @@ Setting = tuple[str, Any]
 WORTHWHILE = 0.98  # a single change is suggested only if it reduces the peak below this share
 MAX_DOUBLINGS = 6
 SMALL_BUCKET = 50_000_000  # elements; still large enough to use the bandwidth between GPUs
-BUDGETS = ("rollout_tokens", "score_tokens", "train_tokens")
 
 
 def with_setting(config: Config, key: str, value: Any) -> Config:
@@ -102,7 +102,7 @@ def _reductions(config: Config) -> Iterator[list[Setting]]:
             yield [("reference.zero.stage", 3)]
         if not config.reference.zero.offload_params:
             yield [("reference.zero.offload_params", True)]
-    for key in BUDGETS:
+    for key in used_budgets(config):
         if (tokens := getattr(config.memory, key)) > 1:
             yield [(f"memory.{key}", tokens // 2)]
 
@@ -122,15 +122,15 @@ def _role_reductions(role: TrainedConfig) -> Iterator[Setting]:
 
 
 def suggest_larger_budgets(
-    config: Config, estimate: Callable[[Config], Estimate], usable: int
+    config: Config, estimate: Callable[[Config], Estimate], usable: int, budgets: Iterable[str]
 ) -> list[Setting]:
-    """Doubles each token budget separately while the peak fits ``usable``, and returns the new values.
+    """Doubles each of ``budgets`` separately while the peak fits ``usable``, and returns the new values.
 
     A budget is doubled at most MAX_DOUBLINGS times. Budgets whose doubling would not make any
     forward larger are left out.
     """
     larger = []
-    for key in BUDGETS:
+    for key in budgets:
         tokens, best = getattr(config.memory, key), None
         before = estimate(config)
         for _ in range(MAX_DOUBLINGS):
