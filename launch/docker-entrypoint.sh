@@ -12,7 +12,8 @@ if [ "${shm:-0}" -lt 1048576 ]; then
 fi
 
 set -m # runs the job in its own process group
-deepspeed launch/train.py "$@" &
+# shellcheck disable=SC2086 # DEEPSPEED_ARGS holds several options of deepspeed, for a run on several nodes
+deepspeed ${DEEPSPEED_ARGS:-} launch/train.py "$@" &
 job=$!
 stopped=
 trap 'stopped=1; kill -TERM -- "-$job" 2>/dev/null' TERM INT

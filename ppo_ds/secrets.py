@@ -109,6 +109,11 @@ def _is_secret_key(key: str) -> bool:
     return _SECRET_KEY.search(re.sub(r"\W+", "_", name).lower()) is not None
 
 
+def is_secret_variable(name: str) -> bool:
+    """Returns whether an environment variable of this name holds a key or a password."""
+    return _SECRET_VARIABLE.search(name) is not None
+
+
 def _secret_variables() -> list[tuple[str, str]]:
     return [
         (name, value)

@@ -104,12 +104,15 @@ def download_files(models: Sequence[HubModel], world: World) -> None:
     From then on, this process loads these models without asking the Hub. Local folders, and paths that are
     no Hub ids, are ignored. Raises UserError if a model is neither in the cache nor on the Hub.
     """
-    hub = [model for model in models if is_hub_id(model.path)]
-    unique = list({(model.path, model.revision): model for model in hub}.values())
-    listed = world.on_all(lambda: [list_files(model) for model in unique] if world.is_main else [])
-    listed = world.gather_objects(listed)[0]
-    world.on_first_of_node(lambda: [download(files, files.small) for files in listed])
-    _downloaded.update({(files.model.path, files.model.revision): files for files in listed})
+    unique: dict[tuple[str, str | None], HubModel] = {}
+    for model in models:
+        key = model.path, model.revision
+        if is_hub_id(model.path) and (key not in unique or model.trust_remote_code):
+            unique[key] = model
+    listed = world.on_all(lambda: [list_files(model) for model in unique.values()] if world.is_main else [])
+    found = [files for files in world.gather_objects(listed)[0] if files is not None]
+    world.on_first_of_node(lambda: [download(files, files.small) for files in found])
+    _downloaded.update({(files.model.path, files.model.revision): files for files in found})
 
 
 def download_weights(models: Sequence[HubModel], world: World) -> None:
@@ -135,10 +138,12 @@ def is_hub_id(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not os.path.exists(path)
 
 
-def list_files(model: HubModel) -> HubFiles:
+def list_files(model: HubModel) -> HubFiles | None:
     """Asks the Hub for the files of a model and downloads its small files.
 
-    If the Hub cannot be asked but the model is in the cache, the cache is used as it is.
+    If the Hub does not list them but the cache has the model with weights, the cache is used as it is.
+    Returns None if the cache has only other files of the model: transformers then asks for each file, which
+    some mirrors of the Hub answer although they do not list files.
     """
     try:
         # writes the commit of the revision into the cache, where a start without a network looks for it
@@ -148,9 +153,10 @@ def list_files(model: HubModel) -> HubFiles:
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     except (OSError, ValueError) as error:
         cached = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
-        if isinstance(cached, str):
-            return HubFiles(model, Path(cached).parent.name)
-        raise UserError(f"{model.key}={model.path}: {reason(error)}") from error
+        if not isinstance(cached, str):
+            raise UserError(f"{model.key}={model.path}: {reason(error)}") from error
+        folder = Path(cached).parent
+        return HubFiles(model, folder.name) if any(map(_WEIGHTS.fullmatch, os.listdir(folder))) else None
     weights = [name for name in sizes if _WEIGHTS.fullmatch(name)]
     # transformers reads safetensors where a repository has both
     weights = [name for name in weights if name.endswith(".safetensors")] or weights

@@ -55,6 +55,7 @@ def ranks(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def fresh(hub: HubServer) -> None:
     hub.requests.clear()
     hub.fails = None
+    hub.lists_files = True
 
 
 def test_only_one_rank_of_a_node_asks_the_hub(hub: HubServer, ranks: RankServer, tmp_path: Path) -> None:
@@ -85,6 +86,15 @@ def test_nodes_with_caches_of_their_own(hub: HubServer, ranks: RankServer, tmp_p
 
 def test_nodes_that_share_a_cache(hub: HubServer, ranks: RankServer, tmp_path: Path) -> None:
     ranks.check(f"{WORKER}:load_everything", 4, str(tmp_path), nodes=2)
+    assert set(hub.requests) == {"rank0"}, hub.requests
+
+
+def test_a_mirror_that_does_not_list_files(hub: HubServer, ranks: RankServer, tmp_path: Path) -> None:
+    hub.lists_files = False
+    ranks.check(f"{WORKER}:load_everything", 2, str(tmp_path))
+    hub.requests.clear()
+    hub.fails = 403
+    ranks.check(f"{WORKER}:load_everything", 2, str(tmp_path))
     assert set(hub.requests) == {"rank0"}, hub.requests
 
 

@@ -17,11 +17,15 @@ from urllib.parse import unquote, urlsplit
 
 
 class HubServer:
-    """Serves model folders. ``update`` adds a commit; ``fails`` makes every answer an error."""
+    """Serves model folders. ``update`` adds a commit; ``fails`` makes every answer an error.
+
+    ``lists_files`` is False for a mirror that serves files but does not list them.
+    """
 
     def __init__(self, folders: dict[str, Path]):
         self.requests: dict[str, list[str]] = defaultdict(list)
         self.fails: int | None = None  # the status code of all answers
+        self.lists_files = True
         self._commits: dict[str, dict[str, Path]] = {}  # repository -> commit -> folder; the last is main
         for name, folder in folders.items():
             self.update(name, folder)
@@ -67,9 +71,11 @@ class HubServer:
                 if path == "/api/agent-harnesses":  # asked for once a day, by the rank that asks for files
                     return self.send(200, b"{}")
                 hub.requests[token].append(f"{self.command} {path}")
+                _, *parts = path.split("/")
+                if parts[0] == "api" and not hub.lists_files:
+                    return self.send(404, b"{}")
                 if hub.fails is not None:
                     return self.send(hub.fails, b"{}")
-                _, *parts = path.split("/")
                 if parts[0] == "api":
                     name, rest = "/".join(parts[2:4]), parts[4:]
                     commit = hub.commit(name, rest[1] if rest[:1] == ["revision"] else "main")

@@ -1,0 +1,87 @@
+"""Writes the variables that ranks on other nodes need, in the format of DeepSpeed's file .deepspeed_env.
+
+    python launch/cluster/environment.py FILE
+
+`deepspeed --hostfile` passes on only variables such as NCCL_*, UCX_* and PYTHON*. It also passes on the lines
+of the file that DS_ENV_FILE names. `launch/cluster/deepspeed.sh` writes that file and starts the ranks.
+
+Keys and passwords are left out, because the launcher logs the values and pdsh shows them in the list of
+processes. So are variables that differ between nodes. Every line is NAME=VALUE, since DeepSpeed accepts
+neither comments nor empty lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from ppo_ds.errors import UserError
+from ppo_ds.secrets import censored, is_secret_variable
+
+PREFIXES = (
+    "HF_",
+    "HUGGINGFACE_",
+    "TRANSFORMERS_",
+    "TOKENIZERS_",
+    "DATASETS_",
+    "WANDB_",
+    "PYTORCH_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "CUDA_",
+    "CUBLAS_",
+    "CUDNN_",
+    "NVIDIA_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "TRITON_",
+    "DS_",
+    "PPO_DS_",
+)
+NAMES = ("TMPDIR", "XDG_CACHE_HOME", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "HTTP_PROXY", "HTTPS_PROXY")
+NAMES += ("NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+# set on each node, for its own devices and ranks
+OWN_OF_NODE = re.compile(r"CUDA_VISIBLE_DEVICES|NVIDIA_VISIBLE_DEVICES|DS_ENV_FILE|TORCHELASTIC_.*")
+# DeepSpeed encloses values in double quotes, in which the shell of the other node would expand these
+EXPANDED = re.compile(r"[\"$`\\!\n\r]")
+
+
+def lines(environment: Mapping[str, str]) -> list[str]:
+    """Returns a line for each variable to pass on; raises UserError for a value that cannot be passed on."""
+    chosen = {
+        name: value
+        for name, value in sorted(environment.items())
+        if (name.startswith(PREFIXES) or name in NAMES)
+        and not OWN_OF_NODE.fullmatch(name)
+        and not is_secret_variable(name)
+        and censored(value) == value
+    }
+    for name, value in chosen.items():
+        if EXPANDED.search(value):
+            raise UserError(
+                f"{name}: the shells of the other nodes would change its value; unset it, or set it on every "
+                "node"
+            )
+    return [f"{name}={value}\n" for name, value in chosen.items()]
+
+
+def main() -> int:
+    try:
+        text = "".join(lines(os.environ))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    descriptor = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
