@@ -6,6 +6,7 @@ Rank 0 writes the results to ``FOLDER/small.json`` and ``FOLDER/sums.json``.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ppo_ds.engine.gradients import local_gradients
 from ppo_ds.engine.trained import LRSchedule, TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.engine.zero import deepspeed_config
+from tests.support.collectives import Call, read_calls, record_collectives
 
 SIZES = (1, 2, 3, 7, 8, 9)  # on eight ranks
 STEPS, LR, DECAY = 5, 0.1, 0.5
@@ -100,7 +102,13 @@ def listed(tensors: dict[str, Tensor] | None) -> list[list[float]]:
 
 
 def sums() -> None:
-    """Sums a gradient of 1 and one of 2^-9, of which a sum in bf16 loses the second."""
+    """Sums a gradient of 1 and one of 2^-9, of which a sum in bf16 loses the second.
+
+    Also counts the sums over ranks of an optimizer step with three micro-batches.
+    """
+    folder = Path(sys.argv[1])
+    record = folder / f"rank{os.environ['RANK']}.jsonl"
+    record_collectives(record)
     world, results = connect(5.0), {}
     for stage in range(4):
         for ranks in (64, 65):
@@ -108,10 +116,20 @@ def sums() -> None:
             gradient = 1.0 if world.rank == 0 else 2.0**-9
             model.backward(model(torch.full((6,), gradient, dtype=torch.bfloat16)), last=True)
             found = torch.cat([part.flatten().float() for part in local_gradients(model.engine)])
-            results[f"stage {stage} of {ranks}"] = world.max(found.max()).item()
+            mean = world.max(found.max()).item()
+            model.skip(overflow=False)
+            before = len(read_calls(record))
+            for i in range(3):
+                model.backward(model(torch.ones(6, dtype=torch.bfloat16)), last=i == 2)
+            during = read_calls(record)[before:]
+            results[f"stage {stage} of {ranks}"] = [mean, [call.dtype for call in during if is_sum(call)]]
             model.skip(overflow=False)
             model.engine.destroy()
-    finish(world, Path(sys.argv[1]) / "sums.json", results)
+    finish(world, folder / "sums.json", results)
+
+
+def is_sum(call: Call) -> bool:
+    return call.name in ("all_reduce SUM", "reduce_scatter_tensor SUM")
 
 
 def finish(world: World, file: Path, results: dict[Any, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,12 +53,22 @@ def test_tensors_with_fewer_elements_than_ranks_train_as_in_plain_torch(small: d
     assert small[str(stage)]["resumed"] is True
 
 
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("sums")
+    rank_server.check("tests.engine.small_tensors_worker:sums", 2, str(folder))
+    return json.loads((folder / "sums.json").read_text())
+
+
+@pytest.mark.parametrize(("ranks", "mean"), [(64, 0.5), (65, (1 + 2**-9) / 2)])
+@pytest.mark.parametrize("stage", range(4))
 def test_above_64_ranks_deepspeed_sums_bf16_gradients_in_fp32(
-    tmp_path: Path, rank_server: RankServer
+    sums: dict, stage: int, ranks: int, mean: float
 ) -> None:
-    rank_server.check("tests.engine.small_tensors_worker:sums", 2, str(tmp_path))
-    assert json.loads((tmp_path / "sums.json").read_text()) == {
-        f"stage {stage} of {ranks}": mean
-        for stage in range(4)
-        for ranks, mean in ((64, 0.5), (65, (1 + 2**-9) / 2))
-    }
+    assert sums[f"stage {stage} of {ranks}"][0] == mean
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(64, "bfloat16"), (65, "float32")])
+def test_only_zero_2_and_3_sum_the_gradients_of_each_micro_batch(sums: dict, ranks: int, dtype: str) -> None:
+    times = [sums[f"stage {stage} of {ranks}"][1] for stage in range(4)]
+    assert times == [[dtype], [dtype], 3 * [dtype], 3 * [dtype]]
