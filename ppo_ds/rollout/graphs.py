@@ -103,9 +103,9 @@ class CudaRecorder:
 
 
 def end_capture(graph: torch.cuda.CUDAGraph, failed: bool = False) -> None:
-    """Ends a capture. If the step has ``failed``, an error of the end is not raised but the step's own.
+    """Ends a capture; ignores errors if the step has ``failed``, since the caller then raises its error.
 
-    Raises UserError if the end fails in a version of torch that cannot go on after that.
+    Raises UserError if the capture does not end in a version of torch that cannot go on after that.
     """
     try:
         graph.capture_end()

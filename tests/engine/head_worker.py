@@ -8,6 +8,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -18,6 +19,7 @@ from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import LRSchedule, TrainedModel
 from ppo_ds.engine.zero import deepspeed_config
+from ppo_ds.models import lm_head
 from ppo_ds.models.lm_head import LMHead
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading
@@ -33,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tied, adapters": {"lora": True},
     "tied, values": {"value_head": True},
     "llama, bf16": {"dtype": "bf16"},
+    "capped, logits as on a GPU": {},
 }
 
 
@@ -131,7 +134,10 @@ def main() -> None:
     root, mode = Path(sys.argv[1]), sys.argv[2]
     faulthandler.dump_traceback_later(HANG, exit=True)
     world = connect(5)
-    found = [case(world, root, kind) for kind in KINDS]
+    found = []
+    for kind in KINDS:
+        with mock.patch.object(lm_head, "has_fp32_products", return_value="as on a GPU" in kind):
+            found.append(case(world, root, kind))
     if world.is_main:
         (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
     world.close()

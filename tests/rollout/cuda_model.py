@@ -65,7 +65,7 @@ class Fault(Enum):
 
 
 NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
-ERRORS = {  # raised by an operation; made anew each time, because an error keeps the frames that it passed
+ERRORS = {  # of operations; a new error each time, because an error refers to the frames that it has passed
     Fault.HOST_READ: lambda: RuntimeError(NOT_PERMITTED),
     Fault.CODE: lambda: RuntimeError("an error of the model's code"),
     Fault.FULL: lambda: torch.OutOfMemoryError("CUDA out of memory."),
