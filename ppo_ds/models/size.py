@@ -17,7 +17,7 @@ from transformers import (
 
 from ppo_ds.config.sections.models import LoraConfig, ModelConfig
 from ppo_ds.errors import UserError
-from ppo_ds.models.loading import attention, config_of, user_errors
+from ppo_ds.models.loading import attention, code_arguments, config_of, user_errors
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.ops.flops import Size
 from ppo_ds.ops.memory import Shape, decode_bytes_bound
@@ -129,6 +129,7 @@ def planned_shape(
                 config,
                 trust_remote_code=section.trust_remote_code,
                 attn_implementation=implementation,
+                **code_arguments(section, config),
             )
             if lora is not None and lora.rank:
                 add_adapters(model, rank=lora.rank, alpha=1.0, targets=lora.targets, seed=0, key=key)
