@@ -41,6 +41,8 @@ CASES: dict[str, tuple[str, ...]] = {
         *(f"{family} frozen" for family in FAMILIES),
     ),
     "offload": (*(f"{family} reference" for family in ("llama", "gpt2")), "qwen2 reward model"),
+    # for the table of docs/performance.md; no test
+    "table": ("512 tokens", "512 tokens and a stop string", "512 tokens in two waves"),
     "decoding": (*DECODED, "stop strings", "two waves"),
     "learner": (
         *(f"{what} {micros} micro-batches" for what in LEARNED for micros in (1, 2)),

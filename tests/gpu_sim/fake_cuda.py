@@ -13,12 +13,14 @@ operations that are listed below. What the host reads from the device is zeros, 
 
 from __future__ import annotations
 
+import linecache
 import logging
 import os
-import traceback
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,10 +35,9 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
+from torch.utils._pytree import tree_map_only  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
-HERE = Path(__file__).parent
 aten = torch.ops.aten
 # Operations for which the host reads a number from the device: the size of their result or their result.
 READS = {
@@ -50,21 +51,38 @@ READS = {
     aten.equal.default,
     aten.allclose.default,
 }
+INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+# folders with the code whose lines a report names
+SOURCES = (
+    *(str(Path(find_spec(name).origin).parent) + os.sep for name in ("ppo_ds", "transformers")),
+    str(Path(__file__).parent / "drives") + os.sep,
+)
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 torch.set_num_threads(1)
 
 
 def place() -> str:
-    """Returns the innermost line on the stack in ppo_ds or transformers, or in a drive.
+    """Returns the innermost line on the stack in ppo_ds, transformers or a drive.
 
     The stack of the backward pass has no such line, except where activations are recomputed.
     """
-    for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
-        if "ppo_ds" in path.parts or "transformers" in path.parts or HERE / "drives" in path.parents:
-            short = path.parts[-3:] if "drives" not in path.parts else path.parts[-2:]
-            return f"{'/'.join(short)}:{frame.lineno} {(frame.line or '').strip()[:80]}"
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(SOURCES):
+            line = linecache.getline(file, frame.f_lineno).strip()
+            return f"{'/'.join(Path(file).parts[-3:])}:{frame.f_lineno} {line[:80]}"
+        frame = frame.f_back
     return "the backward pass"
+
+
+def tensors_in(args: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the tensors among the arguments of an operation and in its lists."""
+    for argument in args:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from (item for item in argument if isinstance(item, Tensor))
 
 
 class FakeCuda(TorchDispatchMode):
@@ -80,7 +98,7 @@ class FakeCuda(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = list(tensors_in((*args, *kwargs.values())))
         on_device = any(tensor.is_cuda for tensor in tensors)
         target = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
         if not on_device and target != "cuda":
@@ -217,9 +235,6 @@ class FakeCuda(TorchDispatchMode):
                 for _ in range(index.dim())
             ]
         return indices
-
-
-INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 
 
 def is_foreign(tensor: Tensor) -> bool:

@@ -22,6 +22,7 @@ from ppo_ds.types import PreferencePairs, Sequences
 from tests.gpu_sim.cases import CASES as NAMES
 from tests.gpu_sim.drives.parts import Case, Engine, classifier, experience, language_model, one_rank, timer
 from tests.gpu_sim.fake_cuda import FakeCuda
+from tests.support.budgets import fixed_budgets
 
 TOKENS = 12  # of a row or a text
 
@@ -60,9 +61,14 @@ def preference_pairs(count: int) -> PreferencePairs:
 
 
 def context(world: World) -> RunContext:
-    stop = StopRequest(world, None, None)
     return RunContext(
-        world=world, run_dir=None, stop=stop, timer=timer, health=Health(max_skips=1000), banner=None
+        world=world,
+        run_dir=None,
+        stop=StopRequest(world, None, None),
+        timer=timer,
+        health=Health(max_skips=1000),
+        banner=None,
+        budgets=fixed_budgets(world),
     )
 
 

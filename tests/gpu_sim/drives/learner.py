@@ -156,6 +156,7 @@ def make_experience(device: FakeCuda, forwards: int) -> None:
             group_size=1,
             rollout_is=RolloutISConfig(kind="none"),
             token_budget=2 * WIDTH,
+            guard=lambda forwards: forwards,
             packed=False,
             world=world,
             timer=timer,

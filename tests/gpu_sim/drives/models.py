@@ -1,6 +1,6 @@
 """Forward and backward of the policy, the critic and the frozen models of each family, on one micro-batch.
 
-Each forward runs twice, and only the second run counts: the first probes the head of the model, which waits.
+The first forward of a policy is not counted: it finds out how the model uses its head, and waits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ from tests.gpu_sim.drives.parts import Case, classifier, experience, language_mo
 from tests.gpu_sim.fake_cuda import CUDA, FakeCuda
 
 
+def probe_head(device: FakeCuda, model: Policy) -> None:
+    """Runs the first forward of a policy and forgets what it did on the device."""
+    rows = experience()
+    with torch.no_grad():
+        model(rows.ids, rows.attention_mask, rows.response_width)
+    device.report.clear()
+
+
 def policy(device: FakeCuda, family: str, variant: str) -> None:
     """Computes the policy loss of one micro-batch and its gradients."""
     lm = language_model(family, adapters=variant == "checkpointed with adapters")
@@ -28,11 +36,10 @@ def policy(device: FakeCuda, family: str, variant: str) -> None:
         model.packed = False
     assert variant != "packed" or model.packed
     totals = batch_totals([rows.response_mask], dp_size=1)
-    for _ in range(2):
-        device.report.clear()
-        out = model(rows.ids, rows.attention_mask, rows.response_width, with_entropy=True)
-        loss, _ = policy_objective()(out, rows.to(CUDA), totals, kl_coef=0.1)
-        loss.backward()
+    probe_head(device, model)
+    out = model(rows.ids, rows.attention_mask, rows.response_width, with_entropy=True)
+    loss, _ = policy_objective()(out, rows.to(CUDA), totals, kl_coef=0.1)
+    loss.backward()
     trained = [parameter for parameter in lm.parameters() if parameter.requires_grad]
     assert all(parameter.grad is not None and parameter.grad.is_cuda for parameter in trained)
     device.report.facts["packed"] = model.packed
@@ -52,10 +59,9 @@ def frozen(device: FakeCuda, family: str) -> None:
     """Computes log-probs as the reference does."""
     model, rows = Policy(language_model(family), 0.7).eval(), experience()
     model.packed = may_pack(model.lm, "auto", CUDA)
-    for _ in range(2):
-        device.report.clear()
-        with torch.no_grad():
-            out = model(rows.ids, rows.attention_mask, rows.response_width)
+    probe_head(device, model)
+    with torch.no_grad():
+        out = model(rows.ids, rows.attention_mask, rows.response_width)
     assert out.logprobs.is_cuda and out.logprobs.dtype == torch.float32
 
 
