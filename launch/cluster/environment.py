@@ -44,8 +44,10 @@ PREFIXES = (
     "DS_",
     "PPO_DS_",
 )
-NAMES = ("TMPDIR", "XDG_CACHE_HOME", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "HTTP_PROXY", "HTTPS_PROXY")
-NAMES += ("NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+NAMES = (
+    *("TMPDIR", "XDG_CACHE_HOME", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+)
 # set on each node, for its own devices and ranks
 OWN_OF_NODE = re.compile(r"CUDA_VISIBLE_DEVICES|NVIDIA_VISIBLE_DEVICES|DS_ENV_FILE|TORCHELASTIC_.*")
 # DeepSpeed encloses values in double quotes, in which the shell of the other node would expand these

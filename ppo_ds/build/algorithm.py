@@ -212,7 +212,7 @@ def learner(
         norm=algo.loss.norm or config.sampling.max_new_tokens,
         epochs=algo.epochs,
         minibatch_size=algo.minibatch_size or rollout_size(config),
-        token_budget=config.memory.train_tokens,
+        token_budget=int(config.memory.train_tokens),
         packed=all_packed(actor, critic),
         target_kl=algo.target_kl,
         world=world,

@@ -60,7 +60,7 @@ class FinetuneMemory(RunMemory):
         rest = sum(resident.values())
         phases = {"loading": self.loading()}
         if self.evaluated_rows:
-            tokens = self.forward_tokens(memory.score_tokens, self.evaluated_rows)
+            tokens = self.forward_tokens(int(memory.score_tokens), self.evaluated_rows)
             phases["eval"] = rest + self.trained_forward(self.name, tokens, prefetch=True)
         if self.answers:
             phases["generate"] = rest + self.generation()
@@ -72,7 +72,7 @@ class FinetuneMemory(RunMemory):
     def generation(self) -> int:
         """Computes an upper bound of the peak while held-out prompts are answered, weights gathered whole."""
         section, shape, each = self._role(self.name)
-        most = max(1, self.config.memory.rollout_tokens // self.answer_tokens)
+        most = max(1, int(self.config.memory.rollout_tokens) // self.answer_tokens)
         rows = min(self.answers, most)
         gathered = each * shape.parameters if section.zero.stage == 3 else 0
         return gathered + decode_bytes_bound(shape, rows * self.answer_tokens, rows, each)

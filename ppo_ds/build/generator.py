@@ -59,7 +59,7 @@ def build_generator(
         )
 
     def gap_of(name: str) -> Gap:
-        made[name] = make(name, config.memory.rollout_tokens)
+        made[name] = make(name, int(config.memory.rollout_tokens))
         # sample the same tokens at each start, whatever random numbers were drawn before
         seed_everything(config.run.seed + world.rank)
         return parity_gap(
@@ -67,7 +67,7 @@ def build_generator(
             actor=actor,
             generator=made[name],
             sampling=sampling,
-            token_budget=config.memory.score_tokens,
+            token_budget=int(config.memory.score_tokens),
         )
 
     choice = choose_backend(

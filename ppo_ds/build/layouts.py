@@ -35,7 +35,7 @@ def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | N
     """
     zero, most = config.actor.zero, config.sampling.max_new_tokens
     rows = rollout_size(config) // actor.world.size
-    tokens = min(config.memory.rollout_tokens, rows * (config.data.max_prompt_tokens + most))
+    tokens = min(int(config.memory.rollout_tokens), rows * (config.data.max_prompt_tokens + most))
     line = actor.plan_generation(
         generation_gather=zero.generation_gather,
         offload_states=zero.offload_states,
@@ -45,7 +45,7 @@ def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | N
             min(rows, max(1, tokens // most)),
             prefill=None
             if config.rollout.backend == "hf"
-            else min(config.memory.rollout_tokens, PREFILL_TOKENS),
+            else min(int(config.memory.rollout_tokens), PREFILL_TOKENS),
         ),
         critic=critic,
     )

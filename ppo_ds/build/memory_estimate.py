@@ -237,7 +237,7 @@ class RunMemory:
     def backward(self, role: str) -> int:
         """Computes the peak of the backwards of an optimizer step of a trained role."""
         engine, (section, shape, each) = self.engines[role], self._role(role)
-        tokens = self.forward_tokens(self.config.memory.train_tokens, self.update_rows)
+        tokens = self.forward_tokens(int(self.config.memory.train_tokens), self.update_rows)
         positions = self.head_positions(tokens)
         checkpointing = bool(section.model.gradient_checkpointing)
         kept = activation_bytes(shape, tokens, self.length, each, checkpointing)
@@ -299,7 +299,7 @@ class _Estimator(RunMemory):
     # -- scoring -------------------------------------------------------------------------------------------
 
     def _scoring(self) -> dict[str, int]:
-        budget, models = self.config.memory.score_tokens, self.models
+        budget, models = int(self.config.memory.score_tokens), self.models
         tokens = _forward_tokens(budget, self.rows, self.length)
         peaks = {}
         if models.rewards:
@@ -336,7 +336,7 @@ class _Estimator(RunMemory):
         _, shape, each = self._role("actor")
         zero = self.config.actor.zero
         memory, sharded, weights = self.config.memory, zero.stage == 3, each * shape.parameters
-        budget = memory.rollout_tokens
+        budget = int(memory.rollout_tokens)
         slots = max(1, min(budget // self.length, fast_batch_size(self.rows)))
         length = -(-self.length // COLUMNS) * COLUMNS
         prompts = min(slots, ceil(self.rows / self.config.rollout.samples_per_prompt))

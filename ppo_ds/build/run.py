@@ -134,9 +134,7 @@ def open_budgets(
     return numbers, halved_from
 
 
-def start_trackers(
-    config: Config, settings: Mapping[str, Any], steps: int, done: int, banner: str
-) -> Trackers:
+def start_trackers(config: Config, settings: dict[str, Any], steps: int, done: int, banner: str) -> Trackers:
     """Prints the banner and starts rank 0's trackers; ``done`` is the step to resume after, or 0."""
     run_dir, wandb = Path(config.run.dir or ""), config.tracker.wandb
     console, jsonl = (

@@ -78,8 +78,8 @@ def build_sft(config: Config, context: RunContext) -> SFTTrainer:
         config=section,
         seed=config.run.seed,
         total_steps=steps,
-        train_tokens=config.memory.train_tokens,
-        score_tokens=config.memory.score_tokens,
+        train_tokens=int(config.memory.train_tokens),
+        score_tokens=int(config.memory.score_tokens),
         eval_rows=config.eval.max_prompts,
         actor=actor,
         ema=ema,
@@ -209,7 +209,7 @@ def notes(
     ]
     if prompts is not None:
         rows = -(-len(prompts) // world.size)
-        tokens = min(config.memory.rollout_tokens, rows * answered_tokens(config, prompts))
+        tokens = min(int(config.memory.rollout_tokens), rows * answered_tokens(config, prompts))
         line = actor.plan_generation(
             generation_gather=zero.generation_gather,
             offload_states=zero.offload_states,

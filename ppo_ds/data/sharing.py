@@ -61,16 +61,18 @@ def tokenize_rows(
         tokenize: Returns the token ids of the rows of a slice, one sequence or more for each row. It may
             raise UserError.
     """
-    alone = world is None or world.size == 1
-    share = slice(0, len(sizes)) if alone else shares(sizes, world.size)[world.rank]
-    encoded = chain.from_iterable(map(tokenize, tokenizer_chunks(sizes[share], share.start)))
-    if alone:
-        yield from encoded
+
+    def encode(share: slice) -> Iterator[Sequence[int]]:
+        return chain.from_iterable(map(tokenize, tokenizer_chunks(sizes[share], share.start)))
+
+    if world is None or world.size == 1:
+        yield from encode(slice(0, len(sizes)))
         return
+    share = shares(sizes, world.size)[world.rank]
 
     def encode_share() -> TokenRows:
         rows = TokenRows()
-        for ids in encoded:
+        for ids in encode(share):
             rows.append(ids)
         return rows
 

@@ -111,7 +111,12 @@ def download_files(models: Sequence[HubModel], world: World) -> None:
             unique[key] = model
     listed = world.on_all(lambda: [list_files(model) for model in unique.values()] if world.is_main else [])
     found = [files for files in world.gather_objects(listed)[0] if files is not None]
-    world.on_first_of_node(lambda: [download(files, files.small) for files in found])
+
+    def fetch() -> None:
+        for files in found:
+            download(files, files.small)
+
+    world.on_first_of_node(fetch)
     _downloaded.update({(files.model.path, files.model.revision): files for files in found})
 
 

@@ -170,8 +170,8 @@ def own_code_shape(config: Mapping[str, Any]) -> Shape | None:
     names.
     """
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    sizes = [config.get(name) for name in names]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+    sizes = [size for name in names if isinstance(size := config.get(name), int) and size > 0]
+    if len(sizes) < len(names):
         return None
     vocabulary, hidden, inner, layers, heads = sizes
     width = heads * (config.get("head_dim") or hidden // heads)

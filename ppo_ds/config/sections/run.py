@@ -68,6 +68,8 @@ class MemoryConfig(Section):
     actual rows.
     """
 
+    # A run replaces auto by a number before it uses a budget (build/token_budgets.py).
+
     rollout_tokens: Count | Literal["auto"] = Field(
         "auto",
         description="Most tokens in one batch of generation on one rank; auto: as many as fit into memory, "

@@ -85,7 +85,9 @@ def _machine(config: Config, plan: Plan, cluster: Cluster, assumed: Assumptions)
     if not on_gpu:
         dtype = str(next(iter(trained_models(config).values())).model.dtype)
         device = cpu_device(plan.main, dtype, cluster.ranks, config.run.threads)
-    return device and Machine(device, assumed, cluster.ranks, cluster.per_node, on_gpu, tf32)
+    if device is None:
+        return None
+    return Machine(device, assumed, cluster.ranks, cluster.per_node, on_gpu, tf32)
 
 
 def _table(found: Estimate) -> str:

@@ -285,7 +285,7 @@ class PPOTime(StepTime):
     def slots(self, rows: int) -> int:
         """Returns the number of responses that are decoded at the same time, as continuous_batch.py does."""
         length = self.longest + self.config.sampling.max_new_tokens
-        return max(1, min(self.config.memory.rollout_tokens // length, fast_batch_size(rows), rows))
+        return max(1, min(int(self.config.memory.rollout_tokens) // length, fast_batch_size(rows), rows))
 
     # -- scoring and updates -------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class PPOTime(StepTime):
     def scored(self) -> Passes:
         """The forwards over the rollout of one rank."""
         totals = [self.prompt + response for response in self.responses]
-        return passes_over(totals, sum(self.responses), self.config.memory.score_tokens, self.packed)
+        return passes_over(totals, sum(self.responses), int(self.config.memory.score_tokens), self.packed)
 
     def score_by(self, name: str, shape: Shape) -> PhaseTime:
         """Returns the time in which a trained model scores the rollout."""
@@ -326,7 +326,7 @@ class PPOTime(StepTime):
         minibatches = size // (config.algo.minibatch_size or size)
         responses = self.responses[::minibatches]
         totals = [self.prompt + response for response in responses]
-        passes = passes_over(totals, sum(responses), config.memory.train_tokens, self.packed)
+        passes = passes_over(totals, sum(responses), int(config.memory.train_tokens), self.packed)
         return self.update(name, shape, config.algo.epochs * minibatches, passes)
 
     def evaluation(self, count: int) -> PhaseTime:
@@ -351,13 +351,13 @@ class FinetuneTime(StepTime):
 
     def phases(self) -> dict[str, PhaseTime]:
         """Returns the time of the only phase."""
-        passes = self.over(self.rows, self.config.memory.train_tokens)
+        passes = self.over(self.rows, int(self.config.memory.train_tokens))
         return {f"update_{self.name}": self.update(self.name, self.shape, 1, passes)}
 
     def evaluation(self, count: int) -> PhaseTime:
         """Returns the time of the loss of ``count`` held-out texts."""
         role, dtype = trained_models(self.config)[self.name], self.dtype(self.name)
-        passes = self.over(-(-count // self.machine.ranks), self.config.memory.score_tokens)
+        passes = self.over(-(-count // self.machine.ranks), int(self.config.memory.score_tokens))
         each = FP32 if dtype == "fp32" else 2
         return self.forward(self.shape, dtype, each, passes, role.zero.stage == 3, role)
 
