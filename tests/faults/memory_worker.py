@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 from pathlib import Path
@@ -86,8 +85,3 @@ def resume() -> None:
     train(tree(stop_at_step=2), root / "auto" / "moved")
     machine(64)
     train(tree(), root / "auto" / "moved")
-
-
-def numbers(run_dir: Path, name: str) -> list[Any]:
-    """Returns one metric of each step."""
-    return [json.loads(line)[name] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

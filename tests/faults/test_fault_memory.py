@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
+from ppo_ds.build.memory_estimate import USABLE, Hardware
+from ppo_ds.build.token_budgets import resolve
+from ppo_ds.config.validation import validated
+from ppo_ds.engine.memory_budget import cpu_memory
+from ppo_ds.tools.doctor.ppo import plan_ppo
+from ppo_ds.tools.doctor.report import Report
 from tests.faults.forked import Ranks
-from tests.faults.memory_worker import REPEATED
+from tests.faults.memory_worker import GIB, REPEATED
+from tests.faults.worlds_worker import config
 from tests.invariant import invariant_assets
 from tests.support.ranks import RankServer
 
@@ -103,7 +112,9 @@ def test_other_phases_end_all_ranks_and_the_same_command_resumes_with_half_the_b
     assert memory(run_dir)[key] == before // 2
 
 
-def test_a_resume_takes_the_numbers_of_the_checkpoint(root: Path, rank_server: RankServer) -> None:
+def test_a_resume_takes_the_numbers_of_the_checkpoint(
+    root: Path, rank_server: RankServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     codes, said = rank_server.run("tests.faults.memory_worker:resume", 2, str(root))
     assert codes == [0, 0], said[-6000:]
     small, large, moved = (root / "auto" / name for name in ("small", "large", "moved"))
@@ -115,4 +126,13 @@ def test_a_resume_takes_the_numbers_of_the_checkpoint(root: Path, rank_server: R
     assert steps(moved) == steps(small) and len(steps(small)) == 4
     assert steps(large) != steps(small), "the budgets make no difference, so the test shows nothing"
     assert "train_tokens=34: from the checkpoint" in said
+
+    # the doctor shows the same arithmetic for the same machine
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=GIB))
+    tree = config(root, stage=2) | {"memory": {}}
+    settings = validated(tree, 2)
+    plan = plan_ppo(settings, Hardware(2, None), Report())
+    found = resolve(settings, plan.estimate, int(USABLE * cpu_memory(2)), on_gpu=False)
+    assert found.numbers == row and len(found.lines) == 4
+    assert all(line in said for line in found.lines)
     assert "train_tokens=8192: update_" in said and "a larger number is not faster" in said

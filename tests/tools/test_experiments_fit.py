@@ -7,9 +7,16 @@ from math import ceil
 import pytest
 
 from launch.cli import CONF
-from ppo_ds.build.memory_estimate import Hardware, estimate
-from ppo_ds.build.token_budgets import with_cpu_limits
-from ppo_ds.config.schema import reward_models
+from ppo_ds.build.memory_estimate import Estimate, Hardware, estimate
+from ppo_ds.build.token_budgets import (
+    GPU_LIMITS,
+    MAX_DECODED_ROWS,
+    STEP,
+    resolve,
+    with_cpu_limits,
+    with_numbers,
+)
+from ppo_ds.config.schema import Config, reward_models
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.ppo import disk_bytes
@@ -74,3 +81,40 @@ def test_experiments_quote_the_doctor(
         assert ceil(found.host * gpus / GIB) in (host, host + 1) and f"{host} GiB" in comment
     if experiment == "deepspeed_chat":  # critic.init=auto takes the reward model
         assert lines["critic"].startswith(folders["Skywork/Skywork-Reward-V2-Qwen3-0.6B"])
+
+
+@pytest.mark.parametrize(
+    ("experiment", "gpus", "gib"),
+    [
+        ("zysnlp", 1, 24),
+        ("deepspeed_chat", 1, 24),
+        ("minimind", 1, 24),
+        ("rlhf", 1, 80),
+        ("rlhf", 8, 80),
+        ("rlhf_7b", 8, 80),
+        ("rlhf_7b_offload", 8, 40),
+        ("rlhf_7b_offload", 4, 80),
+    ],
+)
+def test_automatic_budgets_fill_the_gpu_and_fit(
+    folders: dict[str, str], experiment: str, gpus: int, gib: int
+) -> None:
+    config = compose(f"+experiment={experiment}", ranks=gpus)
+    models = {"actor.model": config.actor.model.path}
+    models |= {key: model["path"] for key, model in reward_models(config.reward)}
+    paths = [f"{key}.path={folders[path]}" for key, path in models.items()]
+    config, report = compose(f"+experiment={experiment}", *paths, ranks=gpus), Report()
+    shapes = plan_models(config, load_tokenizer(config.actor.model.path, key="actor.model.path"), report)
+    hardware = Hardware(gpus, gib * GIB)
+
+    def estimated(trial: Config) -> Estimate:
+        return estimate(trial, shapes, hardware)
+
+    numbers = resolve(config, estimated, hardware.usable, on_gpu=True).numbers
+    assert set(numbers) == {"rollout_tokens", "score_tokens", "train_tokens"}
+    found = estimated(with_numbers(config, numbers))
+    assert found.peak <= hardware.usable
+    for name, tokens in numbers.items():  # a larger number changes the plan, does not fit, or is not faster
+        more = estimated(with_numbers(config, numbers | {name: tokens + STEP}))
+        limit = GPU_LIMITS.get(name, max(32768, min(found.rows, MAX_DECODED_ROWS) * found.row_tokens))
+        assert tokens == limit or more.peak > hardware.usable or more.generation != found.generation, name
