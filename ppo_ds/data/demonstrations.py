@@ -23,8 +23,8 @@ from ppo_ds.data.messages import (
 )
 from ppo_ds.data.order import Passes
 from ppo_ds.data.prompts import collate_prompts
-from ppo_ds.data.rows import load_rows, map_rows
-from ppo_ds.data.sharing import on_all, refuse_different, tokenize_rows
+from ppo_ds.data.rows import load_rows, parse_rows
+from ppo_ds.data.sharing import tokenize_rows
 from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
@@ -136,8 +136,7 @@ class DemonstrationSource:
         self._rows = load_rows(
             path, split=split, revision=revision, max_rows=max_samples, key=key, world=world
         )
-        demonstrations = on_all(world, lambda: map_rows(self._rows, self._parse))
-        refuse_different(world, demonstrations, f"{key}={path}")
+        demonstrations = parse_rows(world, self._rows, self._parse, f"{key}={path}")
         self._kept = array("I")  # the index of each kept row
         self._ids = TokenRows()  # token ids of the kept rows
         self._learned = TokenRows("B")  # 1 for each learned token of the kept rows

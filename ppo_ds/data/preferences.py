@@ -13,6 +13,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -29,8 +30,8 @@ from ppo_ds.data.messages import (
     prompt_format,
 )
 from ppo_ds.data.order import Passes
-from ppo_ds.data.rows import load_rows, map_rows
-from ppo_ds.data.sharing import on_all, refuse_different, tokenize_rows
+from ppo_ds.data.rows import load_rows, parse_rows
+from ppo_ds.data.sharing import tokenize_rows
 from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer, join_texts
@@ -206,8 +207,8 @@ class PreferenceSource:
         self._file_rows = load_rows(
             path, split=split, revision=revision, max_rows=max_samples, key=key, world=world
         )
-        parsed = on_all(world, lambda: map_rows(self._file_rows, lambda row: parse_preferences(row, format)))
-        refuse_different(world, parsed, f"{key}={path}")
+        parse = partial(parse_preferences, format=format)
+        parsed = parse_rows(world, self._file_rows, parse, f"{key}={path}")
         self.template: Template = self._check_template(parsed)
         self._ids = TokenRows()  # pair i: the preferred text at 2 i, the rejected one at 2 i + 1
         self._margins, self.subsets = array("d"), list[str | None]()

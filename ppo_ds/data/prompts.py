@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ppo_ds.data.messages import Prompt, parse_max_new_tokens, parse_prompt, prompt_format
 from ppo_ds.data.order import Order, Passes
-from ppo_ds.data.rows import load_rows, map_rows
-from ppo_ds.data.sharing import on_all, refuse_different, tokenize_rows
+from ppo_ds.data.rows import load_rows, map_rows, parse_rows
+from ppo_ds.data.sharing import tokenize_rows
 from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
@@ -96,8 +96,7 @@ class PromptSource:
         self._limits = array("L")  # the limit of response tokens of each kept prompt
         # maps the roles of a chat, or () for a text, to the first kept prompt with these roles
         self._first_with_roles: dict[tuple[str, ...], int] = {}
-        parsed = on_all(world, lambda: map_rows(self._rows, self._parse))
-        refuse_different(world, parsed, f"{key}={path}")
+        parsed = parse_rows(world, self._rows, self._parse, f"{key}={path}")
         prompts = [row.prompt for row in parsed]
         names = [row.name for row in parsed if row.name is not None]
         counts = Counter(rows=len(parsed), same_id=len(names) - len(set(names)))

@@ -8,6 +8,7 @@ ranks would share. All values of a CSV file are text.
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -111,7 +112,7 @@ def load_rows(
     downloaded by the first rank, and the other ranks read the files that this rank has written.
     """
     files = on_all(world, lambda: _data_files(path, key))
-    refuse_different(world, [files is None], f"{key}={path}")
+    refuse_different(world, files is None, f"{key}={path}")
     if files is None:
         name = path if path.startswith("hf://") else f"{path}[{split}]"
         table = _load_on_nodes(world, lambda: _load_from_hub(path, split, revision, key))
@@ -160,6 +161,24 @@ def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | 
     if len(problems) > _MAX_PROBLEMS:
         problems[_MAX_PROBLEMS:] = [f"and {len(problems) - _MAX_PROBLEMS} more problems"]
     raise UserError(*problems)
+
+
+def parse_rows(world: World | None, rows: Rows, parse: Callable[[Row], T], source: str) -> list[T]:
+    """Parses all rows on every rank; a collective if ``world`` has several ranks.
+
+    Raises the UserErrors of ``map_rows`` on every rank, and UserError if the ranks have read different rows.
+    ``source`` is KEY=PATH for that error.
+    """
+    digest = hashlib.blake2b()
+
+    def parse_one(row: Row) -> T:
+        if world is not None and world.size > 1:
+            digest.update(repr(row).encode(errors="surrogatepass"))
+        return parse(row)
+
+    parsed = on_all(world, lambda: map_rows(rows, parse_one))
+    refuse_different(world, digest.hexdigest(), source)
+    return parsed
 
 
 def _data_files(path: str, key: str) -> list[Path] | None:

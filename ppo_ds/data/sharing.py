@@ -9,7 +9,6 @@ All functions are collectives if ``world`` has several ranks. None stands for a 
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,15 +33,15 @@ def on_all(world: World | None, action: Callable[[], T]) -> T:
     return action() if world is None or world.size == 1 else world.on_all(action)
 
 
-def refuse_different(world: World | None, items: Iterable[object], source: str) -> None:
-    """Raises UserError unless all ranks read the same ``items``; ``source`` is KEY=PATH for the error."""
+def refuse_different(world: World | None, value: object, source: str) -> None:
+    """Raises UserError unless all ranks pass the same ``value``, which depends on the data of ``source``.
+
+    ``source`` is KEY=PATH for the error.
+    """
     if world is None or world.size == 1:
         return
-    digest = hashlib.blake2b()
-    for item in items:
-        digest.update(repr(item).encode(errors="surrogatepass"))
-    digests = world.gather_objects(digest.hexdigest())
-    other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+    values = world.gather_objects(value)
+    other = next((rank for rank, found in enumerate(values) if found != values[0]), None)
     if other is not None:
         raise UserError(
             f"{source}: ranks 0 and {other} read different data from it; give every node the same files, or "

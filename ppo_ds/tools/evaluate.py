@@ -62,7 +62,7 @@ def evaluate(
         note: Receives lines about the progress.
     """
     tokenizer = build_tokenizer(config)
-    held_out = build_held_out(config, tokenizer)
+    held_out = build_held_out(config, tokenizer, world)
     if held_out is None:
         raise UserError("data.eval_path is missing: the evaluation needs held-out prompts")
     batches = eval_batches(

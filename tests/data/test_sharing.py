@@ -103,8 +103,10 @@ def test_a_row_that_cannot_be_tokenized_has_the_same_error_on_all_ranks(kind, js
     assert len(load()) == 1 and "data.jsonl:8: the chat template refuses" in load()[0]
 
 
-def test_nodes_with_different_files_are_refused(jsonl):
-    same, other = jsonl({"prompt": "ab"}, name="0.jsonl"), jsonl({"prompt": "ba"}, name="1.jsonl")
+@pytest.mark.parametrize("changed", [{"prompt": "ba"}, {"answer": 2}])
+def test_nodes_with_different_files_are_refused(changed, jsonl):
+    row = {"prompt": "ab", "answer": 1}
+    same, other = jsonl(row, name="0.jsonl"), jsonl(row | changed, name="1.jsonl")
 
     def load(world):
         path = [same, same, other][world.rank]
