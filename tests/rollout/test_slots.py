@@ -1,0 +1,32 @@
+"""Tests that the state of the slots is changed without copies of single numbers to the device."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ppo_ds.rollout.slots import Slots
+
+
+class AssignedNumbers(TorchDispatchMode):
+    """Collects assignments of a number to indices: on a GPU, index_put_ copies it to the device and waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.index_put_.default and args[2].dim() == 0:
+            self.found.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_responses_start_move_and_end_without_copies_of_numbers(sampling):
+    slots = Slots(4, torch.tensor([5, 6, 7]), torch.zeros(3, 7, dtype=torch.float64), sampling(7))
+    with AssignedNumbers() as numbers:
+        slots.counts[torch.tensor([3])] = 9
+        assert numbers.found == [(4,)]
+        slots.put(torch.tensor([0, 3]), torch.tensor([1, 2]), torch.tensor([8, 9]), torch.tensor([3, 4]))
+        slots.end(torch.tensor([0]))
+        slots.move(torch.tensor([3]), torch.tensor([0]))
+        assert numbers.found == [(4,)]
+    assert slots.alive.tolist() == [True, False, False, False] and slots.counts.tolist() == [0] * 4
+    assert [x[0].item() for x in (slots.tokens, slots.positions, slots.rows)] == [9, 4, 2]
