@@ -21,12 +21,13 @@ class AssignedNumbers(TorchDispatchMode):
 
 def test_responses_start_move_and_end_without_copies_of_numbers(sampling):
     slots = Slots(4, torch.tensor([5, 6, 7]), torch.zeros(3, 7, dtype=torch.float64), sampling(7))
+    left, right = torch.tensor([0, 1]), torch.tensor([2, 3])
     with AssignedNumbers() as numbers:
-        slots.counts[torch.tensor([3])] = 9
+        slots.counts[right] = 9
         assert numbers.found == [(4,)]
-        slots.put(torch.tensor([0, 3]), torch.tensor([1, 2]), torch.tensor([8, 9]), torch.tensor([3, 4]))
-        slots.end(torch.tensor([0]))
-        slots.move(torch.tensor([3]), torch.tensor([0]))
+        slots.put(right, torch.tensor([1, 2]), torch.tensor([8, 9]), torch.tensor([3, 4]))
+        slots.move(right, left)
+        slots.end(left[:1])
         assert numbers.found == [(4,)]
-    assert slots.alive.tolist() == [True, False, False, False] and slots.counts.tolist() == [0] * 4
-    assert [x[0].item() for x in (slots.tokens, slots.positions, slots.rows)] == [9, 4, 2]
+    assert slots.alive.tolist() == [False, True, False, False] and slots.counts.tolist() == [0] * 4
+    assert [x[:2].tolist() for x in (slots.rows, slots.tokens, slots.positions)] == [[1, 2], [8, 9], [3, 4]]
