@@ -91,34 +91,43 @@ def resolve(config: Config, estimate: Callable[[Config], Estimate], usable: int,
     start = with_cpu_limits(config)
     base = estimate(start)
     resident = sum(base.resident.values())
+    decoded = min(base.rows, MAX_DECODED_ROWS) * base.row_tokens
+    limits = CPU_LIMITS
+    if on_gpu:
+        limits = GPU_LIMITS | {"rollout_tokens": max(CPU_LIMITS["rollout_tokens"], decoded)}
     numbers, lines = {}, []
     for name in automatic(config):
-        limit = _limit(name, base, on_gpu)
 
-        def extra(tokens: int, name: str = name) -> dict[str, int]:
-            found = estimate(with_numbers(start, {name: tokens})).phases
-            return {phase: found[phase] - resident for phase in PHASES[name] if phase in found}
+        def trial(tokens: int, name: str = name) -> Estimate:
+            return estimate(with_numbers(start, {name: tokens}))
 
         def fits(tokens: int, name: str = name) -> bool:
-            found = estimate(with_numbers(start, {name: tokens}))
             # a larger batch must not make generation offload states or gather weights layer by layer
-            same = found.generation == base.generation or tokens <= CPU_LIMITS[name]
-            return same and all(found.phases.get(phase, 0) <= usable for phase in PHASES[name])
+            same = tokens <= CPU_LIMITS[name] or trial(tokens).generation == base.generation
+            return same and highest_phase(name, trial(tokens))[1] <= usable
 
-        numbers[name] = tokens = largest(limit, base.row_tokens, fits)
-        phase, most = max(extra(tokens).items(), key=lambda item: item[1], default=("", 0))
-        lines.append(_line(name, tokens, limit, phase, most, fits(tokens), base.row_tokens, extra))
+        numbers[name] = tokens = largest(limits[name], base.row_tokens, fits)
+        phase, peak = highest_phase(name, trial(tokens))
+        text = f"{name}={tokens}" + (f": {phase} takes {format_bytes(peak - resident)}" if phase else "")
+        if tokens == limits[name]:
+            text += "; a larger number is not faster"
+        elif not fits(tokens):
+            text += "; this is one row, and by the estimate it does not fit"
+        elif tokens > base.row_tokens:
+            more = peak - highest_phase(name, trial(base.row_tokens))[1]
+            text += f", {more / (tokens - base.row_tokens) / 2**10:,.0f} KiB per token beyond one row"
+        lines.append(titled("memory", text))
     if numbers:
-        left = format_bytes(max(0, usable - resident))
-        lines.insert(
-            0,
-            titled(
-                "memory",
-                f"{left} per rank for a phase: {format_bytes(usable)} usable - {format_bytes(resident)} of "
-                "weights, optimizer states and gradient buffers",
-            ),
-        )
+        left, total, held = map(format_bytes, (max(0, usable - resident), usable, resident))
+        text = f"{left} per rank for a phase: {total} usable - {held} of weights, optimizer states and "
+        lines.insert(0, titled("memory", f"{text}gradient buffers"))
     return Resolution(numbers, lines)
+
+
+def highest_phase(name: str, found: Estimate) -> tuple[str, int]:
+    """Returns the phase with the highest peak of those that a budget determines; ("", 0) without any."""
+    peaks = ((phase, found.phases[phase]) for phase in PHASES[name] if phase in found.phases)
+    return max(peaks, key=lambda item: item[1], default=("", 0))
 
 
 def largest(limit: int, row_tokens: int, fits: Callable[[int], bool]) -> int:
@@ -127,38 +136,6 @@ def largest(limit: int, row_tokens: int, fits: Callable[[int], bool]) -> int:
         return limit
     count = bisect_left(range(STEP, limit, STEP), True, key=lambda tokens: not fits(tokens))
     return STEP * count or min(limit, row_tokens)
-
-
-def _limit(name: str, base: Estimate, on_gpu: bool) -> int:
-    if not on_gpu:
-        return CPU_LIMITS[name]
-    if name == "rollout_tokens":
-        return max(CPU_LIMITS[name], min(base.rows, MAX_DECODED_ROWS) * base.row_tokens)
-    return GPU_LIMITS[name]
-
-
-def _line(
-    name: str,
-    tokens: int,
-    limit: int,
-    phase: str,
-    most: int,
-    fits: bool,
-    row_tokens: int,
-    extra: Callable[[int], dict[str, int]],
-) -> str:
-    """Returns the line of the banner on one budget."""
-    text = f"{name}={tokens}"
-    if phase:
-        text += f": {phase} takes {format_bytes(most)}"
-    if tokens == limit:
-        text += "; a larger number is not faster"
-    elif not fits:
-        text += "; this is one row, and by the estimate it does not fit"
-    elif tokens > row_tokens:
-        each = (most - extra(row_tokens)[phase]) / (tokens - row_tokens)
-        text += f", {each / 2**10:,.0f} KiB per token beyond one row"
-    return titled("memory", text)
 
 
 # ---- in launch/evaluate.py

@@ -14,7 +14,7 @@ from tests.support.budgets import fixed_budgets
 
 
 class Phase:
-    """A phase that draws random numbers, runs out of memory where it is told to, and ends with a sum."""
+    """A phase that draws random numbers, runs out of memory in some of its runs, and ends with a sum."""
 
     def __init__(self, budgets: TokenBudgets, world: Any, fails: dict[int, set[int]]):
         """Initializes the phase; ``fails`` has the runs, by rank, in which memory is short, from 1 on."""
