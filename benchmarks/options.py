@@ -55,6 +55,11 @@ def parser() -> argparse.ArgumentParser:
         help="folder of models, prompts and the run; default: outputs/benchmarks/<workload>",
     )
     p.add_argument("--json", type=Path, help="also write the figures to this file")
+    p.add_argument(
+        "--cpu-seconds",
+        action="store_true",
+        help="measure the CPU seconds of each phase instead of its seconds; needs --threads 1",
+    )
     p.add_argument("--no-limits", action="store_true", help="do not measure the limits of the machine")
     p.add_argument("--prepare-only", action="store_true", help="write models and prompts, and exit")
     p.add_argument(
@@ -80,6 +85,8 @@ def parsed(argv: list[str]) -> argparse.Namespace:
 def _problem(args: argparse.Namespace) -> str | None:
     if (args.prompts or 0) % MINIBATCHES:
         return f"--prompts {args.prompts}: must be even, since a minibatch is half of them"
+    if args.cpu_seconds and args.threads != 1:
+        return "--cpu-seconds needs --threads 1, since the CPU seconds of all threads are added"
     if not args.against:
         given = [
             name for name in ("trl_python", "trl_micro_rows", "pairs") if getattr(args, name) is not None

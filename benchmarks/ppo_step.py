@@ -97,6 +97,8 @@ def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         run.stage.export = lambda run_dir: None
         training_run.write_report = lambda *_, **__: None
         recorder = Recorder(run.stage)
+        if args.cpu_seconds:
+            run.stage.context.timer._mark = time.process_time
         run.fit()
     recorder.cpu.append(time.process_time())
     run.world.barrier()  # all ranks measure the limits at the same time, because they also train together

@@ -8,7 +8,7 @@ share; the estimate of a PPO run is here, that of the other stages is in finetun
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from ppo_ds.config.schema import Config, TrainedConfig, averaged_models, rollout_size, trained_models
@@ -162,8 +162,9 @@ class RunMemory:
 
     def _engine(self, role: TrainedConfig, shape: Shape) -> EngineMemory:
         dtype, zero = str(role.model.dtype), role.zero
-        bucket = int(role.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", BUCKET))
-        return trained_engine(
+        raw = role.deepspeed.get("zero_optimization", {})
+        bucket = int(raw.get("reduce_bucket_size", BUCKET))
+        engine = trained_engine(
             shape,
             stage=zero.stage,
             each=BYTES[dtype],
@@ -176,6 +177,13 @@ class RunMemory:
             bucket=bucket if self.hardware.on_gpu else min(bucket, shape.trained),
             separate_host=self.hardware.on_gpu,
         )
+        group = int(raw.get("zero_hpz_partition_size", 1))
+        if zero.stage == 3 and group > 1:  # a second shard, of the copy of the weights in each group of ranks
+            copies = BYTES[dtype] * ceil(shape.parameters / group)
+            if zero.offload_params and self.hardware.on_gpu:
+                return replace(engine, host=engine.host + copies)
+            return replace(engine, weights=engine.weights + copies)
+        return engine
 
     def _role(self, role: str) -> tuple[TrainedConfig, Shape, int]:
         """Returns the config of a trained role, its shape and the bytes per weight."""

@@ -28,6 +28,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-7B-Instruct": _qwen(
         "qwen2", 3584, 28, 28, 4, 18944, vocab_size=152064, tie_word_embeddings=False
     ),
+    "Qwen/Qwen2.5-72B-Instruct": _qwen(
+        "qwen2", 8192, 80, 64, 8, 29568, vocab_size=152064, tie_word_embeddings=False
+    ),
     "Qwen/Qwen3-0.6B": _qwen("qwen3", 1024, 28, 16, 8, 3072, head_dim=128),
     "Skywork/Skywork-Reward-V2-Qwen3-0.6B": _qwen("qwen3", 1024, 28, 16, 8, 3072, head_dim=128),
     "Skywork/Skywork-Reward-V2-Qwen3-4B": _qwen("qwen3", 2560, 36, 32, 8, 9728, head_dim=128),

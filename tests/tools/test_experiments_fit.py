@@ -46,6 +46,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("rlhf_7b", (), 8, 80, 59, 684, None),
         ("rlhf_7b_offload", (), 8, 40, 30, None, 260),
         ("rlhf_7b_offload", (), 4, 80, 34, None, 260),
+        ("rlhf_70b_lora", (), 8, 79.2, 61, 504, None),
+        ("rlhf_70b", (), 64, 79.2, 70, 1932, None),
     ],
 )
 def test_experiments_quote_the_doctor(
@@ -53,7 +55,7 @@ def test_experiments_quote_the_doctor(
     experiment: str,
     more: tuple[str, ...],
     gpus: int,
-    gib: int,
+    gib: float,
     memory: int,
     disk: int | None,
     host: int | None,
@@ -61,6 +63,7 @@ def test_experiments_quote_the_doctor(
     arguments = [f"+experiment={experiment}", *more]
     config = compose(*arguments, ranks=gpus)
     models = {"actor.model": config.actor.model.path}
+    models |= {} if config.critic.model.path is None else {"critic.model": config.critic.model.path}
     models |= {key: model["path"] for key, model in reward_models(config.reward)}
     paths = [f"{key}.path={folders[path]}" for key, path in models.items()]
     config, report = with_cpu_limits(compose(*arguments, *paths, ranks=gpus)), Report()
@@ -68,7 +71,7 @@ def test_experiments_quote_the_doctor(
     assert shapes is not None, report.lines
     check_disk(config, *disk_bytes(config, shapes), report)
     lines = {line.name: line.text for line in report.lines}
-    hardware = Hardware(gpus, gib * GIB)
+    hardware = Hardware(gpus, int(gib * GIB))
     found = estimate(config, shapes, hardware)
 
     comment = " ".join((CONF / "experiment" / f"{experiment}.yaml").read_text().split())

@@ -207,7 +207,7 @@ class PPOTime(StepTime):
         """Returns the time of the only phase."""
         config, models = self.config, self.models
         phases = {}
-        if self.layerwise or self.gathered_once or self.memory.moved:
+        if self.gathered_once or self.memory.moved:
             phases["switch"] = self.switch()
         phases["generate"] = self.generate(self.responses)
         if scored := self.rewards():
