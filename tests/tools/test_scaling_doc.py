@@ -1,0 +1,42 @@
+"""Tests that docs/scaling.md has the numbers of the doctor, and that experiments quote its seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import published
+from launch.cli import CONF
+from tests.support.hub_models import hub_folders
+from tests.tools.scaling_rows import phases_of, planned, rows
+
+SCALING = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return hub_folders(tmp_path_factory.mktemp("hub"))
+
+
+def test_the_page_has_the_table_of_sizes(folders: dict[str, str]) -> None:
+    missing = [line for line in rows(folders) if line not in SCALING]
+    assert not missing, "python -m tests.tools.scaling_rows prints the table\n" + "\n".join(missing)
+
+
+def test_the_page_has_the_published_times() -> None:
+    lines = [*published.deepspeed_chat(), *published.openrlhf()]
+    missing = [line for line in lines if line not in SCALING]
+    assert not missing, "python benchmarks/published.py prints the tables\n" + "\n".join(missing)
+
+
+@pytest.mark.parametrize(("experiment", "gpus"), [("rlhf_70b_lora", 8), ("rlhf_70b", 64)])
+def test_experiments_quote_the_seconds_of_a_token(
+    folders: dict[str, str], experiment: str, gpus: int
+) -> None:
+    phases, _ = phases_of(*planned(experiment, gpus, (), folders), gpus)
+    found = phases["generate"]
+    token = float(found.detail.partition(" decode steps of ")[2].partition(" ms")[0]) / 1000
+    comment = (CONF / "experiment" / f"{experiment}.yaml").read_text()
+    assert f"{token:.2f} s" in comment and found.bound == "links" and 0.3 < token < 0.7
+    assert max(phases, key=lambda phase: phases[phase].seconds) == "generate"
