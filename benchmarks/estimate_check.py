@@ -82,13 +82,13 @@ class Estimator:
         from benchmarks.options import parsed as parsed_step
         from launch.cli import load_config
         from ppo_ds.build.memory_estimate import Hardware
-        from ppo_ds.build.token_budgets import with_token_budgets
+        from ppo_ds.build.token_budgets import with_cpu_limits
         from ppo_ds.tools.doctor.ppo import plan_ppo
         from ppo_ds.tools.doctor.rates import read_assumptions
         from ppo_ds.tools.doctor.report import Report
 
         step = parsed_step(options)
-        self.config = with_token_budgets(load_config(overrides(step)))
+        self.config = with_cpu_limits(load_config(overrides(step)))
         mean = workload_of(step).mean_tokens
         given = [] if mean is None else [f"response={mean}"]
         self.assumed = read_assumptions([*given, *args.assume], on_gpu=False)

@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ sys.path[:] = [
 
 from launch.cli import load_config  # noqa: E402
 from ppo_ds.build.memory_estimate import FrozenModel, Hardware, Models, estimate  # noqa: E402
-from ppo_ds.build.token_budgets import with_token_budgets  # noqa: E402
+from ppo_ds.build.token_budgets import resolve, with_numbers  # noqa: E402
 from ppo_ds.config.sections.models import LoraConfig, ModelConfig  # noqa: E402
 from ppo_ds.models.size import planned_shape  # noqa: E402
 from ppo_ds.ops.memory import Shape  # noqa: E402
@@ -159,7 +160,7 @@ def recompute(
         f"algo.minibatch_size={minibatch}",
         *more,
     ]
-    config = with_token_budgets(load_config(arguments, world_size=gpus))
+    config = load_config(arguments, world_size=gpus)
     lora = config.actor.lora
     trained, critic = shape(actor, lora=lora), shape(other, classifier=True)
     reference = (
@@ -169,7 +170,10 @@ def recompute(
         trained, critic, reference, {"reward.model.path": FrozenModel(critic, 2, True, False)}, 2 * tokens
     )
     device = GPUS[gpu]
-    memory = estimate(config, models, Hardware(gpus, int(device.memory_gib * GIB)), tokens)
+    hardware = Hardware(gpus, int(device.memory_gib * GIB))
+    of = partial(estimate, models=models, hardware=hardware, longest_prompt=tokens)
+    config = with_numbers(config, resolve(config, of, hardware.usable or 0, True).numbers)
+    memory = of(config)
     machine = Machine(device, Assumptions(), gpus, device.per_node, on_gpu=True)
     step = PPOTime(config, machine, memory, models=models, prompt=tokens, longest=tokens)
     return Recomputed(step.phases(), "layer by layer" if memory.layerwise else "whole")

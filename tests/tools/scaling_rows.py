@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from ppo_ds.build.memory_estimate import Hardware, Models, estimate
-from ppo_ds.build.token_budgets import with_token_budgets
+from ppo_ds.build.token_budgets import resolve, with_numbers
 from ppo_ds.config.schema import Config, reward_models
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.tools.doctor.gpus import GPUS
@@ -51,7 +52,7 @@ def planned(
     models |= {} if config.critic.model.path is None else {"critic.model": config.critic.model.path}
     models |= {key: model["path"] for key, model in reward_models(config.reward)}
     paths = [f"{key}.path={folders[path]}" for key, path in models.items()]
-    config, report = with_token_budgets(compose(*arguments, *paths, ranks=gpus)), Report()
+    config, report = compose(*arguments, *paths, ranks=gpus), Report()
     shapes = plan_models(config, load_tokenizer(config.actor.model.path, key="actor.model.path"), report)
     assert shapes is not None, report.lines
     return config, shapes
@@ -60,7 +61,10 @@ def planned(
 def phases_of(config: Config, models: Models, gpus: int) -> tuple[dict[str, PhaseTime], float]:
     """Returns the phases of a step on H100s, and the peak memory of a GPU in GiB."""
     device, longest = GPUS["h100"], config.data.max_prompt_tokens
-    memory = estimate(config, models, Hardware(gpus, int(device.memory_gib * GIB)), longest)
+    hardware = Hardware(gpus, int(device.memory_gib * GIB))
+    of = partial(estimate, models=models, hardware=hardware, longest_prompt=longest)
+    config = with_numbers(config, resolve(config, of, hardware.usable or 0, True).numbers)
+    memory = of(config)
     machine = Machine(device, Assumptions(), gpus, min(gpus, device.per_node), on_gpu=True)
     step = PPOTime(config, machine, memory, models=models, prompt=longest, longest=longest)
     return step.phases(), memory.peak / GIB
