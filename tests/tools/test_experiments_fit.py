@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("rlhf_7b", (), 8, 80, 59, 684, None),
         ("rlhf_7b_offload", (), 8, 40, 30, None, 260),
         ("rlhf_7b_offload", (), 4, 80, 34, None, 260),
-        ("rlhf_70b_lora", (), 8, 79.2, 61, 504, None),
+        ("rlhf_70b_lora", (), 8, 79.2, 62, 504, None),
         ("rlhf_70b", (), 64, 79.2, 70, 1932, None),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import published
 from launch.cli import CONF
+from ppo_ds.tools.doctor.time_report import phase_lines
 from tests.support.hub_models import hub_folders
 from tests.tools.scaling_rows import phases_of, planned, rows
 
@@ -31,10 +32,11 @@ def test_the_page_has_the_published_times() -> None:
 
 
 @pytest.mark.parametrize(("experiment", "gpus"), [("rlhf_70b_lora", 8), ("rlhf_70b", 64)])
-def test_experiments_quote_the_seconds_of_a_token(
+def test_experiments_and_the_page_quote_the_doctor(
     folders: dict[str, str], experiment: str, gpus: int
 ) -> None:
     phases, _ = phases_of(*planned(experiment, gpus, (), folders), gpus)
+    assert "\n".join(f"    {line}" for line in phase_lines(phases)) in SCALING
     found = phases["generate"]
     token = float(found.detail.partition(" decode steps of ")[2].partition(" ms")[0]) / 1000
     comment = (CONF / "experiment" / f"{experiment}.yaml").read_text()

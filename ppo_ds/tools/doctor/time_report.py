@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from ppo_ds.build.memory_estimate import Estimate
 from ppo_ds.config.schema import Config
 from ppo_ds.tools.doctor.plan import Plan
 from ppo_ds.tools.doctor.rates import DESCRIPTIONS, Machine
+from ppo_ds.tools.doctor.step_time import PhaseTime
 
 
 def time_report(config: Config, plan: Plan, machine: Machine, memory: Estimate) -> str:
@@ -15,14 +17,7 @@ def time_report(config: Config, plan: Plan, machine: Machine, memory: Estimate) 
     step_time = plan.step_time(config, machine, memory)
     phases = step_time.phases()
     step = sum(phase.seconds for phase in phases.values())
-    lines = ["time       estimated, in seconds", _row("phase", "seconds", "share", "bound by")]
-    for name, phase in phases.items():
-        detail = f": {phase.detail}" if phase.detail else ""
-        share = f"{100 * phase.seconds / step:.0f} %"
-        lines.append(_row(name, _seconds(phase.seconds), share, phase.bound + detail))
-    longest = max(phases, key=lambda name: phases[name].seconds)
-    lines.append(_row("step", _seconds(step), "", f"mostly {longest}, by {phases[longest].bound}"))
-
+    lines = ["time       estimated, in seconds", *phase_lines(phases)]
     total = (config.run.steps or 0) * step
     saves = _checkpoints(config, step)
     if plan.checkpoint and saves:
@@ -41,6 +36,18 @@ def time_report(config: Config, plan: Plan, machine: Machine, memory: Estimate) 
         cost = f", {hours * machine.ranks:,.1f} GPU-hours" if machine.on_gpu else ""
         lines.append(f"run        {config.run.steps} steps: {hours:,.1f} hours{cost}")
     return "\n".join([*lines, *_assumptions(machine)])
+
+
+def phase_lines(phases: Mapping[str, PhaseTime]) -> list[str]:
+    """Returns the table of the phases of a step, and what bounds them."""
+    step = sum(phase.seconds for phase in phases.values())
+    lines = [_row("phase", "seconds", "share", "bound by")]
+    for name, phase in phases.items():
+        detail = f": {phase.detail}" if phase.detail else ""
+        share = f"{100 * phase.seconds / step:.0f} %"
+        lines.append(_row(name, _seconds(phase.seconds), share, phase.bound + detail))
+    longest = max(phases, key=lambda name: phases[name].seconds)
+    return [*lines, _row("step", _seconds(step), "", f"mostly {longest}, by {phases[longest].bound}")]
 
 
 def _checkpoints(config: Config, step: float) -> float:
