@@ -30,7 +30,38 @@ TUNED = ("sft", "sft with options", "pairs")
 SCORERS = ("llama", "gpt2")  # decoders that score; the others are in the drive of the models
 LEARNED = ("ppo", "target_kl", "first_forward", "shared_trunk", "critic_free", "ptx", "packed", "packed fp32")
 
+CAPTURED = " in a capture"
+# what the device records for each action of the drive "device"
+MISTAKES: dict[str, dict[str, int]] = {
+    "item": {"waits": 1},
+    "tolist": {"waits": 1},
+    "truth value": {"waits": 1},
+    "nonzero": {"waits": 1},
+    "read by a mask": {"waits": 1},
+    "write to a mask": {"waits": 1},
+    "write a scalar to a mask": {},
+    "synchronize": {"waits": 1},
+    "event": {"waits": 1},
+    "tensor from a list": {"blocking_uploads": 1},
+    "new_tensor": {"blocking_uploads": 1},
+    "pageable upload": {"blocking_uploads": 1},
+    "pageable upload without blocking": {"blocking_uploads": 1},
+    "pageable copy_": {"blocking_uploads": 1},
+    "pinned upload": {"pinned_uploads": 1},
+    "pinned upload of an expanded tensor": {"pinned_uploads": 1},
+    "pinned upload that blocks": {"blocking_uploads": 1},
+    "download to pinned memory": {"downloads": 1},
+    "upload and read": {"pinned_uploads": 1, "waits": 1},
+    "CPU operand": {"mixed": 1},
+    "CPU index": {"mixed": 1},
+    "CPU scalar": {},
+}
+
 CASES: dict[str, tuple[str, ...]] = {
+    "device": (
+        *MISTAKES,
+        *(f"{name}{CAPTURED}" for name in ("item", "nonzero", "synchronize", "new_tensor", "pinned upload")),
+    ),
     "ops": tuple(f"{op} {dtype}" for op in OPS for dtype in DTYPES),
     "models": (
         *(f"{family} padded" for family in FAMILIES),
