@@ -22,7 +22,8 @@ STEPS = 6
 ARGUMENTS = [
     "stage=toy", f"run.steps={STEPS}", "run.threads=1", "run.timeout_minutes=2", "actor.optim.lr=0.1",
     "eval.every=2", "checkpoint.every=2", "checkpoint.keep_last=9", "health.max_skips=2",
-    "actor.model.path=org/actor",  # required because the optimizer's section is used, but not loaded
+    # required because the optimizer's section is used, but not loaded; a folder is not downloaded
+    "actor.model.path=.",
 ]  # fmt: skip
 
 
