@@ -22,17 +22,20 @@ STEPS = 6
 ARGUMENTS = [
     "stage=toy", f"run.steps={STEPS}", "run.threads=1", "run.timeout_minutes=2", "actor.optim.lr=0.1",
     "eval.every=2", "checkpoint.every=2", "checkpoint.keep_last=9", "health.max_skips=2",
-    # required because the optimizer's section is used, but not loaded; a folder is not downloaded
-    "actor.model.path=.",
 ]  # fmt: skip
 
 
 class Lab:
     def __init__(self, root: Path, ranks: Ranks):
         self.root, self.ranks = root, ranks
+        # required because the optimizer's section is used, but not loaded; a folder is not downloaded
+        self.model = root / "model"
+        self.model.mkdir()
+        (self.model / "config.json").write_text("{}")
 
     def run(self, name: str, *more: str, fault: str | None = None) -> tuple[list[int], str]:
-        return self.ranks.run(2, [*ARGUMENTS, f"run.dir={self.root / name}", *more], fault=fault)
+        arguments = [*ARGUMENTS, f"actor.model.path={self.model}", f"run.dir={self.root / name}", *more]
+        return self.ranks.run(2, arguments, fault=fault)
 
 
 @pytest.fixture(scope="module")
