@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Trains on the nodes of a hostfile, which need ssh without a password, pdsh, and the same paths:
 #   launch/cluster/deepspeed.sh launch/cluster/hostfile +experiment=rlhf run.dir=/shared/run
-# Ranks get this shell's variables of the kinds that launch/cluster/environment.py lists, but no keys. Put keys
-# as `export HF_TOKEN=...` lines into a file with mode 600 at the same path on every node, and name it in
-# PPO_DS_NODE_SCRIPT: it is sourced there before the ranks start. DEEPSPEED_ARGS adds options of deepspeed.
+# Ranks get the variables of this shell that launch/cluster/environment.py lists, but no keys. Write keys as
+# `export HF_TOKEN=...` lines into a file with mode 600 at the same path on every node, and set
+# PPO_DS_NODE_SCRIPT to that path: each node sources the file before it starts its ranks. DEEPSPEED_ARGS adds
+# options of deepspeed.
 set -euo pipefail
 hostfile=$(realpath "$1")
 shift

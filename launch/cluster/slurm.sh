@@ -2,10 +2,11 @@
 # Trains on Slurm: sbatch launch/cluster/slurm.sh +experiment=rlhf run.dir=/shared/run
 # Submit it from the repository, which must be at the same path on all nodes, as must run.dir.
 #
-# Slurm starts the ranks itself, since torchrun and deepspeed would end them 30 s after a signal, which may be too
-# early for a checkpoint. Five minutes before the time limit the ranks save and end, and the job is queued again.
-# The same happens on preemption, if the partition has PreemptMode=REQUEUE and a GraceTime in which the ranks can
-# save. The next start resumes from the last checkpoint. `scancel` ends the job without queueing it again.
+# Slurm itself starts the ranks, since torchrun and deepspeed would kill them 30 s after a signal, which may
+# be before they have saved a checkpoint. Five minutes before the time limit, the ranks save and end, and the
+# job is queued again. The same happens on preemption, if the partition has PreemptMode=REQUEUE and a
+# GraceTime that is long enough for a checkpoint. The next start resumes from the last checkpoint. `scancel`
+# ends the job without queueing it again. docs/scaling.md describes signals and time limits.
 #SBATCH --job-name=ppo_ds
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -28,7 +29,7 @@ requeue=
 trap 'requeue=1; kill -USR1 $! 2>/dev/null' USR1 # srun passes it on to the ranks
 trap : TERM                                      # Slurm sends it to the ranks too; wait for them
 
-# One task is one rank. All ranks see all GPUs of their node and use the one of their number.
+# One task is one rank. Every rank sees all GPUs of its node and uses the one whose index is its local rank.
 # shellcheck disable=SC2016 # the variables are those of each task
 srun --gpu-bind=none --kill-on-bad-exit=0 bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS

@@ -59,12 +59,12 @@ def test_a_resumed_run_may_differ_in_times_only():
         {"step": 1, "policy/loss": 0.5, "time/step": 3.0, "time": 7.0},
         {"step": 2, "policy/loss": 0.25},
     ]
-    judged = {"straight": result(*straight), "resumed": result(*resumed)}
-    assert gpu_checks.same_after_resume(judged) == (True, "2 steps: all metrics are equal")
+    results = {"straight": result(*straight), "resumed": result(*resumed)}
+    assert gpu_checks.same_after_resume(results) == (True, "2 steps: all metrics are equal")
     resumed[1]["policy/loss"] = 0.25000001
-    assert gpu_checks.same_after_resume(judged) == (False, "2 steps: different: policy/loss")
+    assert gpu_checks.same_after_resume(results) == (False, "2 steps: different: policy/loss")
     with pytest.raises(ValueError):  # a step is missing
-        gpu_checks.same_after_resume(judged | {"resumed": result(resumed[0])})
+        gpu_checks.same_after_resume(results | {"resumed": result(resumed[0])})
 
 
 @pytest.mark.parametrize("estimate, passed", [(50.0, True), (65.0, True), (49.0, False), (67.0, False)])

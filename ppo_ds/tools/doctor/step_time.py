@@ -204,7 +204,7 @@ class PPOTime(StepTime):
         self.each = FP32 if self.dtype("actor") == "fp32" else 2
 
     def phases(self) -> dict[str, PhaseTime]:
-        """Returns the time of the only phase."""
+        """Returns the time of each phase of a PPO step, in the order of the step."""
         config, models = self.config, self.models
         phases = {}
         if self.gathered_once or self.memory.moved:
