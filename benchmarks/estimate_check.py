@@ -5,8 +5,8 @@
 
 Each round measures the rates of the machine, runs benchmarks/ppo_step.py in a process of its own, and
 measures the rates again; the estimate uses the mean of both. With one thread, both count CPU seconds, so that
-programs that share the cores disturb less. Shown are medians over the rounds, and the range of the ratio of
-estimate and measurement.
+other programs on the same cores affect them less. The table has medians over the rounds, and the range of
+the ratio of estimate and measurement.
 """
 
 from __future__ import annotations

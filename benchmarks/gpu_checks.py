@@ -1,4 +1,4 @@
-"""Checks on one GPU what could only be reasoned about without one. No network is needed.
+"""Checks properties on one GPU that tests on a CPU cannot show. No network is needed.
 
     python benchmarks/gpu_checks.py --list
     python benchmarks/gpu_checks.py correctness        # a block: at most 25 minutes
@@ -129,7 +129,7 @@ def train_run(
     return Run(name, ["launch/train.py", *keys], run_dir=run_dir, starts_anew=starts_anew)
 
 
-# ---- judges
+# ---- evaluation of results
 
 
 def all_ran(results: Results) -> tuple[bool, str]:

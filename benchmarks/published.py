@@ -1,4 +1,4 @@
-"""Recomputes the published times of DeepSpeed-Chat and OpenRLHF with the doctor's estimate of time.
+"""Compares published times of DeepSpeed-Chat and OpenRLHF with the doctor's estimate of time.
 
     python benchmarks/published.py      # prints the tables of docs/scaling.md
 

@@ -70,7 +70,7 @@ class FinetuneMemory(RunMemory):
         return Estimate(resident, phases, host, self.engines, "", row_tokens=self.length, rows=self.answers)
 
     def generation(self) -> int:
-        """Computes an upper bound of the peak while held-out prompts are answered, weights gathered whole."""
+        """Computes an upper bound of the peak while held-out prompts are answered with whole weights."""
         section, shape, each = self._role(self.name)
         most = max(1, int(self.config.memory.rollout_tokens) // self.answer_tokens)
         rows = min(self.answers, most)

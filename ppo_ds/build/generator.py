@@ -28,7 +28,7 @@ def build_generator(
     should_stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> tuple[Generator, Gap, Callable[[int], Generator]]:
-    """Returns the decode backend, its gap in the parity check, and a function that makes it anew.
+    """Returns the decode backend, its gap in the parity check, and a function that rebuilds it.
 
     That function takes the new token budget. The backend stops generating once ``should_stop`` returns True.
     ``note`` receives banner lines that name the backend and the reason for its choice. A collective that also

@@ -284,7 +284,7 @@ def build_collector(
 
 
 def guarded_scoring(context: RunContext, models: Models, start: StartScoring) -> StartScoring:
-    """Wraps the beginning of scoring, in which reward models run, against a lack of memory."""
+    """Wraps the start of scoring, in which reward models run, so that it is repeated if memory runs out."""
     return context.budgets.guard(
         context.budgets.score, start, what="the reward", repeatable=not models.reward_models.sharded
     )

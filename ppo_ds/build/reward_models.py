@@ -61,7 +61,7 @@ def build_reward(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that rewards score with."""
+    """A model with which rewards score responses."""
 
     key: str  # its config key
     section: ModelConfig
@@ -135,7 +135,7 @@ class RewardModels:
 
 
 def _shape(load: Callable[..., nn.Module], module: Any) -> Shape | None:
-    """Returns the shape of a model by its loader."""
+    """Returns the shape of a model, which depends on its loader; None if it cannot be determined."""
     if load is load_reward_model:
         return shape_of(module.model)
     return own_code_shape(module.model.config.to_dict()) if load is load_chat_scorer else None

@@ -69,7 +69,7 @@ def build_run(
     start = open_start(config, settings, world, checkpoints, banner)
 
     def record_budgets(numbers: Mapping[str, int]) -> None:
-        """Puts token budgets into the settings that checkpoints and config.yaml have."""
+        """Adds token budgets to the settings that are saved in checkpoints and config.yaml."""
         used = {name: numbers[name] for name in used_budgets(config) if name in numbers}
         if used:
             settings["memory"] |= used

@@ -1,13 +1,13 @@
 """Resolves the token budgets of the section memory that are ``auto``.
 
-A run and the doctor use the same arithmetic: the largest budget with which the estimate of no phase
-(memory_estimate.py) exceeds the usable memory. The run takes the memory that it finds once the models are
-loaded, the doctor that of the named GPU. On a CPU both take the machine's total memory, so that every start
-gets the same numbers.
+A run and the doctor use the same arithmetic: a budget is the largest number for which the estimate of every
+phase (memory_estimate.py) fits into the usable memory. On a GPU, the run measures this memory after it has
+loaded the models, and the doctor uses the memory of the named GPU. On a CPU both use the machine's total
+memory, so that every start gets the same numbers.
 
 A resume on the same number of ranks takes the numbers of the checkpoint, since micro-batches of another size
 round differently. A budget that ran out of memory is recorded in the file memory.json of the run directory
-with half its number, which overrides the checkpoint.
+with half of its number, which overrides the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CPU_LIMITS = {"rollout_tokens": 32768, "score_tokens": 16384, "train_tokens": 81
 # launch of kernels, and with ZeRO-3 the gathering of weights, take at most a few percent of it. Forwards and
 # backwards with gradients take three times as long.
 GPU_LIMITS = {"score_tokens": 65536, "train_tokens": 32768}
-# From about 300 rows on (the FLOPs that an H100 can make per byte that it reads), a decode step is limited by
-# arithmetic, and more rows only make it longer.
+# From about 300 rows on (the FLOPs that an H100 can do per byte that it reads), a decode step is limited by
+# arithmetic, so that more rows only make it longer.
 MAX_DECODED_ROWS = 512
 PHASES = {  # budget -> phases whose memory it determines
     "rollout_tokens": ("switch", "generate"),
@@ -75,7 +75,7 @@ def with_cpu_limits(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class Resolution:
-    """Token budgets that were auto, and lines for the start-up banner that show how they follow."""
+    """Token budgets that were auto, and lines for the start-up banner that show how they were computed."""
 
     numbers: dict[str, int]
     lines: list[str]
@@ -238,7 +238,7 @@ def token_budgets(
     halved_from: Mapping[str, int],
     on_change: Callable[[Mapping[str, int]], None],
 ) -> TokenBudgets:
-    """Makes the budgets of a run. Those that are auto have their limit on a CPU until ``settle``."""
+    """Makes the budgets of a run. Until ``settle``, those that are auto have their upper limit on a CPU."""
     fixed = set(used_budgets(config)) - set(automatic(config))
 
     def budget(name: str) -> TokenBudget:

@@ -65,7 +65,7 @@ class PromptSource:
         max_prompt_tokens: The limit of prompt tokens.
         long_prompts: truncate_left or drop, for prompts beyond that limit.
         key: The path's key in the config, for error messages.
-        world: The ranks that share the tokenization, which is a collective; None: this process on its own.
+        world: The ranks that share the tokenization, which is a collective; None: a single process.
     """
 
     def __init__(

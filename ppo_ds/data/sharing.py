@@ -1,10 +1,10 @@
 """Divides the reading and the tokenization of a data set among the ranks.
 
 Every rank reads all rows, because a reward may ask for any of them, but tokenizes only a share and gets the
-other token ids from the other ranks. So no cache is needed, which could be stale or written by another user.
-Texts are encoded one by one: the ids are the same on any number of ranks.
+other token ids from the other ranks. This needs no cache, which could be stale or written by another user.
+Texts are encoded one by one, so the ids are the same on any number of ranks.
 
-All functions are collectives if ``world`` has several ranks. None stands for a process on its own.
+All functions are collectives if ``world`` has several ranks. ``world=None`` stands for a single process.
 """
 
 from __future__ import annotations

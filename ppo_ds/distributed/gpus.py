@@ -66,7 +66,7 @@ def refuse_unused_gpu(root: Path = Path("/")) -> None:
 
 
 def reason() -> str:
-    """Returns in one line why torch finds no GPU, as torch says it where it does."""
+    """Returns in one line why torch finds no GPU, in torch's words if it gives a reason."""
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:

@@ -1,4 +1,4 @@
-"""Limit of open files of this process, which bounds its number of sockets and thereby the number of ranks."""
+"""Limit of open files of this process, which bounds the number of its sockets and therefore of ranks."""
 
 from __future__ import annotations
 

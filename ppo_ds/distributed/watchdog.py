@@ -114,7 +114,7 @@ class Watchdog:
         """Sets the ranks to watch without starting the thread. A collective."""
         self._rank, self._size, self._store = world.rank, world.size, store
         self._peers = local_peers(world)
-        # not select.select(), which accepts no descriptor above 1023: with many ranks, sockets have these
+        # not select.select(), which accepts no descriptor above 1023, as sockets have with many ranks
         self._ended = select.poll()
         for descriptor in self._peers:
             self._ended.register(descriptor, select.POLLIN)

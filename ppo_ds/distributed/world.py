@@ -153,7 +153,7 @@ class World:
         return cast(T, self.on_all((lambda: result) if first else action))
 
     def _wait_for_all(self) -> None:
-        """Waits until every rank has called it, without the timeout of collectives.
+        """Waits until every rank has called this method, without the timeout of collectives.
 
         Uses the process group's store and no collective. If a rank ends, the watchdog ends the others.
         """
@@ -274,7 +274,7 @@ def connect(
     DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang
     on a stale lock, and leak 66 MiB of /dev/shm per rank and run. gloo's results are bit-identical to theirs.
     """
-    # An empty table says that no op is compatible. If the table were only read, each rank would first run a
+    # An empty table marks every op as incompatible. Otherwise, a read of the table would make each rank run a
     # compiler, and nvcc on GPU machines, for every op of DeepSpeed, none of which is used here.
     deepspeed.ops.__compatible_ops__ = {}
     if not verbose:

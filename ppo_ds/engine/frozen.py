@@ -1,9 +1,8 @@
 """Models that only run forward passes: the reference and the reward model.
 
 A frozen model is replicated on every rank, optionally kept in CPU memory between uses, or sharded by ZeRO-3.
-Ranks of a node do not share the copy in CPU memory: each has its own.
-A model that is trained with adapters needs no frozen copy: its initial state is the trained model with the
-adapters disabled.
+Ranks of a node do not share a copy in CPU memory; each rank has its own. A model that is trained with
+adapters needs no frozen copy: its initial state is the trained model with the adapters disabled.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class HostWeights:
     """
 
     def __init__(self, module: nn.Module, device: torch.device):
-        """Moves the parameters to a new block, one after the other, so that at most one is there twice."""
+        """Moves the parameters to a new block one by one, so that at most one of them is in memory twice."""
         self._slots = [
             (owner, name, parameter)  # a tied parameter has several
             for owner in module.modules()
@@ -63,7 +62,7 @@ class HostWeights:
 
 
 def _lock_pages(block: Tensor, device: torch.device) -> None:
-    """Page-locks a block for the lifetime of the process, or warns. Never tried on a GPU."""
+    """Page-locks a block for the lifetime of the process; logs a warning on failure. Not tried on a GPU."""
     portable = 1  # cudaHostRegisterPortable: for all CUDA contexts
     error = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, portable))
     if error:

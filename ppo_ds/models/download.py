@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 # the files that transformers loads: model.safetensors, pytorch_model-00001-of-00002.bin, ...
 _WEIGHTS = re.compile(r"(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
-# Tokenizers have files of many names. So all files are downloaded except for weights in other formats and for
-# pages about the model.
+# Tokenizers have files of many names. Therefore all files are downloaded except for weights in other formats
+# and for pages about the model.
 _UNUSED = re.compile(
     r".*\.(?:safetensors|bin|h5|msgpack|ot|gguf|onnx|onnx_data|pt|pth|ckpt|npz|tflite|md|png|jpe?g|gif|pdf)"
 )
@@ -199,14 +199,14 @@ def download(files: HubFiles, names: Sequence[str], bar: type[tqdm] | None = Non
 
 
 def reason(error: Exception) -> str:
-    """Explains in one line why a file of the Hub cannot be had."""
+    """Returns in one line why a file of the Hub is not available."""
     if isinstance(error, LocalEntryNotFoundError):  # huggingface_hub raises it for failed connections
         return UNREACHABLE
     return " ".join(str(error).split())[:400]
 
 
 def announce(model: HubModel, size: int) -> None:
-    """Prints the size of a download in bytes."""
+    """Prints the model, the size and the folder of a download."""
     line = f"download   {model.key}={model.path}: {size / 1e9:.2f} GB to {constants.HF_HUB_CACHE}"
     print(line, file=sys.stderr, flush=True)
 

@@ -333,7 +333,7 @@ def attention(model: ModelConfig, key: str) -> str | None:
 def code_arguments(model: ModelConfig, config: PreTrainedConfig) -> dict[str, Any]:
     """Returns the arguments of transformers' from_config for a model that runs its own code.
 
-    The code is that of the revision of the config, and is not looked for on the Hub if it is in the cache.
+    The code is that of the config's revision. It is not requested from the Hub if it is in the cache.
     """
     revision = hub_arguments(model.path, model.revision).get("revision")
     if revision is None or not model.trust_remote_code or not getattr(config, "auto_map", None):

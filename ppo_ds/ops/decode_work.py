@@ -34,7 +34,7 @@ def response_lengths(count: int, limit: int, mean: float | None) -> list[int]:
 
 
 def decode_work(prompts: Sequence[int], responses: Sequence[int], slots: int) -> DecodeWork:
-    """Counts the work of decoding rows in ``slots`` places, each of which takes the next row when it is free.
+    """Counts the work of decoding rows in ``slots`` slots; a free slot takes the next row.
 
     As in rollout/continuous_batch.py, all rows of a decode step read as many cached positions as the longest
     of them has.

@@ -56,7 +56,7 @@ class ExperienceMaker:
     rollout_is: RolloutISConfig
     # forwards
     token_budget: SupportsInt  # halved if memory runs out (training/token_budgets.py)
-    guard: Callable[[Callable[..., Any]], Callable[..., Any]]  # wraps forwards against a lack of memory
+    guard: Callable[[Callable[..., Any]], Callable[..., Any]]  # repeats forwards if memory runs out
     packed: bool  # the models take rows without padding
     world: World
     timer: PhaseTimer
@@ -137,7 +137,7 @@ class ExperienceMaker:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Computes log-probs, old log-probs and the reference's log-probs [B,R], and values [B,S].
 
-        What the run does not need is None. A collective.
+        Entries that the run does not need are None. A collective.
         """
         plan = self.plan(rollout)
         fault("score")

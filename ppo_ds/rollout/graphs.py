@@ -8,13 +8,14 @@ too. Recording a shape costs about as much as two plain steps.
 Memory pools. The graphs of a rollout share a private pool of torch's caching allocator: only one of them runs
 at a time, and no result of a step is in the pool. The allocator counts the graphs of a pool and refuses to
 record into a pool whose last graph is gone (``create_or_incref_pool`` in c10/cuda/CUDACachingAllocator.cpp
-asserts use_count > 0). Each set of graphs therefore has a new pool handle, and of a set at least one graph is
+asserts use_count > 0). Each set of graphs therefore has a new pool handle, and at least one graph of a set is
 alive whenever another one is recorded.
 
 Failed recordings. In torch 2.11 and 2.12, ``CUDAGraph.capture_end`` raises an invalidated capture before it
 tells the allocator that the capture is over, and the next ``empty_cache`` fails with an internal assertion
-(pytorch pull request 180395). There the run ends with an error. From torch 2.13 on, decoding continues
-without graphs; until the fix of pull request 190348, the memory of the failed recording is not reused.
+(pytorch pull request 180395). With these versions, the run ends with an error. From torch 2.13 on, decoding
+continues without graphs; until the fix of pull request 190348, the memory of the failed recording is not
+reused.
 
 This module has been tested with a model of the allocator and of CUDA graphs (tests/rollout), not on a GPU.
 """

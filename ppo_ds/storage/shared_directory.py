@@ -1,4 +1,4 @@
-"""Shows whether processes on several nodes see the same directory.
+"""Checks whether processes on several nodes see the same directory.
 
 One process creates a probe, a file with a random name, and the others look for it.
 """
@@ -24,8 +24,8 @@ POLL = 0.2
 def probe(directory: Path) -> Iterator[str]:
     """Creates a probe in ``directory`` and yields its name; deletes it at the end of the block.
 
-    No other process may have a probe there. A directory that did not exist is deleted too if it is empty. The
-    probe that a killed process left is deleted first; ``remove_drafts`` deletes it as well.
+    No other process may have a probe there. A directory that did not exist is deleted too if it is empty. A
+    probe that a killed process has left is deleted first; ``remove_drafts`` deletes it as well.
     """
     created = not directory.exists()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

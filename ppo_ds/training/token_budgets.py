@@ -39,7 +39,7 @@ ADVICE = {  # budget -> remedies besides a lower budget
 
 @dataclass
 class TokenBudget:
-    """Most tokens of one forward on one rank: ``int(budget)``, which an out-of-memory error may halve."""
+    """Limit of the tokens of a forward on one rank, ``int(budget)``; an out-of-memory error may halve it."""
 
     name: str  # of the key in the section memory
     tokens: int
@@ -93,7 +93,7 @@ class TokenBudgets:
     def guard(
         self, budget: TokenBudget, run: Callable[P, T], *, what: str, repeatable: bool
     ) -> Callable[P, T]:
-        """Wraps a phase that uses ``budget`` so that it is repeated, or ends the run, when memory runs out.
+        """Wraps a phase that uses ``budget``: if memory runs out, the phase is repeated or the run ends.
 
         ``what`` describes the phase in messages. A phase is ``repeatable`` if its only collectives are those
         at its beginning, before any memory is allocated, and those that ``guard_collective`` wraps.
@@ -112,7 +112,7 @@ class TokenBudgets:
     ) -> Callable[Concatenate[Any, P], T]:
         """Wraps a collective that may run inside a repeatable phase, such as those that rewards call.
 
-        Ranks first agree that none of them is out of memory, since such a rank never arrives at the
+        The ranks first exchange whether one of them is out of memory, since that rank would never reach the
         collective itself.
         """
 

@@ -1,4 +1,4 @@
-"""Tests the table that compares estimates with measurements; ppo_step.py and the estimate have own tests."""
+"""Tests the table of estimates and measurements. Other files test ppo_step.py and the estimate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the checks for a GPU: their time limits, their judgements, and on the CPU that their commands run."""
+"""Tests the checks for a GPU: time limits, evaluation of results, and that their commands run on the CPU."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests run.deterministic: torch's deterministic algorithms are on in backward passes, and only there."""
+"""Tests run.deterministic: torch's deterministic algorithms are enabled in backward passes only."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

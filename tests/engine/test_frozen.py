@@ -1,4 +1,4 @@
-"""Tests on which device frozen models are.
+"""Tests the device of frozen models.
 
 Three stand-ins take the place of a GPU: a module that records its moves, the device "meta", whose tensors
 have no data, so that copying from it is an error, and copies within CPU memory.

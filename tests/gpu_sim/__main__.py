@@ -1,4 +1,4 @@
-"""Runs drives on the simulated GPU: python -m tests.gpu_sim [DRIVE ...]"""
+"""Runs drives (tests/gpu_sim/drives) on the simulated GPU: python -m tests.gpu_sim [DRIVE ...]"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gpu_sim.report import Report, listed
 
 
 def run(drive: str) -> dict[str, Report]:
-    """Runs all cases of a drive. A case that raises has the traceback in its report."""
+    """Runs all cases of a drive. If a case raises, its report has the traceback."""
     from tests.gpu_sim.fake_cuda import fake_cuda
 
     cases, reports = import_module(f"tests.gpu_sim.drives.{drive}").CASES, {}

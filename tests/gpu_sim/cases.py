@@ -1,4 +1,4 @@
-"""Names of the cases of all drives. Does not import torch, so that pytest can collect the tests.
+"""Lists the names of the cases of all drives. Does not import torch, so that pytest can collect the tests.
 
 A case runs a part of ppo_ds on the simulated device and yields one Report. ``drives/NAME.py`` has the cases
 of the drive NAME as ``CASES``, a function for each of these names.

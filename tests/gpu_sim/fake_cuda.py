@@ -1,14 +1,14 @@
-"""A CUDA device that computes nothing, on the CPU build of torch: shapes, dtypes and devices only.
+"""Simulates a CUDA device on the CPU build of torch: it computes shapes, dtypes and devices, but no values.
 
 Importing this module loads the stub of device.cpp, and therefore must happen before torch is imported.
 Inside ``fake_cuda()`` tensors on "cuda" are fake tensors, whereas tensors on the CPU stay real. The device
 records in a Report which operations mix devices, when the host waits for the device, which uploads block, and
 what of this happens inside a graph capture.
 
-It sees no kernels, streams, memory allocator, NCCL or numerics, and no DeepSpeed engine: drives use stubs
-with the interface of ``TrainedModel``. Waits inside the launch code of a kernel are recorded only for the
-operations that are listed below. What the host reads from the device is zeros, and True for flags, unless
-``answer`` is set. Numbers that the host has uploaded come back unchanged.
+Kernels, streams, the memory allocator, NCCL, numerics and DeepSpeed's engines are not simulated: drives use
+stubs with the interface of ``TrainedModel``. Waits inside the launch code of a kernel are recorded only for
+the operations that are listed below. The host reads zeros from the device, and True for flags, unless
+``answer`` is set. Numbers that the host has uploaded are read back unchanged.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class FakeCuda(TorchDispatchMode):
         with self._fake:
             return func(*args, **kwargs)
 
-    # -- what is recorded -------------------------------------------------------------------------------
+    # -- records -------------------------------------------------------------------------------
 
     def note(self, counter: Counter[str], what: str) -> None:
         counter[f"{what} at {place()}"] += 1
@@ -161,11 +161,11 @@ class FakeCuda(TorchDispatchMode):
     # -- copies and reads -------------------------------------------------------------------------------
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """Copies a foreign tensor to the device, so that the drive goes on and finds later mistakes too."""
+        """Copies a foreign tensor to the device, so that the drive continues and finds later mistakes too."""
         return self.run(aten._to_copy.default, tensor, device=CUDA) if is_foreign(tensor) else tensor
 
     def upload(self, func: Any, source: Tensor, **options: Any) -> Tensor:
-        """Copies a CPU tensor to the device, which keeps the numbers to send them back unchanged."""
+        """Copies a CPU tensor to the device, which keeps the numbers so that they can be read back."""
         self.note_upload(source, options.get("non_blocking", False))
         made = self.run(func, source, **options)
         made.uploaded = source.clone(), made._version

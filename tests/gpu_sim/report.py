@@ -1,4 +1,4 @@
-"""What a drive found on the simulated GPU. Does not import torch, so that pytest can read reports."""
+"""Holds what the simulated GPU has recorded. Does not import torch, so that pytest can read reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Report:
     error: str | None = None  # traceback of a case that failed
 
     def clear(self) -> None:
-        """Forgets all findings, so that the set-up of a case does not count."""
+        """Clears all findings, so that the set-up of a case does not count."""
         for counter in (
             self.mixed,
             self.waits,

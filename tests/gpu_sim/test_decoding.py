@@ -1,4 +1,4 @@
-"""Decoding with the static backend on the simulated GPU.
+"""Tests decoding with the static backend on the simulated GPU.
 
 The host waits once per check, which comes after CHECK tokens, and twice at the end, for tokens and log-probs.
 Stop strings add one wait per check, except for the last one, which finds all responses at their limits.

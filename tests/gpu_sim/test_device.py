@@ -1,4 +1,4 @@
-"""The simulated device records mistakes that are made on purpose, and nothing else."""
+"""Tests that the simulated device records mistakes that are made on purpose, and nothing else."""
 
 import pytest
 

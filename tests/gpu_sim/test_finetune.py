@@ -1,7 +1,7 @@
-"""Supervised fine-tuning and the training of reward models on the simulated GPU.
+"""Tests supervised fine-tuning and reward-model training on the simulated GPU.
 
 Waits and blocking uploads are the same for one micro-batch or forward and for two. A collective on numbers of
-the host is two waits and one upload.
+the host takes two waits and one upload.
 """
 
 import pytest

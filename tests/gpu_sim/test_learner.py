@@ -1,4 +1,4 @@
-"""The PPO update and the making of experience on the simulated GPU.
+"""Tests the PPO update and the computation of experience on the simulated GPU.
 
 The number of waits and of blocking uploads is the same for one micro-batch and for two: an optimizer step
 waits once, for the decision whether all ranks take it, and an update twice more, for its metrics.

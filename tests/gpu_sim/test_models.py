@@ -1,4 +1,4 @@
-"""Policies, critics and frozen models on the simulated GPU: one micro-batch each, forward and backward.
+"""Tests policies, critics and frozen models on the simulated GPU, on one micro-batch each.
 
 A micro-batch uploads its rows from pinned memory and never waits for the device.
 """

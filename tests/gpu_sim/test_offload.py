@@ -1,4 +1,4 @@
-"""Offloaded frozen models on the simulated GPU: weights are uploaded from locked pages, never copied back."""
+"""Tests that offloaded frozen models are uploaded from page-locked memory and never copied back."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The functions of ops on the simulated GPU, in three dtypes. Those with a result for the host wait once."""
+"""Tests the functions of ppo_ds/ops in three dtypes. Functions with a result for the host wait once."""
 
 import pytest
 

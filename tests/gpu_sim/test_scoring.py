@@ -1,4 +1,4 @@
-"""Reward models and the held-out evaluation on the simulated GPU: no wait per forward and none per row."""
+"""Tests that reward models and held-out evaluations wait neither per forward nor per row."""
 
 import pytest
 

@@ -60,7 +60,7 @@ def holder(tmp_path: Path) -> Iterator[Path]:
 
 
 def check(*arguments: str) -> tuple[int, str]:
-    """Runs the command of the image's health check, with the lock of this test's holder alone in view."""
+    """Runs the command of the image's health check, which sees only the lock of this test's holder."""
     (command,) = (json.loads(line.partition("CMD ")[2]) for line in instructions("HEALTHCHECK"))
     assert command[0] == "python"
     script = ROOT / command[1].removeprefix("/workspace/")

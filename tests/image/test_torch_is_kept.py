@@ -1,4 +1,4 @@
-"""Tests that an installation keeps the torch that is there. pip resolves the requirements offline."""
+"""Tests that an installation keeps the installed torch. pip resolves the requirements offline."""
 
 from __future__ import annotations
 

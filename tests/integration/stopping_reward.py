@@ -1,4 +1,4 @@
-"""Scores responses; in the third step of a first start, has the batch script of Slurm stop the run."""
+"""Scores responses; in the third step of a first start, signals Slurm's batch script to stop the run."""
 
 import os
 import signal

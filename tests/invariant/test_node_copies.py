@@ -1,6 +1,6 @@
 """Tests ZeRO-3 with zero_hpz_partition_size: each group of ranks holds a copy of the weights.
 
-The copies hold the same numbers as the shards, so every result must be equal to the bit.
+The copies hold the same numbers as the shards, so every result must be bit-identical.
 """
 
 from __future__ import annotations

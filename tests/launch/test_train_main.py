@@ -183,7 +183,7 @@ TORCH = "import json, os\nprint(json.dumps(dict(os.environ)), flush=True)\nos._e
 
 
 def environment_at_import(folder: Path, script: str, *arguments: str, **given: str) -> dict[str, str]:
-    """Returns the environment of a program at the time when it imports torch."""
+    """Returns the environment of a program at its import of torch."""
     (folder / "modules" / "torch").mkdir(parents=True, exist_ok=True)
     (folder / "modules" / "torch" / "__init__.py").write_text(TORCH)
     ours = (*train.DEFAULTS, *train.ALLOCATOR_SETTINGS, *train.QUIET, *SET_BY_LAUNCHERS)

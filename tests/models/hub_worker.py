@@ -50,7 +50,7 @@ def load_everything() -> None:
 
 
 def load_without_download() -> None:
-    """Loads as a process does that has no other ranks."""
+    """Loads the models like a process without other ranks."""
     world = start(sys.argv[1:])
     load_tokenizer("org/plain")
     load_policy(model_config("org/plain"), temperature=1.0, key="key")

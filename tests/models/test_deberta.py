@@ -1,4 +1,4 @@
-"""Relative positions of DeBERTa equal those of transformers, bit for bit."""
+"""Tests that relative positions of DeBERTa are bit-identical to those of transformers."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests how many ranks send requests to the Hub, which is a server on this machine."""
+"""Tests how many ranks send requests to the Hub, which a server on this machine replaces."""
 
 from __future__ import annotations
 

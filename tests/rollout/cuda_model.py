@@ -48,14 +48,14 @@ class InternalAssert(RuntimeError):
 
 
 class Fault(Enum):
-    """What goes wrong in a capture."""
+    """Kinds of failures of a capture."""
 
     HOST_READ = auto()  # an operation that is not permitted, which also invalidates the capture
-    CODE = auto()  # an error of the step that CUDA knows nothing of
+    CODE = auto()  # an error of the step that does not invalidate the capture
     FULL = auto()  # no memory until cached blocks are freed
     NO_MEMORY = auto()  # no memory at all
     NO_MEMORY_INVALID = auto()  # the same, and the allocator's cudaFree invalidated the capture
-    OTHER_THREAD = auto()  # invalidated by another thread, which the end of the capture finds out
+    OTHER_THREAD = auto()  # invalidated by another thread; the end of the capture raises the error
     INSTANTIATE = auto()  # the graph cannot be instantiated
     OTHER_CLASS = auto()  # a KeyError of the step
 
@@ -177,7 +177,7 @@ class Device:
 
     @contextmanager
     def stream(self, stream: Stream):
-        """Libraries are used on the stream, in the step that warms it up, too."""
+        """Makes the stream current. Libraries are used on it, in the warm-up step too."""
         before, self.current = self.current, stream
         try:
             with Products(self):
@@ -191,7 +191,7 @@ class Device:
 
 
 class Products(TorchDispatchMode):
-    """Notes on which streams libraries have allocated their workspaces."""
+    """Records the streams on which libraries have allocated their workspaces."""
 
     def __init__(self, device: Device):
         super().__init__()
@@ -268,7 +268,7 @@ class Graph:
 
 
 class Recording(TorchDispatchMode):
-    """Records operations; ``finish`` takes back what they have written."""
+    """Records operations; ``finish`` undoes what they have written."""
 
     def __init__(self, graph: Graph, fails_at: int):
         super().__init__()
@@ -297,7 +297,7 @@ class Recording(TorchDispatchMode):
         return out
 
     def check(self, func: Callable) -> None:
-        """Raises the error of the operation, if it has one; counts workspaces that land in the pool."""
+        """Raises the error of the operation, if it has one; counts workspaces in the pool."""
         device = self.graph.device
         if func in HOST_READS:
             self.graph.fault = Fault.HOST_READ

@@ -219,7 +219,7 @@ def test_weights_that_have_moved_are_not_read_at_their_old_place(patch):
 @pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.parametrize("fault", Fault)
 def test_a_capture_that_fails(patch, lm, caplog, version, number, fault):
-    """A failure at the first or third shape of the first of two rollouts."""
+    """The capture fails at the first or third shape of the first of two rollouts."""
     faults = {number: (fault, 9)}
     if fault in (Fault.NO_MEMORY, Fault.NO_MEMORY_INVALID):
         faults[number + 1] = faults[number]  # also when it is tried again
@@ -322,7 +322,7 @@ FAULTS = st.dictionaries(
 )
 @given(version=st.sampled_from([OLD, NEW, NEXT]), faults=FAULTS)
 def test_any_failures(patch, lm, version, faults):
-    """Whatever fails: responses are right, and the allocator works unless the run was ended."""
+    """After any failure, the responses are right, and the allocator works unless the run has ended."""
     device, generator = patch(version, faults), generator_of(lm)
     for seed in range(2):
         try:

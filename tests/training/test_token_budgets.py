@@ -51,7 +51,7 @@ def test_without_an_error_the_phase_runs_once() -> None:
 
 @pytest.mark.parametrize("failing", [{1: {1}}, {0: {1}, 2: {1}}, {0: {1}, 1: {1}, 2: {1}}])
 def test_all_ranks_repeat_with_half_the_budget(failing: dict[int, set[int]]) -> None:
-    """Ranks with enough memory meet the others in the sum at the end of the phase, where they learn of it."""
+    """Ranks with enough memory learn of the failure in the sum at the end of the phase."""
     found = run_phase(failing)
     assert [result for result, *_ in found] == [(50, float(rank), 3.0) for rank in range(3)]
     assert [runs for _, runs, _ in found] == [2, 2, 2]

@@ -22,7 +22,7 @@ def cpu_device(
     """Measures matrix products of a model's sizes and the memory, with the threads of one of ``ranks`` ranks.
 
     Takes about half a second. ``threads`` is run.threads; ``clock`` is time.perf_counter by default. The
-    links between ranks are taken to be a quarter of the memory's bandwidth, which was not measured.
+    links between ranks are assumed to have a quarter of the memory's bandwidth; they are not measured.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(share(0, [own_cores()] * ranks, threads, user_limit(os.environ)).each)

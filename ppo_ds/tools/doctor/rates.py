@@ -1,4 +1,4 @@
-"""Assumed efficiencies, and the seconds that work takes on one rank with them.
+"""Assumed efficiencies, and the time that computation and transfers take on one rank with them.
 
 The defaults for GPUs are assumptions that were not measured on one. Those for CPUs were calibrated with the
 workloads W1 and W2 of benchmarks/workloads.py (docs/scaling.md).
@@ -47,7 +47,7 @@ class Assumptions:
 SHARES = ("mfu", "forward", "decode", "decode_mfu", "adam", "links", "overlap")
 NAMES = tuple(each.name for each in fields(Assumptions))
 DESCRIPTIONS = {each.name: str(each.metadata["description"]) for each in fields(Assumptions)}
-# What differs on a CPU, where a kernel costs a call from Python, and nothing runs beside the computation.
+# Defaults that differ on a CPU, where each kernel costs a call from Python and nothing overlaps.
 CPU = {
     "mfu": 0.75,
     "forward": 0.8,

@@ -1,11 +1,11 @@
 """Estimates the seconds of each phase of a step, from FLOPs, bytes moved, and the rates of a machine.
 
-Phases have the names of the trainer's time/* metrics. A rank that has the longest response of the step is
-estimated, since the other ranks wait for it. A phase is bound by the resource that would take longest if
-nothing overlapped.
+Phases have the names of the trainer's time/* metrics. The estimate is that of the
+rank with the longest response of the step, for which the other ranks wait. A phase is bound by the resource
+that would take longest if nothing overlapped.
 
-Left out: reward functions and models with their own code, texts of algo.ptx, averaged weights, the exchange
-of experience, the recording of CUDA graphs, and all work of Python that a GPU does not wait for.
+The estimate leaves out reward functions and models with their own code, texts of algo.ptx, averaged weights,
+the exchange of experience, the recording of CUDA graphs, and all work of Python that a GPU does not wait for.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class StepTime(ABC):
     def gather(self, shape: Shape, each: int, role: TrainedConfig | None) -> float:
         """Returns the seconds of one gather of all weights of a model that ZeRO-3 has sharded.
 
-        With zero_hpz_partition_size, only the first gather after an optimizer step crosses its groups of
-        ranks, which is left out here.
+        With zero_hpz_partition_size, only the first gather after an optimizer step crosses groups of ranks.
+        The estimate counts this gather like the later ones.
         """
         raw = {} if role is None else role.deepspeed.get("zero_optimization", {})
         group = int(raw.get("zero_hpz_partition_size", 1))
@@ -311,7 +311,7 @@ class PPOTime(StepTime):
         return PhaseTime(found.seconds + host, {**found.resources, HOST: host})
 
     def rewards(self) -> PhaseTime | None:
-        """Returns the time of all reward models; a model that shares the critic's weights counts as it."""
+        """Returns the time of all reward models. One that shares the critic's weights counts as a critic."""
         shared = [
             self.score_by("critic", self.models.critic)
             for key, _ in reward_models(self.config.reward)

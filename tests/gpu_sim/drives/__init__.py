@@ -1,1 +1,1 @@
-"""Drives of ppo_ds on the simulated GPU. Import fake_cuda.py first, as ``python -m tests.gpu_sim`` does."""
+"""Runs parts of ppo_ds on the simulated GPU. fake_cuda.py must be imported first, as __main__.py does."""

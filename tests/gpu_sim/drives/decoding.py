@@ -1,4 +1,4 @@
-"""The static backend with CUDA graphs. Its recorder marks what happens inside a capture."""
+"""Runs the static backend with CUDA graphs. Its recorder marks what happens inside a capture."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class Tokenizer:
 def graphs_recorded(device: FakeCuda, limit: int) -> Iterator[Recorder]:
     """Records graphs with a Recorder inside the block, in which every response has ``limit`` tokens.
 
-    A read of flags is answered from the number of steps: the responses in progress started together.
+    The flags that the host reads are computed from the number of steps, since the responses in progress
+    started together.
     """
     recorder = Recorder(device)
 

@@ -1,4 +1,4 @@
-"""Mistakes made on purpose, which the simulated device must record."""
+"""Makes mistakes on purpose, which the simulated device must record."""
 
 from __future__ import annotations
 

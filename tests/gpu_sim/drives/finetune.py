@@ -1,4 +1,4 @@
-"""Steps and evaluations of supervised fine-tuning and of the training of a reward model."""
+"""Runs steps and evaluations of supervised fine-tuning and of reward-model training."""
 
 from __future__ import annotations
 

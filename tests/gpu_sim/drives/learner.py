@@ -1,4 +1,4 @@
-"""The PPO update and the making of experience, with a stub of the training engine.
+"""Runs the PPO update and makes experience, with a stub of the training engine.
 
 Each case runs with a number of micro-batches per optimizer step. Waits and blocking uploads must not depend
 on it.

@@ -1,6 +1,7 @@
-"""Forward and backward of the policy, the critic and the frozen models of each family, on one micro-batch.
+"""Runs the policy, the critic and the frozen models of each family on one micro-batch, with gradients.
 
-The first forward of a policy is not counted: it finds out how the model uses its head, and waits.
+The first forward of a policy is not counted: it determines how the model uses its head, which waits for the
+device.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.gpu_sim.fake_cuda import CUDA, FakeCuda
 
 
 def probe_head(device: FakeCuda, model: Policy) -> None:
-    """Runs the first forward of a policy and forgets what it did on the device."""
+    """Runs the first forward of a policy and clears its records."""
     rows = experience()
     with torch.no_grad():
         model(rows.ids, rows.attention_mask, rows.response_width)

@@ -1,6 +1,7 @@
-"""Frozen models that are in CPU memory between uses. The last of three uses counts.
+"""Runs frozen models that are in CPU memory between uses. Only the last of three uses is counted.
 
-The first use also moves the buffers, and its forward probes the head of the model, which waits.
+The first use also moves the buffers, and its forward probes the head of the model, which waits for the
+device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The functions of ppo_ds/ops on tensors of the device, with gradients, in each dtype."""
+"""Runs the functions of ppo_ds/ops on tensors of the device, with gradients, in each dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of several drives: tiny models, rows, a world of one rank, and a stub of the training engine."""
+"""Makes parts of drives: tiny models, rows, a world of one rank, and a stub of the training engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Rewards by sequence classifiers, and the evaluation on held-out prompts.
+"""Runs rewards by sequence classifiers, and evaluations on held-out prompts.
 
-A reward model that scores with its own code (get_score) is not driven: its code decides when it waits.
+A reward model that scores with its own code (get_score) is left out, because its code determines when it
+waits.
 """
 
 from __future__ import annotations

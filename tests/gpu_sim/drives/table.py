@@ -1,4 +1,4 @@
-"""Decoding of 512 tokens for each of eight responses, for the table of docs/performance.md."""
+"""Decodes 512 tokens for each of eight responses, for the table of docs/performance.md."""
 
 from __future__ import annotations
 
