@@ -52,7 +52,7 @@ RUN useradd --uid 10001 --no-create-home ppo_ds \
     && chmod 1777 /cache \
     && chown ppo_ds /workspace/outputs
 ENV HOME=/cache USER=ppo_ds
-# a number, so that a cluster can check that it is not root's
+# A numeric user, so that a cluster can verify that it is not root.
 USER 10001
 
 VOLUME ["/cache", "/workspace/outputs"]

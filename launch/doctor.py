@@ -6,7 +6,7 @@ config.json files; no weights are loaded. Without --gpu, --gpus and --gpu-mem it
 
     --gpu NAME        a row of ppo_ds/tools/doctor/gpus.py: h100, a100, rtx4090, ...; needed for the time
     --gpus N          GPUs of the run; with --nodes, GPUs of each node
-    --nodes N         nodes; the default is as many as N GPUs need, 8 to a node
+    --nodes N         nodes; the default is 1, and with --gpu as many as the GPUs need, 8 to a node
     --gpu-mem GIB     memory of each GPU, instead of the table's (without --gpu: 80)
     --assume NAME=VALUE ...   efficiencies and mean lengths, such as mfu=0.45 response=300
 
