@@ -314,7 +314,7 @@ def all_checks(tiny: bool = False) -> dict[str, Check]:
                     "doctor",
                     ["launch/doctor.py", *trainer_keys("W4", *size), "run.dir={out}/doctor", "run.steps=2"],
                     1.0,
-                    codes=(0, 1),  # 1: it does not fit, says the doctor
+                    codes=(0, 1),  # 1: it does not fit, by the estimate
                 ),
             ],
             memory_estimate,

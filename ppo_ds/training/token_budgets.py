@@ -1,7 +1,7 @@
 """Token budgets of a run, and the protocol that halves a budget after an out-of-memory error.
 
 Phases without collectives of DeepSpeed (generation with whole weights, scores, log-probs and values below
-ZeRO-3) are repeated: a rank that runs out of memory tells the others at the end of the phase, all ranks halve
+ZeRO-3) are repeated: a rank that runs out of memory reports it at the end of the phase, all ranks halve
 the budget, restore their random states and run the phase again. Results are those of a run that had the
 smaller budget when the phase began.
 

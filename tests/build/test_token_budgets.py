@@ -137,7 +137,7 @@ def test_tensors_may_take_what_is_free_on_the_rank_with_the_least_memory(
     assert tensor_memory(world, 30 * GIB) == 25 * GIB
     world.max_int = lambda n: n
     assert tensor_memory(world, 30 * GIB) == 32 * GIB - LAZY
-    # tensors that the estimate does not know take 4 GiB
+    # tensors that are not in the estimate take 4 GiB
     assert tensor_memory(world, 6 * GIB) == 28 * GIB - LAZY
     measured = Hardware.measured(8, 32 * GIB)
     assert measured.usable == int(32 * GIB * 0.95) and measured.gpu_memory > 32 * GIB + CONTEXT

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.environment import ROOT, environment
 
-# Stands for a GPU machine: DeepSpeed takes its CUDA accelerator, and probing an op calls nvcc of CUDA_HOME.
-# gloo stands for NCCL.
+# Simulates a GPU machine: DeepSpeed uses its CUDA accelerator, and probing an op calls nvcc of CUDA_HOME.
+# gloo replaces NCCL.
 WORKER = """
 import json, os, sys
 started = []

@@ -21,7 +21,7 @@ def settings():
 
 
 class Engine:
-    """Stands for DeepSpeed's engine; records the settings of its backwards; the second fails."""
+    """Stands in for DeepSpeed's engine; records the settings of backwards; the second fails."""
 
     def __init__(self, module):
         self.module, self.seen = module, []

@@ -148,7 +148,7 @@ def test_partial_reads_of_the_operating_system_are_continued(
 
 
 def damaged_files(path: Path) -> Iterator[tuple[bytes, str]]:
-    """Yields damaged contents of the tensor file ``path``, and what the error says."""
+    """Yields damaged contents of the tensor file ``path``, and a part of the error's text."""
     good = path.read_bytes()
     length = int.from_bytes(good[:8], "little")
     header = json.loads(good[8 : 8 + length])

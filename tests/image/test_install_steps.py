@@ -18,7 +18,7 @@ from tests.image.test_dockerfile import instructions
 from tests.support.environment import ROOT, environment
 from tests.support.packages import create_environment, metadata, pretend_installed
 
-# The base image brings torch 2.11. The code of this environment's torch stands for it.
+# The base image has torch 2.11. This environment's torch takes its place.
 TORCH = "2.11.0+cu128"
 OFFLINE = re.compile(r"Failed to establish a new connection|Name or service not known|name resolution")
 

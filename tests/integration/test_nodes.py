@@ -33,7 +33,7 @@ def stubbed(folder: Path, **more: str) -> dict[str, str]:
 
 
 def small(run_dir: Path, **keys: object) -> list[str]:
-    """Returns the arguments of a tiny training, whose third step asks for a stop once."""
+    """Returns the arguments of a tiny training, whose third step requests a stop once."""
     prepare = {"max_operand": 9, "heldout": 10, "validation": 10, "target_accuracy": 0.1}
     return [
         "+experiment=quickstart",

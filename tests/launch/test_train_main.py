@@ -178,7 +178,7 @@ def test_a_note_stands_in_the_line(run: Any, capsys: pytest.CaptureFixture[str])
     )
 
 
-# Stands for torch: its import prints the environment and ends the process.
+# Replaces torch: its import prints the environment and ends the process.
 TORCH = "import json, os\nprint(json.dumps(dict(os.environ)), flush=True)\nos._exit(0)\n"
 
 
@@ -222,7 +222,7 @@ def test_the_users_settings_of_the_gpu_stay(tmp_path: Path, name: str) -> None:
 def start_on_a_gpu_machine(folder: Path, *arguments: str, **given: str) -> subprocess.CompletedProcess[str]:
     """Starts train.py with a torch that finds no GPU, on a machine whose nvidia-smi lists one.
 
-    If the run goes on, the process ends with code 77 as soon as it imports another library.
+    If the run continues, the process ends with code 77 as soon as it imports another library.
     """
     modules = folder / "modules"
     modules.mkdir()

@@ -190,7 +190,7 @@ class PPOTime(StepTime):
         """Initializes the estimate.
 
         Args:
-            memory: The memory estimate, which says how weights are gathered for generation.
+            memory: The memory estimate, which determines how weights are gathered for generation.
             prompt: Mean number of tokens of a prompt.
             longest: Number of tokens of the longest prompt.
         """
