@@ -3,7 +3,7 @@
     python benchmarks/gpu_checks.py --list
     python benchmarks/gpu_checks.py correctness        # a block: at most 25 minutes
     python benchmarks/gpu_checks.py speed              # the other block
-    python benchmarks/gpu_checks.py layouts stages     # single checks: below 10 minutes each
+    python benchmarks/gpu_checks.py gradients growth    # single checks: below 10 minutes each
 
 A check runs the benchmark or the trainer one or several times and compares the runs. Each run has a time
 limit; the limits of a block sum up to at most 25 minutes. Logs, metrics and results.json are written to --out
@@ -20,11 +20,12 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,15 @@ def step_run(
     options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     codes: Sequence[int] = (0,),
+    folder: str | None = None,
+    script: Sequence[str] = ("benchmarks/ppo_step.py",),
 ) -> Run:
-    """Makes a run of benchmarks/ppo_step.py. All runs of a workload use the same models and prompts."""
-    folder = folder_of(workload, options)
-    command = ["benchmarks/ppo_step.py", workload, "--steps", str(steps), "--no-limits", *options]
+    """Makes a run of benchmarks/ppo_step.py, or of a ``script`` that takes the same arguments.
+
+    Runs of a workload use the same models and prompts, unless ``folder`` names another folder for them.
+    """
+    folder = folder or folder_of(workload, options)
+    command = [*script, workload, "--steps", str(steps), "--no-limits", *options]
     command += ["--folder", f"{{out}}/{folder}"]
     for setting in settings:
         command += ["--set", setting]
@@ -162,9 +168,10 @@ def decoding_agrees(results: Results) -> tuple[bool, str]:
     static = results["static"]
     gap, hf = static.mean("parity/logp_abs_diff_mean"), results["hf"].mean("parity/logp_abs_diff_mean")
     graphs = "without CUDA graphs" not in static.log
-    speed = results["hf"].mean("time/generate") / static.mean("time/generate")
+    others = {name: results[name].mean("time/generate") for name in ("hf", "narrow")}
+    ratios = ", ".join(f"{n} {seconds / static.mean('time/generate'):.3g}" for n, seconds in others.items())
     shown = f"mean gap {gap:.2g} nats (static), {hf:.2g} (hf); CUDA graphs: {'yes' if graphs else 'no'}"
-    return gap < 2e-3 and graphs, f"{shown}; seconds of generation, hf over static: {speed:.3g}"
+    return gap < 2e-3 and graphs, f"{shown}; seconds of generation, divided by static: {ratios}"
 
 
 def same_after_resume(results: Results) -> tuple[bool, str]:
@@ -216,6 +223,14 @@ def out_of_memory(results: Results) -> tuple[bool, str]:
     return bool(lines) and "Traceback" not in result.log, shown
 
 
+# runs the benchmark with graphs of 64, 128, 192, ... columns
+NARROW_GRAPHS = """
+import sys
+from benchmarks import ppo_step
+from ppo_ds.rollout import continuous_batch
+continuous_batch.graph_columns = lambda used: -(-used // 64) * 64
+sys.exit(ppo_step.main(sys.argv[1:]))
+"""
 VERSIONS = """
 import deepspeed, os, torch, transformers
 from launch.train import prepare_environment
@@ -228,8 +243,15 @@ prepare_environment(verbose=False)
 libraries = ("TORCH_", "PYTORCH_", "NCCL_", "CUDA_", "CUBLAS_")
 print({name: value for name, value in os.environ.items() if name.startswith(libraries)})
 """
-FP16 = ("actor.model.dtype=fp16", "critic.model.dtype=fp16", "reward.model.dtype=fp16")
-LAYERS = ("actor.zero.generation_gather=layers", "actor.zero.offload_states=always")
+PATHS: dict[str, Sequence[str]] = {
+    "default": (),
+    "frozen": ("reference.zero.offload_params=true", "reward.zero.offload_params=true"),
+    "stage3": ("zero=stage3",),
+    "layers": ("zero=stage3", "actor.zero.generation_gather=layers", "actor.zero.offload_states=always"),
+    "offload": ("zero=stage3_offload",),
+    "fp16": ("actor.model.dtype=fp16", "critic.model.dtype=fp16", "reward.model.dtype=fp16"),
+    "lora": ("actor.lora.rank=8", "critic.lora.rank=8"),
+}
 TINY = ["--dry"]
 PREPARE = ["benchmarks/ppo_step.py", "W1", "--prepare-only"]
 
@@ -247,38 +269,30 @@ def all_checks(tiny: bool = False) -> dict[str, Check]:
         ),
         "paths": Check(
             "correctness",
-            "Does every path run on the device: ZeRO-3, layered generation, offloading, fp16, LoRA?",
-            [
-                step_run("default", "W5", options=TINY),
-                step_run("stage3", "W5", "zero=stage3", options=TINY),
-                step_run("layers", "W5", "zero=stage3", *LAYERS, options=TINY),
-                step_run("offload", "W5", "zero=stage3_offload", options=TINY),
-                step_run("fp16", "W5", *FP16, options=TINY),
-                step_run("lora", "W5", "actor.lora.rank=8", "critic.lora.rank=8", options=TINY),
-            ],
+            "Does every path run on the device: offloading, ZeRO-3, generation by layers, fp16, LoRA?",
+            [step_run(name, "W5", *settings, minutes=1.2, options=TINY) for name, settings in PATHS.items()],
             all_ran,
         ),
-        "layouts": Check(
+        "gradients": Check(
             "correctness",
-            "Do packed and padded rows have the same gradient?",
+            "Do packed and padded rows, and the ZeRO stages, have the same gradient?",
             [
-                step_run("packed", "W1", "memory.layout=packed", options=bf16),
-                step_run("padded", "W1", "memory.layout=padded", options=bf16),
+                step_run("packed", "W1", "memory.layout=packed", minutes=1.2, options=bf16),
+                step_run("padded", "W1", "memory.layout=padded", minutes=1.2, options=bf16),
+                *(
+                    step_run(f"stage{stage}", "W1", f"zero=stage{stage}", minutes=1.2, options=bf16)
+                    for stage in (1, 2, 3)
+                ),
             ],
-            first_gradients,
-        ),
-        "stages": Check(
-            "correctness",
-            "Do the ZeRO stages have the same gradient?",
-            [step_run(f"stage{stage}", "W1", f"zero=stage{stage}", options=bf16) for stage in (1, 2, 3)],
             first_gradients,
         ),
         "decoding": Check(
             "correctness",
             "Do log-probs of decoding agree with training? Are CUDA graphs recorded? What do they gain?",
             [
-                step_run("static", "W3", "rollout.backend=static", minutes=3.0, options=size),
+                step_run("static", "W3", "rollout.backend=static", minutes=2.5, options=size),
                 step_run("hf", "W3", "rollout.backend=hf", minutes=3.0, options=size),
+                step_run("narrow", "W3", minutes=2.5, options=size, script=("-c", NARROW_GRAPHS)),
             ],
             decoding_agrees,
         ),
@@ -328,16 +342,31 @@ def all_checks(tiny: bool = False) -> dict[str, Check]:
         "out_of_memory": Check(
             "speed",
             "Does an update that is out of memory end with one line?",
-            [step_run("update", "W4", "memory.train_tokens=1000000", minutes=2.5, options=size, codes=(1,))],
+            [
+                step_run(
+                    "update",
+                    "W3",
+                    "memory.train_tokens=1000000",
+                    minutes=2.5,
+                    options=[*size, "--prompts", "512"],
+                    codes=(1,),
+                    folder="W3_512",
+                )
+            ],
             out_of_memory,
         ),
         "resume": Check(
             "speed",
-            "Is a resumed run equal to an uninterrupted one with run.deterministic=true?",
+            "Is a run equal to another one that was stopped while it generated? (run.deterministic=true)",
             [
                 Run("prepare", [*PREPARE, *bf16, "--folder", f"{{out}}/{folder_of('W1', bf16)}"], 1.0),
                 train_run("straight", "straight", bf16),
-                train_run("stopped", "stopped", bf16, "run.stop_at_step=2"),
+                replace(
+                    train_run("stopped", "stopped", bf16),
+                    # SIGTERM in the sixth round of decode steps
+                    environment={"PPO_DS_FAULT": "stop@generate.step:at=6"},
+                    codes=(143,),
+                ),
                 train_run("resumed", "stopped", bf16, starts_anew=False),
             ],
             same_after_resume,
@@ -427,19 +456,22 @@ def execute(run: Run, out: Path, on_cpu: bool) -> Result:
     if on_cpu:
         environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that its subprocesses are killed with it
+    )
     try:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment,
-            timeout=60 * run.minutes if not on_cpu else None,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        code, log = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as error:
-        code, log = None, str(error.stdout or b"", "utf-8", "replace")
+        log, _ = process.communicate(timeout=None if on_cpu else 60 * run.minutes)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        log, _ = process.communicate()
+        code = None
     file = run_dir / "metrics.jsonl" if run_dir else None
     lines = file.read_text(encoding="utf-8").splitlines() if file and file.exists() else []
     return Result(code, time.monotonic() - start, log, [json.loads(line) for line in lines])

@@ -48,9 +48,13 @@ def test_the_first_step_is_left_out_of_a_ratio():
 )
 def test_decoding(gap, log, passed):
     step = {"parity/logp_abs_diff_mean": gap, "time/generate": 2.0}
-    results = {"static": result(step, log=log), "hf": result(step | {"time/generate": 5.0})}
+    results = {
+        "static": result(step, log=log),
+        "hf": result(step | {"time/generate": 5.0}),
+        "narrow": result(step | {"time/generate": 3.0}),
+    }
     found, shown = gpu_checks.decoding_agrees(results)
-    assert found == passed and shown.endswith("hf over static: 2.5")
+    assert found == passed and shown.endswith("divided by static: hf 2.5, narrow 1.5")
 
 
 def test_a_resumed_run_may_differ_in_times_only():
@@ -120,7 +124,7 @@ def test_a_killed_or_unreadable_run_fails_its_check(tmp_path, capsys):
 
 def test_without_a_gpu_nothing_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gpu_checks.main(["layouts", "--out", str(tmp_path / "out")]) == 2
+    assert gpu_checks.main(["gradients", "--out", str(tmp_path / "out")]) == 2
     assert (
         capsys.readouterr().err.startswith("error: torch finds no GPU: ") and not (tmp_path / "out").exists()
     )
