@@ -30,8 +30,9 @@ trap 'requeue=1; kill -USR1 $! 2>/dev/null' USR1 # srun passes it on to the rank
 trap : TERM                                      # Slurm sends it to the ranks too; wait for them
 
 # One task is one rank. Every rank sees all GPUs of its node and uses the one whose index is its local rank.
+# Since Slurm 22.05, srun does not take --cpus-per-task from the job; each rank would have one CPU.
 # shellcheck disable=SC2016 # the variables are those of each task
-srun --gpu-bind=none --kill-on-bad-exit=0 bash -c '
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --gpu-bind=none --kill-on-bad-exit=0 bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS
     export LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
     exec python launch/train.py "$@"' rank "$@" &

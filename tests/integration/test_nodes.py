@@ -74,8 +74,10 @@ def test_the_slurm_script_starts_one_task_per_rank(end: str, code: int, queued: 
     (tmp_path / "python").write_text(RANK)
     (tmp_path / "python").chmod(0o755)
     env = stubbed(tmp_path, **SLURM, SLURM_NTASKS="4", SLURM_NTASKS_PER_NODE="2", END=end, CODE=str(code))
+    env["SLURM_CPUS_PER_TASK"] = "6"
     done = run([*BATCH, "a b", "c"], tmp_path, env | {"PATH": f"{tmp_path}:{env['PATH']}"})
     assert done.returncode == code and (tmp_path / "requeued").exists() == queued, done.stderr
+    assert "--cpus-per-task=6" in (tmp_path / "srun_options").read_text().split("\n")
     for rank in range(4):
         said = (tmp_path / f"rank{rank}").read_text()
         assert said == f"{rank} of 4, {rank % 2} of 2 at 0.0.0.0:20077: launch/train.py a b\n"
@@ -165,6 +167,7 @@ def test_the_compose_file_starts_the_nodes_of_the_hostfile() -> None:
         assert ROOT / given.hostfile == CLUSTER / "hostfile"
         assert service["hostname"] == name and service["networks"] == ["ranks"] and "ports" not in service
         assert service["image"] == "ppo_ds" and "entrypoint" not in service
+        assert service["user"].startswith("${RUN_AS:?")  # the image's user cannot write to outputs/
         outputs, cache = service["volumes"]
         assert (CLUSTER / outputs.split(":")[0]).resolve() == ROOT / "outputs"  # shared by all nodes
         assert cache == f"cache-{rank}:/cache"  # of its own

@@ -249,8 +249,9 @@ def test_help_names_groups_and_keys(tmp_path: Path) -> None:
     process = start(tmp_path, "--help")
     out, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0
-    experiments = "quickstart, reward_model, rlhf, rlhf_70b, rlhf_70b_lora, rlhf_7b"
-    for text in ("+experiment=NAME", experiments, "\n  actor ", "\n  sampling "):
+    experiments = "quickstart, reward_model, rlhf, rlhf_70b, rlhf_70b_lora, rlhf_7b, rlhf_7b_offload"
+    assert experiments in " ".join(out.split())  # the list is wrapped
+    for text in ("+experiment=NAME", "\n  actor ", "\n  sampling "):
         assert text in out
     process = start(tmp_path, "--help", "actor.optim")
     out, _ = process.communicate(timeout=LIMIT)
