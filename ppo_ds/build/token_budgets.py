@@ -107,14 +107,19 @@ def resolve(config: Config, estimate: Callable[[Config], Estimate], usable: int,
             return same and highest_phase(name, trial(tokens))[1] <= usable
 
         numbers[name] = tokens = largest(limits[name], base.row_tokens, fits)
-        phase, peak = highest_phase(name, trial(tokens))
-        text = f"{name}={tokens}" + (f": {phase} takes {format_bytes(peak - resident)}" if phase else "")
+        found, one_row = trial(tokens), trial(base.row_tokens)
+        phase, peak = highest_phase(name, found)
+        text = f"{name}={tokens}"
+        if phase:
+            offloaded = found.moved if name == "rollout_tokens" else 0
+            text += f": {phase} takes {format_bytes(peak - resident + offloaded)}"
+            text += f" after offloading {format_bytes(offloaded)}" if offloaded else ""
         if tokens == limits[name]:
             text += "; a larger number is not faster"
         elif not fits(tokens):
             text += "; this is one row, and by the estimate it does not fit"
-        elif tokens > base.row_tokens:
-            more = peak - highest_phase(name, trial(base.row_tokens))[1]
+        elif tokens > base.row_tokens and found.generation == one_row.generation:
+            more = peak - highest_phase(name, one_row)[1]
             text += f", {more / (tokens - base.row_tokens) / 2**10:,.0f} KiB per token beyond one row"
         lines.append(titled("memory", text))
     if numbers:

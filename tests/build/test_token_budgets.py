@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +104,29 @@ def test_the_banner_shows_the_arithmetic() -> None:
     )
     *_, line = resolve(compose(*MINIMAL), estimated, 0, True).lines
     assert line.endswith("takes 1.0 MiB; this is one row, and by the estimate it does not fit")
+
+
+def test_the_banner_names_the_states_that_generation_offloads() -> None:
+    def offloading(config: Config, above: int = 0) -> Estimate:
+        found = estimated(config, above)
+        if found.generation != "offloaded":
+            return found
+        phases = found.phases | {"generate": found.phases["generate"] - 900_000}
+        return replace(found, phases=phases, moved=900_000)
+
+    first, generation, *others = resolve(compose(*MINIMAL), offloading, 3 * GIB, True).lines
+    assert generation == (
+        "memory     rollout_tokens=100000: generate takes 1.0 MiB after offloading 0.9 MiB; a larger number "
+        "is not faster"
+    )
+    assert not any("offloading" in line for line in others)
+    # 400,000 bytes: 100,000 of states stay, and 10 bytes per token
+    _, generation, *_ = resolve(compose(*MINIMAL), offloading, 400_000, True).lines
+    assert "rollout_tokens=29696: generate takes 0.3 MiB after offloading 0.9 MiB, 0 KiB per" in generation
+    for usable in (0, 400_000, RESIDENT, 2 * RESIDENT, GIB):
+        for above in (0, 5000, 30_000, 10**9):
+            lines = resolve(compose(*MINIMAL), partial(offloading, above=above), usable, True).lines
+            assert not any(" -" in line for line in lines[1:]), lines
 
 
 def test_the_largest_number_is_found_by_bisection() -> None:
