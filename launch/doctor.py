@@ -29,6 +29,8 @@ from launch.cli import Parser, load_config  # noqa: E402
 from launch.train import complain, prepare_environment  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
 
+LARGEST = 100_000  # number of GPUs, of nodes, and of GiB of a GPU
+
 
 def main(argv: list[str]) -> int:
     try:
@@ -63,8 +65,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         print(f"{__doc__}\nIt also takes the arguments of launch/train.py:\n")
     for name in ("gpus", "gpu_mem", "nodes"):
         value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name.replace('_', '-')}={value:g}: must be above 0")
+        if value is not None and not 0 < value <= LARGEST:
+            raise UserError(f"--{name.replace('_', '-')}={value:g}: must be above 0 and at most {LARGEST}")
     # --assume takes all that follows it; keys with a dot and +experiment=... belong to the config
     given, options.assume = options.assume, []
     for setting in given:

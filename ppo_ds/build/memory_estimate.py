@@ -177,7 +177,7 @@ class RunMemory:
             bucket=bucket if self.hardware.on_gpu else min(bucket, shape.trained),
             separate_host=self.hardware.on_gpu,
         )
-        group = int(raw.get("zero_hpz_partition_size", 1))
+        group = min(int(raw.get("zero_hpz_partition_size", 1)), self.hardware.ranks)
         if zero.stage == 3 and group > 1:  # a second shard, of the copy of the weights in each group of ranks
             copies = BYTES[dtype] * ceil(shape.parameters / group)
             if zero.offload_params and self.hardware.on_gpu:

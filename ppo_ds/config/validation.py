@@ -30,6 +30,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     models.check_generation: ("actor", "critic", "rollout", "algo"),
     models.check_adapters: (),
     models.check_raw_deepspeed: (),
+    models.check_node_copies: (),
     models.check_initial_critic: ("actor", "critic"),
     models.check_critic_from_reward: ("critic", "reward"),
     reward.check_reward: ("reward",),

@@ -343,6 +343,21 @@ def test_the_ranks_share_the_texts_beside_ppo() -> None:
     compose(*MINIMAL, PTX, "algo.ptx={coef:1,batch_size:4}", ranks=2)
 
 
+def test_copies_of_the_weights_need_groups_of_equal_size() -> None:
+    setting = "critic.deepspeed.zero_optimization.zero_hpz_partition_size"
+    sharded = (*MINIMAL, "rollout.prompts_per_step=24", "critic.zero.stage=3")
+    assert complaints(*sharded, f"+{setting}=8", ranks=12) == [
+        f"{setting}=8: must divide the number of ranks, 12; use one of 1, 2, 3, 4, 6, 12"
+    ]
+    for size in (0, 1, 4, 12, 16):  # one group, if there are fewer ranks
+        assert problems(*sharded, f"+{setting}={size}", ranks=12) == []
+    assert problems(*MINIMAL, f"+{setting}=3", ranks=4) == []  # only ZeRO-3 makes copies
+    for wrong in ("-1", "eight", "true", "null", "2.0"):
+        assert complaints(*sharded, f"+{setting}={wrong}", ranks=12) == [
+            f"{setting}={wrong}: must be a number of ranks; set it to the number of GPUs on a node"
+        ]
+
+
 def test_several_problems_are_reported_together() -> None:
     lines = complaints(
         *MINIMAL,

@@ -254,6 +254,14 @@ def test_a_pair_of_texts_is_in_one_forward() -> None:
     assert memory.backward("scorer") == engine.gradients + engine.bucket + max(kept, engine.reduction)
 
 
+@pytest.mark.parametrize(("size", "group"), [(2, 2), (4, 4), (8, 4)])
+def test_copies_of_the_weights_are_divided_by_the_ranks_of_a_group(size: int, group: int) -> None:
+    sharded = "actor.zero.stage=3"
+    copies = f"+actor.deepspeed.zero_optimization.zero_hpz_partition_size={size}"
+    more = resident(sharded, copies)["actor"] - resident(sharded)["actor"]
+    assert more == 2 * 1000 // group  # 4 ranks; 2 bytes for each of 1000 weights
+
+
 def test_a_cpu_holds_only_the_written_part_of_a_bucket() -> None:
     def engines(place: Hardware, *arguments: str) -> dict[str, EngineMemory]:
         config = plan(*arguments)
@@ -445,6 +453,15 @@ def test_all_errors_are_reported_together(start: Path, capsys: pytest.CaptureFix
     code, said = diagnosis(capsys, *arguments(start, f"data.path={start}/bad.jsonl"), "--gpus", "1")
     # the doctor still reports its other findings
     assert code == 1 and f"error: {start}/bad.jsonl:2: " in said and "update_actor" in said
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf", "-inf", "1e300", "0", "-1"])
+def test_the_memory_of_a_gpu_must_be_a_plausible_number(
+    capsys: pytest.CaptureFixture[str], memory: str
+) -> None:
+    code, said = diagnosis(capsys, "+experiment=quickstart", f"--gpu-mem={memory}")
+    expected = f"error: --gpu-mem={float(memory):g}: must be above 0 and at most 100000\n"
+    assert (code, said) == (2, expected)
 
 
 @pytest.mark.parametrize("argv", [("--gpus", "0"), ("--gpus", "many"), ("--gpus", "3"), ("algo.epoch=2",)])

@@ -81,6 +81,22 @@ def check_raw_deepspeed(config: Config, ranks: int) -> Iterator[str]:
             )
 
 
+def check_node_copies(config: Config, ranks: int) -> Iterator[str]:
+    """Yields an error line for each zero_hpz_partition_size that cannot divide the ranks into equal groups.
+
+    DeepSpeed makes groups of that many ranks, or one group if there are fewer ranks.
+    """
+    for name, model in trained_models(config).items():
+        raw_zero = model.deepspeed.get("zero_optimization")
+        size = raw_zero.get("zero_hpz_partition_size", 1) if isinstance(raw_zero, dict) else 1
+        setting = f"{name}.deepspeed.zero_optimization.zero_hpz_partition_size={show(size)}"
+        if type(size) is not int or size < 0:
+            yield f"{setting}: must be a number of ranks; set it to the number of GPUs on a node"
+        elif model.zero.stage == 3 and 1 < size < ranks and ranks % size:
+            fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            yield f"{setting}: must divide the number of ranks, {ranks}; use one of {fits}"
+
+
 def check_initial_critic(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line if the critic's path is missing or unused, or a shared trunk has adapters."""
     critic = config.critic
