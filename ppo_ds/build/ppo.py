@@ -286,7 +286,12 @@ def build_collector(
 def guarded_scoring(context: RunContext, models: Models, start: StartScoring) -> StartScoring:
     """Wraps the start of scoring, in which reward models run, so that it is repeated if memory runs out."""
     return context.budgets.guard(
-        context.budgets.score, start, what="the reward", repeatable=not models.reward_models.sharded
+        context.budgets.score,
+        start,
+        what="the reward",
+        repeatable=not models.reward_models.sharded,
+        # the repetition starts rewards in the background again
+        discard=lambda pending: pending.cancel(),
     )
 
 

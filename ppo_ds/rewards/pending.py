@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -70,6 +70,21 @@ def all_of(parts: Sequence[Pending[T]]) -> Pending[list[T]]:
 
     tasks = tuple(task for part in parts for task in part.tasks)
     return Pending(lambda: [part.finish() for part in parts], tasks, cancel)
+
+
+def start_all(starting: Iterable[Pending[T]]) -> list[Pending[T]]:
+    """Returns the pending results of an iterable that starts one after the other.
+
+    If a start raises, the results that are already started are cancelled.
+    """
+    started: list[Pending[T]] = []
+    try:
+        for pending in starting:
+            started.append(pending)
+    except BaseException:
+        all_of(started).cancel()
+        raise
+    return started
 
 
 @runtime_checkable

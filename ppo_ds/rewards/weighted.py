@@ -29,7 +29,7 @@ from ppo_ds.rewards.base import (
     text_inside,
     token_scores,
 )
-from ppo_ds.rewards.pending import Pending, all_of, start_scoring
+from ppo_ds.rewards.pending import Pending, all_of, start_all, start_scoring
 from ppo_ds.rewards.rules import Tag
 from ppo_ds.rewards.values import quoted
 from ppo_ds.types import Reward, Rollout, Row, Scores
@@ -139,10 +139,9 @@ class WeightedReward:
         """Starts all parts. Those that score in the background start first, and overlap with the others."""
         responses = Responses.of(rollout, self._tokenizer)  # decoded once for all parts
         slow = [name for name, part in self._parts.items() if isinstance(part.reward, SlowTextReward)]
-        started = {
-            name: self._start_part(name, rollout, responses)
-            for name in dict.fromkeys(slow + list(self._parts))
-        }
+        names = dict.fromkeys(slow + list(self._parts))
+        pending = start_all(self._start_part(name, rollout, responses) for name in names)
+        started = dict(zip(names, pending, strict=True))
         parts = all_of([started[name] for name in self._parts])
         return parts.then(lambda scores: self._combine(rollout, scores, training))
 
@@ -250,7 +249,8 @@ class AnswerMix(SlowTextReward):
             )
             return TextScores(torch.where(tagged, self._whole * whole + self._answer * answer, whole))
 
-        return all_of([self._reward.start_responses(texts) for texts in (responses, inside)]).then(mix)
+        both = start_all(self._reward.start_responses(texts) for texts in (responses, inside))
+        return all_of(both).then(mix)
 
 
 def _clip(scores: Tensor, limit: float | None) -> Tensor:

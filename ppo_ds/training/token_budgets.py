@@ -91,17 +91,24 @@ class TokenBudgets:
         self.on_change(self.numbers())
 
     def guard(
-        self, budget: TokenBudget, run: Callable[P, T], *, what: str, repeatable: bool
+        self,
+        budget: TokenBudget,
+        run: Callable[P, T],
+        *,
+        what: str,
+        repeatable: bool,
+        discard: Callable[[T], None] = lambda result: None,
     ) -> Callable[P, T]:
         """Wraps a phase that uses ``budget``: if memory runs out, the phase is repeated or the run ends.
 
         ``what`` describes the phase in messages. A phase is ``repeatable`` if its only collectives are those
-        at its beginning, before any memory is allocated, and those that ``guard_collective`` wraps.
+        at its beginning, before any memory is allocated, and those that ``guard_collective`` wraps. On a rank
+        that has finished the phase before it is repeated, ``discard`` receives the result, which is not used.
         """
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
             if repeatable:
-                return self._run_repeatable(budget, what, lambda: run(*args, **kwargs))
+                return self._run_repeatable(budget, what, lambda: run(*args, **kwargs), discard)
             with self.ending(budget, what):
                 return run(*args, **kwargs)
 
@@ -113,7 +120,9 @@ class TokenBudgets:
         """Wraps a collective that may run inside a repeatable phase, such as those that rewards call.
 
         The ranks first exchange whether one of them is out of memory, since that rank would never reach the
-        collective itself.
+        collective itself. The copy of ``value`` that World then makes on the device is not covered: if memory
+        ran out in it, the other ranks would wait in the collective until its timeout. Rewards pass single
+        numbers and tensors of two elements.
         """
 
         def guarded(value: Any, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -123,25 +132,29 @@ class TokenBudgets:
 
         return guarded
 
-    def _run_repeatable(self, budget: TokenBudget, what: str, run: Callable[[], T]) -> T:
+    def _run_repeatable(
+        self, budget: TokenBudget, what: str, run: Callable[[], T], discard: Callable[[T], None]
+    ) -> T:
         """Runs a phase and repeats it with half the budget if a rank runs out of memory. A collective."""
         while True:
             restore_rng = rng_snapshot(self.world)
+            results, error, agreed = list[T](), None, False
             self._in_phase = True
             try:
-                result, error = run(), None
+                results.append(run())
             except PeerOutOfMemory:
-                error = None
+                agreed = True
             except torch.OutOfMemoryError as own:
                 # only the text is kept: the frames of the traceback hold the tensors of the phase
                 error = single_line(str(own))
-                self._any_failed(True)
-            else:
-                if not self._any_failed(False):
-                    return result
-                del result
             finally:
                 self._in_phase = False
+            if error is not None:
+                free_memory(self.world)  # the exchange of the failure needs memory on the device
+            if not agreed and not self._any_failed(error is not None):
+                return results[0]
+            if results:
+                discard(results.pop())
             if not budget.can_halve:
                 raise self._exhausted(budget, what, error)
             budget.halve()

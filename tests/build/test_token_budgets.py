@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +17,7 @@ import torch
 
 from ppo_ds.build import token_budgets
 from ppo_ds.build.memory_estimate import CONTEXT, Estimate, Hardware
+from ppo_ds.build.ppo import guarded_scoring
 from ppo_ds.build.token_budgets import (
     CPU_LIMITS,
     automatic,
@@ -26,8 +29,11 @@ from ppo_ds.build.token_budgets import (
 )
 from ppo_ds.config.schema import Config
 from ppo_ds.engine.memory_budget import GIB, LAZY, LIBRARIES, cpu_memory, host_memory, tensor_memory
+from ppo_ds.rewards.pending import Pending
 from ppo_ds.training.token_budgets import TokenBudget
 from tests.config.commands import MINIMAL, compose
+from tests.ppo.conftest import run_ranks
+from tests.support.budgets import fixed_budgets
 
 RESIDENT = 10**6
 
@@ -211,3 +217,23 @@ def test_a_record_of_too_little_memory_overrides_the_checkpoint(tmp_path: Path) 
 def test_numbers_are_set_by_name() -> None:
     memory = with_numbers(compose(*MINIMAL), {"train_tokens": 5}).memory
     assert (memory.train_tokens, memory.score_tokens) == (5, "auto")
+
+
+def test_scores_in_the_background_are_cancelled_before_the_reward_is_repeated() -> None:
+    """Otherwise both the first and the second requests of a paid judge would be answered."""
+
+    def work(world: Any) -> list[str]:
+        events: list[str] = []
+
+        def start(rollout: Any) -> Pending[Any]:
+            events.append("started")
+            if world.rank == 1 and len(events) == 1:
+                raise torch.OutOfMemoryError
+            return Pending(lambda: None, (Future(),), lambda: events.append("cancelled"))
+
+        context: Any = SimpleNamespace(budgets=fixed_budgets(world))
+        models: Any = SimpleNamespace(reward_models=SimpleNamespace(sharded=False))
+        guarded_scoring(context, models, start)(None)
+        return events
+
+    assert run_ranks(2, work) == [["started", "cancelled", "started"], ["started", "started"]]

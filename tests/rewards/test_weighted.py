@@ -2,7 +2,9 @@
 
 import json
 import math
+from concurrent.futures import Future
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ import launch.composing  # noqa: F401  defines the functions that config files u
 from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
-from ppo_ds.rewards.base import Responses, RewardError, TextReward
+from ppo_ds.rewards.base import Responses, RewardError, SlowTextReward, TextReward
+from ppo_ds.rewards.pending import Pending
 from ppo_ds.rewards.weighted import AnswerMix
 from ppo_ds.types import Scores
 from tests.rewards.reward_cases import VOCAB, Placed, loaded, make_rollout, save_tokenizer
@@ -503,3 +506,57 @@ def test_keys_in_errors_are_those_of_the_part(build, model):
     parts = {"f": {"reward": spec("ppo_ds.rewards.function.FunctionReward", path="nowhere")}}
     with pytest.raises(UserError, match="^reward.parts.f.reward.path=nowhere: must be pkg.mod:function"):
         build(spec(MIXTURE, parts=parts))
+
+
+# -- starts that fail
+
+
+class Background(SlowTextReward):
+    """Scores in the background, until cancelled; records its starts and cancellations by name."""
+
+    events: ClassVar[list[str]] = []
+
+    def __init__(self, name: str, fails: bool = False, *, tokenizer):
+        super().__init__(tokenizer)
+        self.name, self.fails = name, fails
+
+    def start_responses(self, responses):
+        if self.fails:
+            raise torch.OutOfMemoryError
+        self.events.append(f"{self.name} started")
+        return Pending(lambda: None, (Future(),), lambda: self.events.append(f"{self.name} cancelled"))
+
+
+class StartsOnce(Background):
+    """Fails in its second start."""
+
+    def start_responses(self, responses):
+        pending = super().start_responses(responses)
+        self.fails = True
+        return pending
+
+
+def test_parts_that_are_started_are_cancelled_if_another_cannot_start(build, rolled, monkeypatch):
+    monkeypatch.setattr(Background, "events", [])
+    slow = {name: {"reward": spec("Background", name=name)} for name in ("a", "b")}
+    for last in (spec("Failing"), spec("Background", name="c", fails=True)):
+        Background.events.clear()
+        reward = build(spec(MIXTURE, parts=slow | {"c": {"reward": last}}))
+        with pytest.raises((IndexError, torch.OutOfMemoryError)):
+            reward.start_scoring(rolled("x"))
+        assert Background.events == ["a started", "b started", "a cancelled", "b cancelled"]
+
+
+def test_a_mix_cancels_the_first_score_if_the_second_cannot_start(build, rolled, monkeypatch):
+    monkeypatch.setattr(Background, "events", [])
+    reward = build(spec(MIX, reward=spec("StartsOnce", name="a")))
+    with pytest.raises(torch.OutOfMemoryError):
+        reward.start_scoring(rolled("x"))
+    assert Background.events == ["a started", "a cancelled"]
+
+
+def test_all_started_parts_end_once(build, rolled, monkeypatch):
+    monkeypatch.setattr(Background, "events", [])
+    reward = build(spec(MIXTURE, parts={name: {"reward": spec("Background", name=name)} for name in "ab"}))
+    reward.start_scoring(rolled("x")).cancel()
+    assert Background.events == ["a started", "b started", "a cancelled", "b cancelled"]

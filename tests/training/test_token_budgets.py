@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -84,6 +86,60 @@ def test_random_states_are_restored_before_a_repetition() -> None:
         return budgets.guard(budgets.rollout, phase, what="generation", repeatable=True)()
 
     assert run_ranks(1, work) == [drawn[0]] and len(drawn) == 2
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_results_of_ranks_with_enough_memory_are_discarded(ends: bool) -> None:
+    """A rank discards the result of a phase that is repeated or ends the run, and no other result."""
+
+    def work(world: Any) -> tuple[list[Any], Any]:
+        budgets, runs, discarded = fixed_budgets(world, score_tokens=1 if ends else 100), [], []
+
+        def phase() -> tuple[int, int]:
+            runs.append(None)
+            if world.rank == 1 and len(runs) == 1:
+                raise torch.OutOfMemoryError
+            return world.rank, len(runs)
+
+        guarded = budgets.guard(
+            budgets.score, phase, what="scoring", repeatable=True, discard=discarded.append
+        )
+        try:
+            return discarded, guarded()
+        except RunError:
+            return discarded, None
+
+    last = [None] * 3 if ends else [(rank, 2) for rank in range(3)]
+    assert run_ranks(3, work) == list(zip([[(0, 1)], [], [(2, 1)]], last, strict=True))
+
+
+def test_tensors_of_a_failed_phase_are_freed_before_the_ranks_agree() -> None:
+    """The exchange of the failure allocates memory on the device itself."""
+
+    def work(world: Any) -> list[bool]:
+        budgets, held, alive = fixed_budgets(world), [], []
+        exchange = budgets._any_failed
+
+        def phase() -> None:
+            if held:
+                return
+            tensor = torch.zeros(10)
+            held.append(weakref.ref(tensor))
+            raise torch.OutOfMemoryError
+
+        def any_failed(failed: bool) -> bool:
+            alive.append(held[0]() is not None)
+            return exchange(failed)
+
+        budgets._any_failed = any_failed
+        gc.disable()  # a collection that happens to run must not free the tensor
+        try:
+            budgets.guard(budgets.score, phase, what="scoring", repeatable=True)()
+        finally:
+            gc.enable()
+        return alive
+
+    assert run_ranks(1, work) == [[False, False]]
 
 
 def test_other_errors_pass() -> None:
