@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ppo_ds.build.memory_estimate import Estimate, Hardware, RunMemory
 from ppo_ds.config.schema import Config
-from ppo_ds.ops.memory import Shape, decode_bytes_bound
+from ppo_ds.ops.memory import Shape, decode_bytes_bound, output_bytes, sampling_bytes
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class FinetuneMemory(RunMemory):
         most = max(1, int(self.config.memory.rollout_tokens) // self.answer_tokens)
         rows = min(self.answers, most)
         gathered = each * shape.parameters if section.zero.stage == 3 else 0
-        return gathered + decode_bytes_bound(shape, rows * self.answer_tokens, rows, each)
+        logit = output_bytes(each, self.hardware.on_gpu) + sampling_bytes(top_k=1, top_p=1.0)  # greedy
+        return gathered + decode_bytes_bound(shape, rows * self.answer_tokens, rows, each, logit)
 
     def head_positions(self, tokens: int) -> int:
         """Counts all tokens for a language model, and one per text for a score."""

@@ -8,6 +8,7 @@ from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.models.size import decoding_bytes
+from ppo_ds.ops.memory import output_bytes, sampling_bytes
 from ppo_ds.rollout.continuous_batch import PREFILL_TOKENS
 
 
@@ -33,7 +34,8 @@ def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | N
 
     A collective, called once all models are in memory.
     """
-    zero, most = config.actor.zero, config.sampling.max_new_tokens
+    zero, sampling, most = config.actor.zero, config.sampling, config.sampling.max_new_tokens
+    output = output_bytes(actor.module.lm.dtype.itemsize, actor.world.device.type == "cuda")
     rows = rollout_size(config) // actor.world.size
     tokens = min(int(config.memory.rollout_tokens), rows * (config.data.max_prompt_tokens + most))
     line = actor.plan_generation(
@@ -43,6 +45,7 @@ def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | N
             actor.module.lm,
             tokens,
             min(rows, max(1, tokens // most)),
+            output + sampling_bytes(sampling.top_k, sampling.top_p),
             prefill=None
             if config.rollout.backend == "hf"
             else min(int(config.memory.rollout_tokens), PREFILL_TOKENS),

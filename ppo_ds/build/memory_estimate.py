@@ -14,6 +14,7 @@ from math import ceil
 from ppo_ds.config.schema import Config, TrainedConfig, averaged_models, rollout_size, trained_models
 from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.engine.memory_budget import MemoryBudget, plan_generation
+from ppo_ds.engine.zero import communication_dtype
 from ppo_ds.ops.linear_logprobs import CPU_BLOCK, GPU_BLOCK, KEPT
 from ppo_ds.ops.memory import (
     BUCKET,
@@ -27,6 +28,8 @@ from ppo_ds.ops.memory import (
     head_backward_bytes,
     head_forward_bytes,
     inference_activation_bytes,
+    output_bytes,
+    sampling_bytes,
     static_decode_bytes,
     trained_engine,
 )
@@ -164,10 +167,12 @@ class RunMemory:
         dtype, zero = str(role.model.dtype), role.zero
         raw = role.deepspeed.get("zero_optimization", {})
         bucket = int(raw.get("reduce_bucket_size", BUCKET))
+        communication = communication_dtype(dtype, self.hardware.ranks, role.deepspeed)
         engine = trained_engine(
             shape,
             stage=zero.stage,
             each=BYTES[dtype],
+            communication=BYTES.get(communication, FP32),  # DeepSpeed refuses other names when a run starts
             scaled=dtype == "fp16",
             ranks=self.hardware.ranks,
             offload_optimizer=zero.offload_optimizer,
@@ -239,7 +244,10 @@ class RunMemory:
     def forward(self, shape: Shape, tokens: int, length: int, each: int) -> int:
         """Computes the peak of a forward without gradients."""
         positions = self.head_positions(tokens)
-        head = head_forward_bytes(shape, positions, each, self.block) if shape.head else 0
+        head = 0
+        if shape.head:
+            output = output_bytes(each, self.hardware.on_gpu)
+            head = head_forward_bytes(shape, positions, each, output, self.block)
         return max(inference_activation_bytes(shape, tokens, length, each), head)
 
     def backward(self, role: str) -> int:
@@ -250,7 +258,8 @@ class RunMemory:
         checkpointing = bool(section.model.gradient_checkpointing)
         kept = activation_bytes(shape, tokens, self.length, each, checkpointing)
         if shape.head:
-            head = head_backward_bytes(shape, positions, each, self.block, KEPT)
+            output = output_bytes(each, self.hardware.on_gpu)
+            head = head_backward_bytes(shape, positions, each, output, self.block, KEPT)
         else:
             head = 2 * FP32 * shape.hidden * positions
         accumulated = engine.gradients if self.update_rows * self.length > tokens else 0
@@ -348,6 +357,8 @@ class _Estimator(RunMemory):
         slots = max(1, min(budget // self.length, fast_batch_size(self.rows)))
         length = -(-self.length // COLUMNS) * COLUMNS
         prompts = min(slots, ceil(self.rows / self.config.rollout.samples_per_prompt))
+        sampling = self.config.sampling
+        logit = output_bytes(each, self.hardware.on_gpu) + sampling_bytes(sampling.top_k, sampling.top_p)
         decode = static_decode_bytes(
             shape,
             tokens=slots * length,
@@ -356,10 +367,11 @@ class _Estimator(RunMemory):
             prefill=min(max(min(budget, PREFILL_TOKENS), self.prompt), prompts * self.prompt),
             waiting=self.rows > slots,
             each=each,
+            logit=logit,
         )
         prefill = None if self.config.rollout.backend == "hf" else min(budget, PREFILL_TOKENS)
         tokens = min(budget, self.rows * self.length)
-        rows = min(self.rows, max(1, tokens // self.config.sampling.max_new_tokens))
+        rows = min(self.rows, max(1, tokens // sampling.max_new_tokens))
         idle = sum(
             engine.masters + engine.moments + (engine.buffers if self._role(role)[0].zero.stage == 3 else 0)
             for role, engine in self.engines.items()
@@ -370,7 +382,7 @@ class _Estimator(RunMemory):
                 free=2**62 if usable is None else max(0, usable - rest),
                 weights=weights if sharded else 0,
                 layer=min(weights, each * REUSE) if sharded else 0,
-                decoding=decode_bytes_bound(shape, tokens, rows, each, prefill),
+                decoding=decode_bytes_bound(shape, tokens, rows, each, logit, prefill),
                 offloadable=idle,
             ),
             generation_gather=zero.generation_gather,

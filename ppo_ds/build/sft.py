@@ -32,6 +32,7 @@ from ppo_ds.models.download import download_weights
 from ppo_ds.models.policy import Policy, unsharded_twin
 from ppo_ds.models.size import decoding_bytes, shape_of
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ops.memory import output_bytes, sampling_bytes
 from ppo_ds.rollout.base import Generator
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.training.performance import measured_capacity, update_cost
@@ -210,10 +211,12 @@ def notes(
     if prompts is not None:
         rows = -(-len(prompts) // world.size)
         tokens = min(int(config.memory.rollout_tokens), rows * answered_tokens(config, prompts))
+        output = output_bytes(actor.module.lm.dtype.itemsize, world.device.type == "cuda")
+        logit = output + sampling_bytes(top_k=1, top_p=1.0)  # greedy
         line = actor.plan_generation(
             generation_gather=zero.generation_gather,
             offload_states=zero.offload_states,
-            decoding_bytes=decoding_bytes(actor.module.lm, tokens, rows),
+            decoding_bytes=decoding_bytes(actor.module.lm, tokens, rows, logit),
             critic=None,
         )
         lines += [line] if line else []

@@ -25,7 +25,13 @@ from ppo_ds.config.schema import Config, is_unused, rollout_size
 from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.memory_budget import format_bytes, tensor_memory
-from ppo_ds.ops.memory import Shape, decode_bytes_bound, inference_activation_bytes
+from ppo_ds.ops.memory import (
+    Shape,
+    decode_bytes_bound,
+    inference_activation_bytes,
+    output_bytes,
+    sampling_bytes,
+)
 from ppo_ds.rollout.continuous_batch import PREFILL_TOKENS
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tracking.banner import titled
@@ -152,11 +158,12 @@ def largest_decoding(config: Config, world: World, policy: Shape, row_tokens: in
     weights = each * policy.parameters
     usable = int(USABLE * tensor_memory(world, weights)) - weights
     rows = max(1, rollout_size(config) // world.size)
+    logit = output_bytes(each, on_gpu) + sampling_bytes(config.sampling.top_k, config.sampling.top_p)
 
     def fits(tokens: int) -> bool:
         decoded = max(1, min(rows, tokens // row_tokens))
         prefill = None if config.rollout.backend == "hf" else min(tokens, PREFILL_TOKENS)
-        return decode_bytes_bound(policy, decoded * row_tokens, decoded, each, prefill) <= usable
+        return decode_bytes_bound(policy, decoded * row_tokens, decoded, each, logit, prefill) <= usable
 
     limit = CPU_LIMITS["rollout_tokens"]
     if on_gpu:

@@ -19,6 +19,17 @@ def merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def communication_dtype(dtype: str, ranks: int, raw: dict[str, Any]) -> str:
+    """Returns the dtype in which gradients are summed over ``ranks``: fp32, bf16 or fp16.
+
+    ``raw`` is the user's own JSON, whose ``communication_data_type`` takes precedence.
+    """
+    own = raw.get("communication_data_type")
+    if own is not None:
+        return str(own).lower()
+    return "fp32" if ranks > RANKS_16_BIT_SUM else dtype
+
+
 def deepspeed_config(
     *,
     stage: int,
@@ -65,7 +76,7 @@ def deepspeed_config(
     if dtype != "fp32":
         # the sum over many micro-batches needs more than 8 bits of mantissa
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-        if ranks > RANKS_16_BIT_SUM:
+        if communication_dtype(dtype, ranks, {}) != dtype:
             config["communication_data_type"] = "fp32"
     return merged(config, raw)
 

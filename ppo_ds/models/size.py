@@ -62,13 +62,15 @@ def _numel(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
-def decoding_bytes(lm: PreTrainedModel, tokens: int, rows: int, prefill: int | None = None) -> int:
+def decoding_bytes(
+    lm: PreTrainedModel, tokens: int, rows: int, logit: int, prefill: int | None = None
+) -> int:
     """Returns an upper bound of the bytes for decoding ``rows`` responses at a time, without the weights.
 
     ``tokens`` is the total number of tokens of these rows, prompts included; see decode_bytes_bound for
-    ``prefill``.
+    ``logit`` and ``prefill``.
     """
-    return decode_bytes_bound(shape_of(lm), tokens, rows, lm.dtype.itemsize, prefill)
+    return decode_bytes_bound(shape_of(lm), tokens, rows, lm.dtype.itemsize, logit, prefill)
 
 
 def shape_of(model: PreTrainedModel) -> Shape:

@@ -78,6 +78,7 @@ def trained_engine(
     *,
     stage: int,
     each: int,
+    communication: int,
     scaled: bool,
     ranks: int,
     offload_optimizer: bool = False,
@@ -89,12 +90,21 @@ def trained_engine(
 
     Args:
         each: Bytes of a weight.
+        communication: Bytes of a gradient in the dtype in which ranks sum it (engine/zero.py).
         scaled: Uses loss scaling (fp16).
         bucket: reduce_bucket_size in elements.
         separate_host: Whether the device has its own memory, as a GPU does. If not, offloading saves nothing.
     """
     share = -(-shape.trained // ranks)
-    engine = engine_on_device(shape, stage=stage, each=each, scaled=scaled, ranks=ranks, bucket=bucket)
+    engine = engine_on_device(
+        shape,
+        stage=stage,
+        each=each,
+        communication=communication,
+        scaled=scaled,
+        ranks=ranks,
+        bucket=bucket,
+    )
     if not separate_host or (stage == 0 and each == FP32):  # without ZeRO nothing can be offloaded
         return engine
     # offloads the states and this rank's gradients; a backward needs the other gradients on the device
@@ -114,19 +124,26 @@ def trained_engine(
 
 
 def engine_on_device(
-    shape: Shape, *, stage: int, each: int, scaled: bool, ranks: int, bucket: int
+    shape: Shape, *, stage: int, each: int, communication: int, scaled: bool, ranks: int, bucket: int
 ) -> EngineMemory:
-    """Computes the memory of an engine that offloads nothing; ``trained_engine`` documents the arguments."""
+    """Computes the memory of an engine that offloads nothing; ``trained_engine`` documents the arguments.
+
+    Where gradients are not in the dtype of the communication, DeepSpeed copies a bucket into that dtype
+    (``allreduce_bucket`` in runtime/engine.py and runtime/zero/stage_1_and_2.py). ZeRO-3 has its persistent
+    bucket in that dtype (runtime/zero/stage3.py).
+    """
     trained, share = shape.trained, -(-shape.trained // ranks)
     flat = min(trained, bucket)  # elements that ZeRO copies in order to reduce them
     weights = each * shape.parameters
+    copied_fp32 = 0 if communication == FP32 else communication  # bytes per copied fp32 gradient
     if stage == 0 and each == FP32:
         return EngineMemory(
             weights,
             masters=0,
             moments=2 * FP32 * trained,
             gradients=FP32 * trained,
-            reduction=FP32 * min(trained, BUCKET),  # without ZeRO, DeepSpeed ignores reduce_bucket_size
+            # without ZeRO, DeepSpeed ignores reduce_bucket_size
+            reduction=(FP32 + copied_fp32) * min(trained, BUCKET),
         )
     masters, moments = FP32 * share, 2 * FP32 * share
     # a persistent fp32 buffer accumulates the gradients of all trained parameters
@@ -145,7 +162,7 @@ def engine_on_device(
             moments,
             bucket=FP32 * bucket,
             gradients=FP32 * trained + (0 if each == FP32 else each * trained),
-            reduction=FP32 * (flat + share),
+            reduction=FP32 * (flat + share) + copied_fp32 * flat,
             step=FP32 * share,
         )
     if stage == 2:
@@ -155,15 +172,15 @@ def engine_on_device(
             moments,
             bucket=each * bucket,
             gradients=FP32 * share,
-            reduction=each * (flat + share),
+            reduction=each * (flat + share) + (0 if communication == each else communication * flat),
             step=FP32 * share,
         )
     return EngineMemory(
         each * -(-shape.parameters // ranks),
         masters,
         moments,
-        buffers=FP32 * share + each * bucket,
-        reduction=each * flat,
+        buffers=FP32 * share + communication * bucket,
+        reduction=communication * flat,
         step=FP32 * share,
         gathered=each * min(shape.parameters, REUSE // 2 + PREFETCH + shape.largest_tensor),
     )
@@ -204,19 +221,38 @@ def inference_activation_bytes(shape: Shape, tokens: int, length: int, each: int
     return tokens * each * (2 * shape.hidden + max(mlp, attention))
 
 
-def head_forward_bytes(shape: Shape, positions: int, each: int, block: int) -> int:
+def output_bytes(each: int, on_gpu: bool) -> int:
+    """Returns the bytes of a logit of a causal LM. On a GPU, logits are in fp32 (models/lm_head.py)."""
+    return FP32 if on_gpu else each
+
+
+def sampling_bytes(top_k: int, top_p: float) -> int:
+    """Returns the bytes per logit that sampling takes at its peak, beyond the logits (ops/token_sampling.py).
+
+    Without filters these are fp32 copies of the logits, their log-probs, and the probabilities or a padded
+    copy. ``top_k`` > 1 also needs filtered logits and a mask; 1 is greedy. ``top_p`` < 1 also needs sorted
+    logits, their softmax and its running sum, and their order in int64. Workspaces of the kernels, such as
+    those of a sort on a GPU, are not counted.
+    """
+    filtered = FP32 + 1 if top_k > 1 else 0
+    ordered = 3 * FP32 + 8 if top_p < 1.0 else 0
+    return 3 * FP32 + filtered + ordered
+
+
+def head_forward_bytes(shape: Shape, positions: int, each: int, output: int, block: int) -> int:
     """Computes the memory for log-probs and entropies of ``positions`` states.
 
-    ``block`` is the number of logits that are in memory at the same time (ops/linear_logprobs.py).
+    ``output`` is the number of bytes of a logit that the model computes (output_bytes). ``block`` is the
+    number of logits that are in memory at the same time (ops/linear_logprobs.py).
     """
     states = 2 * positions * shape.hidden * each
     if shape.makes_logits:
-        return states + positions * shape.vocabulary * (each + 2 * FP32)
+        return states + positions * shape.vocabulary * (output + 2 * FP32)
     return states + 3 * FP32 * min(block, positions * shape.vocabulary)
 
 
-def head_backward_bytes(shape: Shape, positions: int, each: int, block: int, kept: int) -> int:
-    """Computes the memory of the head's forward and backward.
+def head_backward_bytes(shape: Shape, positions: int, each: int, output: int, block: int, kept: int) -> int:
+    """Computes the memory of the head's forward and backward; see head_forward_bytes for ``output``.
 
     It includes the states, their fp32 gradient, blocks of logits, the kept logits if there are at most
     ``kept`` of them, and the gradient of the weight.
@@ -225,7 +261,7 @@ def head_backward_bytes(shape: Shape, positions: int, each: int, block: int, kep
     states = positions * shape.hidden * (3 * each + FP32)
     gradient = each * shape.head if shape.trained == shape.parameters else 0
     if shape.makes_logits:
-        return states + logits * (2 * each + 3 * FP32) + gradient
+        return states + logits * (2 * output + 3 * FP32) + gradient
     return states + gradient + (FP32 * logits if logits <= kept else 0) + 4 * FP32 * min(block, logits)
 
 
@@ -234,11 +270,9 @@ def kv_cache_bytes(shape: Shape, tokens: int, each: int) -> int:
 
 
 def static_decode_bytes(
-    shape: Shape, *, tokens: int, length: int, rows: int, prefill: int, waiting: bool, each: int
+    shape: Shape, *, tokens: int, length: int, rows: int, prefill: int, waiting: bool, each: int, logit: int
 ) -> int:
     """Computes the peak memory of the static decode backend, without the weights.
-
-    A decode step holds the logits once in the dtype of the weights and, for sampling, three times in fp32.
 
     Args:
         tokens: Cached positions, prompts included.
@@ -247,17 +281,20 @@ def static_decode_bytes(
         prefill: Prompt positions of one forward; their keys and values are then copied to the cache. The
             first prefill runs before the cache is allocated.
         waiting: True if more prompts are prefilled after the cache is allocated.
+        logit: Bytes per logit of a decode step, output_bytes + sampling_bytes.
     """
     slots, prompt_cache = kv_cache_bytes(shape, tokens, each), kv_cache_bytes(shape, prefill, each)
     prefilling = prompt_cache + inference_activation_bytes(shape, prefill, length, each)
     return max(
-        slots + rows * shape.vocabulary * (each + 3 * FP32),
+        slots + rows * shape.vocabulary * logit,
         slots + (prefilling if waiting else prompt_cache),
         prefilling,
     )
 
 
-def decode_bytes_bound(shape: Shape, tokens: int, rows: int, each: int, prefill: int | None = None) -> int:
+def decode_bytes_bound(
+    shape: Shape, tokens: int, rows: int, each: int, logit: int, prefill: int | None = None
+) -> int:
     """Computes an upper bound of the memory of decoding, used to choose the generation plan.
 
     It includes the KV cache, the prefill of ``prefill`` tokens, and one row of logits per sequence, as in
@@ -267,7 +304,7 @@ def decode_bytes_bound(shape: Shape, tokens: int, rows: int, each: int, prefill:
     A prefill needs the activations of one layer: four hidden states and three of the MLP.
     """
     activations = (4 * shape.hidden + 3 * shape.inner) * each
-    logits = rows * shape.vocabulary * (each + 3 * FP32)
+    logits = rows * shape.vocabulary * logit
     if prefill is None:
         return kv_cache_bytes(shape, tokens, each) + tokens * activations + logits
     return kv_cache_bytes(shape, tokens + prefill, each) + prefill * activations + logits

@@ -22,7 +22,7 @@ from transformers import (
 
 from launch import doctor
 from ppo_ds.build.finetune_memory import FinetuneMemory
-from ppo_ds.build.memory_estimate import Estimate, FrozenModel, Hardware, Models, estimate
+from ppo_ds.build.memory_estimate import Estimate, FrozenModel, Hardware, Models, RunMemory, estimate
 from ppo_ds.build.token_budgets import used_budgets, with_cpu_limits
 from ppo_ds.config.schema import Config
 from ppo_ds.config.sections.models import ModelConfig
@@ -35,11 +35,16 @@ from ppo_ds.ops.memory import (
     EngineMemory,
     Shape,
     activation_bytes,
+    decode_bytes_bound,
     head_backward_bytes,
+    head_forward_bytes,
     kv_cache_bytes,
+    output_bytes,
+    sampling_bytes,
     static_decode_bytes,
     trained_engine,
 )
+from ppo_ds.ops.token_sampling import draw
 from ppo_ds.tools.doctor.finetune import plan_finetuning
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.report import Report
@@ -62,7 +67,9 @@ ADAPTED = Shape(1100, 100, 10, 100, 100, False, 20, 2, 5, 12, True, 2, 4, 2)
 
 
 def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, **more: bool) -> EngineMemory:
-    return trained_engine(shape, stage=stage, each=each, scaled=False, ranks=ranks, bucket=400, **more)
+    return trained_engine(
+        shape, stage=stage, each=each, communication=each, scaled=False, ranks=ranks, bucket=400, **more
+    )
 
 
 # Master weights, each of the two moments, and gradients take 4 bytes per parameter in fp32. With a quarter of
@@ -126,9 +133,46 @@ def test_static_decode_bytes_by_hand() -> None:
     )  # 10 tokens, 2 layers, key and value, 2 numbers of 2 bytes
     # 3 rows of 8 tokens: the cache, and 20 logits of each row, once in bf16 and three times in fp32
     assert (
-        static_decode_bytes(SMALL, tokens=24, length=8, rows=3, prefill=4, waiting=False, each=2)
+        static_decode_bytes(SMALL, tokens=24, length=8, rows=3, prefill=4, waiting=False, each=2, logit=14)
         == 24 * 16 + 3 * 20 * 14
     )
+
+
+def test_logits_by_hand() -> None:
+    # logits, fp32 copies, log-probs, probabilities; on a GPU, logits of 16-bit weights are in fp32 too
+    assert [output_bytes(each, on_gpu) for each in (2, 4) for on_gpu in (False, True)] == [2, 4, 4, 4]
+    assert sampling_bytes(0, 1.0) == sampling_bytes(1, 1.0) == 12
+    # Filtered logits and a mask. For top_p, the copy, log-probs, logits / temperature, sorted logits, their
+    # softmax and its running sum in fp32, and the order in int64.
+    assert (sampling_bytes(50, 1.0), sampling_bytes(0, 0.9)) == (12 + 5, 6 * 4 + 8)
+    by_hand = 24 * 16 + 3 * 20 * 36  # the cache of the test above; 20 logits of each of 3 rows
+    arguments = {"tokens": 24, "length": 8, "rows": 3, "prefill": 4, "waiting": False, "each": 2}
+    assert static_decode_bytes(SMALL, **arguments, logit=output_bytes(2, True) + 32) == by_hand
+    with_prefill, without = (decode_bytes_bound(SMALL, 24, 3, 2, logit) for logit in (36, 0))
+    assert with_prefill - without == 3 * 20 * 36
+    # models that make logits hold them once in their own dtype and twice in fp32 in a forward; in a backward
+    # they and their gradient, and three times in fp32
+    capped = replace(SMALL, makes_logits=True)
+    forwards = [head_forward_bytes(capped, 10, 2, output, GPU_BLOCK) for output in (2, 4)]
+    assert forwards == [2 * 10 * 5 * 2 + 10 * 20 * 10, 2 * 10 * 5 * 2 + 10 * 20 * 12]
+    backwards = [head_backward_bytes(capped, 10, 2, output, GPU_BLOCK, KEPT) for output in (2, 4)]
+    assert backwards == [10 * 5 * 10 + 10 * 20 * each + 2 * 100 for each in (16, 20)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.9), (3, 0.9)])
+def test_sampling_takes_at_most_the_estimated_bytes(dtype: torch.dtype, top_k: int, top_p: float) -> None:
+    logits = torch.randn(64, 4096).to(dtype)
+    uniforms = torch.rand(64, dtype=torch.float64)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        draw(logits, uniforms, temperature=0.9, top_k=top_k, top_p=top_p)
+    peak = held = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    allowed = sampling_bytes(top_k, top_p) * logits.numel()
+    assert 0.6 * allowed < peak < 1.1 * allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -167,6 +211,49 @@ def test_activations_are_those_that_autograd_keeps(kind: str, dtype: torch.dtype
 
 
 # -- memory by role and phase
+
+
+def test_the_estimate_counts_fp32_logits_on_a_gpu_and_the_filters_of_sampling() -> None:
+    def memory(gpu_memory: int | None, *arguments: str) -> RunMemory:
+        shapes = {"actor": replace(SMALL, makes_logits=True)}
+        return RunMemory(plan(*arguments), Hardware(1, gpu_memory), shapes, {}, length=10, rows=1)
+
+    # 10 positions with 20 logits in bf16; a forward has them once, a backward with their gradient
+    gpu, cpu = memory(80 * GIB), memory(None)
+    shape = gpu.shapes["actor"]
+    assert gpu.forward(shape, 10, 10, 2) - cpu.forward(shape, 10, 10, 2) == 10 * 20 * 2
+    checked = "actor.deepspeed.zero_optimization.reduce_bucket_size=400", "actor.zero.stage=3"
+    gpu, cpu = memory(80 * GIB, *checked), memory(None, *checked)
+    assert gpu.backward("actor") - cpu.backward("actor") == 10 * 20 * 2 * 2
+    # decoding needs most memory for its million logits per row
+    wide = Models(replace(SMALL, vocabulary=10**6), None, None, {}, 0)
+    plain, ordered, filtered = (
+        estimate(plan(f"sampling.top_p={top_p}", f"sampling.top_k={top_k}"), wide, GPU).phases["generate"]
+        for top_p, top_k in ((1.0, 0), (0.9, 0), (1.0, 50))
+    )
+    rows = (filtered - plain) // (5 * 10**6)
+    assert rows > 0 and (filtered - plain, ordered - plain) == (rows * 5 * 10**6, rows * 20 * 10**6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "own", "bytes_each"),
+    [(64, "", 2), (65, "", 4), (64, "fp32", 4), (65, "bf16", 2), (65, "FP16", 2)],
+)
+def test_buckets_have_the_dtype_of_the_communication(ranks: int, own: str, bytes_each: int) -> None:
+    """Above 64 ranks, gradients are summed in fp32; 65 ranks have at most 16 of 1000 parameters each."""
+    raw = [f"actor.deepspeed.communication_data_type={own}"] if own else []
+    raw.append("actor.deepspeed.zero_optimization.reduce_bucket_size=400")
+    found = {}
+    for stage, dtype in ((1, "fp16"), (2, "bf16"), (3, "bf16")):
+        config = plan(f"actor.zero.stage={stage}", *raw, f"actor.model.dtype={dtype}")
+        memory = RunMemory(config, Hardware(ranks, 80 * GIB), {"actor": SMALL}, {}, length=10, rows=1)
+        found[stage] = memory.engines["actor"]
+    # fp32 gradients, copied into a 16-bit bucket: 400 flattened elements, 16 of this rank, 400 copied
+    assert found[1].reduction == 4 * (400 + 16) + (2 * 400 if bytes_each == 2 else 0)
+    # 16-bit gradients, copied into an fp32 bucket
+    assert found[2].reduction == 2 * (400 + 16) + (4 * 400 if bytes_each == 4 else 0)
+    assert (found[3].buffers, found[3].reduction) == (4 * 16 + bytes_each * 400, bytes_each * 400)
+
 
 GPU = Hardware(4, 80 * GIB)
 
@@ -229,7 +316,7 @@ def test_memory_of_fine_tuning() -> None:
     # 1000 weights of 4 bytes, and a quarter of the master weights (4 bytes) and of the moments (8 bytes)
     assert one.resident["actor"] == 4000 + 1000 + 2000
     kept = [activation_bytes(SMALL, tokens, 10, 4, False) for tokens in (10, 20)]
-    heads = [head_backward_bytes(SMALL, tokens, 4, GPU_BLOCK, KEPT) for tokens in (10, 20)]
+    heads = [head_backward_bytes(SMALL, tokens, 4, 4, GPU_BLOCK, KEPT) for tokens in (10, 20)]
     accumulated = one.engines["actor"].gradients  # of the first micro-batch
     assert both.phases["update_actor"] - one.phases["update_actor"] == (
         kept[1] + heads[1] - kept[0] - heads[0] - accumulated
