@@ -29,7 +29,7 @@ from typing import Protocol
 
 import torch
 
-from ppo_ds.errors import UserError
+from ppo_ds.errors import RunError
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,10 @@ class Recorder(Protocol):
         ...
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Records the step without running it; returns its replay. Raises RuntimeError if recording fails."""
+        """Records the step without running it and returns its replay.
+
+        Raises RuntimeError if the recording fails, and its subclass RunError if the run cannot go on.
+        """
         ...
 
 
@@ -106,17 +109,23 @@ class CudaRecorder:
 def end_capture(graph: torch.cuda.CUDAGraph, failed: bool = False) -> None:
     """Ends a capture; ignores errors if the step has ``failed``, since the caller then raises its error.
 
-    Raises UserError if the capture does not end in a version of torch that cannot go on after that.
+    Raises RunError if the capture does not end in a version of torch that cannot go on after that. A phase
+    that has run out of memory cannot be repeated with a smaller budget there, since its memory is not freed.
     """
     try:
         graph.capture_end()
     except RuntimeError as error:
         if not FAILURES_ARE_HARMLESS:
-            reason = str(error.__context__ or error).splitlines()[0]
-            raise UserError(
-                f"rollout.backend=static: the model cannot be recorded as a CUDA graph ({reason}), and torch "
-                f"{torch.__version__} cannot free GPU memory after a failed recording; install torch 2.13 or "
-                "later, or set rollout.backend=hf"
+            cause = error.__context__ or error  # the error of the step, if it has failed
+            what, remedy = "the model cannot be recorded as a CUDA graph", ""
+            reason = str(cause).partition("\n")[0]
+            if isinstance(cause, torch.OutOfMemoryError):
+                what = "memory ran out while a decode step was recorded as a CUDA graph"
+                remedy = "set a lower memory.rollout_tokens, "
+            raise RunError(
+                f"rollout.backend=static: {what} ({reason}), and torch "
+                f"{torch.__version__} cannot free GPU memory after a failed recording; {remedy}install torch "
+                "2.13 or later, or set rollout.backend=hf"
             ) from error
         if not failed:
             raise
@@ -163,7 +172,7 @@ class Graphs:
         """Records a step of a new shape and runs it."""
         try:
             replay = recorder.record(step)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RunError):
             raise
         except RuntimeError as error:
             # Models that read numbers on the host (some mixtures of experts) cannot be recorded. The step is
