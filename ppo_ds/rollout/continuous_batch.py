@@ -30,8 +30,8 @@ from ppo_ds.types import Prompts, to_device
 # vectors.
 COLUMNS = 8
 # With CUDA graphs, the number of columns grows in steps of about a quarter, since each shape is recorded: a
-# row of 8,192 tokens has 16 shapes, and attention reads at most a quarter more columns than are in use (from
-# FIRST_GRAPH_COLUMNS on). They are multiples of GRAPH_COLUMNS.
+# row of 8,192 tokens has 16 shapes. They are multiples of GRAPH_COLUMNS. From FIRST_GRAPH_COLUMNS on,
+# attention reads at most 40 % more columns than are in use (448 for 321); from 449 on, at most a third more.
 FIRST_GRAPH_COLUMNS = 256
 GRAPH_COLUMNS = 64
 # Maximum number of tokens that are prefilled together (a longer prompt is prefilled on its own). It is enough

@@ -620,3 +620,6 @@ def test_columns_of_graphs_grow_by_a_quarter():
         assert larger % 64 == 0 and smaller * 5 / 4 <= larger < smaller * 5 / 4 + 64
         assert continuous_batch.graph_columns(smaller) == smaller
         assert continuous_batch.graph_columns(smaller + 1) == larger
+    excess = [larger / (smaller + 1) - 1 for smaller, larger in itertools.pairwise(ladder)]
+    assert max(excess) == 448 / 321 - 1 < 0.4 and max(excess[2:]) < 1 / 3
+    assert len([columns for columns in ladder if columns < 8192]) == 15  # the 16th holds 8,192 columns
