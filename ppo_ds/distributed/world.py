@@ -274,8 +274,10 @@ def connect(
     DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang
     on a stale lock, and leak 66 MiB of /dev/shm per rank and run. gloo's results are bit-identical to theirs.
     """
-    # An empty table marks every op as incompatible. Otherwise, a read of the table would make each rank run a
-    # compiler, and nvcc on GPU machines, for every op of DeepSpeed, none of which is used here.
+    # An empty table marks every op as incompatible. Otherwise, with DeepSpeed's CPU accelerator, its process
+    # group reads the table (build_shm_op in deepspeed/comm/torch.py): each rank would run gcc to probe the
+    # ops, and build the shared-memory collectives. With the CUDA accelerator, DeepSpeed 0.19.8 does not read
+    # the table, but any read of it would run nvcc for many ops, none of which is used here.
     deepspeed.ops.__compatible_ops__ = {}
     if not verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
