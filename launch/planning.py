@@ -17,7 +17,7 @@ from ppo_ds.config.resume import OPEN_SECTIONS
 from ppo_ds.config.schema import Config, config_class, default_dir, from_tree, inherit, is_unused, resolved
 from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.config.validation import validated
-from ppo_ds.distributed.gpus import cpu_requested, nvidia_gpus
+from ppo_ds.distributed.gpus import NOT_REQUESTED, cpu_requested, nvidia_gpus
 from ppo_ds.errors import UserError
 from ppo_ds.storage.run_directory import dry_run_directory
 from ppo_ds.tools.pipeline import EVALUATION, SETTINGS, EvaluationFile, Job, Pipeline, PipelineFile
@@ -319,10 +319,10 @@ def without_reward(arguments: list[str]) -> list[str]:
 
 
 def visible_gpus() -> int:
-    """Returns the number of GPUs that runs may use, without importing torch."""
-    if cpu_requested(os.environ):
-        return 0
+    """Returns the number of NVIDIA GPUs that runs may use, without importing torch."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cpu_requested(os.environ) or chosen == NOT_REQUESTED:
+        return 0
     if chosen is not None:
         return len([device for device in chosen.split(",") if device.strip()])
     return nvidia_gpus()

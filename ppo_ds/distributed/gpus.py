@@ -6,30 +6,44 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ppo_ds.errors import UserError
 
+# Variables that hide GPUs from torch, by vendor; ROCm reads that of CUDA too.
+NVIDIA = ("CUDA_VISIBLE_DEVICES",)
+AMD = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # NVIDIA's driver lists its GPUs in /proc, also inside a container that was started without them.
-TRACES = ("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*", "dev/kfd")  # dev/kfd: AMD
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-NO_DEVICES = {"", "-1", "NoDevFiles"}  # NoDevFiles: set by Slurm for a job without GPUs
+TRACES = {"proc/driver/nvidia/gpus/*": NVIDIA, "dev/nvidia[0-9]*": NVIDIA, "dev/kfd": AMD}
+HIDDEN = {"", "-1"}
+NOT_REQUESTED = "NoDevFiles"  # set by Slurm for a job that has requested no GPUs
 NVIDIA_SMI_SECONDS = 30.0
 
 
-def cpu_requested(environment: Mapping[str, str]) -> bool:
-    """Returns whether the user has chosen the CPU, with DS_ACCELERATOR or by hiding all GPUs."""
-    hidden = any(environment.get(name, "0").strip() in NO_DEVICES for name in VISIBLE)
+class Gpu(NamedTuple):
+    """A GPU of this machine."""
+
+    trace: str  # file or command that shows it
+    variables: tuple[str, ...]  # variables that hide GPUs of its vendor
+
+
+def cpu_requested(environment: Mapping[str, str], variables: Iterable[str] = NVIDIA) -> bool:
+    """Returns whether the user has chosen the CPU, with DS_ACCELERATOR or by hiding all GPUs.
+
+    ``variables`` are those that hide the GPUs of the machine; variables of other vendors have no effect.
+    """
+    hidden = any(environment.get(name, "0").strip() in HIDDEN for name in variables)
     return hidden or environment.get("DS_ACCELERATOR") == "cpu"
 
 
-def find_gpu(root: Path = Path("/")) -> str | None:
-    """Returns a file or a command that shows that this machine has a GPU, or None if there is none."""
-    for pattern in TRACES:
+def find_gpu(root: Path = Path("/")) -> Gpu | None:
+    """Returns a GPU of this machine, or None if there is none."""
+    for pattern, variables in TRACES.items():
         for path in root.glob(pattern):
-            return f"/{path.relative_to(root)}"
-    return "nvidia-smi" if nvidia_gpus() else None  # under WSL there is only nvidia-smi
+            return Gpu(f"/{path.relative_to(root)}", variables)
+    return Gpu("nvidia-smi", NVIDIA) if nvidia_gpus() else None  # under WSL there is only nvidia-smi
 
 
 def nvidia_gpus() -> int:
@@ -50,18 +64,25 @@ def refuse_unused_gpu(root: Path = Path("/")) -> None:
 
     Called when torch finds no GPU that it can use, since the run would otherwise train on the CPU.
     """
-    if cpu_requested(os.environ):
+    if cpu_requested(os.environ, variables=()):
         return
-    found = find_gpu(root)
-    if found is None:
+    gpu = find_gpu(root)
+    if gpu is None or cpu_requested(os.environ, gpu.variables):
         return
+    for name in gpu.variables:
+        if os.environ.get(name) == NOT_REQUESTED:
+            raise UserError(
+                f"{name}={NOT_REQUESTED}: the Slurm job has requested no GPU, but its machine has one "
+                f"({gpu.trace}); request GPUs with --gpus-per-node or --gres=gpu:N, or set "
+                "DS_ACCELERATOR=cpu to train on the CPU"
+            )
     import torch
 
-    given = "".join(f"{name}={os.environ[name]}, " for name in VISIBLE if name in os.environ)
+    given = "".join(f"{name}={os.environ[name]}, " for name in gpu.variables if name in os.environ)
     raise UserError(
-        f"{given}torch {torch.__version__} cannot use the GPU of this machine ({found}): {reason()}; install "
-        "a torch that fits the GPU's driver, give a container its GPUs (docker run --gpus all), or set "
-        "DS_ACCELERATOR=cpu to train on the CPU"
+        f"{given}torch {torch.__version__} cannot use the GPU of this machine ({gpu.trace}): {reason()}; "
+        "install a torch that fits the GPU's driver, give a container its GPUs (docker run --gpus all), or "
+        "set DS_ACCELERATOR=cpu to train on the CPU"
     )
 
 

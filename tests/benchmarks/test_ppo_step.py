@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import against, trl_step
+from benchmarks import against, ppo_step, trl_step
 from benchmarks.counting import Lengths, Sizes, decode_traffic, phase_flops
 from benchmarks.options import overrides, parsed
 from benchmarks.report import Limits, figures, limit_fractions, table
+from ppo_ds.errors import UserError
 from ppo_ds.ops.flops import Size
 from ppo_ds.training.performance import UpdateCost
 
@@ -319,6 +320,23 @@ def test_a_comparison_is_not_started_by_a_launcher_of_ranks(monkeypatch, capsys)
     with pytest.raises(SystemExit):
         parsed(["W1", "--against", "trl", "--trl-python", "x"])
     assert "2 ranks" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_benchmark_does_not_measure_the_cpu_of_a_gpu_machine(monkeypatch, capsys):
+    """As in launch/train.py, a GPU that torch cannot use ends the start."""
+
+    def refuse(verbose, trains=False):
+        assert trains
+        raise UserError("torch cannot use the GPU")
+
+    run = SimpleNamespace(verbose=False)
+    monkeypatch.setattr("launch.cli.load_config", lambda overrides: SimpleNamespace(run=run))
+    monkeypatch.setattr("launch.train.prepare_environment", refuse)
+    monkeypatch.setattr("launch.train.exit_now", sys.exit)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as end:
+        ppo_step.measure(parsed(["W1"]))
+    assert end.value.code == 2 and capsys.readouterr().err == "error: torch cannot use the GPU\n"
 
 
 def test_trl_step_imports_nothing_of_the_project():

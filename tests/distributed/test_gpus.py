@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ppo_ds.errors import UserError
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns the root of a machine without GPUs on which the user has not chosen the CPU."""
-    for name in (*gpus.VISIBLE, "DS_ACCELERATOR"):
+    for name in (*gpus.AMD, "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     return tmp_path
@@ -40,14 +41,14 @@ def test_a_gpu_is_found_by_the_files_of_its_driver(machine: Path, name: str) -> 
     assert find_gpu(machine) is None
     refuse_unused_gpu(machine)
     create(machine, name)
-    assert find_gpu(machine) == f"/{name}"
+    assert find_gpu(machine) == (f"/{name}", gpus.AMD if name == "dev/kfd" else gpus.NVIDIA)
 
 
 def test_a_gpu_is_found_by_nvidia_smi(machine: Path) -> None:
     add_nvidia_smi(machine, "echo 'No devices were found'; exit 6")
     assert find_gpu(machine) is None
     add_nvidia_smi(machine, "echo 'GPU 0: NVIDIA H100 (UUID: GPU-x)'")
-    assert find_gpu(machine) == "nvidia-smi"
+    assert find_gpu(machine) == ("nvidia-smi", gpus.NVIDIA)
 
 
 def test_a_gpu_that_this_torch_cannot_use_is_an_error_of_one_line(
@@ -84,24 +85,60 @@ def test_the_reason_is_the_one_that_torch_gives(machine: Path, monkeypatch: pyte
     assert f"(/dev/nvidia0): {too_old}; install " in line
 
 
+NVIDIA_GPU, AMD_GPU = "dev/nvidia0", "dev/kfd"
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("gpu", "given"),
     [
-        ("DS_ACCELERATOR", "cpu"),
-        ("CUDA_VISIBLE_DEVICES", ""),
-        ("CUDA_VISIBLE_DEVICES", "-1"),
-        ("CUDA_VISIBLE_DEVICES", "NoDevFiles"),
-        ("HIP_VISIBLE_DEVICES", ""),
+        (NVIDIA_GPU, {"DS_ACCELERATOR": "cpu"}),
+        (NVIDIA_GPU, {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "NoDevFiles"}),
+        (NVIDIA_GPU, {"CUDA_VISIBLE_DEVICES": ""}),
+        (NVIDIA_GPU, {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "0"}),
+        (AMD_GPU, {"DS_ACCELERATOR": "cpu"}),
+        (AMD_GPU, {"CUDA_VISIBLE_DEVICES": ""}),
+        (AMD_GPU, {"HIP_VISIBLE_DEVICES": ""}),
+        (AMD_GPU, {"ROCR_VISIBLE_DEVICES": "-1"}),
     ],
 )
 def test_a_user_who_chooses_the_cpu_gets_it(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    machine: Path, monkeypatch: pytest.MonkeyPatch, gpu: str, given: dict[str, str]
 ) -> None:
-    create(machine, "dev/nvidia0")
-    assert not cpu_requested({}) and not cpu_requested({"CUDA_VISIBLE_DEVICES": "0"})
-    assert cpu_requested({name: value})
-    monkeypatch.setenv(name, value)
+    create(machine, gpu)
+    with pytest.raises(UserError):
+        refuse_unused_gpu(machine)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     refuse_unused_gpu(machine)
+
+
+def test_gpus_are_hidden_by_the_variables_of_their_vendor_only(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(machine, NVIDIA_GPU)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")
+    assert not cpu_requested(dict(os.environ))
+    with pytest.raises(UserError, match="^CUDA_VISIBLE_DEVICES=0,1, torch .* cannot use the GPU"):
+        refuse_unused_gpu(machine)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"), [(NVIDIA_GPU, "CUDA_VISIBLE_DEVICES"), (AMD_GPU, "ROCR_VISIBLE_DEVICES")]
+)
+def test_a_slurm_job_without_gpus_on_a_gpu_machine_is_refused(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, gpu: str, name: str
+) -> None:
+    monkeypatch.setenv(name, "NoDevFiles")
+    refuse_unused_gpu(machine)  # a machine without GPUs trains on the CPU
+    create(machine, gpu)
+    with pytest.raises(UserError) as error:
+        refuse_unused_gpu(machine)
+    assert error.value.problems == [
+        f"{name}=NoDevFiles: the Slurm job has requested no GPU, but its machine has one (/{gpu}); request "
+        "GPUs with --gpus-per-node or --gres=gpu:N, or set DS_ACCELERATOR=cpu to train on the CPU"
+    ]
 
 
 def test_expandable_segments_are_not_used_under_wsl(monkeypatch: pytest.MonkeyPatch) -> None:

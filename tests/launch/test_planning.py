@@ -110,6 +110,12 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert visible_gpus() == 2
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert visible_gpus() == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")  # read for AMD GPUs only
+    assert visible_gpus() == 1
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert visible_gpus() == 0
 

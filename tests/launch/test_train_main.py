@@ -15,7 +15,7 @@ import pytest
 from launch import train
 from ppo_ds.config.schema import resolved
 from ppo_ds.distributed.exit import run_exit_actions
-from ppo_ds.distributed.gpus import VISIBLE
+from ppo_ds.distributed.gpus import AMD
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import Responses, RewardError, TextReward
 from ppo_ds.rewards.function import FunctionReward
@@ -236,7 +236,7 @@ def start_on_a_gpu_machine(folder: Path, *arguments: str, **given: str) -> subpr
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-x)'\n")
     tool.chmod(0o755)
-    hidden = (*SET_BY_LAUNCHERS, *VISIBLE, "DS_ACCELERATOR")
+    hidden = (*SET_BY_LAUNCHERS, *AMD, "DS_ACCELERATOR")
     clean = {name: value for name, value in os.environ.items() if name not in hidden}
     paths = {
         "PYTHONPATH": str(folder / "modules"),
@@ -262,7 +262,11 @@ def test_a_run_does_not_train_on_the_cpu_of_a_gpu_machine_unnoticed(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("argument", "given"),
-    [("run.dry_run=true", {}), ("run.seed=0", {"DS_ACCELERATOR": "cpu"}), ("run.seed=0", {VISIBLE[0]: ""})],
+    [
+        ("run.dry_run=true", {}),
+        ("run.seed=0", {"DS_ACCELERATOR": "cpu"}),
+        ("run.seed=0", {"CUDA_VISIBLE_DEVICES": ""}),
+    ],
 )
 def test_a_run_for_the_cpu_goes_on_on_a_gpu_machine(
     tmp_path: Path, argument: str, given: dict[str, str]
