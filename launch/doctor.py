@@ -2,16 +2,18 @@
 
 It takes the command line of launch/train.py, reports whether models, data and reward can be read, and
 estimates the memory and the time of each phase, and the hours of the run. Models are read from their
-config.json files; no weights are loaded. Without --gpu, --gpus and --gpu-mem it checks for this machine.
+config.json files; no weights are loaded. Without --gpu, --gpus, --nodes and --gpu-mem it checks this machine;
+with any of them, the disk, /dev/shm and CPU memory that the cluster needs are printed, but not checked.
 
     --gpu NAME        a row of ppo_ds/tools/doctor/gpus.py: h100, a100, rtx4090, ...; needed for the time
     --gpus N          GPUs of the run; with --nodes, GPUs of each node
-    --nodes N         nodes; the default is 1, and with --gpu as many as the GPUs need, 8 to a node
-    --gpu-mem GIB     memory of each GPU, instead of the table's (without --gpu: 80)
+    --nodes N         nodes; the default is as many as the GPUs need, 8 to a node
+    --gpu-mem GIB     memory of each GPU, instead of the table's (without --gpu: 79.2, that of an H100)
     --assume NAME=VALUE ...   efficiencies and mean lengths, such as mfu=0.45 response=300
 
-Exit code 0: the run can start and fits; 1: it does not fit, or an input cannot be read; 2: the config is
-wrong.
+Exit code 0: the run can start and fits, or nothing wrong was found and the memory is not estimated, since
+`prepare` creates the models when the run starts; 1: it does not fit, or an input cannot be read; 2: the
+config or an option is wrong.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ def main(argv: list[str]) -> int:
         prepare_environment(verbose=False)
         # imported only now, because it imports torch, which reads the environment
         from ppo_ds.tools.doctor.cluster import cluster_of
-        from ppo_ds.tools.doctor.rates import read_assumptions
+        from ppo_ds.tools.doctor.rates import check_lengths, read_assumptions
 
         cluster = cluster_of(options.gpu, options.gpus, options.nodes, options.gpu_mem)
         assumed = read_assumptions(options.assume, cluster.gpu_memory is not None)
         config = load_config(overrides, world_size=cluster.ranks)
+        check_lengths(assumed, config)
     except UserError as error:
         return complain(error)
     # imported only here, because it imports deepspeed and transformers, which takes seconds

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,9 +46,10 @@ from ppo_ds.ops.memory import (
     trained_engine,
 )
 from ppo_ds.ops.token_sampling import draw
+from ppo_ds.tools.doctor.cluster import Cluster
 from ppo_ds.tools.doctor.finetune import plan_finetuning
 from ppo_ds.tools.doctor.model_shapes import plan_models
-from ppo_ds.tools.doctor.report import Report
+from ppo_ds.tools.doctor.report import Report, check_host
 from ppo_ds.tools.doctor.suggest import (
     format_settings,
     suggest_larger_budgets,
@@ -516,12 +518,69 @@ def test_a_gpu_too_small_for_cuda_itself_is_one_line_without_advice(
 def test_before_prepare_the_unchecked_parts_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, said = diagnosis(capsys, "+experiment=quickstart", f"run.dir={tmp_path}/run", "--gpus", "1")
+    code, said = diagnosis(capsys, "+experiment=quickstart", f"run.dir={tmp_path}/run")
     assert code == 0 and f"\ndisk       run.dir={tmp_path}/run: " in said and "GiB free\n" in said
     assert (
         "`prepare` creates models and data when the run starts, so they were not checked"
         in said.splitlines()[-1]
     )
+
+
+def test_before_prepare_a_gpu_too_small_for_cuda_itself_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = diagnosis(capsys, "+experiment=quickstart", f"run.dir={tmp_path}/run", "--gpu-mem", "1e-9")
+    assert code == 1 and "not estimated" not in said
+    assert said.splitlines()[-1].startswith("too much   a GPU of 0.0 MiB is smaller than the 1.8 GiB")
+
+
+def test_the_disk_and_shared_memory_of_a_cluster_are_not_checked_here(
+    start: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = SimpleNamespace(total=2**20, used=2**20, free=0)
+    monkeypatch.setattr("ppo_ds.tools.doctor.report.shutil.disk_usage", lambda _: full)
+    for cluster in (("--gpus", "2"), ("--gpu", "h100"), ("--nodes", "2"), ("--gpu", "h100", "--gpus", "16")):
+        code, said = diagnosis(capsys, *arguments(start), *cluster)
+        assert code == 0 and " free" not in said, said
+        assert f"\ndisk       run.dir={start}/run: " in said and "the cluster's disk was not checked" in said
+        needs_shared = "\n/dev/shm   several GPUs on a node need at least 1 GiB; " in said
+        assert needs_shared == ("--gpus" in cluster)
+    code, said = diagnosis(capsys, *arguments(start))
+    assert code == 1 and "\ndisk       error: run.dir=" in said and ", 0.0 MiB free; choose" in said
+    assert "\n/dev/shm   1.0 MiB\n" in said
+
+
+def test_shared_memory_of_this_machine_with_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "ppo_ds.tools.doctor.report.shutil.disk_usage", lambda _: SimpleNamespace(total=2**26)
+    )
+    for per_node, is_this_machine, errors in ((2, True, 1), (1, True, 0), (2, False, 0)):
+        report = Report()
+        check_host(3 * GIB, Cluster(per_node, per_node, 80 * GIB, None, is_this_machine), report)
+        assert report.errors == errors, report.lines
+        here = "; this machine has " if is_this_machine else ""
+        host = str(report.lines[-1])
+        assert f"3.0 GiB per rank for offloading, {3 * per_node}.0 GiB per node{here}" in host
+        assert ("this machine" in host) == is_this_machine
+
+
+@pytest.mark.parametrize(
+    ("assumed", "problem"),
+    [
+        ("prompt=65", "--assume prompt=65: must be at most data.max_prompt_tokens=64; lower it or raise "),
+        (
+            "response=33",
+            "--assume response=33: must be at most sampling.max_new_tokens=32; lower it or raise ",
+        ),
+    ],
+)
+def test_an_assumed_length_is_at_most_the_maximum(
+    start: Path, capsys: pytest.CaptureFixture[str], assumed: str, problem: str
+) -> None:
+    code, said = diagnosis(capsys, *arguments(start), "--gpu", "h100", "--assume", assumed)
+    assert code == 2 and said.startswith(f"error: {problem}") and said.count("\n") == 1
+    code, said = diagnosis(capsys, *arguments(start), "--gpu", "h100", "--assume", "prompt=64", "response=32")
+    assert code == 0, said
 
 
 def test_all_errors_are_reported_together(start: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,10 +199,14 @@ def test_the_number_of_nodes() -> None:
     assert cluster_of("H100", 64, None, None) == Cluster(64, 8, int(79.2 * 2**30), gpu)
     assert cluster_of("h100", 4, None, 40.0) == Cluster(4, 4, 40 * 2**30, gpu)
     assert cluster_of("h100", 4, 3, None) == Cluster(12, 4, int(79.2 * 2**30), gpu)
-    assert cluster_of(None, 64, None, None) == Cluster(64, 64, 80 * 2**30, None)
+    assert cluster_of(None, 64, None, None) == Cluster(64, 8, int(79.2 * 2**30), None)
+    assert cluster_of(None, 4, None, 40.0) == Cluster(4, 4, 40 * 2**30, None)
+    assert cluster_of(None, 16, 2, None) == Cluster(32, 16, int(79.2 * 2**30), None)
     assert "64 h100 GPU(s) of 79.2 GiB, 8 on each of 8 nodes" in str(cluster_of("h100", 64, None, None))
     with pytest.raises(UserError, match="--gpus=12: not a multiple of the 8 GPUs of a node"):
         cluster_of("h100", 12, None, None)
+    with pytest.raises(UserError, match="--gpus=12: not a multiple of the 8 GPUs of a node"):
+        cluster_of(None, 12, None, None)
     with pytest.raises(UserError, match="--gpu=h1000: unknown; the table has b200, h200, h100"):
         find_gpu("h1000")
 

@@ -32,7 +32,7 @@ MAX_REDUCTIONS = 8  # maximum number of suggestions that are printed
 
 
 def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
-    """Prints the diagnosis; returns whether the run can start and fits into memory."""
+    """Prints the diagnosis; returns False if an error was found or the run does not fit into memory."""
     per_node = cluster.per_node
     hardware, report = Hardware(cluster.ranks, cluster.gpu_memory), Report()
     report.add("for", str(cluster))
@@ -41,7 +41,8 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
     reason = "see the errors above"
     if config.prepare is not None and not Path(main_model_path(config)).exists():
         reason = "`prepare` creates models and data when the run starts, so they were not checked"
-        report.add("disk", f"run.dir={config.run.dir}: {format_bytes(free_disk(config))} free")
+        if cluster.is_this_machine:
+            report.add("disk", f"run.dir={config.run.dir}: {format_bytes(free_disk(config))} free")
     else:
         make_plan = plan_ppo if config.stage == "ppo" else plan_finetuning
         plan = make_plan(config, hardware, report)
@@ -52,23 +53,23 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
         budgets = resolve(config, plan.estimate, usable, hardware.on_gpu)
         config, lines = with_numbers(config, budgets.numbers), budgets.lines
         found = plan.estimate(config)
-        check_disk(config, plan.checkpoint, plan.export, report)
-    check_host(found.host if found else 0, per_node, hardware.on_gpu, report)
+        check_disk(config, plan.checkpoint, plan.export, report, cluster.is_this_machine)
+    check_host(found.host if found else 0, cluster, report)
     print("\n".join(map(str, report.lines)))
     describe_batch = batch_equation if config.stage == "ppo" else batch_line
     print("\n".join(describe_batch(config, hardware.ranks)))
-    if found is None or plan is None:
-        print(f"memory     not estimated: {reason}")
-        return report.errors == 0
-    print(_table(found))
-    print("\n".join(lines), end="\n" if lines else "")
-    print(f"work       up to {plan.flops / 1e12:,.3g} TFLOP per step over all ranks")
     if hardware.on_gpu and usable == 0:
         print(
             f"too much   a GPU of {format_bytes(hardware.gpu_memory)} is smaller than the "
             f"{format_bytes(hardware.context)} that CUDA itself needs: nothing can run on it"
         )
         return False
+    if found is None or plan is None:
+        print(f"memory     not estimated: {reason}")
+        return report.errors == 0
+    print(_table(found))
+    print("\n".join(lines), end="\n" if lines else "")
+    print(f"work       up to {plan.flops / 1e12:,.3g} TFLOP per step over all ranks")
     fits = _print_fit(config, plan, hardware, usable, found, fixed)
     machine = _machine(config, plan, cluster, assumed)
     if machine is None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
+from ppo_ds.config.schema import Config
 from ppo_ds.errors import UserError
 from ppo_ds.tools.doctor.gpus import Device
 
@@ -47,6 +49,11 @@ class Assumptions:
 SHARES = ("mfu", "forward", "decode", "decode_mfu", "adam", "links", "overlap")
 NAMES = tuple(each.name for each in fields(Assumptions))
 DESCRIPTIONS = {each.name: str(each.metadata["description"]) for each in fields(Assumptions)}
+MAX_LENGTHS = {  # stage -> mean lengths that it uses, and the keys of their maxima
+    "ppo": {"prompt": "data.max_prompt_tokens", "response": "sampling.max_new_tokens"},
+    "sft": {"prompt": "sft.max_tokens"},
+    "reward_model": {"prompt": "reward_model.max_tokens"},
+}
 # Defaults that differ on a CPU, where each kernel costs a call from Python and nothing overlaps.
 CPU = {
     "mfu": 0.75,
@@ -80,6 +87,19 @@ def read_assumptions(settings: Iterable[str], on_gpu: bool) -> Assumptions:
     if problems:
         raise UserError(*problems)
     return Assumptions(**values)
+
+
+def check_lengths(assumed: Assumptions, config: Config) -> None:
+    """Raises UserError if a mean length is assumed that is above the maximum of the config."""
+    problems = []
+    for name, key in MAX_LENGTHS[config.stage].items():
+        value, most = getattr(assumed, name), attrgetter(key)(config)
+        if value is not None and value > most:
+            problems.append(
+                f"--assume {name}={value:g}: must be at most {key}={most}; lower it or raise {key}"
+            )
+    if problems:
+        raise UserError(*problems)
 
 
 @dataclass(frozen=True)

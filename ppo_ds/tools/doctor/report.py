@@ -15,6 +15,7 @@ import torch
 from ppo_ds.config.schema import Config
 from ppo_ds.engine.memory_budget import GIB, format_bytes, host_memory
 from ppo_ds.errors import UserError
+from ppo_ds.tools.doctor.cluster import Cluster
 
 T = TypeVar("T")
 MIN_SHM = GIB  # NCCL and data loaders of several GPUs need more than the 64 MiB default of docker
@@ -84,34 +85,44 @@ def free_disk(config: Config) -> int:
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
-def check_disk(config: Config, checkpoint: int, export: int, report: Report) -> None:
+def check_disk(
+    config: Config, checkpoint: int, export: int, report: Report, on_this_machine: bool = True
+) -> None:
     """Checks the free space for all kept checkpoints, one more while it is written, and the final export.
 
-    ``checkpoint`` and ``export`` are the bytes of one checkpoint and of the export.
+    ``checkpoint`` and ``export`` are the bytes of one checkpoint and of the export. For a run that is not
+    ``on_this_machine``, the space that it needs is only reported.
     """
     settings = config.checkpoint
     kept = 0 if settings.every == 0 else settings.keep_last + 1 + settings.keep_best
-    free = free_disk(config)
     needed = kept * checkpoint + export
     text = (
         f"run.dir={config.run.dir}: {format_bytes(needed)} needed ({kept} checkpoints of "
-        f"{format_bytes(checkpoint)}, export of {format_bytes(export)}), {format_bytes(free)} free"
+        f"{format_bytes(checkpoint)}, export of {format_bytes(export)})"
     )
+    if not on_this_machine:
+        report.add("disk", f"{text}; the cluster's disk was not checked")
+        return
+    free = free_disk(config)
     remedy = "" if needed <= free else "; choose another run.dir or lower checkpoint.keep_last"
-    report.add("disk", text + remedy, ok=needed <= free)
+    report.add("disk", f"{text}, {format_bytes(free)} free{remedy}", ok=needed <= free)
 
 
-def check_host(offloaded: int, per_node: int, on_gpu: bool, report: Report) -> None:
-    """Checks shared memory, and reports the CPU memory for ``offloaded`` bytes per rank."""
-    shm = Path("/dev/shm")
-    if shm.exists():
+def check_host(offloaded: int, cluster: Cluster, report: Report) -> None:
+    """Checks shared memory, and reports the CPU memory for ``offloaded`` bytes per rank.
+
+    For a cluster that is not this machine, the sizes that a node needs are only reported.
+    """
+    shm, several = Path("/dev/shm"), cluster.gpu_memory is not None and cluster.per_node > 1
+    if not cluster.is_this_machine:
+        if several:
+            report.add("/dev/shm", "several GPUs on a node need at least 1 GiB; the cluster was not checked")
+    elif shm.exists():
         size = shutil.disk_usage(shm).total
-        short = on_gpu and per_node > 1 and size < MIN_SHM
+        short = several and size < MIN_SHM
         remedy = "; several GPUs need at least 1 GiB: docker run --ipc=host" if short else ""
         report.add("/dev/shm", format_bytes(size) + remedy, ok=not short)
     if offloaded:
-        report.add(
-            "host",
-            f"{format_bytes(offloaded)} per rank for offloading, {format_bytes(offloaded * per_node)} per "
-            f"node; this machine has {format_bytes(host_memory())}",
-        )
+        node = format_bytes(offloaded * cluster.per_node)
+        here = f"; this machine has {format_bytes(host_memory())}" if cluster.is_this_machine else ""
+        report.add("host", f"{format_bytes(offloaded)} per rank for offloading, {node} per node{here}")
