@@ -13,7 +13,6 @@ from ppo_ds.build.token_budgets import (
     MAX_DECODED_ROWS,
     STEP,
     resolve,
-    with_cpu_limits,
     with_numbers,
 )
 from ppo_ds.config.schema import Config, reward_models
@@ -39,14 +38,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("zysnlp", (), 1, 24, 21, None, None),
         ("sequence_kl", (), 1, 24, 21, None, None),
         ("n_plus", (), 1, 24, 21, None, None),
-        ("deepspeed_chat", (), 1, 24, 11, None, 21),
+        ("deepspeed_chat", (), 1, 24, 14, None, 21),
         ("minimind", (), 1, 24, 5, None, None),
-        ("rlhf", (), 1, 80, 29, 46, None),
+        ("rlhf", (), 1, 80, 61, 46, None),
         ("rlhf", CHECKPOINTING, 1, 24, 21, 46, None),
-        ("rlhf_7b", (), 8, 80, 59, 684, None),
-        ("rlhf_7b_offload", (), 8, 40, 30, None, 260),
-        ("rlhf_7b_offload", (), 4, 80, 34, None, 260),
-        ("rlhf_70b_lora", (), 8, 79.2, 62, 504, None),
+        ("rlhf_7b", (), 8, 80, 64, 684, None),
+        ("rlhf_7b_offload", (), 8, 40, 34, None, 260),
+        ("rlhf_7b_offload", (), 4, 80, 38, None, 260),
+        ("rlhf_70b_lora", (), 8, 79.2, 69, 504, None),
         ("rlhf_70b", (), 64, 79.2, 70, 1932, None),
     ],
 )
@@ -66,13 +65,17 @@ def test_experiments_quote_the_doctor(
     models |= {} if config.critic.model.path is None else {"critic.model": config.critic.model.path}
     models |= {key: model["path"] for key, model in reward_models(config.reward)}
     paths = [f"{key}.path={folders[path]}" for key, path in models.items()]
-    config, report = with_cpu_limits(compose(*arguments, *paths, ranks=gpus)), Report()
+    config, report = compose(*arguments, *paths, ranks=gpus), Report()
     shapes = plan_models(config, load_tokenizer(config.actor.model.path, key="actor.model.path"), report)
     assert shapes is not None, report.lines
     check_disk(config, *disk_bytes(config, shapes), report)
     lines = {line.name: line.text for line in report.lines}
     hardware = Hardware(gpus, int(gib * GIB))
-    found = estimate(config, shapes, hardware)
+
+    def estimated(trial: Config) -> Estimate:
+        return estimate(trial, shapes, hardware)
+
+    found = estimated(with_numbers(config, resolve(config, estimated, hardware.usable, on_gpu=True).numbers))
 
     comment = " ".join((CONF / "experiment" / f"{experiment}.yaml").read_text().split())
     peak = found.peak / GIB
