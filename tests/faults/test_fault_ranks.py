@@ -205,7 +205,9 @@ def test_the_trainer_with_a_rank_that_hangs(tmp_path):
     )
     assert code == 1 and "Traceback" not in output, output
     rank_0, rank_1 = told_by_the_stuck(output)
-    assert "this rank is after the phase 'reward' since" in rank_0 and "all_reduce" in rank_0
+    # at the end of the phase, the ranks tell one another whether one of them is out of memory
+    assert "this rank is in the phase 'reward' since" in rank_0
+    assert "in _any_failed\n" in rank_0 and "all_reduce" in rank_0
     assert (
         "this rank is in the phase 'reward' since" in rank_1
         and "in collect\n" in rank_1
