@@ -1,7 +1,7 @@
 # make quickstart   a tiny model learns small sums by SFT and PPO, on two CPU cores
 # make pipeline     the same with a learned reward: SFT, reward model, PPO
 # make test         the tests that are not marked slow or nightly; at most 12 minutes on two cores
-# make test-all     all tests that are not marked nightly; at most 45 minutes on two cores
+# make test-all     all tests that are not marked nightly; about an hour on two cores
 # make lint         style and types, the Dockerfile and the shell scripts
 #
 # Each target first creates .venv and installs into it. Only Python 3.11 to 3.13, git and make are needed.
