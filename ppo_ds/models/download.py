@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import LocalEntryNotFoundError
 from tqdm import tqdm
+from transformers.dynamic_module_utils import get_cached_module_file
 
 from ppo_ds.errors import UserError
 
@@ -178,7 +179,11 @@ def list_files(model: HubModel) -> HubFiles | None:
 
 
 def download(files: HubFiles, names: Sequence[str], bar: type[tqdm] | None = None) -> None:
-    """Downloads the files that the local cache lacks; raises UserError if one cannot be downloaded."""
+    """Downloads the files that the local cache lacks; raises UserError if one cannot be downloaded.
+
+    Also copies code to the folder from which transformers imports it. If several ranks did this at once, one
+    could import a file that another is still writing.
+    """
     if not names:
         return
     model = files.model
@@ -196,6 +201,10 @@ def download(files: HubFiles, names: Sequence[str], bar: type[tqdm] | None = Non
             raise UserError(
                 f"{model.key}={model.path}: {name} cannot be downloaded: {reason(error)}"
             ) from error
+    for name in names:
+        if name.endswith(".py"):
+            with suppress(OSError, ImportError):  # a missing package is reported if the code is loaded
+                get_cached_module_file(model.path, name, revision=files.commit, local_files_only=True)
 
 
 def reason(error: Exception) -> str:

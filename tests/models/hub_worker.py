@@ -9,6 +9,7 @@ from pathlib import Path
 import huggingface_hub
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.hub import HF_MODULES_CACHE
 
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.distributed.world import World, connect
@@ -33,6 +34,8 @@ def load_everything() -> None:
     world = start(sys.argv[1:])
     download = [HubModel("actor.model.path", "org/plain", None), HubModel("k", "org/code", "main", True)]
     download_files(download, world)
+    # no rank copies code while another rank imports it
+    assert any(Path(HF_MODULES_CACHE).rglob("org/code/*/mine.py"))
     weights = []
     for model in (model_config("org/plain"), model_config("org/code", "main", trusted=True)):
         config = config_of(model, "key")
