@@ -25,6 +25,7 @@ RECORD = (
     "config.yaml",
     "memory.json",
     "metrics.jsonl",
+    "events.jsonl",
     "samples",
     "summary.json",
     "curves.png",

@@ -18,7 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ppo_ds.tracking.tracker import Record
+from ppo_ds.tracking.tracker import EventKind, Record
 
 
 def open_console(stream: TextIO | None = None) -> Console:
@@ -86,6 +86,9 @@ class ConsoleTracker:
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
         """Prints nothing: samples are in the run directory and in the final report."""
+
+    def event(self, step: int, kind: EventKind, text: str) -> None:
+        """Prints nothing: the run logs its warnings and alarms itself."""
 
     def rewind(self, step: int) -> None:
         self._progress.update(self._task, completed=step)

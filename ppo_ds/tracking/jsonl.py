@@ -1,21 +1,23 @@
-"""Writes ``metrics.jsonl``, ``samples/step_NNNNNN.jsonl`` and ``summary.json`` of a run directory."""
+"""Writes the record of a run: ``metrics.jsonl``, ``events.jsonl``, ``samples/`` and ``summary.json``."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 from ppo_ds.storage.drafts import open_for_appending, write_file
-from ppo_ds.tracking.tracker import Record
+from ppo_ds.tracking.tracker import EventKind, Record
 
 
 class JsonlTracker:
     """Writes one line with a JSON object for each step.
 
-    Each line is flushed, so that the records of all finished steps remain if the run is killed.
+    Each line is flushed, so that the records of all finished steps remain if the run is killed. Events are
+    never removed, neither by a resume nor by a rollback; only a run that starts at step 0 has a new file.
     """
 
     def __init__(self, run_dir: str | os.PathLike, *, resumed_at: int = 0):
@@ -25,6 +27,10 @@ class JsonlTracker:
         self._samples_dir = self.run_dir / "samples"
         self._samples_dir.mkdir(parents=True, exist_ok=True)
         self._truncate_after(resumed_at)
+        self._started = time.monotonic() - self.elapsed
+        self._events_path = self.run_dir / "events.jsonl"
+        events = read_events(self._events_path) if resumed_at > 0 else []
+        write_file(self._events_path, "".join(_line(event) for event in events))  # without a partial line
 
     def _truncate_after(self, step: int) -> None:
         """Removes incomplete lines and records of steps after ``step``, and opens the file for appending."""
@@ -61,6 +67,11 @@ class JsonlTracker:
         file = self._samples_dir / f"{prefix}step_{step:06d}.jsonl"
         write_file(file, "".join(_line(row) for row in rows))
 
+    def event(self, step: int, kind: EventKind, text: str) -> None:
+        seconds = round(time.monotonic() - self._started, 3)
+        with open_for_appending(self._events_path) as file:
+            file.write(_line({"step": step, "time": seconds, "kind": kind, "text": text}))
+
     def rewind(self, step: int) -> None:
         self._file.close()
         self._truncate_after(step)
@@ -93,6 +104,11 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
     return records
+
+
+def read_events(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """Reads the events of an ``events.jsonl`` in order, without a line that was cut off."""
+    return [event for event in read_metrics(path) if {"time", "kind", "text"} <= set(event)]
 
 
 def _line(record: dict[str, Any]) -> str:

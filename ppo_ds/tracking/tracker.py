@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from ppo_ds.secrets import censored_tree
+from ppo_ds.secrets import censored, censored_tree
 from ppo_ds.types import Metrics
 
 Record = dict[str, float | None]  # metrics as written: None for values that were not finite
+EventKind = Literal["started", "resumed", "rolled_back", "warning", "alarm", "ended"]
 
 
 class Tracker(Protocol):
-    """A destination of metrics and samples.
+    """A destination of metrics, samples and events.
 
-    Methods are called on rank 0 only, in the order start, log and samples, finish.
+    Methods are called on rank 0 only, in the order start, log, samples and event, finish.
     """
 
     def start(self, config: dict[str, Any]) -> None:
@@ -30,6 +31,12 @@ class Tracker(Protocol):
 
         A row has the keys prompt and response. Rows of PPO also have score, length and finish; rows of its
         training steps have kl as well.
+        """
+
+    def event(self, step: int, kind: EventKind, text: str) -> None:
+        """Records that something happened after ``step`` steps; ``text`` describes it in one line.
+
+        The saving of a checkpoint is not an event. Warnings and alarms are also printed on the console.
         """
 
     def rewind(self, step: int) -> None:
@@ -72,6 +79,11 @@ class Trackers:
         kept = [censored_tree(finite(row)) for row in kept]
         for tracker in self._trackers if kept else ():
             tracker.samples(step, kept, split)
+
+    def event(self, step: int, kind: EventKind, text: str) -> None:
+        line = " ".join(censored(text).split())
+        for tracker in self._trackers:
+            tracker.event(step, kind, line)
 
     def rewind(self, step: int) -> None:
         for tracker in self._trackers:

@@ -25,7 +25,7 @@ from typing import Any
 
 from ppo_ds.errors import printable
 from ppo_ds.storage.drafts import open_for_appending, write_file
-from ppo_ds.tracking.tracker import Record
+from ppo_ds.tracking.tracker import EventKind, Record
 
 CHILD = Path(__file__).with_name("wandb_child.py")
 DELETED = "created and deleted"  # the server's message for the id of a deleted run, which cannot be reused
@@ -102,6 +102,9 @@ class WandbTracker:
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
         self._send({"samples": rows, "split": split, "step": step})
+
+    def event(self, step: int, kind: EventKind, text: str) -> None:
+        """Does nothing."""
 
     def rewind(self, step: int) -> None:
         """Does nothing: wandb cannot remove steps, and shows repeated steps twice."""

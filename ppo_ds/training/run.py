@@ -82,6 +82,12 @@ class Run:
 
     def start(self) -> None:
         """Evaluates and prepares a new run, or completes the evaluation that a stop request interrupted."""
+        step, total = self.state.step, self.stage.total_steps
+        if self.saver.last_checkpoint is None:
+            self.tracker.event(step, "started", f"{self.name}: {total} steps")
+        else:
+            checkpoint = self.saver.last_checkpoint
+            self.tracker.event(step, "resumed", f"{self.name}: step {step} of {total}, from {checkpoint}")
         if self.state.unevaluated is not None:
             self.complete_step(self.state.unevaluated)
         elif self.state.step == 0:
@@ -180,6 +186,7 @@ class Run:
             self.reason, self.error = reason, f"step {self.state.step}: {text}"
         for text in warnings if self.world.is_main else []:
             log.warning("warning: step %d: %s", self.state.step, text)
+            self.tracker.event(self.state.step, "warning", text)
 
     # -- non-finite numbers ----------------------------------------------------------------------------------
 
@@ -193,7 +200,7 @@ class Run:
         try:
             yield
         except TooManySkips as error:
-            damage = ""
+            damage, failed = "", self.state.step + 1
             if self.saver.can_roll_back:
                 try:
                     self.saver.roll_back(error)
@@ -202,6 +209,8 @@ class Run:
                 else:
                     self.eval_score = None
                     self.tracker.rewind(self.state.step)
+                    reason = f"step {failed}: {error}: not finite; repeated after step {self.state.step}"
+                    self.tracker.event(self.state.step, "rolled_back", reason)
                     self.costs()  # resets the timer for the next step
                     return
             self.reason, self.error = "nonfinite", self.dump_failure(error) + damage
@@ -225,6 +234,9 @@ class Run:
         if succeeded:
             self.stage.export(self.context.run_dir)
         error = {"error": self.error} if self.error else {}
+        self.tracker.event(
+            self.state.step, "ended", f"{self.reason}: {self.error}" if self.error else self.reason
+        )
         self.tracker.finish({"exit_reason": self.reason} | error | self.state.heldout_metrics(self.heldout))
         if self.world.is_main:
             hint = RESUME_HINTS.get(self.reason)
@@ -241,4 +253,6 @@ class Run:
     def fail(self, error: BaseException) -> None:
         """Closes the trackers of a run that ``error`` has ended. Not a collective."""
         self.mark_ending()
-        self.tracker.finish({"exit_reason": "error", "error": f"{type(error).__name__}: {error}"})
+        message = f"{type(error).__name__}: {error}"
+        self.tracker.event(self.state.step, "ended", f"error: {message}")
+        self.tracker.finish({"exit_reason": "error", "error": message})

@@ -31,9 +31,10 @@ def test_an_error_that_quotes_a_key_is_censored_in_every_record(tmp_path, monkey
     trackers = Trackers([JsonlTracker(tmp_path), recorder])
     row = {"prompt": f"p {KEY}", "response": "r", "score": 1.0, "kl": 0.0, "length": 1, "finish": "eos"}
     trackers.samples(1, [row])
+    trackers.event(1, "warning", f"refused with {KEY}")
     trackers.finish({"exit_reason": "error", "error": f"ValueError: 401 for {KEY}", "more": [{"x": KEY}]})
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert {file.name for file in files} >= {"summary.json", "step_000001.jsonl"}
+    assert {file.name for file in files} >= {"summary.json", "step_000001.jsonl", "events.jsonl"}
     assert not [file.name for file in files if KEY in file.read_text()] and KEY not in str(recorder.told)
     assert json.loads((tmp_path / "summary.json").read_text())["error"] == "ValueError: 401 for ***"
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ppo_ds.tracking.jsonl import JsonlTracker, read_metrics
+from ppo_ds.tracking.jsonl import JsonlTracker, read_events, read_metrics
 from ppo_ds.tracking.tracker import Trackers
 
 
@@ -192,3 +192,35 @@ def test_a_rollback_removes_later_lines(tmp_path):
     ]
     assert [file.name for file in (tmp_path / "samples").iterdir()] == ["step_000001.jsonl"]
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
+
+
+def test_events_are_kept_over_a_resume_and_a_rollback(tmp_path):
+    trackers = Trackers([JsonlTracker(tmp_path)])
+    trackers.event(0, "started", "a run: 9 steps")
+    trackers.log(1, {"kl/coef": 0.1})
+    trackers.log(2, {"kl/coef": 0.1})
+    trackers.event(2, "warning", "two\nlines")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"step": 2, "time": 1.0, "ki')
+    resumed = Trackers([JsonlTracker(tmp_path, resumed_at=1)])
+    resumed.event(1, "resumed", "from a checkpoint")
+    resumed.rewind(0)
+    resumed.finish({"exit_reason": "done"})
+    resumed.event(1, "ended", "an error after the end of the trackers")
+    events = written(tmp_path / "events.jsonl")
+    assert [(event["step"], event["kind"], event["text"]) for event in events] == [
+        (0, "started", "a run: 9 steps"),
+        (2, "warning", "two lines"),
+        (1, "resumed", "from a checkpoint"),
+        (1, "ended", "an error after the end of the trackers"),
+    ]
+    assert all(set(event) == {"step", "time", "kind", "text"} for event in events)
+    assert read_events(tmp_path / "events.jsonl") == events
+    JsonlTracker(tmp_path)
+    assert read_events(tmp_path / "events.jsonl") == []
+
+
+def test_the_time_of_events_continues_after_a_resume(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 50.5}\n')
+    JsonlTracker(tmp_path, resumed_at=1).event(1, "resumed", "text")
+    assert 50.5 <= read_events(tmp_path / "events.jsonl")[0]["time"] < 110.5
