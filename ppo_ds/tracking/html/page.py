@@ -1,0 +1,108 @@
+"""Renders HTML pages that are one file each and need no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.tracking.tracker import finite
+
+ASSETS = Path(__file__).parent
+ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
+    "%3Cpath d='M2 13 6 8l3 2 5-7' fill='none' stroke='%230b6bb8' stroke-width='2.4' "
+    "stroke-linecap='round' stroke-linejoin='round'/%3E%3C/svg%3E"
+)
+
+
+def asset(name: str) -> str:
+    """Returns the text of a style sheet or script in this folder."""
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def render_page(
+    title: str, body: str, data: Any, scripts: Sequence[str] = (), styles: Sequence[str] = ()
+) -> str:
+    """Returns a complete HTML page with the shared style, a heading, a switch of the theme, and ``data``.
+
+    The content security policy of the page allows the given scripts and styles, by their hashes, and nothing
+    else: no network, no inline handlers, no ``style`` attributes (scripts may set ``element.style``).
+
+    Args:
+        title: The title and heading, as plain text.
+        body: The HTML below the heading. It must not contain text of users, prompts or models: a script
+            takes these from ``data`` and puts them into the page with ``textContent``.
+        data: Any value that JSON can represent; floats that are not finite become null. Scripts read it with
+            ``pageData()``.
+        scripts: JavaScript source texts. They are joined to one module, in this order, and see each other's
+            names and those of ``dom.js``.
+        styles: CSS source texts that follow the shared ``style.css``.
+
+    Raises:
+        ValueError: A script or style contains the end tag of its own element.
+    """
+    style = "\n".join([asset("style.css"), *styles])
+    theme = asset("theme.js")
+    module = "\n".join([asset("dom.js"), *scripts])
+    for text, end in ((style, "</style"), (theme, "</script"), (module, "</script")):
+        if end in text.lower():
+            raise ValueError(f"a style or script of the page contains {end!r}")
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {_hash(theme)} {_hash(module)}",
+            f"style-src {_hash(style)}",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">
+<title>{html.escape(title)}</title>
+<link rel="icon" href="{ICON}">
+<style>{style}</style>
+<script>{theme}</script>
+</head>
+<body>
+<main>
+<header class="page-head">
+<h1>{html.escape(title)}</h1>
+<button class="theme-switch" data-theme-switch title="Light or dark"
+  aria-label="Switch between light and dark">
+</button>
+</header>
+{body}
+</main>
+<script type="application/json" id="page-data">{json_for_html(data)}</script>
+<script type="module">{module}</script>
+</body>
+</html>
+"""
+
+
+def json_for_html(data: Any) -> str:
+    """Returns ``data`` as JSON that is safe inside a ``<script>`` element and can be encoded as UTF-8.
+
+    Escapes the characters that could end the element or open a comment in it, line separators that old
+    JavaScript engines reject, and lone surrogates.
+    """
+    text = json.dumps(finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=str)
+    return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
