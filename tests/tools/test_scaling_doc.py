@@ -36,7 +36,7 @@ def test_experiments_and_the_page_quote_the_doctor(
     folders: dict[str, str], experiment: str, gpus: int
 ) -> None:
     phases, _ = phases_of(*planned(experiment, gpus, (), folders), gpus)
-    assert "\n".join(f"    {line}" for line in phase_lines(phases)) in SCALING
+    assert "\n".join(phase_lines(phases)) in SCALING
     found = phases["generate"]
     token = float(found.detail.partition(" decode steps of ")[2].partition(" ms")[0]) / 1000
     comment = (CONF / "experiment" / f"{experiment}.yaml").read_text()
