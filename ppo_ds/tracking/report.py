@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ppo_ds.storage.drafts import draft_file
+from ppo_ds.tracking.catalogue import PANELS, Panel
 from ppo_ds.tracking.console import open_console
 from ppo_ds.tracking.jsonl import read_metrics
 
@@ -27,53 +27,7 @@ LOWER_IS_BETTER = ("loss", "perplexity", "calibration_error")
 MAX_CELL = 240  # maximum number of characters in a cell of the table of samples
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One plot of the image: its metrics and axis. It is drawn if there is data of its first metric."""
-
-    title: str
-    unit: str
-    metrics: dict[str, str]  # maps names of metrics to labels in the legend
-    band: str = ""  # the metric drawn as +- around the first curve
-    percent: bool = False
-    from_zero: bool = False
-
-
-PANELS = (
-    Panel("Reward", "score", {"reward/score_mean": "mean ± std over the responses"}, band="reward/score_std"),
-    Panel("Loss", "nats per token", {"sft/loss": "training", "eval/loss": "held out"}),
-    Panel(
-        "Token accuracy",
-        "share of correct tokens",
-        {"sft/token_accuracy": "training", "eval/token_accuracy": "held out"},
-        percent=True,
-    ),
-    Panel("Pairwise loss", "nats per pair", {"rm/loss": "training", "eval/loss": "held out"}),
-    Panel(
-        "Pair accuracy",
-        "share of pairs",
-        {"rm/accuracy": "training", "eval/accuracy": "held out"},
-        percent=True,
-    ),
-    Panel(
-        "Margin",
-        "score of chosen - rejected",
-        {"rm/margin_mean": "training, mean", "eval/margin_mean": "held out, mean"},
-    ),
-    Panel("Held-out accuracy", "share of correct responses", {"eval/accuracy": "accuracy"}, percent=True),
-    Panel(
-        "Held-out score", "score", {"eval/score_mean": "mean ± std over the responses"}, band="eval/score_std"
-    ),
-    Panel("KL to the reference", "nats per response", {"kl/ref_seq_mean": "KL", "kl/target": "target"}),
-    Panel("Policy loss", "loss", {"policy/loss": "loss"}),
-    Panel("Value loss", "loss", {"value/loss": "loss"}, from_zero=True),
-    Panel(
-        "Response length",
-        "tokens",
-        {"rollout/resp_len_mean": "mean", "rollout/resp_len_max": "longest"},
-        from_zero=True,
-    ),
-)
+OVERVIEW = tuple(panel for panel in PANELS if panel.overview)
 
 
 def plot_curves(
@@ -83,17 +37,19 @@ def plot_curves(
     title: str = "",
     before: Mapping[str, float] | None = None,
 ) -> bool:
-    """Draws every panel that has data in ``metrics_jsonl``, with the metrics ``before`` training as step 0.
+    """Draws every panel of the overview that has data in ``metrics_jsonl``.
 
-    Returns False and writes no file if there is no data at all.
+    The metrics ``before`` training are drawn as step 0. Returns False and writes no file if there is no data
+    at all.
     """
     records = [{**(before or {}), "step": 0}, *read_metrics(metrics_jsonl)]
     curves: dict[str, Points] = {}
-    for name in [name for panel in PANELS for name in (*panel.metrics, panel.band)]:
+    drawn = [name for panel in OVERVIEW for name in (*panel.metrics, panel.band, *(panel.band_limits or ()))]
+    for name in drawn:
         having = [record for record in records if isinstance(record.get(name), int | float)]
         if having:
             curves[name] = [record["step"] for record in having], [record[name] for record in having]
-    panels = [panel for panel in PANELS if next(iter(panel.metrics)) in curves]
+    panels = [panel for panel in OVERVIEW if next(iter(panel.metrics)) in curves]
     if "eval/accuracy" in curves:  # shows the same information as the score, on a better scale
         panels = [panel for panel in panels if panel.title != "Held-out score"]
     if "rm/accuracy" in curves:  # its panel shows the held-out accuracy too
@@ -133,6 +89,11 @@ def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
             [middle[step] - spread[step] for step in steps],
             [middle[step] + spread[step] for step in steps],
         )
+        if panel.band_limits is not None and all(name in curves for name in panel.band_limits):
+            lowest, highest = (curves[name][1] for name in panel.band_limits)
+            # as far as the scores go; the mean of held-out scores may be beyond those of training
+            low = [max(value, min(*lowest, middle[step])) for step, value in zip(steps, low, strict=True)]
+            high = [min(value, max(*highest, middle[step])) for step, value in zip(steps, high, strict=True)]
         axes.fill_between(steps, low, high, color=COLOURS[0], alpha=0.13, linewidth=0)
     axes.set_title(panel.title, fontsize=11, fontweight="bold", loc="left")
     axes.set_xlabel("step", fontsize=9)
