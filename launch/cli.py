@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +22,8 @@ class Parser(argparse.ArgumentParser):
     """Reports errors of the command line as UserError, like all other errors of the user."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
+        key = re.fullmatch(r"unrecognized arguments: --(\w+(?:\.\w+)+=\S*)", message)
+        raise UserError(f"{message}; did you mean {key[1]}?" if key else f"{message}; see --help")
 
 
 def load_config(argv: list[str], world_size: int | None = None) -> Config:

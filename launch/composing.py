@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,22 @@ HYDRAS_ADVICE = re.compile(
 )
 # Keys of the evaluation, and the values that they get if there are no held-out data.
 WITHOUT_EVALUATION = {"data.eval_path": None, "eval.every": None, "checkpoint.keep_best": False}
+# Names that are neither options nor similar to the option that they mean.
+USUAL_NAMES = {
+    ("algo", "ppo"): "standard",
+    ("algo", "reinforce"): "reinforce_pp",
+    ("algo", "reinforce++"): "reinforce_pp",
+    ("experiment", "ppo"): "rlhf",
+    ("experiment", "lora"): "rlhf_70b_lora",
+    ("reward", "rm"): "model",
+    ("reward", "reward_model"): "model",
+    ("reward", "python"): "function",
+    ("reward", "http"): "remote",
+    ("reward", "mix"): "weighted",
+    ("reward", "math"): "numeric",
+    **{("zero", str(stage)): f"stage{stage}" for stage in range(4)},
+    **{("zero", f"zero{stage}"): f"stage{stage}" for stage in range(4)},
+}
 EXAMPLES = Path(str(files("ppo_ds"))) / "examples"
 # ${example:FILE} in a config is the absolute path of a data file of the package.
 OmegaConf.register_new_resolver("example", lambda name: str(EXAMPLES / name), replace=True)
@@ -228,11 +245,24 @@ def _in_order(
                 if str(name).removesuffix(".yaml") not in options:
                     wrong.append(
                         f"{argument}: no such {group}; available: "
-                        f"{', '.join(options)}{did_you_mean(str(name), options)}"
+                        f"{', '.join(options)}{_other_option(group, str(name), options)}"
                     )
     if wrong:  # further checks would report problems that only follow from the wrong group
         raise UserError(*problems, *wrong)
     return [*sorted(chosen.values(), key=lambda text: not text.startswith("+experiment=")), *keys]
+
+
+def _other_option(group: str, name: str, options: list[str]) -> str:
+    """Returns ``; did you mean x?`` for the option or the keys that a user of ``group=name`` may mean."""
+    if group == "reward" and re.search(r"\.py$|.:\w+$", name):
+        path = name if ":" in name else f"{name}:FUNCTION"
+        return f"; did you mean reward=function reward.path={path}?"
+    if "/" in name and group.partition("@")[0] in ("reward", "model"):  # a Hub id or a folder
+        keys = "reward=model reward.model.path" if group == "reward" else "actor.model.path"
+        return f"; did you mean {keys}={name}?"
+    usual = USUAL_NAMES.get((group, name.lower()))
+    close = [usual] if usual in options else get_close_matches(name.lower(), options, n=1, cutoff=0.6)
+    return f"; did you mean {group}={close[0]}?" if close else ""
 
 
 def resolve_config(composed: DictConfig) -> dict[str, Any]:

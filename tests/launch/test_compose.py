@@ -272,6 +272,29 @@ def test_one_line_for_each_mistake(argument: str, line: str) -> None:
     assert "use +" not in lines[0].lower()
 
 
+@pytest.mark.parametrize(
+    ("argument", "suggestion"),
+    [
+        ("algo=ppo", "algo=standard"),
+        ("algo=PPO", "algo=standard"),
+        ("algo=grop", "algo=grpo"),
+        ("algo=DAPO", "algo=dapo"),
+        ("tracker=wnadb", "tracker=wandb"),
+        ("zero=3", "zero=stage3"),
+        ("+experiment=ppo", "experiment=rlhf"),
+        ("reward=my_reward.py:score", "reward=function reward.path=my_reward.py:score"),
+        ("reward=pkg.mod:score", "reward=function reward.path=pkg.mod:score"),
+        ("reward=my_reward.py", "reward=function reward.path=my_reward.py:FUNCTION"),
+        ("reward=outputs/reward_model/model", "reward=model reward.model.path=outputs/reward_model/model"),
+        ("model@actor.model=Qwen/Qwen2.5-0.5B", "actor.model.path=Qwen/Qwen2.5-0.5B"),
+        ("--data.path=x.jsonl", "data.path=x.jsonl"),
+    ],
+)
+def test_what_a_user_may_have_meant_is_suggested(argument: str, suggestion: str) -> None:
+    lines = complaints(*MINIMAL, argument)
+    assert len(lines) == 1 and lines[0].endswith(f"; did you mean {suggestion}?"), lines
+
+
 def test_mistakes_of_hydra_and_ours_are_reported_together() -> None:
     assert [line.split(":")[0] for line in complaints(*MINIMAL, "foo", "hydra.x=1", "algo.epoch=3")] == [
         "foo",
