@@ -6,18 +6,22 @@
 #
 # Each target first creates .venv and installs into it. Only Python 3.11 to 3.13, git and make are needed.
 # PYTHON=...       the interpreter that creates .venv
-# TORCH=...        arguments of pip that install torch, e.g.
-#                  TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# TORCH=...        arguments of pip that install torch, e.g. TORCH="torch==2.12.0"; by default version 2.13.0,
+#                  without CUDA on machines where nvidia-smi lists no GPU
 # ARGS=...         more arguments, e.g. make quickstart ARGS="run.seed=1", make test ARGS="tests/ops -x"
 # WORKERS=2        number of processes that run the fast tests
 
 PYTHON ?=
-TORCH ?= torch==2.13.0
+TORCH ?=
 ARGS ?=
 WORKERS ?= 2
 VENV := .venv
 # This file is written last. If it is missing, an installation was interrupted, and .venv is created again.
 STAMP := $(VENV)/.installed
+
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+# pip prefers 2.13.0+cpu of this index to 2.13.0 of PyPI, and skips an index that it cannot reach.
+CPU_BUILD := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1 --timeout 15
 
 .PHONY: quickstart pipeline test test-all lint
 .DEFAULT_GOAL := help
@@ -67,6 +71,17 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	if [ -z "$$python" ]; then echo "error: no Python from 3.11 to 3.13 found; name one with PYTHON=/path/to/python" >&2; exit 2; fi; \
 	if [ ! -f $(STAMP) ]; then echo "making $(VENV) with $$python"; "$$python" -m venv --clear $(VENV); fi
 	@rm -f $(STAMP)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@torch='$(TORCH)'; \
+	if [ -z "$$torch" ]; then \
+		torch="torch==2.13.0"; \
+		if ! nvidia-smi -L >/dev/null 2>&1; then \
+			echo "no NVIDIA GPU found: installing torch without CUDA (to install it with CUDA: TORCH=$$torch)"; \
+			torch="$$torch $(CPU_BUILD)"; \
+		fi; \
+	fi; \
+	echo "installing $$torch"; \
+	$(PIP) $$torch
+	@echo "installing ppo_ds and what it needs; this takes a few minutes"
+	@$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
+	@echo "installed into $(VENV); to use it in this shell: source $(VENV)/bin/activate"
