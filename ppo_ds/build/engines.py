@@ -85,7 +85,9 @@ def trained_engine(
     if adapters:
         lr = role.lora.lr or optim.lr
         settings = {f"{name}.lora.rank": role.lora.rank, f"{name}.lora.alpha": adapter_alpha(role.lora)}
-    schedule = LRSchedule(lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps)
+    schedule = LRSchedule(
+        lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps, optim.warmup_steps
+    )
     try:
         return make(
             module,

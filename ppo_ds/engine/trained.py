@@ -31,13 +31,16 @@ class LRSchedule:
     warmup_ratio: float
     min_lr_ratio: float
     total_steps: int
+    warmup_steps: int | None = None  # None: warmup_ratio x total_steps, rounded up
 
     def at(self, step: int) -> float:
         """Returns the learning rate of a step, counted from 0.
 
         The rate of the first step is not 0, since a step without effect would hide bugs.
         """
-        warmup = math.ceil(self.warmup_ratio * self.total_steps - 1e-9)  # 0.07 * 100 is slightly above 7
+        warmup = self.warmup_steps
+        if warmup is None:
+            warmup = math.ceil(self.warmup_ratio * self.total_steps - 1e-9)  # 0.07 * 100 is slightly above 7
         if step < warmup:
             return self.lr * (step + 1) / (warmup + 1)
         if self.kind == "constant":

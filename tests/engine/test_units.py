@@ -27,6 +27,14 @@ def test_warmup_reaches_the_full_rate_and_never_starts_at_zero():
     assert rates("constant", 100, warmup=0.07, lr=8.0)[:8] == pytest.approx([1, 2, 3, 4, 5, 6, 7, 8])
 
 
+@pytest.mark.parametrize("total", [3, 24, 1000])
+def test_a_warmup_in_steps_does_not_depend_on_the_length_of_the_run(total):
+    schedule = LRSchedule(25.0, "cosine", 0.03, 0.1, total, warmup_steps=24)
+    seen = [schedule.at(step) for step in range(min(total, 24))]
+    assert seen == pytest.approx([1 + step for step in range(min(total, 24))])  # 25 x (step + 1) / 25
+    assert LRSchedule(2.0, "linear", 0.5, 0.0, 10, warmup_steps=0).at(0) == 2.0
+
+
 def test_cosine():
     # (1 + cos(pi k/4)) / 2
     assert rates("cosine", 5) == pytest.approx([1, 0.853553, 0.5, 0.146447, 0], abs=1e-6)

@@ -106,6 +106,11 @@ class OptimConfig(Section):
     warmup_ratio: Fraction = Field(
         0.03, description="Share of all optimizer steps in which the rate rises from 0."
     )
+    warmup_steps: Natural | None = Field(
+        None,
+        description="Optimizer steps in which the rate rises from 0, however long the run is; null: "
+        "warmup_ratio.",
+    )
     min_lr_ratio: Fraction = Field(
         0.1, description="Final learning rate of all schedules but constant, as a share of lr."
     )
