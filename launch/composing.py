@@ -37,7 +37,13 @@ HYDRAS_ADVICE = re.compile(
     r"|Available)"
 )
 # Keys of the evaluation, and the values that they get if there are no held-out data.
-WITHOUT_EVALUATION = {"data.eval_path": None, "eval.every": None, "checkpoint.keep_best": False}
+WITHOUT_EVALUATION = {
+    "data.eval_path": None,
+    "eval.every": None,
+    "eval.patience": None,
+    "checkpoint.keep_best": False,
+    "checkpoint.best_by": None,
+}
 # Names that are neither options nor similar to the option that they mean.
 USUAL_NAMES = {
     ("algo", "ppo"): "standard",
@@ -118,8 +124,8 @@ def _drop_evaluation_of_other_data(composed: DictConfig, name: str, chosen: list
     """Removes the held-out data of a config file if the user replaces the training data of that file.
 
     The file's held-out rows belong to the file's data set. So data.path=... without data.eval_path=... also
-    resets data.eval_path, eval.every and checkpoint.keep_best, except for keys that the user sets. To find
-    the data sets of the file, the config is composed again without the user's keys.
+    resets the keys of WITHOUT_EVALUATION, except for those that the user sets. To find the data sets of the
+    file, the config is composed again without the user's keys.
     """
     keys = [text for text in chosen if text.startswith(("++", "~"))]
     given = {text.lstrip("+~").partition("=")[0] for text in keys}

@@ -7,7 +7,7 @@ from typing import Any
 
 from ppo_ds.build.preflight import CHAT_SCORER
 from ppo_ds.build.roles import CLASSIFIER
-from ppo_ds.config.schema import Config, has_critic, trained_models, uses_reference
+from ppo_ds.config.schema import Config, all_rewards, has_critic, trained_models, uses_reference
 from ppo_ds.models.download import HubModel
 
 
@@ -24,9 +24,10 @@ def models_to_download(config: Config) -> list[HubModel]:
         for name, model in roles.items()
     ]
     if "reward" in sections:
-        for key, model in _scoring_models(config.reward, "reward"):
-            trusted = bool(model.get("trust_remote_code"))
-            models.append(HubModel(f"{key}.path", str(model["path"]), model.get("revision"), trusted))
+        for reward, section in all_rewards(config).items():
+            for key, model in _scoring_models(section, reward):
+                trusted = bool(model.get("trust_remote_code"))
+                models.append(HubModel(f"{key}.path", str(model["path"]), model.get("revision"), trusted))
     return models
 
 

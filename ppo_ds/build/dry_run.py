@@ -117,7 +117,10 @@ def distinct_models(tree: dict[str, Any]) -> dict[Model, dict[str, Any]]:
     roles = [role for role in ("actor", "critic", "reference", "scorer") if role in tree]
     sections = [(f"{role}.model", tree[role]["model"]) for role in roles]
     found: dict[Model, dict[str, Any]] = {}
-    for key, model in [*sections, *reward_models(tree.get("reward", {}))]:
+    rewards = {"reward": tree.get("reward", {})}
+    rewards |= {f"eval.rewards.{name}": section for name, section in tree["eval"]["rewards"].items()}
+    scoring = [found for key, section in rewards.items() for found in reward_models(section, key)]
+    for key, model in [*sections, *scoring]:
         path, revision = model.get("path"), model.get("revision")
         if path and (path, revision) not in found:
             found[path, revision] = {

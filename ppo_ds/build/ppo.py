@@ -28,7 +28,14 @@ from ppo_ds.build.reward_models import RewardModels, build_reward
 from ppo_ds.build.roles import build_actor, build_critic, build_reference, critic_start, ppo_needs
 from ppo_ds.build.shared import adapter_note, eval_weights, slow_dtypes
 from ppo_ds.build.token_budgets import settle
-from ppo_ds.config.schema import Config, has_critic, reference_is_base, rollout_size, uses_reference
+from ppo_ds.config.schema import (
+    Config,
+    all_rewards,
+    has_critic,
+    reference_is_base,
+    rollout_size,
+    uses_reference,
+)
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.warnings import warnings
 from ppo_ds.data.prompts import eval_batches
@@ -64,7 +71,8 @@ class Models:
     actor: HybridActor
     reference: FrozenModel | None  # None if nothing needs the KL to it
     reward: Reward
-    reward_models: RewardModels  # the models of the reward
+    eval_rewards: dict[str, Reward]  # by their names in eval.rewards
+    reward_models: RewardModels  # the models of all rewards
     critic: TrainedModel | None  # None without a critic, and if the value head is on the actor
     critic_path: str | None  # path of the critic's initial weights
     ema: WeightCopy | None
@@ -209,16 +217,22 @@ def load_models(config: Config, context: RunContext, inputs: Inputs, length: Hor
     load_frozen = RewardModels(world, banner.note)
     if critic is not None:
         load_frozen.offer(critic, start, config)
-    reward = build_reward(
-        config.reward,
-        tokenizer=inputs.tokenizer,
-        load_frozen=load_frozen,
-        score_tokens=context.budgets.score,
-        all_reduce_max=context.budgets.guard_collective(world.max_int),
-        reduce=context.budgets.guard_collective(world.sum),
-        should_stop=context.stop.should_stop,
-        note=banner.note,
-    )
+    rewards = {
+        key: build_reward(
+            section,
+            key=key,
+            tokenizer=inputs.tokenizer,
+            load_frozen=load_frozen,
+            score_tokens=context.budgets.score,
+            all_reduce_max=context.budgets.guard_collective(world.max_int),
+            reduce=context.budgets.guard_collective(world.sum),
+            should_stop=context.stop.should_stop,
+            note=banner.note,
+        )
+        for key, section in all_rewards(config).items()
+    }
+    reward = rewards.pop("reward")
+    eval_rewards = {key.removeprefix("eval.rewards."): built for key, built in rewards.items()}
     banner.note(*adapter_note("actor", config.actor.lora, actor))
     if critic is not None:
         banner.note(*adapter_note("critic", config.critic.lora, critic))
@@ -226,7 +240,7 @@ def load_models(config: Config, context: RunContext, inputs: Inputs, length: Hor
     ema = WeightCopy(actor) if config.actor.ema.decay is not None else None
     lagged = WeightCopy(actor) if config.algo.old_policy == "lagged" else None
     critic_path = start.model.path if start else None
-    return Models(actor, reference, reward, load_frozen, critic, critic_path, ema, lagged)
+    return Models(actor, reference, reward, eval_rewards, load_frozen, critic, critic_path, ema, lagged)
 
 
 def estimate_memory(config: Config, hardware: Hardware, *, models: Models, inputs: Inputs) -> Estimate:
@@ -305,7 +319,14 @@ def build_evaluator(
 ) -> Evaluator | None:
     if inputs.held_out is None:
         return None
-    world, reward = context.world, models.reward
+    world = context.world
+
+    def scoring(reward: Reward) -> StartScoring:
+        start = (
+            reward.start_evaluation if isinstance(reward, WeightedReward) else partial(start_scoring, reward)
+        )
+        return guarded_scoring(context, models, start)
+
     return Evaluator(
         eval_batches(
             inputs.held_out,
@@ -316,11 +337,8 @@ def build_evaluator(
         ),
         actor=models.actor,
         generator=generator,
-        start_scoring=guarded_scoring(
-            context,
-            models,
-            reward.start_evaluation if isinstance(reward, WeightedReward) else partial(start_scoring, reward),
-        ),
+        start_scoring=scoring(models.reward),
+        more_scoring={name: scoring(reward) for name, reward in models.eval_rewards.items()},
         sampling=sampling.as_greedy() if config.eval.greedy else sampling,
         correct_above=config.eval.correct_above,
         tokenizer=inputs.tokenizer,

@@ -12,7 +12,7 @@ from typing import Any
 from ppo_ds.build.data import Inputs, read_inputs
 from ppo_ds.build.roles import CLASSIFIER
 from ppo_ds.config.checks.data import is_prepared
-from ppo_ds.config.schema import Config, reward_models, uses_reference
+from ppo_ds.config.schema import Config, all_rewards, reward_models, uses_reference
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
 from ppo_ds.distributed.world import World
@@ -37,10 +37,11 @@ def check_inputs(config: Config, world: World, *, prepared: bool) -> None:
     If `prepare` has yet to create files (``prepared`` is False), only the functions of rewards are checked.
     The data is read for this check only. A collective, since each rank tokenizes a share.
     """
-    for key, section in function_rewards(config.reward, "reward"):
-        file = section["path"].rpartition(":")[0]
-        if prepared or not is_prepared(file, config):
-            load_function(section["path"], f"{key}.path")
+    for reward, whole in all_rewards(config).items():
+        for key, section in function_rewards(whole, reward):
+            file = section["path"].rpartition(":")[0]
+            if prepared or not is_prepared(file, config):
+                load_function(section["path"], f"{key}.path")
     if prepared:
         preflight(config, read_inputs(config, world))
 
@@ -60,8 +61,9 @@ def preflight(config: Config, inputs: Inputs) -> None:
     Not a collective: all ranks read the same files.
     """
     check_vocabularies(config, inputs.tokenizer)
-    for key, section in _rewards(config.reward, "reward"):
-        check_reward(section, key, inputs)
+    for reward, whole in all_rewards(config).items():
+        for key, section in _rewards(whole, reward):
+            check_reward(section, key, inputs)
 
 
 def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:

@@ -29,6 +29,7 @@ from ppo_ds.types import Reward
 def build_reward(
     section: dict[str, Any],
     *,
+    key: str = "reward",
     tokenizer: Tokenizer,
     load_frozen: RewardModels,
     score_tokens: SupportsInt,
@@ -40,6 +41,7 @@ def build_reward(
     """Builds the reward of a section such as config.reward. A collective if the reward has models.
 
     Args:
+        key: The section's name in the config.
         tokenizer: The tokenizer of the policy that is scored.
         load_frozen: Loads the reward's models.
         score_tokens: memory.score_tokens.
@@ -48,7 +50,7 @@ def build_reward(
         should_stop: Returns whether a stop request has arrived.
         note: Receives banner lines.
     """
-    return bind(section, "reward")(
+    return bind(section, key)(
         tokenizer=tokenizer,
         load_frozen=load_frozen,
         all_reduce_max=all_reduce_max,

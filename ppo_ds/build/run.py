@@ -12,7 +12,14 @@ from ppo_ds.build.start import on_main, open_start
 from ppo_ds.build.token_budgets import known_budgets, token_budgets, used_budgets, with_numbers
 from ppo_ds.config.registry import STAGES, resolve
 from ppo_ds.config.run_record import write_settings
-from ppo_ds.config.schema import OPEN_PARTS, Config, resolved, trained_models
+from ppo_ds.config.schema import (
+    OPEN_PARTS,
+    Config,
+    best_metric,
+    lower_is_better,
+    resolved,
+    trained_models,
+)
 from ppo_ds.config.targets import bind
 from ppo_ds.distributed.store import RankStore
 from ppo_ds.distributed.watchdog import Watchdog
@@ -29,6 +36,7 @@ from ppo_ds.training.health import Health
 from ppo_ds.training.run import Run
 from ppo_ds.training.saver import Saver
 from ppo_ds.training.stage import RunContext
+from ppo_ds.training.state import Selection
 from ppo_ds.training.stopping import StopRequest
 from ppo_ds.training.timing import PhaseTimer
 
@@ -46,6 +54,8 @@ def build_run(
     settings = resolved(config)
     # bound here to check the arguments, so that errors are reported before ranks are connected
     parts = {name: bind(settings[name], name) for name in OPEN_PARTS if settings.get(name) is not None}
+    for name, section in config.eval.rewards.items():
+        bind(section, f"eval.rewards.{name}")
     world = connect(
         config.run.timeout_minutes, config.run.verbose, config.run.threads, config.run.deterministic
     )
@@ -96,7 +106,13 @@ def build_run(
     )
     entry = STAGES[config.stage]
     stage = resolve(entry)(config, context)
-    saver = Saver(context=context, stage=stage, checkpoints=checkpoints, config=config.checkpoint)
+    saver = Saver(
+        context=context,
+        stage=stage,
+        checkpoints=checkpoints,
+        config=config.checkpoint,
+        selection=Selection(best_metric(config), lower_is_better(config), config.eval.patience),
+    )
     if start is not None:
         saver.resume(start)
     saver.check_disk_space()
@@ -107,7 +123,7 @@ def build_run(
         name=config.run.name or config.stage,
         stop_at_step=config.run.stop_at_step,
         eval_every=config.eval.every,
-        heldout=entry.heldout,
+        heldout={**entry.heldout} | {f"{name}_mean": f"eval/{name}_mean" for name in config.eval.rewards},
         mark_ending=mark_ending,
     )
     if world.is_main:

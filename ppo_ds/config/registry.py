@@ -123,6 +123,10 @@ class StageEntry(Entry):
     # Name -> metric of an evaluation; summary.json has it as heldout_NAME_before and heldout_NAME_after.
     heldout: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
+    # Metrics of an evaluation that checkpoint.best_by may name, its default first; * matches any text. Those
+    # that depend on other keys are added in checks/evaluation.py.
+    eval_metrics: tuple[str, ...] = field(default=("eval/score_mean",), kw_only=True)
+
 
 _GAE = "ppo_ds.ops.advantages.compute_gae"
 _RETURNS = "ppo_ds.ops.advantages.discounted_returns"
@@ -259,6 +263,8 @@ PPO_KEYS = (
     "health.kl_action",
     "eval.greedy",
     "eval.correct_above",
+    "eval.rewards",
+    "eval.rewards.*",
 )
 
 STAGES = {
@@ -280,6 +286,7 @@ STAGES = {
         initial_model="ppo_ds.build.roles.ppo_model",
         check="ppo_ds.build.preflight.check_inputs",
         heldout={"accuracy": "eval/accuracy", "score_mean": "eval/score_mean"},
+        eval_metrics=("eval/score_mean", "eval/score_std", "eval/resp_len_mean", "eval/stop_frac"),
     ),
     "sft": StageEntry(
         "ppo_ds.build.sft.build_sft",
@@ -290,6 +297,7 @@ STAGES = {
         initial_model="ppo_ds.build.roles.sft_model",
         check="ppo_ds.build.sft.check_demonstrations",
         heldout={"loss": "eval/loss", "token_accuracy": "eval/token_accuracy"},
+        eval_metrics=("eval/loss", "eval/perplexity", "eval/token_accuracy"),
     ),
     "reward_model": StageEntry(
         "ppo_ds.build.reward_model.build_reward_model",
@@ -300,6 +308,17 @@ STAGES = {
         initial_model="ppo_ds.build.reward_model.scorer_module",
         check="ppo_ds.build.reward_model.check_preferences",
         heldout={"pair_accuracy": "eval/accuracy", "loss": "eval/loss"},
+        eval_metrics=(
+            "eval/accuracy",
+            "eval/accuracy/*",  # of the subsets of the data
+            "eval/loss",
+            "eval/ties",
+            "eval/score_mean",
+            "eval/score_std",
+            "eval/margin_*",
+            "eval/calibration_error",
+            "eval/length_corr",
+        ),
     ),
 }
 

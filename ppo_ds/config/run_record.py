@@ -38,6 +38,8 @@ RECORD = (
 # All files and folders that run.resume=restart moves.
 WHOLE_RECORD = (*RECORD, "checkpoints", "dumps", "exports", "wandb", "wandb.log")
 UNFINISHED = ".unfinished"
+# Exit reasons of a run that has nothing left to train.
+FINISHED = ("done", "early_stop")
 
 
 def begins_anew(run_dir: Path, now: Settings) -> bool:
@@ -51,7 +53,8 @@ def begins_anew(run_dir: Path, now: Settings) -> bool:
     if before is None or before["run"].get("resume") != "restart" or changes(before, now):
         return True
     try:
-        return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["exit_reason"] == "done"
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        return summary["exit_reason"] in FINISHED
     except (OSError, ValueError, TypeError, LookupError):  # no readable summary: the run was killed
         return False
 

@@ -74,6 +74,8 @@ class Config(Section):
 # The keys of Config that every stage has. The stage's entry in registry.STAGES lists the others that it uses.
 SHARED = ("stage", "run", "checkpoint", "health", "tracker", "eval", "prepare")
 OPEN_PARTS = ("reward", "prepare")  # Keys of Config that hold a `_target_` and its arguments.
+# Endings of the metrics of an evaluation whose lowest value is the best; see checkpoint.best_mode.
+LOWER_IS_BETTER = ("/loss", "/perplexity", "/ties", "/calibration_error", "_std")
 
 
 def config_class(stage: Any) -> type[Config]:
@@ -133,6 +135,8 @@ def inherit(config: Config) -> Config:
         "run": replace(run, name=name, dir=run_dir, resume=_expand(run.resume)),
         "tracker": replace(config.tracker, wandb=replace(wandb, name=wandb.name or name)),
     }
+    if config.eval.patience is not None:  # a run that stops early must have kept its best checkpoint
+        filled["checkpoint"] = replace(config.checkpoint, keep_best=True)
     if "actor" in sections:
         actor = replace(config.actor.model, path=_expand(config.actor.model.path))
         filled["actor"] = replace(config.actor, model=actor)
@@ -204,6 +208,23 @@ def _plain(value: Any) -> Any:
 def rollout_size(config: Config) -> int:
     """Returns the number of samples in one PPO step, over all ranks."""
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+
+
+def best_metric(config: Config) -> str:
+    """Returns the metric of the evaluation that selects the best checkpoint."""
+    return config.checkpoint.best_by or STAGES[config.stage].eval_metrics[0]
+
+
+def lower_is_better(config: Config) -> bool:
+    """Returns whether the lowest value of the metric that selects the best checkpoint is the best."""
+    mode = config.checkpoint.best_mode
+    return mode == "min" or (mode == "auto" and best_metric(config).endswith(LOWER_IS_BETTER))
+
+
+def all_rewards(config: Config) -> dict[str, dict[str, Any]]:
+    """Returns the sections of all rewards of a PPO run by their keys, the reward of the training first."""
+    more = {f"eval.rewards.{name}": section for name, section in config.eval.rewards.items()}
+    return {"reward": config.reward} | more
 
 
 TrainedConfig = ActorConfig | CriticConfig | ScorerConfig

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ppo_ds.config.chat_template import with_template_text
-from ppo_ds.config.checks import algo, data, models, reward, run
+from ppo_ds.config.checks import algo, data, evaluation, models, reward, run
 from ppo_ds.config.reading import dotted_keys
 from ppo_ds.config.schema import Config, from_tree, inherit
 from ppo_ds.errors import UserError
@@ -43,7 +43,8 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     data.check_prompts: ("data",),
     algo.check_ptx: ("rollout", "data", "algo"),
     run.check_unused_keys: (),
-    run.check_best_checkpoint: (),
+    evaluation.check_best_checkpoint: (),
+    evaluation.check_eval_rewards: ("data", "reward"),
     data.check_model_folders: (),
     data.check_reference_folder: ("actor", "reference", "algo"),
     data.check_reward_folders: ("reward",),

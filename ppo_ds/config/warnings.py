@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from ppo_ds.config.schema import (
     Config,
+    all_rewards,
     has_critic,
     reference_is_base,
     reward_models,
@@ -49,8 +50,9 @@ def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
     }
     if "reference" in sections and uses_reference(config) and not reference_is_base(config):
         dtypes["reference.model"] = config.reference.model.dtype
-    models = reward_models(config.reward) if "reward" in sections else ()
-    dtypes |= {key: model.get("dtype", ModelConfig.model_fields["dtype"].default) for key, model in models}
+    default = ModelConfig.model_fields["dtype"].default
+    for reward, section in all_rewards(config).items() if "reward" in sections else ():
+        dtypes |= {key: model.get("dtype", default) for key, model in reward_models(section, reward)}
     slow = " ".join(f"{key}.dtype=bf16" for key, dtype in dtypes.items() if dtype == "bf16")
     if computes_bf16 is not False or not slow:
         return []

@@ -136,8 +136,7 @@ class RewardModelTrainer:
             return None
         with self.context.timer("eval"):
             found = self.measure(averaged=self.evaluate_ema, check=self.context.stop.raise_if_stopped)
-        metrics = found.metrics()
-        return Evaluation(metrics, self.sample_rows(found, self.held_out), metrics["eval/accuracy"])
+        return Evaluation(found.metrics(), self.sample_rows(found, self.held_out))
 
     def measure(self, *, averaged: bool, check: Callable[[], None] = lambda: None) -> PairScores:
         """Returns the scores of the held-out pairs, or of training pairs if there are none. A collective.

@@ -181,7 +181,7 @@ class SFTTrainer:
             with self.context.budgets.ending(self.context.budgets.score, "the evaluation"):
                 metrics = self.held_out_metrics(self.held_out)
             answers = [] if self.prompts is None else self.answers(self.prompts)
-        return Evaluation(metrics, answers, -metrics["eval/loss"])
+        return Evaluation(metrics, answers)
 
     def held_out_metrics(self, source: DemonstrationSource) -> Metrics:
         """Computes loss, perplexity and token accuracy over the learned tokens of the held-out rows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -35,6 +35,7 @@ class Evaluator:
     actor: HybridActor
     generator: Generator
     start_scoring: StartScoring
+    more_scoring: Mapping[str, StartScoring]  # eval.rewards, by name
     sampling: SamplingParams
     correct_above: float | None  # a higher score counts as a correct response in eval/accuracy
     tokenizer: Tokenizer
@@ -49,22 +50,22 @@ class Evaluator:
         with fork_rng(self.world):
             rollouts = self.generate_all()
             for rollout, (_, weights) in zip(rollouts, self.batches, strict=True):
-                with _heartbeat_phase("in the reward"):
-                    pending = self.start_scoring(rollout)
-                    scores = wait_for_scores(pending, self.world, self.check).sums
-                self.check()
-                counted = weights.bool()
+                scores, counted = self.score(rollout, self.start_scoring), weights.bool()
+                more = {name: self.score(rollout, start) for name, start in self.more_scoring.items()}
                 sums.add_mean_and_std("eval/score", scores, counted)
                 sums.add_mean("eval/resp_len_mean", rollout.response_mask.sum(1), counted)
                 sums.add_mean("eval/stop_frac", rollout.finished, counted)
                 if self.correct_above is not None:
                     sums.add_mean("eval/accuracy", scores > self.correct_above, counted)
+                for name, column in more.items():
+                    sums.add_mean(f"eval/{name}_mean", column, counted)
                 for i in counted.nonzero().flatten().tolist():
-                    rows.append(self.sample_row(rollout, float(scores[i]), i))
+                    row = self.sample_row(rollout, float(scores[i]), i)
+                    rows.append(row | {"rewards": {name: float(column[i]) for name, column in more.items()}})
             all_rows = [row for part in self.world.gather_objects(rows) for row in part]
             metrics = sums.reduced(self.world)
         heartbeat.enter(*before)
-        return Evaluation(metrics, all_rows, score=metrics["eval/score_mean"])
+        return Evaluation(metrics, all_rows)
 
     def generate_all(self) -> list[Rollout]:
         """Generates all responses in one generation phase, since each switch to it may gather weights."""
@@ -75,6 +76,13 @@ class Evaluator:
                     rollouts.append(self.generator(prompts, self.sampling))
                 self.check()
         return rollouts
+
+    def score(self, rollout: Rollout, start_scoring: StartScoring) -> Tensor:
+        """Returns the scores of a rollout [b] by one reward."""
+        with _heartbeat_phase("in the reward"):
+            scores = wait_for_scores(start_scoring(rollout), self.world, self.check).sums
+        self.check()
+        return scores
 
     def sample_row(self, rollout: Rollout, score: float, i: int) -> dict[str, Any]:
         """Returns row ``i`` of a rollout as text, for the samples file and the report."""

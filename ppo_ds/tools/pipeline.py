@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import Field
 
 from ppo_ds.config.resume import changes
-from ppo_ds.config.run_record import recorded_settings, recorded_steps
+from ppo_ds.config.run_record import FINISHED, recorded_settings, recorded_steps
 from ppo_ds.config.schema import Config, resolved
 from ppo_ds.config.types import Count, Section, Text
 from ppo_ds.distributed.child_groups import ChildGroups
@@ -133,7 +133,7 @@ def run_pipeline(pipeline: Pipeline, groups: ChildGroups, say: Callable[[str], N
         before = summary_version(job)
         code = groups.run(command)
         finished = code == 0 and (
-            pipeline.dry_run or job.config is None or exit_reason(job, before) == "done"
+            pipeline.dry_run or job.config is None or exit_reason(job, before) in FINISHED
         )
         if finished and not pipeline.dry_run:
             write_record(pipeline.folder, job.name, inputs, done=True)
@@ -181,7 +181,7 @@ def is_done(job: Job, folder: Path, inputs: dict[str, str | None]) -> bool:
         job.config.run.resume == "auto"
         and before is not None
         and not changes(before, resolved(job.config))
-        and exit_reason(job) == "done"
+        and exit_reason(job) in FINISHED
         and (run_dir / "model" / "config.json").is_file()
     )
 

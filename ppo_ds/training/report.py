@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from ppo_ds.tracking.report import before_after, plot_curves
 from ppo_ds.training.state import TrainState
 
 # metrics eval/NAME in the table of held-out metrics before and after the run
 HELDOUT = (
-    *("accuracy", "score_mean", "resp_len_mean"),
+    *("accuracy", "score_mean", "win_rate_vs_ref", "resp_len_mean"),
     *("loss", "perplexity", "token_accuracy"),
     *("margin_mean", "calibration_error"),
 )
 
 
 def write_report(
-    run_dir: Path, title: str, state: TrainState, *, exported: bool, checkpoint: str | None = None
+    run_dir: Path,
+    title: str,
+    state: TrainState,
+    *,
+    exported: bool,
+    checkpoint: str | None = None,
+    best: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Draws curves.png and prints the results and the saved files of a run. Only rank 0 calls it.
 
     A run that was not ``exported`` was interrupted, so its last evaluation is older than its weights. Then
     the held-out table and the sample responses are omitted. ``checkpoint`` is the line to print on the last
-    checkpoint: its path and a hint on how to resume.
+    checkpoint: its path and a hint on how to resume. ``best`` are the entries of ``TrainState.best_metrics``.
     """
     before, after = state.first_eval, state.last_eval
     drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)
-    measured = [name for name in HELDOUT if exported and before and after and f"eval/{name}" in before]
+    measured = []
+    if exported and before and after:
+        more = [name.removeprefix("eval/") for name in before if name.endswith("_mean")]  # eval.rewards
+        measured = [name for name in dict.fromkeys((*HELDOUT, *more)) if f"eval/{name}" in before]
     scores = {name: (before.get(f"eval/{name}"), after.get(f"eval/{name}")) for name in measured}
     last_rows = {row["prompt"]: row for row in state.last_rows}
     samples = [
@@ -38,6 +50,12 @@ def write_report(
     if drawn:
         saved["curves"] = run_dir / "curves.png"
     saved["metrics"] = run_dir / "metrics.jsonl"
+    if best:
+        folder = run_dir / "checkpoints" / f"step_{best['best_step']:06d}"
+        saved["best"] = (
+            f"{folder}   {best['best_by']} {best['best_value']:.4g}; "
+            f"launch/export.py {run_dir} --best writes it as a model folder"
+        )
     if checkpoint:
         saved["checkpoint"] = checkpoint
     before_after(scores, samples, saved)

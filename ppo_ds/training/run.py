@@ -47,7 +47,7 @@ class Run:
     # state of this process
     reason: ExitReason = field(init=False, default="done")
     error: str | None = field(init=False, default=None)  # message of a run that nonfinite or max_kl ends
-    eval_score: float | None = field(init=False, default=None)  # Evaluation.score of the last step
+    eval_score: float | None = field(init=False, default=None)  # Saver.score_of the last step's evaluation
     clock: float = field(init=False, default=0.0)  # rank 0's clock after the last step, in seconds
 
     @property
@@ -96,6 +96,7 @@ class Run:
                 self.state.first_eval = evaluation.metrics
                 self.state.first_rows = evaluation.rows[:REPORTED_RESPONSES]
                 self.tracker.samples(0, evaluation.rows, split="eval")
+                self.saver.score_of(evaluation)  # raises UserError if it cannot select the best checkpoint
             with self.rollback_on_nonfinite():
                 self.stage.start()
         self.costs()  # resets the timer for the first step
@@ -112,6 +113,8 @@ class Run:
                 self.reason = "done"
             elif self.stop_at_step is not None and step >= self.stop_at_step:
                 self.reason = "stop_at_step"
+            elif self.saver.selection.is_exhausted(self.state.evals_without_improvement):
+                self.reason = "early_stop"
             else:
                 yield step
                 continue
@@ -126,11 +129,11 @@ class Run:
     # -- evaluation ------------------------------------------------------------------------------------------
 
     def evaluate_if_due(self) -> Evaluation | None:
-        """Returns the evaluation of this step, without metrics and score if none is due.
+        """Returns the evaluation of this step, without metrics if none is due.
 
         Returns None if a stop request interrupted it.
         """
-        step = self.state.step
+        step, self.eval_score = self.state.step, None
         if step not in (self.stage.total_steps, self.stop_at_step) and not is_due(step, self.eval_every):
             return Evaluation({}, [])
         try:
@@ -141,6 +144,10 @@ class Run:
             return Evaluation({}, [])
         self.state.last_eval, self.state.last_rows = evaluation.metrics, evaluation.rows[:REPORTED_RESPONSES]
         self.tracker.samples(step, evaluation.rows, split="eval")
+        self.eval_score = self.saver.score_of(evaluation)
+        # an evaluation besides the schedule, at a stop, must not change when a resumed run ends
+        if self.eval_score is not None and is_due(step, self.eval_every):
+            self.state.count_evaluation(self.eval_score)
         return evaluation
 
     def complete_step(self, metrics: Metrics) -> None:
@@ -148,7 +155,7 @@ class Run:
         evaluated = self.evaluate_if_due()
         if evaluated is not None:
             self.tracker.log(self.state.step, metrics | evaluated.metrics)
-            self.state.unevaluated, self.eval_score = None, evaluated.score
+            self.state.unevaluated = None
             # saves again, since the checkpoint that the run resumed from lacks the evaluation
             self.saver.save_if_due(self.eval_score, self.clock, last=True, again=True)
 
@@ -167,7 +174,6 @@ class Run:
         self.tracker.log(state.step, line)
         self.tracker.samples(state.step, result.samples)
         state.unevaluated = dict(line) if evaluation is None else None
-        self.eval_score = evaluation.score if evaluation is not None else None
 
     def costs(self) -> Metrics:
         """Returns the seconds (time/*) and the counters of the stage since the last call. A collective."""
@@ -237,14 +243,21 @@ class Run:
         self.tracker.event(
             self.state.step, "ended", f"{self.reason}: {self.error}" if self.error else self.reason
         )
-        self.tracker.finish({"exit_reason": self.reason} | error | self.state.heldout_metrics(self.heldout))
+        best = self.state.best_metrics(self.saver.selection)
+        results = self.state.heldout_metrics(self.heldout) | best
+        self.tracker.finish({"exit_reason": self.reason} | error | results)
         if self.world.is_main:
             hint = RESUME_HINTS.get(self.reason)
             checkpoint = (
                 f"{self.saver.last_checkpoint}   {hint}" if self.saver.last_checkpoint and hint else None
             )
             write_report(
-                self.context.run_dir, self.name, self.state, exported=succeeded, checkpoint=checkpoint
+                self.context.run_dir,
+                self.name,
+                self.state,
+                exported=succeeded,
+                checkpoint=checkpoint,
+                best=best,
             )
             if self.error:
                 log.error("error: %s", censored(self.error))

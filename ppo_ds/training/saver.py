@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -16,8 +15,8 @@ from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.rng import rng_snapshot
 from ppo_ds.errors import UserError
 from ppo_ds.training.health import TooManySkips
-from ppo_ds.training.stage import RunContext, Stage
-from ppo_ds.training.state import TrainState, is_due
+from ppo_ds.training.stage import Evaluation, RunContext, Stage
+from ppo_ds.training.state import Selection, TrainState, is_due
 from ppo_ds.training.stopping import Abandoned
 
 log = logging.getLogger(__name__)
@@ -34,11 +33,15 @@ class Saver:
     stage: Stage
     checkpoints: Checkpoints
     config: CheckpointConfig
+    selection: Selection  # of the best checkpoint
 
     state: TrainState = field(init=False, default_factory=TrainState)  # progress of the run
     last_checkpoint: Path | None = field(init=False, default=None)  # the last one saved or resumed from
     interval_start: float = field(init=False, default=0.0)  # clock from which checkpoint.minutes counts
     saved_step: int | None = field(init=False, default=None)  # completed steps in the last checkpoint
+
+    def __post_init__(self) -> None:
+        self.state.select_by(self.selection.rule)
 
     def start_interval(self, clock: float) -> None:
         """Makes the next checkpoint due checkpoint.minutes after ``clock``."""
@@ -52,17 +55,16 @@ class Saver:
         While steps are being skipped, only the last checkpoint is saved: a rollback needs a healthy state.
 
         Args:
-            eval_score: Evaluation.score of the last step, None without an evaluation.
+            eval_score: The score of the last step's evaluation, see score_of; None without an evaluation.
             clock: Seconds, the same on all ranks.
             again: Saves the step even if the last checkpoint is of this step.
         """
         if self.context.health.skips and not last:
             return
         step, every, minutes = self.state.step, self.config.every, self.config.minutes
-        previous_best = -math.inf if self.state.best_score is None else self.state.best_score
-        best = self.config.keep_best and eval_score is not None and eval_score > previous_best
+        best = eval_score is not None and self.state.is_improvement(eval_score)
         if best:
-            self.state.best_score = eval_score
+            self.state.best_score, self.state.best_step = eval_score, step
         # no checkpoint before the first step, since an interrupted Stage.start is repeated from the beginning
         by_time = minutes is not None and clock - self.interval_start >= 60 * minutes
         due = step > 0 and every != 0 and (last or by_time or is_due(step, every))
@@ -77,6 +79,12 @@ class Saver:
                 )
             self.saved_step = step
             self.start_interval(clock)
+
+    def score_of(self, evaluation: Evaluation) -> float | None:
+        """Returns the score by which an evaluation competes for the best checkpoint, if one is kept."""
+        if not self.config.keep_best or not evaluation.metrics:
+            return None
+        return self.selection.score(evaluation.metrics)
 
     def check_disk_space(self) -> None:
         """Raises UserError if the disk has no room for a checkpoint that is still to be saved."""
@@ -139,5 +147,6 @@ class Saver:
         progress = dict(state["progress"])
         skips = progress.pop("skips")
         self.state = TrainState(**progress)
+        self.state.select_by(self.selection.rule)
         self.context.health.restore(skips, self.state.step + 1)
         self.stage.load_state_dict({name: part for name, part in state.items() if name != "progress"})

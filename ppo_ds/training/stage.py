@@ -41,9 +41,6 @@ class Evaluation:
     # to match the rows of two evaluations), "asked" (the part of the prompt that the report shows),
     # "response" and "score".
     rows: list[dict[str, Any]]
-    # checkpoint.keep_best keeps the checkpoint with the highest score: for PPO the mean of the rewards, for a
-    # stage with a loss the negative loss.
-    score: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ppo_ds.errors import UserError
 from ppo_ds.types import Metrics
 
-ExitReason = Literal["done", "stop_at_step", "time_limit", "signal", "nonfinite", "max_kl"]
+ExitReason = Literal["done", "early_stop", "stop_at_step", "time_limit", "signal", "nonfinite", "max_kl"]
 
 EXIT_CODES: dict[ExitReason, int] = {
     "done": 0,
+    "early_stop": 0,
     "stop_at_step": 0,
     "time_limit": 0,
     "signal": 143,
@@ -23,8 +26,40 @@ RESUME_HINTS: dict[ExitReason, str] = {  # how a run that ended early continues 
     "signal": "the same command goes on (run.resume=auto)",
     "max_kl": "the same command goes on (run.resume=auto)",
     "time_limit": "the same command goes on (run.resume=auto)",
+    "early_stop": "the same command with a larger eval.patience goes on (run.resume=auto)",
     "stop_at_step": "the same command without run.stop_at_step goes on (run.resume=auto)",
 }
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rule by which evaluations are compared, for the best checkpoint and the early stop."""
+
+    metric: str  # eval/...
+    lower_is_better: bool = False
+    patience: int | None = None  # evaluations in a row without improvement that end the run; None: no limit
+
+    @property
+    def rule(self) -> str:
+        """The rule in words, such as "lowest eval/loss"; scores of different rules cannot be compared."""
+        return f"{'lowest' if self.lower_is_better else 'highest'} {self.metric}"
+
+    def is_exhausted(self, evals_without_improvement: int) -> bool:
+        """Returns whether so many evaluations without improvement end the run."""
+        return self.patience is not None and evals_without_improvement >= self.patience
+
+    def score(self, metrics: Metrics) -> float:
+        """Returns the metric as a score, of which the highest is the best.
+
+        Raises UserError if ``metrics`` lacks it. config/checks/evaluation.py reports this before anything is
+        loaded, except for a subset that the data do not have.
+        """
+        if self.metric not in metrics:
+            raise UserError(
+                f"checkpoint.best_by={self.metric}: the evaluation does not measure it; use one of "
+                f"{', '.join(name for name in metrics if name.startswith('eval/'))}"
+            )
+        return -metrics[self.metric] if self.lower_is_better else metrics[self.metric]
 
 
 @dataclass
@@ -38,13 +73,38 @@ class TrainState:
     rollbacks: int = 0  # not reset by a rollback
 
     # evaluation
-    best_score: float | None = None
+    best_score: float | None = None  # Selection.score of the best checkpoint
+    best_step: int | None = None  # its step
+    best_rule: str | None = None  # Selection.rule by which it is the best
+    evals_without_improvement: int = 0  # evaluations in a row
     first_eval: Metrics | None = None
     last_eval: Metrics | None = None
     first_rows: list[dict[str, Any]] = field(default_factory=list)
     last_rows: list[dict[str, Any]] = field(default_factory=list)
     # metrics of the last step if a stop request interrupted its evaluation
     unevaluated: Metrics | None = None
+
+    def select_by(self, rule: str) -> None:
+        """Forgets the best checkpoint if it was selected by another rule than ``rule``."""
+        if self.best_rule not in (None, rule):
+            self.best_score, self.best_step, self.evals_without_improvement = None, None, 0
+        self.best_rule = rule
+
+    def is_improvement(self, score: float) -> bool:
+        """Returns whether a score is better than that of the best checkpoint; NaN never is."""
+        return score > (-math.inf if self.best_score is None else self.best_score)
+
+    def count_evaluation(self, score: float) -> None:
+        """Counts an evaluation for eval.patience."""
+        improved = self.is_improvement(score)
+        self.evals_without_improvement = 0 if improved else self.evals_without_improvement + 1
+
+    def best_metrics(self, selection: Selection) -> dict[str, Any]:
+        """Returns the entries of the summary on the best checkpoint, if there is one."""
+        if self.best_score is None or self.best_step is None:
+            return {}
+        value = -self.best_score if selection.lower_is_better else self.best_score
+        return {"best_step": self.best_step, "best_by": selection.metric, "best_value": value}
 
     def heldout_metrics(self, names: Mapping[str, str]) -> dict[str, float]:
         """Returns heldout_<name>_<before|after> for the summary, without metrics that were not measured.

@@ -313,6 +313,7 @@ def test_evaluation_is_greedy_on_request(world, greedy):
     models = SimpleNamespace(
         actor=SimpleNamespace(generation_mode=nullcontext),
         reward=None,
+        eval_rewards={},
         reward_models=SimpleNamespace(sharded=False),
     )
     evaluator = build_evaluator(

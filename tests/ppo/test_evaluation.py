@@ -33,7 +33,7 @@ def batch(*numbers, weights):
     ), torch.tensor(weights)
 
 
-def evaluator(world, batches, tokenizer, correct_above=None):
+def evaluator(world, batches, tokenizer, correct_above=None, more_scoring=None):
     actor = Actor()
 
     def generator(prompts, sampling):
@@ -56,6 +56,7 @@ def evaluator(world, batches, tokenizer, correct_above=None):
         actor=actor,
         generator=generator,
         start_scoring=partial(start_scoring, reward),
+        more_scoring=more_scoring or {},
         sampling=SAMPLING,
         correct_above=correct_above,
         tokenizer=tokenizer,
@@ -83,6 +84,26 @@ def test_by_hand(world, tokenizer):
         ("p1", "a", 0.5, 1, "stop"),
         ("p2", "aa", 1.0, 2, "length"),
         ("p5", "aaaaa", 2.5, 5, "stop"),
+    ]
+
+
+def test_more_rewards_are_measured_beside_the_first(world, tokenizer):
+    def lengths(rollout):
+        total = rollout.response_mask.sum(1).float()
+        return Pending.of(Scores(total, torch.zeros(rollout.response_mask.shape), {}))
+
+    def tokens(rollout):
+        return Pending.of(Scores(torch.ones(len(rollout)), rollout.response_mask.float(), {}))
+
+    batches = [batch(1, 2, weights=[1, 1]), batch(5, 9, weights=[1, 0])]
+    found = evaluator(world, batches, tokenizer, more_scoring={"length": lengths, "tokens": tokens})()
+    assert found.metrics["eval/score_mean"] == pytest.approx((0.5 + 1.0 + 2.5) / 3)
+    assert found.metrics["eval/length_mean"] == pytest.approx(8 / 3)
+    assert found.metrics["eval/tokens_mean"] == pytest.approx(1 + 8 / 3)
+    assert [row["rewards"] for row in found.rows] == [
+        {"length": 1.0, "tokens": 2.0},
+        {"length": 2.0, "tokens": 3.0},
+        {"length": 5.0, "tokens": 6.0},
     ]
 
 

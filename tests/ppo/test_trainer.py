@@ -11,8 +11,11 @@ from ppo_ds.errors import UserError
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.training.health import TooManySkips
 from ppo_ds.training.report import write_report
-from ppo_ds.training.state import EXIT_CODES, TrainState
+from ppo_ds.training.state import EXIT_CODES, Selection, TrainState
 from tests.ppo.trainer_cases import named, stand_ins
+
+# fields of TrainState that checkpoints of earlier versions lack
+NEW_IN_PROGRESS = ("best_step", "best_rule", "evals_without_improvement")
 
 
 @pytest.fixture
@@ -87,7 +90,7 @@ def test_an_early_end_reports_how_to_resume(loop, monkeypatch, how, exported, ch
     run.saver.checkpoints.save = lambda step, *_, **__: Path(f"run/step_{step}")
     monkeypatch.setattr("ppo_ds.training.run.write_report", lambda *_, **said: told.append(said))
     run.fit()
-    assert told == [{"exported": exported, "checkpoint": checkpoint}]
+    assert told == [{"exported": exported, "checkpoint": checkpoint, "best": {}}]
 
 
 @pytest.mark.parametrize("exported", [True, False])
@@ -176,6 +179,75 @@ def test_the_best_checkpoint_has_the_highest_score_so_far(loop, scores, best):
     run, events = loop(scores=scores, eval_every=1, keep_best=True, checkpoint_every=0)
     run.fit()
     assert [event[1:] for event in events if event[0] == "save"] == [(step, True) for step in best]
+
+
+@pytest.mark.parametrize(
+    ("scores", "steps"),
+    [
+        ([9.0, 0.5, 0.4, 0.3, 9.9], 3),  # the evaluation before the first step does not count
+        ([9.0, 0.5, 0.4, 0.6, 0.6, 0.6], 5),  # an equal score is no improvement
+        ([9.0, 0.5, float("nan"), 0.4, 9.9], 3),
+        ([9.0, 0.5, 0.4, 0.6, 0.5, 0.7, 0.1], 6),
+    ],
+)
+def test_two_evaluations_without_improvement_end_the_run(loop, scores, steps):
+    run, events = loop(
+        scores=scores, eval_every=1, keep_best=True, patience=2, checkpoint_every=0, total_steps=6
+    )
+    assert run.fit() == ("early_stop" if steps < 6 else "done") and run.state.step == steps
+    best = max((score, -step) for step, score in enumerate(scores[1 : steps + 1], 1) if score == score)
+    assert named(events, "save")[-1] == -best[1] and ("export", Path("run")) in events
+    (summary,) = named(events, "finish")
+    assert (summary["best_step"], summary["best_value"]) == (-best[1], best[0])
+    assert EXIT_CODES[run.reason] == 0
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_run_that_is_stopped_and_resumed_ends_early_at_the_same_step(loop, stop):
+    """Evaluations are due every two steps; the one of a stop at an odd step does not count."""
+    options = {"eval_every": 2, "keep_best": True, "patience": 2, "total_steps": 12}
+    due = {0: 0.0, 2: 0.5, 4: 0.4, 6: 0.3, 8: 0.2}
+    run, _ = loop(scores=list(due.values()), **options)
+    assert run.fit() == "early_stop" and run.state.step == 6
+    before = [due[0], *(due[step] for step in due if 0 < step <= stop), *([0.1] if stop % 2 else [])]
+    stopped, _ = loop(scores=before, stop_at_step=stop, **options)
+    assert stopped.fit() == "stop_at_step"
+    again = [due[step] for step in due if step > stop]
+    resumed, events = loop(scores=again, **options)
+    resumed.saver.checkpoints.load = lambda path, models, copies: stopped.saver.state_dict()
+    resumed.saver.resume("somewhere")
+    assert resumed.fit() == "early_stop" and resumed.state.step == 6
+    # the next start ends at once, and goes on with more patience
+    for patience, reason in ((2, "early_stop"), (3, "early_stop"), (9, "done")):
+        last, _ = loop(scores=[0.2, 0.1, 0.1], **options | {"patience": patience})
+        last.saver.checkpoints.load = lambda path, models, copies: resumed.saver.state_dict()
+        last.saver.resume("somewhere")
+        assert (last.fit(), last.state.step) == (reason, {2: 6, 3: 8, 9: 12}[patience])
+
+
+def test_another_metric_on_resume_forgets_the_best_checkpoint(loop):
+    run, _ = loop(scores=[0.0, 0.9], eval_every=1, keep_best=True, stop_at_step=1)
+    run.fit()
+    assert (run.state.best_score, run.state.best_step) == (0.9, 1)
+    state = run.saver.state_dict()
+    for metric, best in (("eval/score_mean", 0.9), ("eval/accuracy", None)):
+        resumed, _ = loop(scores=[])
+        resumed.saver.selection = Selection(metric)
+        resumed.saver.load_state_dict(state)
+        assert resumed.state.best_score == best
+    old = {**state, "progress": {k: v for k, v in state["progress"].items() if k not in NEW_IN_PROGRESS}}
+    resumed.saver.selection = Selection("eval/score_mean")
+    resumed.saver.load_state_dict(old)
+    assert resumed.state.best_score == 0.9 and resumed.state.evals_without_improvement == 0
+
+
+def test_the_lowest_value_can_be_the_best():
+    assert Selection("eval/loss", lower_is_better=True).score({"eval/loss": 2.0}) == -2.0
+    with pytest.raises(UserError, match="^checkpoint.best_by=eval/accuracy/x: .*use one of eval/loss$"):
+        Selection("eval/accuracy/x").score({"eval/loss": 2.0})
+    state = TrainState(best_score=-2.0, best_step=3)
+    found = state.best_metrics(Selection("eval/loss", lower_is_better=True))
+    assert found == {"best_step": 3, "best_by": "eval/loss", "best_value": 2.0}
 
 
 def test_a_resumed_run_continues_from_the_checkpoint(loop):

@@ -18,6 +18,7 @@ from ppo_ds.training.health import Health
 from ppo_ds.training.run import Run
 from ppo_ds.training.saver import Saver
 from ppo_ds.training.stage import Evaluation, RunContext
+from ppo_ds.training.state import Selection
 from ppo_ds.training.timing import PhaseTimer
 from tests.ppo.algo_cases import make_experience
 from tests.ppo.preset_runs import composed
@@ -87,6 +88,9 @@ class Log:
     def __getattr__(self, name):
         return lambda *args, **kwargs: self.events.append((name, args[0] if args else None))
 
+    def event(self, step, kind, text):
+        """Records nothing: tests/tracking/test_jsonl.py tests the events."""
+
     def log(self, step, metrics):
         self.events.append(("log", step))
         self.metrics[step] = metrics
@@ -132,6 +136,7 @@ def stand_ins(world, tokenizer, monkeypatch):
         checkpoint_every=None,
         checkpoint_minutes=None,
         keep_best=False,
+        patience=None,
     ):
         monkeypatch.setattr("ppo_ds.training.run.write_report", lambda *_, **__: events.append("report"))
         settings = composed("standard", "run.steps=9", *algo).algo
@@ -162,6 +167,7 @@ def stand_ins(world, tokenizer, monkeypatch):
                 config=CheckpointConfig(
                     every=checkpoint_every, minutes=checkpoint_minutes, keep_best=keep_best
                 ),
+                selection=Selection("eval/score_mean", patience=patience),
             ),
             tracker=Log(events),
             name="a run",
@@ -228,7 +234,6 @@ def evaluation(events, scores, ema):
         return Evaluation(
             {"eval/score_mean": score, "eval/accuracy": score / 2},
             [{"prompt": "x", "asked": "x", "response": "y", "score": score}] * 20,
-            score=score,
         )
 
     @contextmanager

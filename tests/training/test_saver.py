@@ -9,9 +9,10 @@ import pytest
 from ppo_ds.config.sections.run import CheckpointConfig
 from ppo_ds.training.health import Health
 from ppo_ds.training.saver import Saver
-from ppo_ds.training.state import TrainState
+from ppo_ds.training.state import Selection, TrainState
 
 RUN = 6  # number of steps
+SELECTION = Selection("eval/score_mean")
 
 
 class Notes:
@@ -32,7 +33,7 @@ def saved(skips=(), scores=(), seconds=1.0, **settings):
     stage = SimpleNamespace(models={}, weight_copies={}, state_dict=dict)
     context = SimpleNamespace(health=health, timer=lambda phase: nullcontext())
     config = CheckpointConfig(**{"every": 0, "minutes": None, "keep_best": False} | settings)
-    saver = Saver(context=context, stage=stage, checkpoints=notes, config=config)
+    saver = Saver(context=context, stage=stage, checkpoints=notes, config=config, selection=SELECTION)
     for step in range(1, RUN + 1):
         health.skips = 1 if step in skips else 0
         saver.state = TrainState(step=step, best_score=saver.state.best_score)

@@ -84,7 +84,7 @@ class ToyStage:
     def evaluate(self) -> Evaluation:
         rows = torch.eye(TARGET.shape[1])
         row = {"prompt": "eye", "asked": "eye", "response": "y", "score": -float(self.loss(rows))}
-        return Evaluation({"eval/score_mean": row["score"]}, [row], score=row["score"])
+        return Evaluation({"eval/score_mean": row["score"]}, [row])
 
     def export(self, run_dir: Path) -> None:
         weights = consolidated(self.model)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppo_ds.config.schema import Config, is_unused, reward_models, trained_models, uses_reference
+from ppo_ds.config.schema import (
+    Config,
+    all_rewards,
+    is_unused,
+    reward_models,
+    trained_models,
+    uses_reference,
+)
 from ppo_ds.config.text import show
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
@@ -61,8 +68,9 @@ def check_reference_folder(config: Config, ranks: int) -> Iterator[str]:
 
 def check_reward_folders(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each local folder of a reward model that is missing or has no config."""
-    for key, model in reward_models(config.reward):
-        yield from _missing_model(f"{key}.path", model["path"], config)
+    for reward, section in all_rewards(config).items():
+        for key, model in reward_models(section, reward):
+            yield from _missing_model(f"{key}.path", model["path"], config)
 
 
 def _missing_model(key: str, path: str | None, config: Config) -> Iterator[str]:

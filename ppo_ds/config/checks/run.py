@@ -22,13 +22,6 @@ def check_length(config: Config, ranks: int) -> Iterator[str]:
         yield f"run.steps={run.steps} and run.epochs={run.epochs:g} are both set; set one of them to null"
 
 
-def check_best_checkpoint(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line if checkpoint.keep_best is set without evaluations."""
-    if config.checkpoint.keep_best and not config.eval.every:
-        wanted = "eval.every and data.eval_path" if "data" in type(config).model_fields else "eval.every"
-        yield f"checkpoint.keep_best=true: the best checkpoint is chosen by evaluation; set {wanted}"
-
-
 def check_unused_keys(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each key that the stage does not use and that does not have its default."""
     default = dict(leaves(defaults(type(config))))

@@ -1,6 +1,6 @@
 """Defines the sections of the run, memory, checkpoints, health, tracking and evaluation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 from pydantic import Field
@@ -107,8 +107,20 @@ class CheckpointConfig(Section):
     keep_last: Count = Field(2, description="Number of most recent checkpoints to keep.")
     keep_best: bool = Field(
         False,
-        description="Also keeps the checkpoint of the best evaluation. Best is the highest eval/score_mean; "
-        "with stage=sft the lowest eval/loss, with stage=reward_model the highest eval/accuracy.",
+        description="Also keeps the checkpoint of the best evaluation, by checkpoint.best_by; eval.patience "
+        "sets it to true.",
+    )
+    best_by: Text | None = Field(
+        None,
+        description="Metric of the evaluation that selects the best checkpoint, such as "
+        "eval/win_rate_vs_ref; null: eval/score_mean, with stage=sft eval/loss, with stage=reward_model "
+        "eval/accuracy.",
+    )
+    best_mode: Literal["auto", "max", "min"] = Field(
+        "auto",
+        description="Whether the highest or the lowest value of checkpoint.best_by is the best; auto: the "
+        "lowest of eval/loss, eval/perplexity, eval/ties, eval/calibration_error and standard deviations, "
+        "the highest of any other metric.",
     )
 
 
@@ -157,7 +169,7 @@ class EvalConfig(Section):
 
     With stage=ppo, the policy responds to the prompts of data.eval_path, and the responses are scored. With
     stage=sft and stage=reward_model, the loss and the accuracy on the rows of data.eval_path are measured.
-    Only stage=ppo uses greedy and correct_above.
+    Only stage=ppo uses greedy, correct_above and rewards.
     """
 
     every: Count | None = Field(
@@ -170,4 +182,14 @@ class EvalConfig(Section):
     greedy: bool = Field(True, description="Decodes greedily; false: samples as for training.")
     correct_above: Number | None = Field(
         None, description="A score above this counts as correct in eval/accuracy; null: no accuracy."
+    )
+    rewards: dict[str, dict[Any, Any]] = Field(
+        {},
+        description="More rewards of the held-out responses, by name, each measured as eval/<name>_mean. "
+        "They do not enter training. +reward@eval.rewards.NAME=GROUP adds one of conf/reward/.",
+    )
+    patience: Count | None = Field(
+        None,
+        description="Ends the run after this many evaluations in a row without a new best value of "
+        "checkpoint.best_by, with exit code 0; null: no early stop.",
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from ppo_ds.build.memory_estimate import BYTES, FrozenModel, Models
 from ppo_ds.build.roles import CLASSIFIER, critic_start
-from ppo_ds.config.schema import Config, has_critic, reference_is_base, uses_reference
+from ppo_ds.config.schema import Config, all_rewards, has_critic, reference_is_base, uses_reference
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.models.size import planned_own_code_shape, planned_shape
 from ppo_ds.models.tokenizer import Tokenizer
@@ -84,7 +84,8 @@ def _rewards(config: Config, report: Report, loaded: set[Any]) -> dict[str, Froz
     ``loaded`` holds the identities of models that are in memory already.
     """
     rewards = {}
-    for key, model, zero, target in _reward_models(config.reward, "reward"):
+    sections = all_rewards(config).items()
+    for key, model, zero, target in (found for name, one in sections for found in _reward_models(one, name)):
         identity = (_identity(model), zero.stage, zero.offload_params)
         if _identity(model) in loaded or identity in loaded:
             report.add("reward", f"{key}={model.path}: shares weights that are already in memory")

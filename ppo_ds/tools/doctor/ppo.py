@@ -16,7 +16,7 @@ from ppo_ds.build.data import (
 )
 from ppo_ds.build.memory_estimate import BYTES, Hardware, Models, estimate
 from ppo_ds.build.preflight import preflight
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import Config, all_rewards
 from ppo_ds.config.targets import bind
 from ppo_ds.data.prompts import PromptStream
 from ppo_ds.models.tokenizer import Tokenizer
@@ -97,7 +97,9 @@ def check_inputs(config: Config, report: Report) -> CheckedInputs:
         lambda: build_ptx(config, tokenizer),
         lambda s: f"{s.source.path}: {describe_rows(s.source.report, 'texts')}" if s else None,
     )
-    reward = report.attempt("reward", lambda: bind(config.reward, "reward"), lambda _: None)
+    reward = report.attempt(
+        "reward", lambda: [bind(part, key) for key, part in all_rewards(config).items()], lambda _: None
+    )
     if source is None or reward is None or report.errors > errors:
         return CheckedInputs(tokenizer, source.longest if source else None)
     rollout = config.rollout

@@ -311,13 +311,17 @@ class PPOTime(StepTime):
         return PhaseTime(found.seconds + host, {**found.resources, HOST: host})
 
     def rewards(self) -> PhaseTime | None:
-        """Returns the time of all reward models. One that shares the critic's weights counts as a critic."""
+        """Returns the time of the training reward's models.
+
+        A model that shares the critic's weights counts as a critic.
+        """
         shared = [
             self.score_by("critic", self.models.critic)
             for key, _ in reward_models(self.config.reward)
             if f"{key}.path" not in self.models.rewards and self.models.critic is not None
         ]
-        times = [self.score_by_frozen(model) for model in self.models.rewards.values()] + shared
+        own = [model for key, model in self.models.rewards.items() if key.startswith("reward.")]
+        times = [self.score_by_frozen(model) for model in own] + shared
         return added(times) if times else None
 
     def learn(self, name: str, shape: Shape) -> PhaseTime:
