@@ -1,0 +1,107 @@
+"""Renders ``report.html``: the settings, result, curves, alarms and responses of one run or of several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.storage.drafts import write_file
+from ppo_ds.tracking.catalogue import SECTIONS, Panel, find, panel_metrics
+from ppo_ds.tracking.html.page import asset, render_page
+from ppo_ds.tracking.html.result import describe_result, result_of
+from ppo_ds.tracking.html.run_data import SAMPLE_BYTES, read_run
+
+FILE_NAME = "report.html"
+SCRIPTS = ("charts.js", "curves.js", "rollouts.js", "report.js")
+
+
+def write_report(run_dirs: Sequence[Path], target: Path, *, running: bool = False) -> None:
+    """Writes the report of the runs to the file ``target``.
+
+    ``running`` states that the run is in progress; otherwise a run without a summary may have been killed.
+
+    Raises:
+        UserError: A directory does not exist or is no run directory.
+    """
+    runs = [read_run(run_dir, sample_bytes=SAMPLE_BYTES // len(run_dirs)) for run_dir in run_dirs]
+    write_file(target, render_report(runs, running=running))
+
+
+def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> str:
+    """Returns the report of runs that ``read_run`` has read as an HTML page."""
+    names = sorted({name for run in runs for name in run["series"]})
+    for run, unique in zip(runs, _unique_names(runs), strict=True):
+        run |= {"name": unique, "sentences": describe_result(run, running=running), "result": result_of(run)}
+    data = {
+        "runs": runs,
+        "running": running,
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "metrics": {name: _metric(name) for name in names if find(name)},
+        "overview": [card for section in _sections(names) for card in section["cards"] if card["overview"]],
+        "sections": _sections(names),
+    }
+    title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
+    scripts = [asset(name) for name in SCRIPTS]
+    return render_page(title, '<div id="report"></div>', data, scripts=scripts, styles=[asset("report.css")])
+
+
+def _unique_names(runs: Iterable[dict[str, Any]]) -> list[str]:
+    """Returns the names of the runs; runs with the same name are told apart by their directories."""
+    runs = list(runs)
+    names = [run["name"] for run in runs]
+    return [
+        f"{name} ({run['directory']})" if names.count(name) > 1 else name
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def _metric(name: str) -> dict[str, Any]:
+    metric = find(name)
+    assert metric is not None
+    return {
+        "label": metric.label if metric.name == name else name.split("/", 1)[1].replace("_", " "),
+        "unit": metric.unit,
+        "meaning": metric.meaning,
+        "healthy": metric.healthy,
+        "reason": metric.reason,
+        "remedy": metric.remedy,
+        "percent": metric.percent,
+    }
+
+
+def _sections(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the sections that have data. Metrics without a panel have a card of their own."""
+    sections, listed = [], set()
+    for section in SECTIONS:
+        panels = [(panel, panel_metrics(panel, names)) for panel in section.panels if not panel.stacked]
+        cards = [_card(panel, metrics) for panel, metrics in panels if metrics]
+        in_panels = {name for _, metrics in panels for name in metrics}
+        own = [name for name in names if (metric := find(name)) and metric in section.metrics]
+        cards += [_single(name) for name in own if name not in in_panels]
+        listed |= {*own, *in_panels}
+        if cards:
+            sections.append({"title": section.title, "prefix": section.prefix, "cards": cards})
+    if others := [_single(name) for name in names if name not in listed]:
+        sections.append({"title": "Other metrics", "prefix": "other", "cards": others})
+    return sections
+
+
+def _card(panel: Panel, metrics: dict[str, str]) -> dict[str, Any]:
+    return {
+        "title": panel.title,
+        "unit": panel.unit,
+        "metrics": metrics,
+        "band": panel.band,
+        "bandLimits": panel.band_limits,
+        "percent": panel.percent,
+        "fromZero": panel.from_zero,
+        "overview": panel.overview,
+    }
+
+
+def _single(name: str) -> dict[str, Any]:
+    metric = find(name)
+    label, unit, percent = (metric.label, metric.unit, metric.percent) if metric else (name, "", False)
+    return _card(Panel(label[:1].upper() + label[1:], unit, {}, percent=percent), {name: label})

@@ -1,0 +1,127 @@
+"""Describes the result of a run in three sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+ENDS = {
+    "done": "The run finished all {steps} steps in {time}.",
+    "stop_at_step": "The run stopped after step {steps} of {planned}, as run.stop_at_step asks, after {time}.",
+    "time_limit": "The run stopped after step {steps} of {planned}, when its time limit was reached, after {time}.",
+    "signal": "The run was stopped by a signal after step {steps} of {planned}, after {time}.",
+    "nonfinite": "The run ended with an error after step {steps} of {planned}, because numbers were not finite.",
+    "max_kl": "The run ended after step {steps} of {planned}, because the KL exceeded health.max_kl.",
+    "error": "The run ended with an error after step {steps} of {planned}, after {time}.",
+}
+OPEN = {
+    True: "The run is in progress: step {steps} of {planned}, {time} after its start.",
+    False: "The run has no summary, so it is still in progress or was killed; its last record is step {steps} of "
+    "{planned}, {time} after its start.",
+}
+# the first metric that a run has is its result: name, what it is, whether it is a share, unit
+RESULTS = {
+    "ppo": (
+        ("eval/accuracy", "the share of correct responses to held-out prompts", True, ""),
+        ("eval/score_mean", "the mean score on held-out prompts", False, ""),
+        ("reward/score_mean", "the mean score of the responses", False, ""),
+    ),
+    "sft": (
+        ("eval/loss", "the held-out loss", False, " nats per token"),
+        ("sft/loss", "the training loss", False, " nats per token"),
+    ),
+    "reward_model": (
+        ("eval/accuracy", "the share of held-out pairs in the right order", True, ""),
+        ("rm/accuracy", "the share of training pairs in the right order", True, ""),
+    ),
+}
+SMALL_CHANGE = 0.01  # relative changes below it are described as no change
+ENDS_AVERAGED = 5  # steps at each end over which training metrics are averaged
+
+
+def describe_result(run: dict[str, Any], *, running: bool) -> list[str]:
+    """Returns how a run of ``read_run`` ended, what it reached, and what deserves attention."""
+    return [_end(run, running), _reached(run), _attention(run)]
+
+
+def result_of(run: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the main metric of a run, with its values at the beginning and the end, or None."""
+    for name, what, share, unit in RESULTS.get(run["stage"], RESULTS["ppo"]):
+        curve = run["series"].get(name)
+        if curve:
+            before, after = _ends(curve["values"], held_out=name.startswith("eval/"))
+            return {"name": name, "what": what, "share": share, "unit": unit, "before": before, "after": after}
+    return None
+
+
+def _ends(values: list[float], *, held_out: bool) -> tuple[float, float]:
+    """Returns the first and the last value. Training metrics are averaged over some steps at both ends."""
+    count = 1 if held_out else max(1, min(ENDS_AVERAGED, len(values) // 4))
+    return sum(values[:count]) / count, sum(values[-count:]) / count
+
+
+def _end(run: dict[str, Any], running: bool) -> str:
+    reason = run["summary"].get("exit_reason")
+    sentence = ENDS.get(reason, ENDS["error"]) if run["summary"] and not running else OPEN[running]
+    planned = run["plannedSteps"] or "an open number"
+    return sentence.format(steps=run["lastStep"], planned=planned, time=duration(run["seconds"]))
+
+
+def _reached(run: dict[str, Any]) -> str:
+    result = result_of(run)
+    if result is None:
+        return "It has no result to show, because it has logged no score and no loss."
+    shown: Callable[[float], str] = percent if result["share"] else number
+    what, before, after = result["what"], result["before"], result["after"]
+    what = what[0].upper() + what[1:]
+    values = run["series"][result["name"]]["values"]
+    if len(values) == 1:
+        return f"{what} is {shown(after)}{result['unit']}; it was measured once."
+    if abs(after - before) <= SMALL_CHANGE * max(abs(before), abs(after)):
+        return f"{what} stayed at {shown(after)}{result['unit']}."
+    verb = "rose" if after > before else "fell"
+    return f"{what} {verb} from {shown(before)} to {shown(after)}{result['unit']}."
+
+
+def _attention(run: dict[str, Any]) -> str:
+    """Returns the distance from the reference, if there is one, and the number of alarms."""
+    alarms = [event for event in run["events"] if event["kind"] == "alarm"]
+    if not run["events"]:
+        alarm = "events of this run were not recorded"
+    elif not alarms:
+        alarm = "no alarm fired"
+    else:
+        alarm = "one alarm fired" if len(alarms) == 1 else f"{len(alarms)} alarms fired"
+    series = run["series"]
+    if "kl/ref_seq_mean" in series:
+        kl = number(series["kl/ref_seq_mean"]["values"][-1])
+        length = series.get("rollout/resp_len_mean")
+        tokens = f", with responses of {number(length['values'][-1])} tokens" if length else ""
+        return f"The policy is {kl} nats per response away from the reference{tokens}; {alarm}."
+    return f"{alarm[0].upper()}{alarm[1:]}."
+
+
+def number(value: float) -> str:
+    """Formats a number with three significant digits, and without exponent if it is of usual size."""
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+        return f"{value:,.{digits}f}"
+    return f"{value:.2g}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Formats seconds as 42 s, 4 min 12 s, 3 h 5 min or 2 d 4 h."""
+    if seconds is None:
+        return "an unknown time"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"

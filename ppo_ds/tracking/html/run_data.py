@@ -1,0 +1,268 @@
+"""Reads a run directory into the data that report.html shows, bounded in size."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppo_ds.errors import UserError
+from ppo_ds.tracking.catalogue import PANELS
+from ppo_ds.tracking.jsonl import read_events, read_metrics
+
+MAX_POINTS = 1000  # points of a curve
+MAX_STACK_POINTS = 300  # points of a stacked area
+MAX_LAYERS = 7  # named areas of a stack, besides "other"
+MAX_EVENTS = 500
+MAX_STEPS_OF_SAMPLES = 48  # steps whose samples are shown, for each split
+MAX_PROMPT = 6_000  # characters
+MAX_RESPONSE = 20_000  # characters
+SAMPLE_BYTES = 3_000_000  # of all runs of a page
+NOT_METRICS = {"step", "time", "episodes", "tokens"}
+
+Record = dict[str, Any]
+
+
+def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, Any]:
+    """Returns everything that the report shows of a run.
+
+    Files that are missing, as after a crash, and lines that were cut off are left out. ``sample_bytes``
+    bounds the size of the samples.
+
+    Raises:
+        UserError: The directory does not exist or has no metrics, samples and events.
+    """
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such run directory")
+    records = read_metrics(run_dir / "metrics.jsonl")
+    events = read_events(run_dir / "events.jsonl")
+    files = _sample_files(run_dir)
+    if not records and not events and not any(files.values()):
+        raise UserError(f"{run_dir}: no run directory: it has neither metrics.jsonl nor samples/ nor events.jsonl")
+    settings = _read_settings(run_dir / "config.yaml")
+    summary = _read_summary(run_dir / "summary.json")
+    section = settings.get("run")
+    run = section if isinstance(section, dict) else {}
+    return {
+        "name": str(run.get("name") or run_dir.resolve().name),
+        "directory": str(run_dir),
+        "stage": settings.get("stage") or _guess_stage(records),
+        "plannedSteps": run.get("steps"),
+        "summary": summary,
+        "seconds": summary.get("wall_s") or (records[-1].get("time") if records else None),
+        "lastStep": records[-1]["step"] if records else 0,
+        "settings": flattened(settings),
+        "series": curves(records, summary),
+        "stacks": stacks(records),
+        "events": events if len(events) <= MAX_EVENTS else [events[0], *events[1 - MAX_EVENTS :]],
+        "samples": _read_samples(files, sample_bytes),
+    }
+
+
+def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the leaves of nested dicts by their dotted keys; lists and empty dicts are leaves."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree} if prefix else {}
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flattened(value, f"{prefix}.{key}" if prefix else str(key))
+    return leaves
+
+
+# -- curves ----------------------------------------------------------------------------------------------------
+
+
+def curves(records: Sequence[Record], summary: Record) -> dict[str, dict[str, list[float]]]:
+    """Returns the steps and values of every metric, at most MAX_POINTS of each.
+
+    The held-out metrics before training, which only the summary has, are added as step 0.
+    """
+    points: dict[str, tuple[list[int], list[float]]] = {}
+    for record in records:
+        for name, value in record.items():
+            if name not in NOT_METRICS and _is_number(value):
+                steps, values = points.setdefault(name, ([], []))
+                steps.append(record["step"])
+                values.append(value)
+    for key, value in summary.items():
+        found = re.fullmatch(r"heldout_(\w+)_before", key)
+        name = f"eval/{found[1].removeprefix('pair_')}" if found else ""
+        if name in points and _is_number(value) and points[name][0][0] > 0:
+            points[name][0].insert(0, 0)
+            points[name][1].insert(0, value)
+    return {
+        name: {"steps": [steps[i] for i in kept], "values": [_rounded(values[i]) for i in kept]}
+        for name, (steps, values) in points.items()
+        for kept in [thinned(values, MAX_POINTS)]
+    }
+
+
+def thinned(values: Sequence[float], limit: int) -> Sequence[int]:
+    """Returns the indices of at most ``limit`` values: the first, the last, and extremes of equal parts.
+
+    Each part keeps its smallest and its largest value, so that no peak is lost.
+    """
+    count = len(values)
+    if count <= limit:
+        return range(count)
+    parts = (limit - 2) // 2
+    kept = {0, count - 1}
+    for part in range(parts):
+        inside = range(part * count // parts, (part + 1) * count // parts)
+        kept |= {min(inside, key=values.__getitem__), max(inside, key=values.__getitem__)}
+    return sorted(kept)
+
+
+def stacks(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Returns the stacked areas that have data: phases of a step, memory of the device, memory of the host."""
+    (times,) = (panel for panel in PANELS if panel.stacked)
+    phases = {label: [record.get(name) or 0.0 for record in records] for name, label in times.metrics.items()}
+    allocated, reserved, host = (
+        [record.get(f"mem/{name}") or 0.0 for record in records]
+        for name in ("alloc_peak_gb", "reserved_peak_gb", "host_rss_gb")
+    )
+    unused = [max(0.0, high - low) for high, low in zip(reserved, allocated, strict=True)]
+    areas = [
+        _stack("Phases of a step", "s", records, phases),
+        _stack(
+            "Peak memory of the GPU", "GB", records, {"allocated": allocated, "reserved, not allocated": unused}
+        ),
+        _stack("Memory of the host", "GB", records, {"resident": host}),
+    ]
+    return [area for area in areas if area["parts"]]
+
+
+def _stack(title: str, unit: str, records: Sequence[Record], columns: dict[str, list[float]]) -> dict[str, Any]:
+    """Averages columns over equal parts of the records. All but the largest are summed as "other"."""
+    count = len(records)
+    parts = min(count, MAX_STACK_POINTS)
+    bounds = [(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
+    totals = {label: sum(values) for label, values in columns.items()}
+    largest = sorted(totals, key=lambda label: -totals[label])[:MAX_LAYERS]
+    layers = {label: values for label, values in columns.items() if label in largest and label != "other"}
+    rest = [values for label, values in columns.items() if label not in layers]
+    layers["other"] = [sum(values) for values in zip(*rest, strict=True)]
+    return {
+        "title": title,
+        "unit": unit,
+        "steps": [records[low]["step"] for low, _ in bounds],
+        "parts": {
+            label: [_rounded(sum(values[low:high]) / (high - low)) for low, high in bounds]
+            for label, values in layers.items()
+            if any(values)
+        },
+    }
+
+
+# -- samples ---------------------------------------------------------------------------------------------------
+
+
+def _sample_files(run_dir: Path) -> dict[str, list[tuple[int, Path]]]:
+    """Returns the steps and files of the samples of each split, in order."""
+    files: dict[str, list[tuple[int, Path]]] = {}
+    for path in sorted((run_dir / "samples").glob("*step_*.jsonl")):
+        if found := re.fullmatch(r"(?:(\w+?)_)?step_(\d+)\.jsonl", path.name):
+            files.setdefault(found[1] or "train", []).append((int(found[2]), path))
+    return {split: sorted(steps) for split, steps in files.items()}
+
+
+def _read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[str, Any]:
+    """Reads samples of evenly spaced steps, at most ``limit`` bytes, and at least one row of each step.
+
+    Returns {"prompts": the different prompts, "rows": the rows, with "prompt" as an index into prompts,
+    "shown": {split: [steps shown, steps recorded]}}.
+    """
+    prompts: dict[str, int] = {}
+    rows: list[Record] = []
+    shown = {}
+    for split, steps in files.items():
+        chosen = [steps[i] for i in evenly(len(steps), MAX_STEPS_OF_SAMPLES)]
+        shown[split] = [len(chosen), len(steps)]
+        allowance = limit // len(files) // max(len(chosen), 1)
+        for step, path in chosen:
+            spent = 0
+            for index, row in enumerate(read_rows(path)):
+                short = _short_row(row)
+                spent += len(json.dumps(short, ensure_ascii=False, default=str).encode(errors="replace"))
+                if index > 0 and spent > allowance:
+                    break
+                short["prompt"] = prompts.setdefault(short["prompt"], len(prompts))
+                rows.append({"split": split, "step": step, **short})
+    return {"prompts": list(prompts), "rows": rows, "shown": shown}
+
+
+def read_rows(path: Path) -> list[Record]:
+    """Reads the rows of a file of samples; a line that was cut off is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def evenly(count: int, limit: int) -> list[int]:
+    """Returns at most ``limit`` of the indices below ``count``, evenly spaced, with the first and the last."""
+    if count <= limit:
+        return list(range(count))
+    return [round(i * (count - 1) / (limit - 1)) for i in range(limit)]
+
+
+def _short_row(row: Record) -> Record:
+    """Shortens the texts of a row; the prompt is the text that the report shows."""
+    short = {key: value for key, value in row.items() if key not in ("asked", "step", "split")}
+    prompt, response = str(row.get("asked") or row.get("prompt", "")), str(row.get("response", ""))
+    if "prompt_id" not in row and "prompt" in row:
+        short["prompt_id"] = str(row["prompt"])[:200]  # runs of older versions
+    short["prompt"], short["response"] = _cut(prompt, MAX_PROMPT), _cut(response, MAX_RESPONSE)
+    return {
+        key: _cut(value, MAX_PROMPT) if isinstance(value, str) and key != "response" else value
+        for key, value in short.items()
+    }
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"
+
+
+# -- other files -----------------------------------------------------------------------------------------------
+
+
+def _read_settings(path: Path) -> Record:
+    """Returns the config of the run, or {} if the file is missing or damaged."""
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _read_summary(path: Path) -> Record:
+    """Returns the summary, or {} if the run has not ended or the file is damaged."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def _guess_stage(records: Iterable[Record]) -> str:
+    names = {name.split("/")[0] for record in records for name in record}
+    return "sft" if "sft" in names else "reward_model" if "rm" in names else "ppo"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _rounded(value: float) -> float:
+    """Rounds to six significant digits, which no chart resolves."""
+    return float(f"{value:.6g}")
