@@ -13,7 +13,7 @@ Texts are Markdown with ``code`` and links only; ``plain`` removes the marks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 Range = tuple[float | None, float | None]  # lowest and highest healthy value; None: no limit
@@ -1324,6 +1324,19 @@ def panel_metrics(panel: Panel, names: Iterable[str]) -> dict[str, str]:
             elif "<" in pattern and name not in METRICS and matches(pattern, name):
                 found[name] = name.removeprefix(before).removesuffix(after)
     return found
+
+
+def overview_panels(names: Container[str]) -> list[Panel]:
+    """Returns the panels of the overview that have data: those whose first metric is in ``names``.
+
+    Of panels that show the same information, the one with the better scale is returned.
+    """
+    panels = [panel for panel in PANELS if panel.overview and next(iter(panel.metrics)) in names]
+    if "eval/accuracy" in names:  # shows the same information as the score, on a better scale
+        panels = [panel for panel in panels if panel.title != "Held-out score"]
+    if "rm/accuracy" in names:  # its panel shows the held-out accuracy too
+        panels = [panel for panel in panels if panel.title != "Held-out accuracy"]
+    return panels
 
 
 def plain(text: str) -> str:

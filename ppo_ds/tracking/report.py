@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ppo_ds.storage.drafts import draft_file
-from ppo_ds.tracking.catalogue import PANELS, Panel
+from ppo_ds.tracking.catalogue import PANELS, Panel, overview_panels
 from ppo_ds.tracking.console import open_console
 from ppo_ds.tracking.jsonl import read_metrics
 
@@ -49,11 +49,7 @@ def plot_curves(
         having = [record for record in records if isinstance(record.get(name), int | float)]
         if having:
             curves[name] = [record["step"] for record in having], [record[name] for record in having]
-    panels = [panel for panel in OVERVIEW if next(iter(panel.metrics)) in curves]
-    if "eval/accuracy" in curves:  # shows the same information as the score, on a better scale
-        panels = [panel for panel in panels if panel.title != "Held-out score"]
-    if "rm/accuracy" in curves:  # its panel shows the held-out accuracy too
-        panels = [panel for panel in panels if panel.title != "Held-out accuracy"]
+    panels = overview_panels(curves)
     if not panels:
         return False
     columns = 2 if len(panels) in (2, 4) else min(3, len(panels))

@@ -245,7 +245,7 @@ const view = { smoothing: 0, log: false, marks: true, hiddenRuns: new Set() };
  * Lines over steps, with the healthy range as a band and marks at events.
  *
  * `spec`: {label, series: [{label, colour, run, steps, values, dash, spread}], healthy: [low, high] or null,
- * percent, fromZero, marks: [{run, step, kind, text}]}. `spread` is drawn as the area of values +- spread.
+ * percent, fromZero, marks: [{run, step, kind, text}]}. `spread` has the [low, high] of an area around the line.
  */
 class LineChart extends Chart {
   constructor(spec) {
@@ -267,7 +267,7 @@ class LineChart extends Chart {
   /** The lowest and highest value of the axis. */
   domain(log) {
     const bounds = this.shown.flatMap(({ values, spread }) =>
-      spread ? values.flatMap((v, i) => [v - spread[i], v, v + spread[i]]) : values,
+      spread ? [...values, ...spread.flat()] : values,
     );
     let [low, high] = extent(log ? bounds.filter((value) => value > 0) : bounds);
     if (log) return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
@@ -300,7 +300,7 @@ class LineChart extends Chart {
     this.firstStep = first;
     this.lastStep = last;
     this.drawHealthy(low, high);
-    const yTicks = log ? logTicks(low, high) : niceTicks(low, high, 4);
+    const yTicks = log ? logTicks(low, high) : niceTicks(low, high, 5);
     const xTicks = niceTicks(first, last, Math.min(6, (right - left) / 60), true);
     const short = (value) => this.format(value, 3);
     this.drawAxes(this.x, this.y, xTicks, yTicks, (tick) => formatNumber(tick, 6), short);
@@ -340,8 +340,8 @@ class LineChart extends Chart {
     const xs = series.steps.map(this.x);
     const style = { stroke: series.colour, "stroke-dasharray": series.dash ?? null };
     if (series.spread && !log && view.smoothing === 0) {
-      const upper = pixels(series.values.map((value, i) => value + series.spread[i]));
-      const lower = pixels(series.values.map((value, i) => value - series.spread[i]));
+      const lower = pixels(series.spread.map((ends) => ends[0]));
+      const upper = pixels(series.spread.map((ends) => ends[1]));
       this.picture.append(svg("path", { class: "spread", d: areaPath(xs, upper, lower), fill: series.colour }));
     }
     if (view.smoothing > 0) {
@@ -428,7 +428,7 @@ class StackChart extends Chart {
       this.picture.append(svg("path", { class: "layer", d: areaPath(xs, upper, lower), fill: layer.colour }));
     }
     const xTicks = niceTicks(first, last, Math.min(6, (right - left) / 60), true);
-    this.drawAxes(this.x, this.y, xTicks, niceTicks(0, high, 4), (t) => formatNumber(t, 6), (t) => formatNumber(t, 3));
+    this.drawAxes(this.x, this.y, xTicks, niceTicks(0, high, 5), (t) => formatNumber(t, 6), (t) => formatNumber(t, 3));
   }
 
   pointAt(pixel) {

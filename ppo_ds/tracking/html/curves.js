@@ -10,10 +10,10 @@ function marksOf(runs) {
   );
 }
 
-/** Returns the series of a chart: all `names` (metric -> label) of all runs that have them. */
-function seriesOf(runs, names, band = "") {
+/** Returns the series of a chart: all metrics of the panel, of all runs that have them. */
+function seriesOf(runs, panel) {
   const several = runs.length > 1;
-  const entries = Object.entries(names);
+  const entries = Object.entries(panel.metrics);
   return entries.flatMap(([name, label], metric) =>
     runs.flatMap((run, index) => {
       const curve = run.series[name];
@@ -26,17 +26,26 @@ function seriesOf(runs, names, band = "") {
         run: index,
         steps: curve.steps,
         values: curve.values,
-        spread: metric === 0 && !several ? spreadOf(run.series[band], curve.steps) : null,
+        spread: metric === 0 && !several ? spreadOf(run, panel, curve) : null,
       }];
     }),
   );
 }
 
-/** Returns the values of `curve` at `steps`, or null if it lacks one of them. */
-function spreadOf(curve, steps) {
-  if (!curve) return null;
-  const at = new Map(curve.steps.map((step, i) => [step, curve.values[i]]));
-  return steps.every((step) => at.has(step)) ? steps.map((step) => at.get(step)) : null;
+/** Returns the [low, high] area around a curve, mean +- std within the limits; null if a step has none. */
+function spreadOf(run, panel, curve) {
+  const band = run.series[panel.band];
+  if (!band) return null;
+  const spread = new Map(band.steps.map((step, i) => [step, band.values[i]]));
+  if (!curve.steps.every((step) => spread.has(step))) return null;
+  const limits = (panel.bandLimits ?? []).map((name) => run.series[name]);
+  const [lowest, highest] = limits.length === 2 && limits.every(Boolean)
+    ? [Math.min(...limits[0].values), Math.max(...limits[1].values)]
+    : [-Infinity, Infinity];
+  return curve.steps.map((step, i) => {
+    const [value, deviation] = [curve.values[i], spread.get(step)];
+    return [Math.max(value - deviation, Math.min(lowest, value)), Math.min(value + deviation, Math.max(highest, value))];
+  });
 }
 
 /** Returns "good" or "out" for a value inside or outside the healthy range of a metric, else null. */
@@ -58,22 +67,22 @@ function metricValue(metric, value, digits = 4) {
   return metric?.percent ? formatPercent(value, digits) : formatNumber(value, digits);
 }
 
-/** Returns the card of a panel: {title, unit, metrics: {name: label}, band, percent, fromZero}. */
+/** Returns the card of a panel: {title, unit, metrics: {name: label}, band, bandLimits, percent, fromZero}. */
 function panelCard(panel, data, marks) {
   const { runs, metrics } = data;
-  const series = seriesOf(runs, panel.metrics, panel.band);
+  const series = seriesOf(runs, panel);
   const names = Object.keys(panel.metrics).filter((name) => runs.some((run) => run.series[name]));
-  const main = metrics[names[0]];
+  const percent = panel.percent || names.every((name) => metrics[name]?.percent);
   const chart = new LineChart({
     label: `${panel.title} over steps`,
     series,
     marks,
-    healthy: names.length === 1 || panel.healthyOfFirst ? (main?.healthy ?? null) : commonRange(names, metrics),
-    percent: panel.percent,
+    healthy: commonRange(names, metrics),
+    percent,
     fromZero: panel.fromZero,
   });
   const only = runs.length === 1 ? runs[0].series[names[0]] : null;
-  const latest = only ? metricValue({ percent: panel.percent }, only.values.at(-1)) : null;
+  const latest = only ? metricValue({ percent }, only.values.at(-1), 3) : null;
   const legend = series.length > 1 ? el("div", { class: "legend" }, series.map(legendEntry)) : null;
   return el("figure", { class: "card chart", dataset: { names: names.join(" "), title: panel.title } },
     el("div", { class: "chart-head" },
@@ -86,7 +95,7 @@ function panelCard(panel, data, marks) {
   );
 }
 
-/** Returns the healthy range of the first metric if no other metric of the chart has a different one. */
+/** Returns the healthy range that the metrics of a chart have in common; null if they differ. */
 function commonRange(names, metrics) {
   const ranges = names.map((name) => metrics[name]?.healthy).filter(Boolean);
   const same = ranges.every((range) => range[0] === ranges[0][0] && range[1] === ranges[0][1]);
@@ -107,7 +116,7 @@ function aboutMetrics(names, { runs, metrics }) {
     runs.some((run) => healthOf(metrics[name], run.series[name]?.values.at(-1)) === "out"));
   const ranged = known.find((name) => outside.includes(name)) ?? known.find((name) => metrics[name].healthy);
   const summary = !ranged
-    ? [el("span", {}, metrics[known[0]].meaning.split(". ")[0].replace(/\.$/, ""))]
+    ? [el("span", {}, ...markdown(firstSentence(metrics[known[0]].meaning)))]
     : outside.length
       ? [el("span", { class: "state warn" }, el("span", { class: "dot" }), `Outside the healthy range: ${rangeText(metrics[ranged])}`)]
       : [el("span", { class: "state good" }, el("span", { class: "dot" }), `Healthy range: ${rangeText(metrics[ranged])}`)];
@@ -115,43 +124,54 @@ function aboutMetrics(names, { runs, metrics }) {
   return el("details", { class: "about", open: outside.length > 0 }, el("summary", {}, ...summary), ...items);
 }
 
+/** Returns a text up to its first full stop, without what is in brackets. */
+function firstSentence(text) {
+  return text.replace(/ \([^()]*(\([^()]*\)[^()]*)*\)/g, "").split(/\. |\.$|; /)[0];
+}
+
 function metricNote(name, metric, outside) {
+  const remedyLabel = metric.healthy ? "Outside of it: " : "What to do: ";
   return el("div", { class: "note" },
     el("code", {}, name),
-    el("p", {}, metric.meaning),
-    metric.healthy && el("p", { class: "muted" }, `Healthy range: ${rangeText(metric)}.`),
-    metric.remedy && el("p", { class: outside ? "remedy" : "muted" }, `Outside of it: ${metric.remedy}`),
+    el("p", {}, ...markdown(metric.meaning)),
+    metric.healthy && el("p", { class: "muted" }, `Healthy range: ${rangeText(metric)}`,
+      ...(metric.reason ? [" (", ...markdown(metric.reason), ")"] : []), "."),
+    metric.remedy && el("p", { class: outside ? "remedy" : "muted" }, remedyLabel, ...markdown(metric.remedy)),
   );
+}
+
+/** Returns a text of the catalogue, which may have `code` and [links](https://...), as elements. */
+function markdown(text) {
+  return text.split(/(`[^`]+`|\[[^\]]+\]\(https?:[^)]+\))/).map((part) => {
+    if (part.startsWith("`") && part.length > 1) return el("code", {}, part.slice(1, -1));
+    const link = /^\[([^\]]+)\]\((https?:[^)]+)\)$/.exec(part);
+    return link ? el("a", { href: link[2], rel: "noreferrer" }, link[1]) : part;
+  });
 }
 
 // -- all metrics, by section ----------------------------------------------------------------------------------
 
-/** Returns a foldable section with one card for each of its metrics, which are made when it is opened. */
+/** Returns the names of the metrics of a section. */
+function sectionNames(section) {
+  return [...new Set(section.cards.flatMap((card) => Object.keys(card.metrics)))];
+}
+
+/** Returns a foldable section with its cards, which are made when it is opened. */
 function metricSection(section, data, marks) {
   const cards = el("div", { class: "grid" });
-  const outside = section.names.filter((name) =>
+  const names = sectionNames(section);
+  const outside = names.filter((name) =>
     data.runs.some((run) => healthOf(data.metrics[name], run.series[name]?.values.at(-1)) === "out"));
   const details = el("details", { class: "metric-section", dataset: { prefix: section.prefix } },
     el("summary", {},
       el("h3", {}, section.title),
-      el("span", { class: "faint small" }, `${section.names.length} metric${section.names.length > 1 ? "s" : ""}`),
+      el("span", { class: "faint small" }, `${names.length} metric${names.length > 1 ? "s" : ""}`),
       outside.length > 0 && el("span", { class: "badge warn" }, `${outside.length} outside the healthy range`)),
     cards);
   details.addEventListener("toggle", () => {
-    if (details.open && !cards.childElementCount) cards.append(...section.names.map((name) => metricCard(name, data, marks)));
+    if (details.open && !cards.childElementCount) cards.append(...section.cards.map((panel) => panelCard(panel, data, marks)));
   });
   return details;
-}
-
-function metricCard(name, data, marks) {
-  const metric = data.metrics[name];
-  const panel = {
-    title: metric?.label ?? name,
-    unit: metric?.unit ?? "",
-    metrics: { [name]: metric?.label ?? name },
-    percent: metric?.percent ?? false,
-  };
-  return panelCard(panel, data, marks);
 }
 
 /** Shows the sections and cards whose names, titles or meanings contain `query`. */
@@ -165,13 +185,13 @@ function filterMetrics(container, sections, data, query) {
   let count = 0;
   for (const section of sections) {
     const details = container.querySelector(`[data-prefix="${CSS.escape(section.prefix)}"]`);
-    const found = section.names.filter(matches);
+    const found = sectionNames(section).filter(matches);
     count += found.length;
     details.hidden = found.length === 0;
     if (words.length === 0) continue;
     details.open = found.length > 0;
     const show = () => {
-      for (const card of details.querySelectorAll(".chart")) card.hidden = !found.includes(card.dataset.names);
+      for (const card of details.querySelectorAll(".chart")) card.hidden = !card.dataset.names.split(" ").some((name) => found.includes(name));
     };
     // the cards of a section that was closed are made by its toggle event
     if (details.querySelector(".chart")) show();

@@ -22,8 +22,9 @@ function svg(tag, attributes = {}, ...children) {
 
 function build(element, { dataset = {}, on = {}, ...attributes }, children) {
   for (const [name, value] of Object.entries(attributes)) {
-    if (value === null || value === undefined || value === false) continue;
-    element.setAttribute(name, value === true ? "" : String(value));
+    if (value === null || value === undefined) continue;
+    if (name.startsWith("aria-")) element.setAttribute(name, String(value)); // "false" differs from absent
+    else if (value !== false) element.setAttribute(name, value === true ? "" : String(value));
   }
   Object.assign(element.dataset, dataset);
   for (const [event, listener] of Object.entries(on)) element.addEventListener(event, listener);

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.storage.drafts import write_file
-from ppo_ds.tracking.catalogue import SECTIONS, Panel, find, panel_metrics
+from ppo_ds.tracking.catalogue import SECTIONS, Panel, find, matches, overview_panels, panel_metrics
 from ppo_ds.tracking.html.page import asset, render_page
 from ppo_ds.tracking.html.result import describe_result, result_of
 from ppo_ds.tracking.html.run_data import SAMPLE_BYTES, read_run
@@ -32,6 +32,7 @@ def write_report(run_dirs: Sequence[Path], target: Path, *, running: bool = Fals
 def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> str:
     """Returns the report of runs that ``read_run`` has read as an HTML page."""
     names = sorted({name for run in runs for name in run["series"]})
+    sections, overview = _sections(names), {panel.title for panel in overview_panels(names)}
     for run, unique in zip(runs, _unique_names(runs), strict=True):
         run |= {"name": unique, "sentences": describe_result(run, running=running), "result": result_of(run)}
     data = {
@@ -39,8 +40,8 @@ def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> s
         "running": running,
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "metrics": {name: _metric(name) for name in names if find(name)},
-        "overview": [card for section in _sections(names) for card in section["cards"] if card["overview"]],
-        "sections": _sections(names),
+        "overview": [card for section in sections for card in section["cards"] if card["title"] in overview],
+        "sections": sections,
     }
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
     scripts = [asset(name) for name in SCRIPTS]
@@ -75,8 +76,14 @@ def _sections(names: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the sections that have data. Metrics without a panel have a card of their own."""
     sections, listed = [], set()
     for section in SECTIONS:
-        panels = [(panel, panel_metrics(panel, names)) for panel in section.panels if not panel.stacked]
-        cards = [_card(panel, metrics) for panel, metrics in panels if metrics]
+        panels = [
+            (panel, metrics)
+            for panel in section.panels
+            if (metrics := panel_metrics(panel, names))
+            and matches(next(iter(panel.metrics)), next(iter(metrics)))
+            and not panel.stacked
+        ]
+        cards = [_card(panel, metrics) for panel, metrics in panels]
         in_panels = {name for _, metrics in panels for name in metrics}
         own = [name for name in names if (metric := find(name)) and metric in section.metrics]
         cards += [_single(name) for name in own if name not in in_panels]
@@ -97,7 +104,6 @@ def _card(panel: Panel, metrics: dict[str, str]) -> dict[str, Any]:
         "bandLimits": panel.band_limits,
         "percent": panel.percent,
         "fromZero": panel.from_zero,
-        "overview": panel.overview,
     }
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 ENDS = {
     "done": "The run finished all {steps} steps in {time}.",
-    "stop_at_step": "The run stopped after step {steps} of {planned}, as run.stop_at_step asks, after {time}.",
-    "time_limit": "The run stopped after step {steps} of {planned}, when its time limit was reached, after {time}.",
-    "signal": "The run was stopped by a signal after step {steps} of {planned}, after {time}.",
-    "nonfinite": "The run ended with an error after step {steps} of {planned}, because numbers were not finite.",
-    "max_kl": "The run ended after step {steps} of {planned}, because the KL exceeded health.max_kl.",
-    "error": "The run ended with an error after step {steps} of {planned}, after {time}.",
+    "stop_at_step": "The run stopped at step {steps} of {planned} after {time}, as run.stop_at_step asks.",
+    "time_limit": "The run stopped at step {steps} of {planned} after {time}, at its limit run.max_minutes.",
+    "signal": "The run was stopped by a signal at step {steps} of {planned}, after {time}.",
+    "nonfinite": "The run ended with an error after step {steps} of {planned}: numbers were not finite.",
+    "max_kl": "The run ended after step {steps} of {planned}: the KL exceeded health.max_kl.",
+    "error": "The run ended with an error after step {steps} of {planned} and {time}.",
 }
 OPEN = {
     True: "The run is in progress: step {steps} of {planned}, {time} after its start.",
-    False: "The run has no summary, so it is still in progress or was killed; its last record is step {steps} of "
-    "{planned}, {time} after its start.",
+    False: "The run has no summary, so it is still in progress or was killed; its last record is "
+    "step {steps} of {planned}, {time} after its start.",
 }
 # the first metric that a run has is its result: name, what it is, whether it is a share, unit
 RESULTS = {
@@ -50,7 +51,14 @@ def result_of(run: dict[str, Any]) -> dict[str, Any] | None:
         curve = run["series"].get(name)
         if curve:
             before, after = _ends(curve["values"], held_out=name.startswith("eval/"))
-            return {"name": name, "what": what, "share": share, "unit": unit, "before": before, "after": after}
+            return {
+                "name": name,
+                "what": what,
+                "share": share,
+                "unit": unit,
+                "before": before,
+                "after": after,
+            }
     return None
 
 
@@ -110,7 +118,8 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
+    """Formats a share with one decimal, rounding halves up as the page's own script does."""
+    return f"{math.floor(1000 * value + 0.5) / 10:.1f} %"
 
 
 def duration(seconds: float | None) -> str:

@@ -116,7 +116,8 @@ class Rollouts {
 
   drawControls() {
     const { state, run } = this;
-    const splits = Object.keys(run.samples.shown).filter((split) => run.samples.rows.some((row) => row.split === split));
+    const recorded = new Set(run.samples.rows.map((row) => row.split));
+    const splits = [...recorded].sort((a, b) => (b === "train") - (a === "train") || a.localeCompare(b));
     const names = { train: "Training", eval: "Held out" };
     const runSelect = this.runs.length > 1 && el("select",
       { "aria-label": "Run", on: { change: (event) => this.selectRun(Number(event.target.value)) } },

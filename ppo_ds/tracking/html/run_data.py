@@ -43,7 +43,7 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
     events = read_events(run_dir / "events.jsonl")
     files = _sample_files(run_dir)
     if not records and not events and not any(files.values()):
-        raise UserError(f"{run_dir}: no run directory: it has neither metrics.jsonl nor samples/ nor events.jsonl")
+        raise UserError(f"{run_dir}: no run directory: it has no metrics.jsonl, samples/ or events.jsonl")
     settings = _read_settings(run_dir / "config.yaml")
     summary = _read_summary(run_dir / "summary.json")
     section = settings.get("run")
@@ -74,7 +74,7 @@ def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-# -- curves ----------------------------------------------------------------------------------------------------
+# -- curves --------------------------------------------------------------------------------------------------
 
 
 def curves(records: Sequence[Record], summary: Record) -> dict[str, dict[str, list[float]]]:
@@ -119,25 +119,27 @@ def thinned(values: Sequence[float], limit: int) -> Sequence[int]:
 
 
 def stacks(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Returns the stacked areas that have data: phases of a step, memory of the device, memory of the host."""
+    """Returns the stacked areas that have data: phases of a step, memory of the GPU, memory of the host."""
     (times,) = (panel for panel in PANELS if panel.stacked)
-    phases = {label: [record.get(name) or 0.0 for record in records] for name, label in times.metrics.items()}
-    allocated, reserved, host = (
-        [record.get(f"mem/{name}") or 0.0 for record in records]
-        for name in ("alloc_peak_gb", "reserved_peak_gb", "host_rss_gb")
-    )
+
+    def column(name: str) -> list[float]:
+        return [record.get(name) or 0.0 for record in records]
+
+    phases = {label: column(name) for name, label in times.metrics.items()}
+    allocated, reserved = column("mem/alloc_peak_gb"), column("mem/reserved_peak_gb")
     unused = [max(0.0, high - low) for high, low in zip(reserved, allocated, strict=True)]
+    gpu = {"allocated": allocated, "reserved, not allocated": unused}
     areas = [
         _stack("Phases of a step", "s", records, phases),
-        _stack(
-            "Peak memory of the GPU", "GB", records, {"allocated": allocated, "reserved, not allocated": unused}
-        ),
-        _stack("Memory of the host", "GB", records, {"resident": host}),
+        _stack("Peak memory of the GPU", "GB", records, gpu),
+        _stack("Memory of the host", "GB", records, {"resident": column("mem/host_rss_gb")}),
     ]
     return [area for area in areas if area["parts"]]
 
 
-def _stack(title: str, unit: str, records: Sequence[Record], columns: dict[str, list[float]]) -> dict[str, Any]:
+def _stack(
+    title: str, unit: str, records: Sequence[Record], columns: dict[str, list[float]]
+) -> dict[str, Any]:
     """Averages columns over equal parts of the records. All but the largest are summed as "other"."""
     count = len(records)
     parts = min(count, MAX_STACK_POINTS)
@@ -159,7 +161,7 @@ def _stack(title: str, unit: str, records: Sequence[Record], columns: dict[str, 
     }
 
 
-# -- samples ---------------------------------------------------------------------------------------------------
+# -- samples -------------------------------------------------------------------------------------------------
 
 
 def _sample_files(run_dir: Path) -> dict[str, list[tuple[int, Path]]]:
@@ -210,7 +212,7 @@ def read_rows(path: Path) -> list[Record]:
 
 
 def evenly(count: int, limit: int) -> list[int]:
-    """Returns at most ``limit`` of the indices below ``count``, evenly spaced, with the first and the last."""
+    """Returns at most ``limit`` indices below ``count``: evenly spaced, with the first and the last."""
     if count <= limit:
         return list(range(count))
     return [round(i * (count - 1) / (limit - 1)) for i in range(limit)]
@@ -233,7 +235,7 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"
 
 
-# -- other files -----------------------------------------------------------------------------------------------
+# -- other files ---------------------------------------------------------------------------------------------
 
 
 def _read_settings(path: Path) -> Record:
