@@ -28,7 +28,9 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import Parser, load_config  # noqa: E402
+from launch.hub import use_caches_without_the_hub  # noqa: E402
 from launch.train import complain, prepare_environment  # noqa: E402
+from ppo_ds.config.checks.data import hub_names  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
 
 LARGEST = 100_000  # number of GPUs, of nodes, and of GiB of a GPU
@@ -47,6 +49,7 @@ def main(argv: list[str]) -> int:
         assumed = read_assumptions(options.assume, cluster.gpu_memory is not None)
         config = load_config(overrides, world_size=cluster.ranks)
         check_lengths(assumed, config)
+        use_caches_without_the_hub(hub_names(config), seconds=5.0)
     except UserError as error:
         return complain(error)
     # imported only here, because it imports deepspeed and transformers, which takes seconds

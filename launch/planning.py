@@ -237,8 +237,8 @@ class Planner:
         """Returns whether a problem is that a file in the run directory of an earlier stage is missing."""
         folders = [settings["run"]["dir"] for settings in self.settings.values()]
         folders += [str(dry_run_directory(folder)) for folder in folders]
-        missing = problem.endswith((": no such file", ": no such folder"))
-        return missing and any(f"={folder}/" in problem for folder in folders)
+        missing = re.search(r": no such (?:file|folder)(?:; did you mean .*\?)?$", problem)
+        return missing is not None and any(f"={folder}/" in problem for folder in folders)
 
     def substituted(self, arguments: list[str], where: str) -> tuple[list[str], dict[str, Path]]:
         """Replaces references such as ${stages.sft.run.dir} by the values of the keys that they name.

@@ -26,6 +26,8 @@ if __name__ == "__main__":
     # until the config is read: a collection would free nothing and delay the report of errors in the config
     gc.disable()
 from launch.cli import load_config  # noqa: E402
+from launch.hub import use_caches_without_the_hub  # noqa: E402
+from ppo_ds.config.checks.data import hub_names  # noqa: E402
 from ppo_ds.distributed.exit import exit_now, on_exit, run_with_timeout  # noqa: E402
 from ppo_ds.distributed.gpus import refuse_unused_gpu, supports_expandable_segments  # noqa: E402
 from ppo_ds.distributed.launcher import check_port, launch_id  # noqa: E402
@@ -80,6 +82,7 @@ def main(argv: list[str]) -> int:
         gc.enable()
         if config.run.dry_run:
             os.environ |= CPU_ONLY
+        use_caches_without_the_hub(hub_names(config))
         prepare_environment(config.run.verbose, trains=True)
     except UserError as error:
         return complain(error)

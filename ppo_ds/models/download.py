@@ -25,6 +25,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from tqdm import tqdm
 from transformers.dynamic_module_utils import get_cached_module_file
 
+from ppo_ds.config.similar_paths import did_you_mean_model
 from ppo_ds.errors import UserError
 
 if TYPE_CHECKING:
@@ -160,7 +161,8 @@ def list_files(model: HubModel) -> HubFiles | None:
     except (OSError, ValueError) as error:
         cached = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
         if not isinstance(cached, str):
-            raise UserError(f"{model.key}={model.path}: {reason(error)}") from error
+            meant = did_you_mean_model(model.path)
+            raise UserError(f"{model.key}={model.path}: {reason(error)}{meant}") from error
         folder = Path(cached).parent
         return HubFiles(model, folder.name) if any(map(_WEIGHTS.fullmatch, os.listdir(folder))) else None
     weights = [name for name in sizes if _WEIGHTS.fullmatch(name)]

@@ -32,6 +32,7 @@ from transformers.utils import (
 )
 
 from ppo_ds.config.sections.models import ModelConfig
+from ppo_ds.config.similar_paths import did_you_mean_model
 from ppo_ds.errors import UserError
 from ppo_ds.models.download import UNREACHABLE, fetch_weights, hub_arguments
 from ppo_ds.storage.links import links_that_leave
@@ -276,7 +277,8 @@ def _checked(path: str, key: str) -> str:
     if os.path.exists(path):
         raise UserError(f"{key}={path}: is a file; give the folder with config.json and the weights")
     if path.startswith((".", os.sep)) or path.count("/") != 1:
-        raise UserError(f"{key}={path}: no such folder, and a Hub id has the form owner/name")
+        meant = did_you_mean_model(path)
+        raise UserError(f"{key}={path}: no such folder, and a Hub id has the form owner/name{meant}")
     return path
 
 
@@ -367,5 +369,5 @@ def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
             switch = key.removesuffix("path") + "trust_remote_code"
             reason = f"needs Python code from its own files; read that code, then set {switch}=true"
         elif NOT_REACHED in reason:
-            reason = UNREACHABLE
+            reason = UNREACHABLE + did_you_mean_model(path)
         raise UserError(f"{key}={path}: {' '.join(reason.split())[:400]}") from error

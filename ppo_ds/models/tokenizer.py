@@ -23,6 +23,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ppo_ds.config.similar_paths import did_you_mean_model
 from ppo_ds.errors import UserError
 from ppo_ds.models.download import UNREACHABLE, hub_arguments
 from ppo_ds.models.loading import (
@@ -219,6 +220,7 @@ def load_tokenizer(
         raise UserError(
             f"{key}={path}: no such folder; "
             "give a folder with a Hugging Face model and its tokenizer, or a Hub name"
+            f"{did_you_mean_model(path)}"
         )
     if trust_remote_code:
         refuse_code_of_others(path, revision, key)
@@ -228,7 +230,9 @@ def load_tokenizer(
             path, trust_remote_code=trust_remote_code, **hub_arguments(path, revision)
         )
     except Exception as error:  # the libraries may raise any exception, even a bare Exception
-        raise UserError(f"{key}={path}: {_remedy(error, key)}") from error
+        remedy = _remedy(error, key)
+        meant = did_you_mean_model(path) if remedy == UNREACHABLE else ""
+        raise UserError(f"{key}={path}: {remedy}{meant}") from error
     # for some families transformers makes a tokenizer without any files
     if len(hf) <= len(hf.get_added_vocab()):
         raise UserError(f"{key}={path}: the tokenizer has no vocabulary; {NEEDED}")

@@ -403,6 +403,56 @@ def test_a_model_that_looks_local_must_be_there(path: str) -> None:
     assert lines == [f"{part}.model.path={path}: no such folder"]
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("outputs/sft/modle", "outputs/sft/model"),
+        ("./outputs/stf/model", "outputs/sft/model"),
+        ("ouputs/sft/modell/", "outputs/sft/model"),
+        ("./outputs/sfft", "outputs/sft/model"),  # a run directory: the model in it
+        ("outputs/sft/", "outputs/sft/model"),
+        ("models/qwen2.5_0.5b", "models/qwen2.5-0.5b"),  # not sent to the Hub, although it may be a name there
+    ],
+)
+def test_an_existing_model_is_suggested_for_a_misspelled_one(
+    path: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    for folder in ("outputs/sft/model", "models/qwen2.5-0.5b", "models/llama"):
+        model_folder(tmp_path / folder)
+    assert f"; did you mean {meant}?" in found(f"actor.model.path={path}")
+
+
+def test_a_name_is_one_of_the_hub_unless_a_similar_folder_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    similar = "actor.model.path=Qwen/Qwen2.5-0.5B"
+    model_folder(tmp_path / "Qwen" / "Llama")
+    (tmp_path / "Qwen" / "Qwen2.5-0.5B-logs").mkdir()  # no model
+    compose(*MINIMAL, similar)
+    model_folder(tmp_path / "Qwen" / "Qwen2.5-7B")
+    assert found(similar) == (
+        "actor.model.path=Qwen/Qwen2.5-0.5B: no such folder; did you mean Qwen/Qwen2.5-7B? (a Hub model whose "
+        "name is similar to a local folder must be in the cache first: hf download Qwen/Qwen2.5-0.5B)"
+    )
+    (tmp_path / "cache" / "models--Qwen--Qwen2.5-0.5B").mkdir(parents=True)
+    compose(*MINIMAL, similar)
+
+
+def test_an_existing_file_is_suggested_for_a_misspelled_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").touch()
+    assert found("data.path=promts.jsonl") == (
+        "data.path=promts.jsonl: no such file; did you mean prompts.jsonl?"
+    )
+    assert found(f"data.path={tmp_path}/prompt.jsonl").endswith(f"; did you mean {tmp_path}/prompts.jsonl?")
+
+
 @pytest.mark.parametrize("path", ["gpt2", "org/name"])
 def test_a_hub_id_is_not_looked_for_here(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -433,7 +483,8 @@ def test_every_path_is_looked_at(tmp_path: Path) -> None:
         "reference.model.path=/nowhere/ref",
         "data.eval_path=/nowhere/e.jsonl",
     )
-    assert f"actor.model.path={tmp_path}: not a model folder (no config.json in it)" in lines
+    meant = f"; did you mean {folder}?"
+    assert f"actor.model.path={tmp_path}: not a model folder (no config.json in it){meant}" in lines
     assert {line.split("=")[0] for line in lines} == {
         "actor.model.path",
         "reward.model.path",

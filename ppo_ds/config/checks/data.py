@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from ppo_ds.config.hub_cache import in_hub_cache
 from ppo_ds.config.schema import (
     Config,
     all_rewards,
@@ -13,12 +14,18 @@ from ppo_ds.config.schema import (
     trained_models,
     uses_reference,
 )
+from ppo_ds.config.similar_paths import (
+    did_you_mean_model,
+    did_you_mean_path,
+    is_model_folder,
+    model_inside,
+    model_sibling,
+)
 from ppo_ds.config.text import show
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
 # stage -> name of its rows in error messages
 ROWS = {"ppo": "prompts", "sft": "demonstrations", "reward_model": "pairs of answers"}
-MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def check_sampling(config: Config, ranks: int) -> Iterator[str]:
@@ -74,22 +81,47 @@ def check_reward_folders(config: Config, ranks: int) -> Iterator[str]:
 
 
 def _missing_model(key: str, path: str | None, config: Config) -> Iterator[str]:
-    if path and looks_local(path) and not is_prepared(path, config):
-        folder = Path(path).expanduser()
+    if not path or is_prepared(path, config):
+        return
+    folder = Path(path).expanduser()
+    if looks_local(path):
         if not folder.exists():
-            yield f"{key}={path}: no such folder"
-        elif not any((folder / name).is_file() for name in MODEL_FILES):
-            yield f"{key}={path}: not a model folder (no config.json in it)"
+            yield f"{key}={path}: no such folder{did_you_mean_model(path)}"
+        elif not is_model_folder(folder):
+            inside = model_inside(folder)
+            meant = f"; did you mean {inside}?" if inside else ""
+            yield f"{key}={path}: not a model folder (no config.json in it){meant}"
+    elif (sibling := model_sibling(path)) and not in_hub_cache(path):
+        # the Hub is not asked, since the name is far more likely a misspelled folder
+        yield (
+            f"{key}={path}: no such folder; did you mean {sibling}? (a Hub model whose name is similar to a "
+            f"local folder must be in the cache first: hf download {path})"
+        )
 
 
 def check_data_files(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each data file that does not exist."""
-    data = config.data
-    files = {"data.path": data.path, "data.eval_path": data.eval_path, "data.ptx_path": data.ptx_path}
-    files |= {f"data.mix[{i}].path": part.path for i, part in enumerate(data.mix)}
-    for key, path in files.items():
+    for key, path in _data_paths(config).items():
         if path and looks_local(path) and not is_prepared(path, config) and not Path(path).exists():
-            yield f"{key}={path}: no such file"
+            yield f"{key}={path}: no such file{did_you_mean_path(path)}"
+
+
+def _data_paths(config: Config) -> dict[str, str | None]:
+    """Returns the paths of all data sets by their keys."""
+    data = config.data
+    paths = {"data.path": data.path, "data.eval_path": data.eval_path, "data.ptx_path": data.ptx_path}
+    return paths | {f"data.mix[{i}].path": part.path for i, part in enumerate(data.mix)}
+
+
+def hub_names(config: Config) -> list[str]:
+    """Returns the paths of models and data that are neither on this machine nor made by `prepare`."""
+    sections = type(config).model_fields
+    paths = [model.model.path for model in trained_models(config).values()]
+    paths += [config.reference.model.path] if "reference" in sections else []
+    rewards = all_rewards(config).values() if "reward" in sections else ()
+    paths += [str(model["path"]) for reward in rewards for _, model in reward_models(reward)]
+    paths += _data_paths(config).values()
+    return [path for path in paths if path and not looks_local(path) and not is_prepared(path, config)]
 
 
 def looks_local(path: str) -> bool:

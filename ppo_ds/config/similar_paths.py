@@ -1,0 +1,70 @@
+"""Suggests an existing file or folder for a path that does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+MODEL_FILES = ("config.json", "adapter_config.json")
+_CUTOFF = 0.6  # least similarity of two names, as in config/text.py
+
+
+def is_model_folder(path: Path) -> bool:
+    """Returns whether a folder has the config file of a model or of an adapter."""
+    return any((path / name).is_file() for name in MODEL_FILES)
+
+
+def did_you_mean_path(path: str) -> str:
+    """Returns ``; did you mean x?`` for the existing path most similar to ``path``, or nothing.
+
+    Every part of the path may be misspelled. The suggestion is relative if ``path`` is.
+    """
+    found = similar_path(Path(path).expanduser())
+    return f"; did you mean {found}?" if found else ""
+
+
+def did_you_mean_model(path: str) -> str:
+    """Like ``did_you_mean_path``, but suggests a folder, and the model inside it if it is no model itself."""
+    found = similar_path(Path(path).expanduser())
+    if found is None or found.is_file():
+        return ""
+    return f"; did you mean {found if is_model_folder(found) else model_inside(found) or found}?"
+
+
+def model_inside(folder: Path) -> Path | None:
+    """Returns the model folder inside a folder such as a run directory: model/, or else the only one."""
+    inside = [found for found in _entries(folder) if is_model_folder(found)]
+    exported = folder / "model"
+    return exported if exported in inside else inside[0] if len(inside) == 1 else None
+
+
+def similar_path(path: Path) -> Path | None:
+    """Returns the existing path whose names are most similar to those of ``path``, or None."""
+    found = Path(path.anchor)
+    for name in path.relative_to(path.anchor).parts:
+        if (found / name).exists():
+            found = found / name
+            continue
+        names = [entry.name for entry in _entries(found)]
+        close = get_close_matches(name, names, n=1, cutoff=_CUTOFF)
+        if not close:
+            return None
+        found = found / close[0]
+    return found
+
+
+def model_sibling(path: str) -> Path | None:
+    """Returns the model folder with a similar name in the existing parent folder of ``path``, or None."""
+    parent, name = Path(path).parent, Path(path).name
+    siblings = {entry.name: entry for entry in _entries(parent) if is_model_folder(entry)}
+    close = get_close_matches(name, siblings, n=1, cutoff=_CUTOFF)
+    return siblings[close[0]] if close else None
+
+
+def _entries(folder: Path) -> Iterable[Path]:
+    """Returns the entries of a folder, none if it cannot be read. Hidden ones are left out."""
+    try:
+        return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    except OSError:
+        return []
