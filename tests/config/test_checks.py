@@ -411,7 +411,7 @@ def test_a_model_that_looks_local_must_be_there(path: str) -> None:
         ("ouputs/sft/modell/", "outputs/sft/model"),
         ("./outputs/sfft", "outputs/sft/model"),  # a run directory: the model in it
         ("outputs/sft/", "outputs/sft/model"),
-        ("models/qwen2.5_0.5b", "models/qwen2.5-0.5b"),  # not sent to the Hub, although it may be a name there
+        ("models/qwen2.5_0.5b", "models/qwen2.5-0.5b"),  # not sent to the Hub
     ],
 )
 def test_an_existing_model_is_suggested_for_a_misspelled_one(
@@ -435,8 +435,8 @@ def test_a_name_is_one_of_the_hub_unless_a_similar_folder_lies_beside_it(
     compose(*MINIMAL, similar)
     model_folder(tmp_path / "Qwen" / "Qwen2.5-7B")
     assert found(similar) == (
-        "actor.model.path=Qwen/Qwen2.5-0.5B: no such folder; did you mean Qwen/Qwen2.5-7B? (a Hub model whose "
-        "name is similar to a local folder must be in the cache first: hf download Qwen/Qwen2.5-0.5B)"
+        "actor.model.path=Qwen/Qwen2.5-0.5B: no such folder; did you mean Qwen/Qwen2.5-7B? (a Hub model "
+        "whose name is similar to a local folder must be in the cache first: hf download Qwen/Qwen2.5-0.5B)"
     )
     (tmp_path / "cache" / "models--Qwen--Qwen2.5-0.5B").mkdir(parents=True)
     compose(*MINIMAL, similar)

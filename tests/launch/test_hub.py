@@ -21,7 +21,7 @@ LIMIT = 120.0  # seconds; never reached
 
 @contextmanager
 def server(answer: bytes | None) -> Iterator[tuple[str, list[int]]]:
-    """Serves ``answer`` to every connection, or closes it if None; yields the URL and a list of connections."""
+    """Serves ``answer`` to every connection, or closes it if None; yields the URL and the connections."""
     connections: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
