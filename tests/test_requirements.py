@@ -122,7 +122,17 @@ def is_metric(name: str) -> bool:
 
 def is_output(name: str) -> bool:
     """Returns whether ``name`` is a file or folder that a run writes."""
-    known = ("metrics.jsonl", "curves.png", "samples/", "model/", "model_ema/", "critic/", "adapter/")
+    known = (
+        "metrics.jsonl",
+        "events.jsonl",
+        "report.html",
+        "curves.png",
+        "samples/",
+        "model/",
+        "model_ema/",
+        "critic/",
+        "adapter/",
+    )
     first = name.partition("/")[0] if "/" in name else name
     return any(name.startswith(part) for part in known) and f'"{first}"' in SOURCES
 

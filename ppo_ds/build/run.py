@@ -29,6 +29,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.download import download_files
 from ppo_ds.tracking.banner import Banner
 from ppo_ds.tracking.console import ConsoleTracker
+from ppo_ds.tracking.html.live import ReportTracker
 from ppo_ds.tracking.jsonl import JsonlTracker
 from ppo_ds.tracking.tracker import Tracker, Trackers
 from ppo_ds.tracking.wandb import WandbTracker
@@ -158,7 +159,7 @@ def start_trackers(config: Config, settings: dict[str, Any], steps: int, done: i
         JsonlTracker(run_dir, resumed_at=done),
     )
     console.banner(banner, title=f"ppo_ds: {config.run.name}")
-    chosen: list[Tracker] = [jsonl, console]
+    chosen: list[Tracker] = [jsonl, ReportTracker(run_dir), console]
     if wandb.mode != "disabled":
         chosen.append(
             WandbTracker(

@@ -29,6 +29,7 @@ RECORD = (
     "samples",
     "summary.json",
     "curves.png",
+    "report.html",
     "model",
     "model_ema",
     "adapter",

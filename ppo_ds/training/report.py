@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ppo_ds.tracking.html.report import FILE_NAME
 from ppo_ds.tracking.report import before_after, plot_curves
 from ppo_ds.training.state import TrainState
 
@@ -49,6 +50,8 @@ def write_report(
     saved: dict[str, Path | str] = {"model": run_dir / "model"} if exported else {}
     if drawn:
         saved["curves"] = run_dir / "curves.png"
+    if (run_dir / FILE_NAME).exists():
+        saved["report"] = run_dir / FILE_NAME
     saved["metrics"] = run_dir / "metrics.jsonl"
     if best:
         folder = run_dir / "checkpoints" / f"step_{best['best_step']:06d}"

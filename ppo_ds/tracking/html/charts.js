@@ -301,7 +301,7 @@ class LineChart extends Chart {
     this.lastStep = last;
     this.drawHealthy(low, high);
     const yTicks = log ? logTicks(low, high) : niceTicks(low, high, 5);
-    const xTicks = niceTicks(first, last, Math.min(6, (right - left) / 60), true);
+    const xTicks = niceTicks(first, last, Math.min(6, (right - left) / 48), true);
     const short = (value) => this.format(value, 3);
     this.drawAxes(this.x, this.y, xTicks, yTicks, (tick) => formatNumber(tick, 6), short);
     if (view.marks) this.drawMarks();
@@ -427,7 +427,7 @@ class StackChart extends Chart {
       const [upper, lower] = [layer.upper, layer.lower].map((values) => twice(values).map(this.y));
       this.picture.append(svg("path", { class: "layer", d: areaPath(xs, upper, lower), fill: layer.colour }));
     }
-    const xTicks = niceTicks(first, last, Math.min(6, (right - left) / 60), true);
+    const xTicks = niceTicks(first, last, Math.min(6, (right - left) / 48), true);
     this.drawAxes(this.x, this.y, xTicks, niceTicks(0, high, 5), (t) => formatNumber(t, 6), (t) => formatNumber(t, 3));
   }
 

@@ -126,7 +126,7 @@ function aboutMetrics(names, { runs, metrics }) {
 
 /** Returns a text up to its first full stop, without what is in brackets. */
 function firstSentence(text) {
-  return text.replace(/ \([^()]*(\([^()]*\)[^()]*)*\)/g, "").split(/\. |\.$|; /)[0];
+  return text.replace(/^stage=\w+: /, "").replace(/ \([^()]*(\([^()]*\)[^()]*)*\)/g, "").split(/\. |\.$|; /)[0];
 }
 
 function metricNote(name, metric, outside) {

@@ -267,15 +267,18 @@ function allMetrics(data, marks) {
 
 function responses(data) {
   if (!data.runs.some((run) => run.samples.rows.length)) return null;
-  return pageSection("responses", "Responses", "What the model answered, step by step. Select an answer to read it in full.",
-    new Rollouts(data.runs).element);
+  const [title, text] = data.runs.every((run) => run.stage === "reward_model")
+    ? ["Pairs", "How the model scored held-out pairs, step by step. Select a pair to read it in full."]
+    : ["Responses", "What the model answered, step by step. Select an answer to read it in full."];
+  return pageSection("responses", title, text, new Rollouts(data.runs).element);
 }
 
 function showReport(data) {
   const marks = marksOf(data.runs);
+  const alarmed = data.runs.some((run) => run.events.some(({ kind }) => kind === "alarm"));
   const sections = [
-    data.overview.length > 0 && curves(data, marks), rewardOverKl(data), responses(data), events(data),
-    data.sections.length > 0 && allMetrics(data, marks), timeAndMemory(data), settings(data),
+    alarmed && events(data), data.overview.length > 0 && curves(data, marks), rewardOverKl(data), responses(data),
+    !alarmed && events(data), data.sections.length > 0 && allMetrics(data, marks), timeAndMemory(data), settings(data),
   ].filter(Boolean);
   const links = sections.map((section) => [section.id, section.querySelector("h2").textContent]);
   document.getElementById("report").append(

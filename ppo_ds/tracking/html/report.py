@@ -32,7 +32,6 @@ def write_report(run_dirs: Sequence[Path], target: Path, *, running: bool = Fals
 def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> str:
     """Returns the report of runs that ``read_run`` has read as an HTML page."""
     names = sorted({name for run in runs for name in run["series"]})
-    sections, overview = _sections(names), {panel.title for panel in overview_panels(names)}
     for run, unique in zip(runs, _unique_names(runs), strict=True):
         run |= {"name": unique, "sentences": describe_result(run, running=running), "result": result_of(run)}
     data = {
@@ -40,8 +39,8 @@ def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> s
         "running": running,
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "metrics": {name: _metric(name) for name in names if find(name)},
-        "overview": [card for section in sections for card in section["cards"] if card["title"] in overview],
-        "sections": sections,
+        "overview": [_card(panel, panel_metrics(panel, names)) for panel in overview_panels(names)],
+        "sections": _sections(names),
     }
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
     scripts = [asset(name) for name in SCRIPTS]

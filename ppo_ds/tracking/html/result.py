@@ -123,9 +123,11 @@ def percent(value: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Formats seconds as 42 s, 4 min 12 s, 3 h 5 min or 2 d 4 h."""
+    """Formats seconds as 6.6 s, 42 s, 4 min 12 s, 3 h 5 min or 2 d 4 h."""
     if seconds is None:
         return "an unknown time"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,0 +1,60 @@
+"""Keeps report.html up to date while a run goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.tracking.html.report import FILE_NAME, write_report
+from ppo_ds.tracking.tracker import EventKind, Record
+
+log = logging.getLogger(__name__)
+SHARE = 100  # seconds between two reports, for each second that writing one takes
+
+
+class ReportTracker:
+    """Writes report.html after the first step, at the end, and in between at most 1 % of the time.
+
+    It reads the files that JsonlTracker writes, so it comes after it in the list of trackers. A report that
+    cannot be written never ends the run.
+    """
+
+    def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.monotonic):
+        self._run_dir = run_dir
+        self._clock = clock
+        self._next = clock()  # the earliest time of the next report
+        self._warned = False
+
+    def start(self, config: dict[str, Any]) -> None:
+        """Does nothing: the launcher writes ``config.yaml``."""
+
+    def log(self, step: int, metrics: Record) -> None:
+        if self._clock() >= self._next:
+            self._write(running=True)
+
+    def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
+        """Does nothing: the report reads the files."""
+
+    def event(self, step: int, kind: EventKind, text: str) -> None:
+        """Does nothing: the report reads ``events.jsonl``."""
+
+    def rewind(self, step: int) -> None:
+        """Does nothing: the next report shows the steps that are left."""
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self._write(running=False)
+
+    def _write(self, *, running: bool) -> None:
+        """Writes the report. Warns of the first failure only, whatever its cause."""
+        started = self._clock()
+        try:
+            write_report([self._run_dir], self._run_dir / FILE_NAME, running=running)
+        except Exception as error:  # damaged or unusual files must not end a training
+            if not self._warned:
+                log.warning("warning: %s was not written: %s: %s", FILE_NAME, type(error).__name__, error)
+            self._warned = True
+        ended = self._clock()
+        self._next = ended + SHARE * (ended - started)

@@ -1,0 +1,215 @@
+"""Tests what the report reads from run directories, also from damaged and old ones, and its size."""
+
+import json
+import random
+
+import pytest
+
+from ppo_ds.errors import UserError
+from ppo_ds.tracking.html import run_data
+from ppo_ds.tracking.html.report import render_report
+from ppo_ds.tracking.html.result import describe_result, duration, percent
+from ppo_ds.tracking.html.run_data import evenly, flattened, read_run, stacks, thinned
+from tests.tracking.html.runs import lines, make_ppo_run, ppo_metrics, sample
+
+
+def test_a_thinned_curve_keeps_its_ends_and_every_peak():
+    chance = random.Random(0)
+    values = [chance.random() for _ in range(50_000)]
+    values[31_234], values[7] = 9.0, -9.0
+    kept = thinned(values, 1000)
+    assert len(kept) <= 1000 and list(kept) == sorted(set(kept))
+    assert {0, 49_999, 31_234, 7} <= set(kept)
+    assert min(values[:100]) == min(values[i] for i in kept if i < 100)
+    assert list(thinned(values[:1000], 1000)) == list(range(1000))
+
+
+def test_evenly_spaced_steps():
+    assert evenly(3, 5) == [0, 1, 2]
+    assert evenly(100, 5) == [0, 25, 50, 74, 99]
+    assert all(len(set(evenly(count, 48))) == min(count, 48) for count in range(300))
+
+
+def test_a_complete_run(tmp_path):
+    run = read_run(make_ppo_run(tmp_path / "run"))
+    assert (run["name"], run["stage"], run["plannedSteps"], run["lastStep"]) == ("demo", "ppo", 20, 20)
+    # the evaluation before training is in the summary only
+    assert run["series"]["eval/accuracy"] == {"steps": [0, 10, 20], "values": [0.2, 0.6, 0.8]}
+    assert not {"step", "time", "episodes", "tokens"} & set(run["series"])
+    assert run["settings"]["actor.optim.lr"] == 1e-6 and run["settings"]["data.mix"] == []
+    rows = run["samples"]["rows"]
+    assert [row["step"] for row in rows if row["split"] == "train"] == [
+        s for s in (5, 10, 15, 20) for _ in range(4)
+    ]
+    assert len(run["samples"]["prompts"]) == 4  # each prompt once
+    assert run["samples"]["prompts"][rows[0]["prompt"]] == "What is 2 + 3?"  # asked, not the whole prompt
+    assert describe_result(run, running=False) == [
+        "The run finished all 20 steps in 4 min 12 s.",
+        "The share of correct responses to held-out prompts rose from 20.0 % to 80.0 %.",
+        "The policy is 12.0 nats per response away from the reference, with responses of 30.0 tokens; "
+        "one alarm fired.",
+    ]
+
+
+def test_phases_and_memory_are_stacked():
+    records = [ppo_metrics(step, 700) for step in range(1, 701)]
+    records[0]["time/eval"] = 700.0
+    times, gpu, host = stacks(records)
+    assert sum(sum(values) for values in times["parts"].values()) / 300 == pytest.approx(3.0, rel=0.2)
+    assert max(times["parts"]["evaluation"]) == 350.0 and times["parts"]["evaluation"][1] == 0.0
+    assert gpu["parts"] == {"allocated": [3.0] * 300, "reserved, not allocated": [1.0] * 300}
+    assert host["parts"] == {"resident": [0.7] * 300}
+    assert len(times["steps"]) == 300 and times["steps"][0] == 1
+
+
+def test_small_phases_are_summed(monkeypatch):
+    monkeypatch.setattr(run_data, "MAX_LAYERS", 2)
+    (times, _, _) = stacks([ppo_metrics(1, 1)])
+    assert times["parts"] == {"generation": [1.0], "update of the actor": [0.6], "other": [0.4]}
+
+
+@pytest.mark.parametrize("lost", ["summary.json", "config.yaml", "events.jsonl", "metrics.jsonl", "samples"])
+def test_a_run_without_one_of_its_files_is_shown(tmp_path, lost):
+    run_dir = make_ppo_run(tmp_path / "run")
+    if lost == "samples":
+        for file in (run_dir / "samples").iterdir():
+            file.unlink()
+    else:
+        (run_dir / lost).unlink()
+    run = read_run(run_dir)
+    page = render_report([run])
+    assert "</html>" in page and all(isinstance(sentence, str) for sentence in run["sentences"])
+    if lost == "summary.json":
+        assert "was killed; its last record is step 20 of 20" in run["sentences"][0]
+    if lost == "config.yaml":
+        assert (run["name"], run["stage"]) == ("run", "ppo")
+
+
+def test_a_killed_run_with_files_that_were_cut_off(tmp_path):
+    run_dir = make_ppo_run(tmp_path / "run", summary=False)
+    for name in ("metrics.jsonl", "events.jsonl", "samples/step_000020.jsonl"):
+        data = (run_dir / name).read_bytes()
+        (run_dir / name).write_bytes(data[:-20])
+    (run_dir / "summary.json").write_text('{"exit_re')
+    (run_dir / "config.yaml").write_text("run: {name: demo")
+    (run_dir / "samples" / "step_000021.jsonl").write_bytes(b'\xff\xfe{"prompt": "\xf0\x9f')
+    run = read_run(run_dir)
+    assert run["lastStep"] == 19 and len(run["events"]) == 3 and run["settings"] == {}
+    assert len([row for row in run["samples"]["rows"] if row["step"] == 20]) == 3
+    render_report([run])
+
+
+def test_values_that_are_null_or_of_a_wrong_type_are_left_out(tmp_path):
+    records = [
+        {"step": 1, "a/b": None},
+        {"step": 2, "a/b": 0.5},
+        {"step": 3, "a/b": "x"},
+        {"step": 4, "a/b": True},
+    ]
+    lines(tmp_path / "run" / "metrics.jsonl", records)
+    lines(
+        tmp_path / "run" / "samples" / "step_000001.jsonl",
+        [{"response": 3}, {}, {"prompt": None, "score": "good"}],
+    )
+    run = read_run(tmp_path / "run")
+    assert run["series"] == {"a/b": {"steps": [2], "values": [0.5]}}
+    assert [row["response"] for row in run["samples"]["rows"]] == ["3", "", ""]
+    assert "no score and no loss" in describe_result(run, running=False)[1]
+    render_report([run])
+
+
+def test_runs_of_older_versions_have_no_prompt_ids_and_no_events(tmp_path):
+    run_dir = make_ppo_run(tmp_path / "run", events=False)
+    row = sample(5, 1, tokens=False)
+    del row["prompt_id"], row["asked"], row["components"]
+    lines(run_dir / "samples" / "step_000005.jsonl", [row])
+    run = read_run(run_dir)
+    old = next(row for row in run["samples"]["rows"] if row["step"] == 5)
+    assert old["prompt_id"] == "User: Name a colour."
+    assert "events of this run were not recorded" in describe_result(run, running=False)[2]
+
+
+def test_a_page_is_bounded_in_size(tmp_path):
+    run_dir = make_ppo_run(tmp_path / "run")
+    lines(run_dir / "metrics.jsonl", [ppo_metrics(step, 5000) for step in range(1, 5001)])
+    long = sample(1, 0, tokens=True) | {"response": "x" * 100_000, "asked": "y" * 100_000}
+    for step in range(1, 61):
+        lines(run_dir / "samples" / f"step_{step:06d}.jsonl", [long] * 4)
+    run = read_run(run_dir)
+    assert run["samples"]["shown"]["train"] == [48, 60]
+    rows = [row for row in run["samples"]["rows"] if row["split"] == "train"]
+    assert len({row["step"] for row in rows}) == 48 and rows[0]["step"] == 1 and rows[-1]["step"] == 60
+    assert rows[0]["response"] == "x" * 20_000 + "… (80,000 more characters)"
+    assert len(json.dumps(run["samples"])) < 2_000_000  # half for each split; without bounds it is 48 MB
+    assert len(render_report([run]).encode()) < 4_000_000
+
+
+@pytest.mark.parametrize("content", [None, {}, {"notes.txt": "hello"}])
+def test_what_is_no_run_directory(tmp_path, content):
+    folder = tmp_path / "run"
+    if content is not None:
+        folder.mkdir()
+        for name, text in content.items():
+            (folder / name).write_text(text)
+    with pytest.raises(UserError, match="no such run directory|no run directory"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("summary", "running", "start"),
+    [
+        ({"exit_reason": "signal"}, False, "The run was stopped by a signal at step 7 of 20"),
+        (
+            {"exit_reason": "stop_at_step"},
+            False,
+            "The run stopped at step 7 of 20 after 14 s, as run.stop_at_step",
+        ),
+        ({"exit_reason": "error", "error": "x"}, False, "The run ended with an error after step 7 of 20"),
+        ({"exit_reason": "of a later version"}, False, "The run ended with an error after step 7 of 20"),
+        ({}, True, "The run is in progress: step 7 of 20, 14 s after its start."),
+        ({}, False, "The run has no summary, so it is still in progress or was killed"),
+    ],
+)
+def test_how_a_run_ended(tmp_path, summary, running, start):
+    run_dir = make_ppo_run(tmp_path / "run", steps=7, summary=False)
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    assert describe_result(read_run(run_dir), running=running)[0].startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("records", "stage", "sentence"),
+    [
+        (
+            [{"sft/loss": 3.0}, {"sft/loss": 1.5}],
+            "sft",
+            "The training loss fell from 3.00 to 1.50 nats per token.",
+        ),
+        (
+            [{"eval/loss": 2.0}, {"eval/loss": 2.001}],
+            "sft",
+            "The held-out loss stayed at 2.00 nats per token.",
+        ),
+        (
+            [{"rm/accuracy": 0.5}],
+            "reward_model",
+            "The share of training pairs in the right order is 50.0 %; it was measured once.",
+        ),
+        (
+            [{"reward/score_mean": float(i)} for i in range(8)],
+            "ppo",
+            "The mean score of the responses rose from 0.500 to 6.50.",
+        ),
+    ],
+)
+def test_the_result_of_each_stage(tmp_path, records, stage, sentence):
+    lines(tmp_path / "run" / "metrics.jsonl", [{"step": i + 1, **record} for i, record in enumerate(records)])
+    (tmp_path / "run" / "config.yaml").write_text(f"stage: {stage}\n")
+    assert describe_result(read_run(tmp_path / "run"), running=False)[1] == sentence
+
+
+def test_formats():
+    assert [duration(s) for s in (None, 6.64, 9.96, 252, 11_100, 187_200)] == [
+        "an unknown time", "6.6 s", "10 s", "4 min 12 s", "3 h 5 min", "2 d 4 h",
+    ]  # fmt: skip
+    assert percent(0.8425) == "84.3 %"
+    assert flattened({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
