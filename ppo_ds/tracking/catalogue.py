@@ -874,7 +874,7 @@ _EVAL = Section(
             "eval/<name>_mean",
             "held-out score",
             "score",
-            "Mean score of the held-out responses by the reward `<name>` of `eval.rewards`.",
+            "Mean score of the held-out responses by the additional reward `<name>`.",
         ),
         Metric(
             "eval/loss",

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import UserError
 from ppo_ds.secrets import censored
+from ppo_ds.tracking.jsonl import read_metrics
 from ppo_ds.tracking.tracker import Trackers
+from ppo_ds.training.alarms import Alarms
 from ppo_ds.training.health import TooManySkips
 from ppo_ds.training.report import write_report
 from ppo_ds.training.saver import Saver
@@ -45,6 +47,7 @@ class Run:
     heldout: Mapping[str, str]  # metrics of the evaluations in summary.json, see StageEntry
 
     # state of this process
+    alarms: Alarms = field(init=False, default_factory=Alarms)  # used by rank 0
     reason: ExitReason = field(init=False, default="done")
     error: str | None = field(init=False, default=None)  # message of a run that nonfinite or max_kl ends
     eval_score: float | None = field(init=False, default=None)  # Saver.score_of the last step's evaluation
@@ -60,8 +63,13 @@ class Run:
         return self.saver.state
 
     def track(self, tracker: Trackers) -> None:
-        """Sends metrics, samples and the summary to ``tracker`` from now on."""
+        """Sends metrics, samples, events and the summary to ``tracker`` from now on."""
         self.tracker = tracker
+        self.repeat_alarms()
+
+    def repeat_alarms(self) -> None:
+        """Brings the alarms to the state after the steps in metrics.jsonl, without raising them again."""
+        self.alarms = Alarms.after(read_metrics(self.context.run_dir / "metrics.jsonl"))
 
     def fit(self) -> ExitReason:
         """Trains, exports and reports; returns why the run ended."""
@@ -155,6 +163,7 @@ class Run:
         evaluated = self.evaluate_if_due()
         if evaluated is not None:
             self.tracker.log(self.state.step, metrics | evaluated.metrics)
+            self.raise_alarms(evaluated.metrics)
             self.state.unevaluated = None
             # saves again, since the checkpoint that the run resumed from lacks the evaluation
             self.saver.save_if_due(self.eval_score, self.clock, last=True, again=True)
@@ -172,8 +181,15 @@ class Run:
         evaluated = evaluation.metrics if evaluation is not None else {}
         line = counts | result.metrics | evaluated | costs | result.performance(costs)
         self.tracker.log(state.step, line)
+        self.raise_alarms(line)
         self.tracker.samples(state.step, result.samples)
         state.unevaluated = dict(line) if evaluation is None else None
+
+    def raise_alarms(self, metrics: Metrics) -> None:
+        """Logs the alarms that the metrics of the last step raise."""
+        for text in self.alarms.check(metrics) if self.world.is_main else []:
+            log.warning("alarm: step %d: %s", self.state.step, text)
+            self.tracker.event(self.state.step, "alarm", text)
 
     def costs(self) -> Metrics:
         """Returns the seconds (time/*) and the counters of the stage since the last call. A collective."""
@@ -217,6 +233,8 @@ class Run:
                     self.tracker.rewind(self.state.step)
                     reason = f"step {failed}: {error}: not finite; repeated after step {self.state.step}"
                     self.tracker.event(self.state.step, "rolled_back", reason)
+                    if self.world.is_main:
+                        self.repeat_alarms()
                     self.costs()  # resets the timer for the next step
                     return
             self.reason, self.error = "nonfinite", self.dump_failure(error) + damage

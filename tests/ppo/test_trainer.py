@@ -1,6 +1,8 @@
 """Tests the loop with stand-ins: the order of actions, the end, and the contents of a checkpoint."""
 
+import json
 from copy import deepcopy
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +143,46 @@ def test_the_lock_is_marked_before_the_last_save_and_after_an_error(loop):
     assert events.count("ending") == 1 and events.index("ending") < events.index(("save", 3, False))
     run.fail(RuntimeError("later"))
     assert events.count("ending") == 2
+
+
+def test_the_events_of_a_run(loop):
+    run, _ = loop(kl_monitor=KLMonitor(1e-9, stops=False), stop=(None, None, "signal"))
+    run.fit()
+    run.fail(RuntimeError("later"))
+    assert [(step, kind) for step, kind, _ in run.tracker.told] == [
+        (0, "started"),
+        (1, "warning"),
+        (2, "ended"),
+        (2, "ended"),
+    ]
+    texts = [text for _, _, text in run.tracker.told]
+    assert texts[0] == "a run: 3 steps" and texts[1].startswith("kl/k3_token_mean=")
+    assert texts[2:] == ["signal", "error: RuntimeError: later"]
+
+
+def test_an_alarm_is_logged_and_becomes_an_event(loop, caplog):
+    run, _ = loop(total_steps=6)
+    learn = run.stage.learn
+
+    def clipped(*args, **kwargs):
+        rows, metrics = learn(*args, **kwargs)
+        return rows, metrics | {"policy/clipfrac": 0.75}
+
+    run.stage.learn = clipped
+    run.fit()
+    ((step, text),) = [(step, text) for step, kind, text in run.tracker.told if kind == "alarm"]
+    assert step == 5 and "policy/clipfrac=0.75 (5 steps in a row)" in text
+    assert [record.getMessage() for record in caplog.records] == [f"alarm: step 5: {text}"]
+
+
+def test_a_resumed_run_counts_the_steps_of_an_alarm_from_its_record(loop, tmp_path):
+    run, _ = loop()
+    run.context = replace(run.context, run_dir=tmp_path)
+    lines = [{"step": step, "policy/clipfrac": 0.75} for step in (1, 2, 3, 4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run.track(run.tracker)
+    run.raise_alarms({"policy/clipfrac": 0.75})
+    assert [kind for _, kind, _ in run.tracker.told] == ["alarm"]
 
 
 def test_evaluation_before_during_and_after_training(loop):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ppo_ds.tracking.jsonl import read_metrics
+from ppo_ds.tracking.jsonl import read_events, read_metrics
 from tests.faults.forked import Ranks
 from tests.faults.test_fault_checkpoints import content
 from tests.support.ranks import RankServer
@@ -60,6 +60,10 @@ def samples(run: Path) -> dict[str, str]:
     return {file.name: file.read_text() for file in (run / "samples").iterdir()}
 
 
+def events(run: Path) -> list[tuple[str, int]]:
+    return [(event["kind"], event["step"]) for event in read_events(run / "events.jsonl")]
+
+
 def assert_same_end(run: Path, other: Path) -> None:
     """Compares the last checkpoint (except the count of rollbacks), metrics, samples and the export."""
     ends = [content(folder / "checkpoints" / f"step_{STEPS:06d}") for folder in (run, other)]
@@ -102,6 +106,8 @@ def test_a_killed_run_resumes_to_the_same_bits(lab: Lab, undisturbed: Path, plac
     assert not (lab.root / name / "checkpoints" / "step_000004").exists()
     codes, output = lab.run(name)
     assert codes == [0, 0] and "resumed    after step 2" in output, output
+    found = events(lab.root / name)  # rank 0 may have recorded the end of the first process
+    assert (found[0], found[-2:]) == (("started", 0), [("resumed", 2), ("ended", STEPS)])
     assert_same_end(lab.root / name, undisturbed)
 
 
@@ -113,6 +119,8 @@ def test_a_signal_abandons_the_step_and_the_next_start_repeats_it(lab: Lab, undi
     assert (lab.root / "stopped" / "checkpoints" / "step_000003").is_dir()
     codes, output = lab.run("stopped")
     assert codes == [0, 0] and "resumed    after step 3" in output, output
+    kinds = [("started", 0), ("ended", 3), ("resumed", 3), ("ended", STEPS)]
+    assert events(lab.root / "stopped") == kinds
     assert_same_end(lab.root / "stopped", undisturbed)
 
 
@@ -122,6 +130,8 @@ def test_nonfinite_losses_roll_the_run_back_once(lab: Lab, undisturbed: Path) ->
     codes, output = lab.run("rolled_back", fault="raise@toy.loss:at=4:times=2:rank=1")
     assert codes == [0, 0] and "back to" in output, output
     assert metrics(lab.root / "rolled_back")[-1]["step"] == STEPS
+    kinds = [("started", 0), ("rolled_back", 2), ("ended", STEPS)]
+    assert [event for event in events(lab.root / "rolled_back") if event[0] != "warning"] == kinds
     assert [
         line["health/rollbacks"] for line in read_metrics(lab.root / "rolled_back" / "metrics.jsonl")
     ] == [0.0] * 2 + [1.0] * 4
