@@ -7,6 +7,7 @@ Exit code 0: exported; 2: nothing was written, and one line states the reason; 1
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -49,6 +50,17 @@ def main(argv: list[str]) -> int:
     which.add_argument("--step", type=int, metavar="N", help="export the checkpoint of step N")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a model folder")
     parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="with --push, upload the LoRA adapter instead of the merged model",
+    )
+    parser.add_argument(
+        "--push",
+        metavar="ORG/NAME",
+        help="upload the exported folder to the Hugging Face Hub with the token in HF_TOKEN",
+    )
+    parser.add_argument("--public", action="store_true", help="make a new repository of --push public")
+    parser.add_argument(
         "--trust-remote-code",
         action="store_true",
         help="run the Python code of models that the run's config trusts",
@@ -60,6 +72,7 @@ def main(argv: list[str]) -> int:
     )
     try:
         options = parser.parse_args(argv)
+        token = check_options(options)
         prepare_environment(verbose=False)
         # slow: imports torch and transformers
         from ppo_ds.tools.export import export, find_checkpoint, main_model
@@ -75,11 +88,30 @@ def main(argv: list[str]) -> int:
             force=options.force,
             trust_remote_code=options.trust_remote_code,
             chat_template=options.chat_template and template_text(options.chat_template),
+            name=options.push,
         )
+        print(printable(f"{checkpoint.name}, {role}: {out}"))
+        if options.push:
+            from ppo_ds.tools.push import push
+
+            folder = out / "adapter" if options.adapter else out
+            if not folder.is_dir():
+                raise UserError(f"--adapter: the {role} of {checkpoint} has no LoRA adapter")
+            print(f"uploaded: {push(folder, options.push, token, private=not options.public)}")
     except UserError as error:
         return complain(error)
-    print(printable(f"{checkpoint.name}, {role}: {out}"))
     return 0
+
+
+def check_options(options: argparse.Namespace) -> str:
+    """Checks the options of the upload and returns the Hub's token, which is empty without --push."""
+    if options.push is None and (options.adapter or options.public):
+        raise UserError(f"--{'adapter' if options.adapter else 'public'}: needs --push ORG/NAME")
+    if options.push is None:
+        return ""
+    from ppo_ds.tools.push import check_push
+
+    return check_push(options.push)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from ppo_ds.engine.checkpoint.reading import read_weights
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.storage.drafts import draft_directory, remove_drafts
+from ppo_ds.tools.model_card import write_card
 from ppo_ds.tools.settings import config_of_settings, refuse_links
 
 # folder names of the export at the end of a run
@@ -74,8 +75,11 @@ def export(
     force: bool = False,
     trust_remote_code: bool = False,
     chat_template: str | None = None,
+    name: str | None = None,
 ) -> Path:
     """Writes the model ``role``, a key of FOLDERS, to ``out``, and the actor's adapter to ``out/adapter``.
+
+    Each of the two folders gets a model card.
 
     The folder is written under a temporary name and renamed, so it is complete or absent.
 
@@ -83,6 +87,7 @@ def export(
         force: Replaces ``out`` if it is a model folder.
         trust_remote_code: Runs the Python code of models that the checkpoint's config trusts.
         chat_template: A Jinja template that replaces the template of the checkpoint's config.
+        name: The name on the Hub for the model card, if the model will be uploaded.
 
     Returns:
         The path of the exported folder.
@@ -117,6 +122,10 @@ def export(
             (tokenizer.with_padding(saved["pad_id"]) if saved else tokenizer).save(draft)
             if role == "actor":
                 module.save_adapter(draft / "adapter", module.lm.state_dict())
+            write_card(draft, checkpoint, config, role, name)
+            if (draft / "adapter").is_dir():
+                tokenizer.save(draft / "adapter")
+                write_card(draft / "adapter", checkpoint, config, "adapter", name)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out}: cannot be written: {error}") from error
     return out

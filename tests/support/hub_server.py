@@ -3,10 +3,12 @@
 with HubServer({"org/name": folder}) as hub:
     ...  # a process with HF_ENDPOINT=hub.url
 hub.requests["token"]  # "HEAD /org/name/resolve/main/config.json", ...
+hub.uploaded["org/name"]  # files of the last commit that was uploaded: name -> content
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -26,6 +28,9 @@ class HubServer:
         self.requests: dict[str, list[str]] = defaultdict(list)
         self.fails: int | None = None  # the status code of all answers
         self.lists_files = True
+        self.created: dict[str, dict[str, object]] = {}  # repository -> the request that created it
+        self.uploaded: dict[str, dict[str, bytes]] = {}
+        self._objects: dict[str, bytes] = {}  # sha256 -> content of a large file
         self._commits: dict[str, dict[str, Path]] = {}  # repository -> commit -> folder; the last is main
         for name, folder in folders.items():
             self.update(name, folder)
@@ -50,6 +55,38 @@ class HubServer:
         path = self._commits[name][commit] / file
         return path.read_bytes() if path.is_file() else None
 
+    def accept(self, path: str, body: bytes) -> dict[str, object]:
+        """Answers a POST request of an upload. Weights are uploaded as large files."""
+        if path == "/api/validate-yaml":  # of a model card
+            return {}
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
+            self.created[name] = asked
+            return {"url": f"{self.url}/{name}", "id": name}
+        if path.endswith("/preupload/main"):
+            names = [file["path"] for file in json.loads(body)["files"]]
+            modes = ["lfs" if name.endswith(".safetensors") else "regular" for name in names]
+            pairs = zip(names, modes, strict=True)
+            return {
+                "files": [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in pairs]
+            }
+        if path.endswith("/info/lfs/objects/batch"):
+            upload = {"href": f"{self.url}/objects"}
+            objects = [one | {"actions": {"upload": upload}} for one in json.loads(body)["objects"]]
+            return {"transfer": "basic", "objects": objects}
+        assert path.endswith("/commit/main"), path
+        repository = path.removeprefix("/api/models/").removesuffix("/commit/main")
+        files = self.uploaded.setdefault(repository, {})
+        for line in map(json.loads, body.decode().splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self._objects[value["oid"]]
+        commit = "0" * 40
+        return {"commitOid": commit, "commitUrl": f"{self.url}/{repository}/commit/{commit}"}
+
     def __enter__(self) -> HubServer:
         hub = self
 
@@ -64,6 +101,20 @@ class HubServer:
 
             def do_GET(self) -> None:
                 self.answer()
+
+            def do_PUT(self) -> None:
+                content = self.rfile.read(int(self.headers["Content-Length"]))
+                hub._objects[hashlib.sha256(content).hexdigest()] = content
+                self.send(200, b"")
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                path = unquote(urlsplit(self.path).path)
+                token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+                hub.requests[token].append(f"POST {path}")
+                if hub.fails is not None:
+                    return self.send(hub.fails, b"{}")
+                self.send(200, json.dumps(hub.accept(path, body)).encode())
 
             def answer(self) -> None:
                 path = unquote(urlsplit(self.path).path)
@@ -101,7 +152,7 @@ class HubServer:
                     self.send_header(header, value)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                if self.command == "GET":
+                if self.command != "HEAD":
                     self.wfile.write(content)
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -1,0 +1,149 @@
+"""Writes the model card of an exported model: where it comes from, results, settings and how to load it."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from ppo_ds.config.schema import Config, trained_models
+from ppo_ds.config.text import show
+from ppo_ds.tracking.jsonl import read_metrics
+from ppo_ds.tracking.report import plot_curves
+from ppo_ds.types import Metrics
+
+CARD = "README.md"
+CURVES = "curves.png"
+STAGES = {"ppo": "PPO", "sft": "supervised fine-tuning", "reward_model": "training as a reward model"}
+RUN_METRICS = (  # metrics of the exported step, with their descriptions
+    ("reward/score_mean", "mean score of the sampled responses"),
+    ("kl/ref_seq_mean", "KL to the reference model, in nats per response"),
+    ("rollout/resp_len_mean", "mean length of the sampled responses, in tokens"),
+)
+SETTINGS = (  # the keys that a card shows, if the stage has them and they have a value
+    *("algo.advantage.estimator", "algo.epochs", "algo.minibatch_size", "algo.gae.gamma", "algo.gae.lam"),
+    *("algo.policy.loss", "algo.policy.clip_low", "algo.kl.place", "algo.kl.estimator", "algo.kl.coef"),
+    *("actor.optim.lr", "actor.lora.rank", "critic.optim.lr", "scorer.optim.lr", "scorer.lora.rank"),
+    *("rollout.prompts_per_step", "rollout.samples_per_prompt", "sft.batch_size", "reward_model.batch_size"),
+    *("sampling.max_new_tokens", "sampling.temperature", "sampling.top_p", "run.seed"),
+)
+_CAUSAL_LM = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}")
+"""
+USE = {  # role -> code that loads the model; a critic is for resuming a training only
+    "actor": _CAUSAL_LM,
+    "ema": _CAUSAL_LM,
+    "adapter": """\
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoPeftModelForCausalLM.from_pretrained("{name}")
+""",
+    "scorer": """\
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForSequenceClassification.from_pretrained("{name}")
+""",
+}
+
+
+def write_card(folder: Path, checkpoint: Path, config: Config, role: str, name: str | None = None) -> None:
+    """Writes README.md and curves.png into an exported model folder.
+
+    Paths of this machine are not shown, except for their last part. The results are those of the
+    checkpoint's step.
+
+    Args:
+        folder: The exported folder of the model, or of the adapter.
+        checkpoint: The checkpoint that was exported.
+        config: The config of its run.
+        role: adapter, actor, ema, critic or scorer.
+        name: The name on the Hub; None: the model is loaded from the folder itself.
+    """
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    progress = state["state"].get("progress", {})
+    before, after = progress.get("first_eval") or {}, progress.get("last_eval") or {}
+    metrics_file = checkpoint.parent.parent / "metrics.jsonl"
+    records = [record for record in read_metrics(metrics_file) if record["step"] <= state["step"]]
+    title = (name or config.run.name or folder.name).rpartition("/")[2]
+    drawn = plot_curves(metrics_file, folder / CURVES, title=title, before=before)
+    base = config_value(config, f"{next(iter(trained_models(config)))}.model.path")
+    data = config.data.path or "several data sets"
+    reward = f", with the reward {reward_name(config)}" if config.stage == "ppo" else ""
+    front = ModelCardData(
+        base_model=on_hub(base),
+        datasets=on_hub(config.data.path),
+        library_name="peft" if role == "adapter" else "transformers",
+        pipeline_tag="text-classification" if role == "scorer" else "text-generation",
+        tags=["ppo_ds", "rlhf", config.stage, *(["lora"] if role == "adapter" else [])],
+    )
+    parts = [
+        f"---\n{front.to_yaml()}\n---",
+        f"# {title}",
+        f"{shown(base)} after {state['step']} steps of {STAGES[config.stage]} on {shown(data)}{reward}. "
+        f"Trained with ppo_ds {version('ppo_ds')}.",
+        f"## Use\n\n```python\n{USE[role].format(name=name or '.')}```" if role in USE else "",
+        "## Results",
+        held_out_table(before, after),
+        last_metrics(records[-1]) if records else "",
+        f"![Curves of the training run]({CURVES})" if drawn else "",
+        "## Settings",
+        settings_table(config),
+    ]
+    (folder / CARD).write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+
+
+def held_out_table(before: Metrics, after: Metrics) -> str:
+    """Returns the metrics of the first and of the last evaluation, or nothing if there are none."""
+    names = [name for name in before if name in after]
+    rows = [f"| {name.removeprefix('eval/')} | {before[name]:.4g} | {after[name]:.4g} |" for name in names]
+    return "\n".join(["| held-out data | before | after |", "|---|--:|--:|", *rows]) if rows else ""
+
+
+def last_metrics(record: Metrics) -> str:
+    """Returns the table of RUN_METRICS in ``record``, or nothing if it has none of them."""
+    rows = [f"| {text} | {record[name]:.4g} |" for name, text in RUN_METRICS if record.get(name) is not None]
+    return "\n".join(["| at the last step | |", "|---|--:|", *rows]) if rows else ""
+
+
+def settings_table(config: Config) -> str:
+    values = {name: config_value(config, name) for name in SETTINGS}
+    rows = [f"| `{name}` | {show(value)} |" for name, value in values.items() if value is not None]
+    return "\n".join(["| key | value |", "|---|---|", *rows])
+
+
+def reward_name(config: Config) -> str:
+    """Returns the name of the reward model, of the function, or of the kind of reward."""
+    model = config.reward.get("model")
+    if isinstance(model, dict) and model.get("path"):
+        return shown(model["path"])
+    if config.reward.get("path"):
+        return shown(str(config.reward["path"]))
+    return f"`{str(config.reward.get('_target_', 'unknown')).rpartition('.')[2]}`"
+
+
+def config_value(config: Config, key: str) -> Any:
+    """Returns the value of a key such as algo.kl.coef, or None if the stage does not have it."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def on_hub(path: str | None) -> str | None:
+    """Returns ``path`` if it is a name on the Hub rather than a path of this machine."""
+    is_name = path is not None and path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    return path if is_name and not Path(path or "").exists() else None
+
+
+def shown(path: str) -> str:
+    """Returns a name on the Hub, or the last part of a path."""
+    return f"[{path}](https://huggingface.co/{path})" if on_hub(path) else f"`{Path(path).name}`"

@@ -1,0 +1,150 @@
+"""Tests the upload of exported models to the Hub, which a local server replaces, and model cards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import ModelCard
+from safetensors.torch import load
+
+from launch import export
+from ppo_ds.config.schema import from_tree, inherit
+from ppo_ds.tools.model_card import write_card
+from tests.support.hub_server import HubServer
+from tests.tools.test_export import STEP, trained, write_run
+
+SECRET = "hf_" + "x" * 34
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """Serves as the Hub of this process, with a token in its environment."""
+    with HubServer({}) as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", SECRET)
+        yield server
+
+
+def test_the_uploaded_files_are_the_exported_ones(
+    tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run")
+    assert export.main([str(run_dir), "--push", "me/answers"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[-1] == f"uploaded: {hub.url}/me/answers"
+    out = run_dir / "exports" / "step_000002" / "model"
+    exported = {str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    assert hub.uploaded["me/answers"] == exported
+    expected = trained(run_dir / "start")
+    for name, weight in load(hub.uploaded["me/answers"]["model.safetensors"]).items():
+        assert weight.equal(expected[f"lm.{name}"].bfloat16()), name
+    assert hub.created["me/answers"]["visibility"] == "private"
+    assert SECRET in hub.requests and SECRET not in shown.out + shown.err
+
+
+def test_a_repository_is_public_only_on_request(tmp_path: Path, hub: HubServer) -> None:
+    assert export.main([str(write_run(tmp_path / "run")), "--push", "me/answers", "--public"]) == 0
+    assert hub.created["me/answers"]["visibility"] == "public"
+
+
+def test_a_refused_upload_keeps_the_export(
+    tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, hub.fails = write_run(tmp_path / "run"), 403
+    assert export.main([str(run_dir), "--push", "me/answers"]) == 2
+    out = run_dir / "exports" / "step_000002" / "model"
+    assert (out / "model.safetensors").exists()
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: --push=me/answers: ") and "403" in line and str(out) in line
+
+
+@pytest.mark.parametrize(
+    "arguments, token, message",
+    [
+        (["--push", "answers"], SECRET, "error: --push=answers: must be ORG/NAME"),
+        (["--push", "me/answers"], "", "error: --push=me/answers: HF_TOKEN is not set; create a token"),
+        (["--public"], SECRET, "error: --public: needs --push ORG/NAME"),
+        (["--adapter"], SECRET, "error: --adapter: needs --push ORG/NAME"),
+    ],
+)
+def test_mistakes_are_found_before_the_export(
+    arguments: list[str],
+    token: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    run_dir = write_run(tmp_path / "run")
+    capsys.readouterr()  # progress bars
+    assert export.main([str(run_dir), *arguments]) == 2
+    assert capsys.readouterr().err.startswith(message)
+    assert not (run_dir / "exports").exists()
+
+
+def card_of(folder: Path, role: str = "actor", name: str = "me/answers", **tree: Any) -> ModelCard:
+    """Writes the card of a checkpoint of step 2, whose run has four steps."""
+    run_dir = folder / "run"
+    (run_dir / STEP).mkdir(parents=True)
+    progress = {"first_eval": {"eval/score_mean": 0.25}, "last_eval": {"eval/score_mean": 0.5}}
+    state = {"step": 2, "state": {"progress": progress}}
+    (run_dir / STEP / "state.json").write_text(json.dumps(state))
+    lines = [{"step": step, "reward/score_mean": step / 10, "kl/ref_seq_mean": None} for step in range(1, 5)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {
+        "actor": {"model": {"path": "org/base"}},
+        "data": {"path": "/home/me/secret-project/prompts.jsonl"},
+        "reward": {"_target_": "f", "path": "/home/me/secret-project/mine.py:score"},
+        "run": {"steps": 4},
+        "rollout": {"prompts_per_step": 4},
+        "sampling": {"max_new_tokens": 7},
+    } | tree
+    config, problems = from_tree(settings)
+    assert not problems
+    out = folder / "out"
+    out.mkdir()
+    write_card(out, run_dir / STEP, inherit(config), role, name)
+    return ModelCard.load(out / "README.md")
+
+
+def test_the_card_shows_results_and_settings_of_the_exported_step(tmp_path: Path) -> None:
+    card = card_of(tmp_path)
+    assert card.data.base_model == "org/base" and card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "text-generation" and card.data.datasets is None
+    assert "[org/base](https://huggingface.co/org/base) after 2 steps of PPO on `prompts.jsonl`" in card.text
+    assert "| score_mean | 0.25 | 0.5 |" in card.text
+    assert "| mean score of the sampled responses | 0.2 |" in card.text  # of step 2, not of step 4
+    assert "KL to the reference" not in card.text  # it was not finite
+    assert "| `sampling.max_new_tokens` | 7 |" in card.text
+    assert "secret-project" not in card.text
+    assert 'AutoModelForCausalLM.from_pretrained("me/answers")' in card.text
+    assert (tmp_path / "out" / "curves.png").stat().st_size > 1000
+
+
+def test_the_card_of_an_adapter(tmp_path: Path) -> None:
+    card = card_of(tmp_path, role="adapter")
+    assert card.data.library_name == "peft" and "lora" in card.data.tags
+    assert 'AutoPeftModelForCausalLM.from_pretrained("me/answers")' in card.text
+
+
+def test_the_card_of_a_critic_has_no_code(tmp_path: Path) -> None:
+    assert "```" not in card_of(tmp_path, role="critic").text
+
+
+def test_the_code_of_a_card_loads_the_model(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    assert export.main([str(run_dir), str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert '"."' in code
+    names: dict[str, Any] = {}
+    exec(code.replace('"."', repr(str(tmp_path / "out"))), names)
+    assert names["model"].config.model_type == "llama" and names["tokenizer"]("ab").input_ids
