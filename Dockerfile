@@ -34,8 +34,8 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # this layer. Only files whose hashes are in requirements.lock are installed. torch, torchvision, Triton,
 # NVIDIA's libraries and setuptools come from the base image. The build fails if the installation has changed
 # one of them, or if the requirements of torch, torchvision or ppo_ds are not met.
-COPY setup.cfg pyproject.toml requirements.lock LICENSE ./
-RUN mkdir ppo_ds && touch ppo_ds/__init__.py \
+COPY setup.py setup.cfg pyproject.toml requirements.lock LICENSE ./
+RUN mkdir ppo_ds launch conf && touch ppo_ds/__init__.py \
     && given() { python -m pip list --format=freeze | grep -E '^(torch|triton|nvidia|cuda|setuptools)'; } \
     && before="$(given)" \
     && python -m pip install --require-hashes --no-deps -r requirements.lock \

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import yaml
 
 from launch.composing import Folders, compose_config, resolve_config
+from ppo_ds.commands import INSTALLED, command
 from ppo_ds.config.schema import Config, resolved
 from ppo_ds.config.validation import validated
 from ppo_ds.errors import UserError
@@ -19,7 +20,28 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors of the command line as UserError, like all other errors of the user."""
+    """Reports errors of the command line as UserError, like all other errors of the user.
+
+    An installed command is shown by its own name, and a shell that asks for completions gets them.
+    """
+
+    def __init__(self, *, prog: str, **options: Any):
+        super().__init__(prog=command(Path(prog).stem) if INSTALLED else prog, **options)
+
+    def parse_args(self, *arguments: Any, **options: Any) -> Any:
+        self.complete()
+        return super().parse_args(*arguments, **options)
+
+    def parse_intermixed_args(self, *arguments: Any, **options: Any) -> Any:
+        self.complete()
+        return super().parse_intermixed_args(*arguments, **options)
+
+    def complete(self) -> None:
+        """Prints completions and exits if a shell asks for them."""
+        if "_ARGCOMPLETE" in os.environ:
+            from launch.completion import complete  # imported only here, since a run does not need it
+
+            complete(self, CONF)
 
     def error(self, message: str) -> NoReturn:
         key = re.fullmatch(r"unrecognized arguments: --(\w+(?:\.\w+)+=\S*)", message)

@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
+from ppo_ds.commands import command
 from ppo_ds.config.reading import defaults
 from ppo_ds.config.renamed import leaves
 from ppo_ds.config.schema import config_class, default_dir, is_unused
@@ -196,7 +197,7 @@ def _parse(arguments: list[str]) -> tuple[list[tuple[str, Override]], list[str]]
         if override.key_or_group == "pipeline":
             raise UserError(
                 f"{argument}: a pipeline consists of several runs; start it with "
-                f"python launch/pipeline.py +{argument.lstrip('+')}"
+                f"{command('pipeline')} +{argument.lstrip('+')}"
             )
         if re.match(r"hydra\b", override.key_or_group):
             problems.append(

@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
         )
         print(printable(f"{checkpoint.name}, {role}: {out}"))
         if options.push:
-            from ppo_ds.tools.push import push
+            from ppo_ds.models.upload import push
 
             folder = out / "adapter" if options.adapter else out
             if not folder.is_dir():
@@ -109,7 +109,7 @@ def check_options(options: argparse.Namespace) -> str:
         raise UserError(f"--{'adapter' if options.adapter else 'public'}: needs --push ORG/NAME")
     if options.push is None:
         return ""
-    from ppo_ds.tools.push import check_push
+    from ppo_ds.models.upload import check_push
 
     return check_push(options.push)
 

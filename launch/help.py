@@ -8,12 +8,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from launch.composing import Folders, compose_config
+from ppo_ds.commands import command, script
 from ppo_ds.config.reference import first_line, help_on, help_on_part, keys_of, sections_of
 from ppo_ds.config.schema import OPEN_PARTS, Config
 
-USAGE = """\
-deepspeed launch/train.py +experiment=NAME [KEY=VALUE ...] [GROUP=OPTION ...]
-(also: torchrun launch/train.py ..., python launch/train.py ...)
+USAGE = f"""\
+deepspeed {script("train")} +experiment=NAME [KEY=VALUE ...] [GROUP=OPTION ...]
+(also: torchrun {script("train")} ..., {command("train")} ...)
 
   +experiment=NAME      start from conf/experiment/NAME.yaml, e.g. +experiment=quickstart
   KEY=VALUE             set a key, e.g. actor.optim.lr=2e-6

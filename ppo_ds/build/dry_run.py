@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ppo_ds.commands import command
 from ppo_ds.config.registry import STAGES, import_target
 from ppo_ds.config.schema import Config, from_tree, resolved, reward_models
 from ppo_ds.config.targets import bind
@@ -25,7 +26,7 @@ SHOWN = (
     "one checkpoint written and read again"
 )
 NOT_SHOWN = (
-    "not tested: memory (use launch/doctor.py), speed, the real weights, and whether the model learns; "
+    f"not tested: memory (use {command('doctor')}), speed, the real weights, and whether the model learns; "
 )
 REMOVED = "its files are removed"
 Model = tuple[str, str | None]  # path, revision

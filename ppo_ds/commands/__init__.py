@@ -22,6 +22,11 @@ def main() -> None:
     runpy.run_path(str(LAUNCH / f"{name}.py"), run_name="__main__")
 
 
+def script(name: str) -> str:
+    """Returns the script that a launcher such as deepspeed or torchrun starts for the command ``name``."""
+    return f"$(which {PREFIX}{name})" if INSTALLED else f"launch/{name}.py"
+
+
 def command(name: str) -> str:
     """Returns how a user starts the command ``name``: python launch/NAME.py, or ppo-ds-NAME if installed."""
-    return f"{PREFIX}{name}" if INSTALLED else f"python launch/{name}.py"
+    return f"{PREFIX}{name}" if INSTALLED else f"python {script(name)}"

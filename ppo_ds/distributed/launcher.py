@@ -13,6 +13,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from ppo_ds.commands import script
 from ppo_ds.errors import UserError
 
 DEFAULT_PORT = "29500"  # the default of deepspeed and torchrun
@@ -67,7 +68,7 @@ def check_port(environment: Mapping[str, str]) -> None:
     chosen = "the launcher's default port" if port == DEFAULT_PORT else "the port"
     raise UserError(
         f"MASTER_PORT={port}: {chosen} is in use on this machine, perhaps by another run; use a free one: "
-        f"deepspeed --master_port {other} launch/train.py ..."
+        f"deepspeed --master_port {other} {script('train')} ..."
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from ppo_ds.commands import command
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.experience_metrics import sample_rows
@@ -61,7 +62,7 @@ def dump_failure(
         models=models,
         config=config,
         about={"kl_coef": skipped.kl_coef, "critic_only": skipped.critic_only},
-        hint=f"; replay it with: python launch/replay.py {folder}",
+        hint=f"; replay it with: {command('replay')} {folder}",
     )
 
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+import yaml
 
 from ppo_ds.config.schema import Config, trained_models
 from ppo_ds.config.text import show
@@ -78,15 +78,17 @@ def write_card(folder: Path, checkpoint: Path, config: Config, role: str, name: 
     base = config_value(config, f"{next(iter(trained_models(config)))}.model.path")
     data = config.data.path or "several data sets"
     reward = f", with the reward {reward_name(config)}" if config.stage == "ppo" else ""
-    front = ModelCardData(
-        base_model=on_hub(base),
-        datasets=on_hub(config.data.path),
-        library_name="peft" if role == "adapter" else "transformers",
-        pipeline_tag="text-classification" if role == "scorer" else "text-generation",
-        tags=["ppo_ds", "rlhf", config.stage, *(["lora"] if role == "adapter" else [])],
-    )
+    # the fields of https://github.com/huggingface/hub-docs/blob/main/modelcard.md
+    front = {
+        "base_model": on_hub(base),
+        "datasets": on_hub(config.data.path),
+        "library_name": "peft" if role == "adapter" else "transformers",
+        "pipeline_tag": "text-classification" if role == "scorer" else "text-generation",
+        "tags": ["ppo_ds", "rlhf", config.stage, *(["lora"] if role == "adapter" else [])],
+    }
+    known = {name: value for name, value in front.items() if value is not None}
     parts = [
-        f"---\n{front.to_yaml()}\n---",
+        f"---\n{yaml.safe_dump(known, sort_keys=False)}---",
         f"# {title}",
         f"{shown(base)} after {state['step']} steps of {STAGES[config.stage]} on {shown(data)}{reward}. "
         f"Trained with ppo_ds {version('ppo_ds')}.",
