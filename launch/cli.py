@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import yaml
 
 from launch.composing import Folders, compose_config, resolve_config
-from ppo_ds.commands import INSTALLED, command
+from ppo_ds.commands.entry_points import INSTALLED, command
 from ppo_ds.config.schema import Config, resolved
 from ppo_ds.config.validation import validated
 from ppo_ds.errors import UserError

@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from ppo_ds.commands import command
+from ppo_ds.commands.entry_points import command
 from ppo_ds.config.reading import defaults
 from ppo_ds.config.renamed import leaves
 from ppo_ds.config.schema import config_class, default_dir, is_unused

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from launch.composing import Folders, compose_config
-from ppo_ds.commands import command, script
+from ppo_ds.commands.entry_points import command, script
 from ppo_ds.config.reference import first_line, help_on, help_on_part, keys_of, sections_of
 from ppo_ds.config.schema import OPEN_PARTS, Config
 

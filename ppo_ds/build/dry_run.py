@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ppo_ds.commands import command
+from ppo_ds.commands.entry_points import command
 from ppo_ds.config.registry import STAGES, import_target
 from ppo_ds.config.schema import Config, from_tree, resolved, reward_models
 from ppo_ds.config.targets import bind

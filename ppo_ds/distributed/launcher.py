@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from ppo_ds.commands import script
+from ppo_ds.commands.entry_points import script
 from ppo_ds.errors import UserError
 
 DEFAULT_PORT = "29500"  # the default of deepspeed and torchrun

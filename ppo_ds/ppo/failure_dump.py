@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from ppo_ds.commands import command
+from ppo_ds.commands.entry_points import command
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.experience_metrics import sample_rows

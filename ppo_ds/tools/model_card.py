@@ -11,6 +11,7 @@ import yaml
 
 from ppo_ds.config.schema import Config, trained_models
 from ppo_ds.config.text import show
+from ppo_ds.storage.drafts import write_file
 from ppo_ds.tracking.jsonl import read_metrics
 from ppo_ds.tracking.report import plot_curves
 from ppo_ds.types import Metrics
@@ -100,7 +101,7 @@ def write_card(folder: Path, checkpoint: Path, config: Config, role: str, name: 
         "## Settings",
         settings_table(config),
     ]
-    (folder / CARD).write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+    write_file(folder / CARD, "\n\n".join(part for part in parts if part) + "\n")
 
 
 def held_out_table(before: Metrics, after: Metrics) -> str:

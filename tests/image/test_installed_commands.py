@@ -68,7 +68,7 @@ def test_every_command_has_an_entry_point() -> None:
     entries = config["options.entry_points"]["console_scripts"].split("\n")
     given = dict(map(str.strip, line.split("=")) for line in entries if line)
     modules = {path.stem for path in (ROOT / "launch").glob("*.py")} - NOT_COMMANDS
-    assert given == {f"ppo-ds-{name}": "ppo_ds.commands:main" for name in modules}
+    assert given == {f"ppo-ds-{name}": "ppo_ds.commands.entry_points:main" for name in modules}
 
 
 @pytest.mark.slow
