@@ -18,7 +18,7 @@ from tests.support.environment import ROOT, environment
 from tests.support.packages import create_environment
 from tests.support.ports import reserved_port
 
-NOT_COMMANDS = {"__init__", "cli", "completion", "composing", "help", "planning"}  # modules of launch/
+NOT_COMMANDS = {"__init__", "cli", "completion", "composing", "help", "hub", "planning"}  # modules of launch/
 OTHERS = ("ppo_ds", "__editable__", "pip", "setuptools", "_distutils", "__pycache__")
 
 
@@ -69,6 +69,17 @@ def test_every_command_has_an_entry_point() -> None:
     given = dict(map(str.strip, line.split("=")) for line in entries if line)
     modules = {path.stem for path in (ROOT / "launch").glob("*.py")} - NOT_COMMANDS
     assert given == {f"ppo-ds-{name}": "ppo_ds.commands.entry_points:main" for name in modules}
+
+
+@pytest.mark.slow
+def test_the_wheel_contains_all_files(installed: Path) -> None:
+    (package,) = installed.parent.glob("lib/python*/site-packages/ppo_ds")
+    for folder, target in (("ppo_ds", ""), ("launch", "commands/launch"), ("conf", "commands/conf")):
+        files = subprocess.run(
+            ["git", "ls-files"], cwd=ROOT / folder, capture_output=True, text=True, check=True
+        )
+        missing = [name for name in files.stdout.splitlines() if not (package / target / name).is_file()]
+        assert not missing and files.stdout
 
 
 @pytest.mark.slow
