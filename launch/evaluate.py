@@ -1,57 +1,254 @@
-"""Compares models on held-out prompts: deepspeed launch/evaluate.py SETTINGS
+"""Compares models on the same prompts: python launch/evaluate.py MODEL [MODEL ...] [KEY=VALUE ...]
 
-SETTINGS is the file evaluation_settings.json that launch/pipeline.py writes. The results are written beside
-it: evaluation.json (scores and win rates) and evaluation.jsonl (responses). torchrun and plain python can
-start the program too. Exit code 0: done; 2: the config, the data or a model folder is wrong;
-1: any other error.
+    python launch/evaluate.py outputs/base outputs/tuned data.path=prompts.jsonl reward=function \\
+        reward.path=score.py:score
+
+MODEL is a run directory, a model folder, a folder with a LoRA adapter, or a Hub name; all models are compared
+with the first one. The other arguments are those of launch/train.py, of which data.*, sampling.*, reward.*,
+eval.*, memory.*, rollout.backend, actor.model.* (dtype, trust_remote_code, ...) and run.seed have an effect.
+The prompts are those of data.eval_path, or of data.path without it. sampling.max_new_tokens is 512 unless it
+is set. Options:
+
+    --samples N           N sampled responses to each prompt, and pass@k; default: one greedy response
+    --judge FILE.py:fn    a function that judges pairs of responses, besides the reward or instead of it
+    NAME:reward=...       a second reward; its keys have the same prefix, as in rule:reward.path=rule.py:score
+    --out DIR             where to write evaluation.json, .jsonl and .html; default: outputs/evaluation
+    --settings FILE       repeats the evaluation of a pipeline, from its evaluation_settings.json, and writes
+                          beside it; takes no other arguments
+
+deepspeed, torchrun and plain python can start the program, with the same results for any number of ranks.
+docs/evaluation.md describes the results.
+
+Exit code 0: done; 2: the arguments, the config, the data, a model folder or a result of a reward or the judge
+is wrong; 1: any other error.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 # As in train.py: makes the repository importable, and keeps launch/ itself off the path.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from launch.cli import Parser  # noqa: E402
+from launch.cli import Parser, find_folders, parse_options, to_yaml  # noqa: E402
+from launch.composing import compose_config, resolve_config  # noqa: E402
+from launch.planning import without_reward  # noqa: E402
 from launch.train import complain, prepare_environment, write_line  # noqa: E402
-from ppo_ds.config.schema import from_tree, inherit  # noqa: E402
+from ppo_ds.config.schema import Config, from_tree, inherit, resolved  # noqa: E402
+from ppo_ds.config.validation import validated  # noqa: E402
 from ppo_ds.distributed.exit import exit_now  # noqa: E402
-from ppo_ds.errors import UserError  # noqa: E402
+from ppo_ds.errors import RunError, UserError, printable  # noqa: E402
 from ppo_ds.storage.drafts import write_file  # noqa: E402
+from ppo_ds.tools.comparison import table  # noqa: E402
+from ppo_ds.tools.model_argument import NamedModel, find_models  # noqa: E402
 from ppo_ds.tools.pipeline import RESULT  # noqa: E402
+
+MAX_NEW_TOKENS = 512  # unless sampling.max_new_tokens is set
+UNUSED_REWARD = {"_target_": "ppo_ds.rewards.rules.LengthReward", "longest": 1}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The evaluation that a command line describes."""
+
+    config: Config
+    models: list[NamedModel]
+    rewards: dict[str, Any]  # name -> section
+    out: Path
+    samples: int | None = None
+    judge: str | None = None
+    from_pipeline: bool = False
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="launch/evaluate.py", allow_abbrev=False)
-    parser.add_argument("settings", type=Path, metavar="SETTINGS")
-    parser.add_argument("--local_rank", "--local-rank", help="added by the deepspeed launcher; ignored")
     try:
-        path: Path = parser.parse_args(argv).settings
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        config, problems = from_tree(settings["config"])
-        if problems:
-            raise UserError(*(f"{path}: {line}" for line in problems.values()))
-        config = inherit(config)
-        prepare_environment(config.run.verbose, trains=True)
-        from ppo_ds.distributed.world import connect, seed_everything  # slow: imports torch and deepspeed
+        wanted = parse(argv)
+        prepare_environment(wanted.config.run.verbose, trains=True)
+        # slow: imports torch and deepspeed
+        from ppo_ds.distributed.world import connect, seed_everything
         from ppo_ds.tools.evaluate import evaluate
+        from ppo_ds.tools.pairwise_judge import PairwiseJudge
 
-        world = connect(config.run.timeout_minutes, config.run.verbose, config.run.threads)
-        seed_everything(config.run.seed)
+        judge = PairwiseJudge(wanted.judge) if wanted.judge else None
+        run = wanted.config.run
+        world = connect(run.timeout_minutes, run.verbose, run.threads)
+        seed_everything(run.seed)
         note = write_line if world.is_main else lambda line: None
-        result = evaluate(config, world, settings["models"], settings["rewards"], note)
+        result = evaluate(
+            wanted.config,
+            world,
+            wanted.models,
+            wanted.rewards,
+            samples=wanted.samples,
+            judge=judge,
+            note=note,
+        )
     except UserError as error:
         return complain(error)
+    except RunError as error:
+        return complain(UserError(str(error)))
     if world.is_main:
-        rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result.rows)
-        write_file(path.with_name("evaluation.jsonl"), rows)
-        write_file(path.with_name(RESULT), json.dumps(result.summary, indent=2, ensure_ascii=False) + "\n")
+        write_results(wanted, result.summary, result.rows, result.tokens_per_second)
     world.close()
     return 0
+
+
+def write_results(
+    wanted: Evaluation, summary: dict[str, Any], rows: list[dict[str, Any]], speeds: dict[str, float]
+) -> None:
+    """Writes the files and, unless a pipeline does so, prints the table.
+
+    A pipeline's file has no speeds, since it must be the same if the evaluation is repeated.
+    """
+    from ppo_ds.tracking.html.comparison import comparison_page  # imports torch
+
+    if not wanted.from_pipeline:
+        paths = {model.name: str(model.adapter or model.path) for model in wanted.models}
+        summary = {"models": paths, **summary, "tokens_per_second": speeds}
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    write_file(wanted.out / "evaluation.jsonl", lines)
+    write_file(wanted.out / "evaluation.html", comparison_page(summary, rows))
+    write_file(wanted.out / RESULT, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    if not wanted.from_pipeline:
+        print("\n".join(map(printable, table(summary).split("\n"))))
+        print(f"\nside by side: {wanted.out / 'evaluation.html'}", flush=True)
+
+
+def parse(argv: list[str]) -> Evaluation:
+    """Reads the command line. Raises UserError, and SystemExit(0) after --help or --cfg."""
+    parser = Parser(prog="launch/evaluate.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--settings", type=Path)
+    parser.add_argument("--samples", type=int)
+    parser.add_argument("--judge")
+    parser.add_argument("--out", type=Path, default=Path("outputs", "evaluation"))
+    own, rest = parser.parse_known_args(argv)
+    options = parse_options(rest, prog="launch/evaluate.py")
+    is_main = os.environ.get("RANK", "0") == "0"
+    if options.help is not None:
+        print(__doc__ if is_main else "", end="")
+        raise SystemExit(0)
+    if own.settings is not None:
+        if options.overrides or own.samples or own.judge:
+            raise UserError(f"--settings={own.settings}: takes no other arguments; remove them")
+        return read_settings(own.settings)
+    if own.samples is not None and own.samples < 1:
+        raise UserError(f"--samples={own.samples}: must be at least 1")
+    arguments, overrides, prefixed = grouped(options.overrides)
+    if not arguments:
+        raise UserError(
+            "MODEL is missing: give one or more models to compare, such as launch/evaluate.py "
+            "outputs/base outputs/tuned data.path=... reward=...; see --help"
+        )
+    base = next((text.partition("=")[2] for text in overrides if text.startswith("actor.model.path=")), None)
+    models = find_models(arguments, base)
+    config, has_reward = compose(options, overrides, models[0], own.out, own.judge is not None)
+    rewards = {"reward": config.reward} if has_reward else {}
+    for name, own_arguments in prefixed.items():
+        second, _ = compose(
+            options, [*without_reward(overrides), *own_arguments], models[0], own.out, False, name
+        )
+        rewards[name] = second.reward
+    if options.cfg:
+        print(to_yaml(resolved(config)) if is_main else "", end="")
+        raise SystemExit(0)
+    samples = own.samples or (None if config.eval.greedy else 1)
+    return Evaluation(config, models, rewards, own.out, samples, own.judge)
+
+
+def grouped(arguments: list[str]) -> tuple[list[str], list[str], dict[str, list[str]]]:
+    """Divides arguments into models, overrides, and overrides of further rewards by prefix.
+
+    Raises UserError for a prefix of another key than those of the reward.
+    """
+    models, overrides, prefixed = [], [], dict[str, list[str]]()
+    for text in arguments:
+        prefix = re.match(r"(\w+):(\+{0,2}[\w.@]+=.*)", text, re.DOTALL)
+        if prefix and not Path(text).exists():
+            name, override = prefix.groups()
+            if name == "reward" or override.lstrip("+").partition("=")[0].split(".")[0] != "reward":
+                raise UserError(
+                    f"{text}: write NAME:reward=... or NAME:reward.KEY=... for a second reward, with a name "
+                    "other than reward"
+                )
+            prefixed.setdefault(name, []).append(override)
+        elif ("=" in text or text[:1] in "+~") and not Path(text).exists():
+            overrides.append(text)
+        else:
+            models.append(text)
+    return models, overrides, prefixed
+
+
+def compose(
+    options: argparse.Namespace,
+    overrides: list[str],
+    first: NamedModel,
+    out: Path,
+    reward_optional: bool,
+    prefix: str = "",
+) -> tuple[Config, bool]:
+    """Composes and checks the config of an evaluation, and returns whether it has a reward.
+
+    Keys that only training needs get any valid value. Errors begin with ``prefix`` if it is given.
+    """
+    folders = find_folders(options)
+    try:
+        composed, problems = compose_config(folders, options.config_name.removesuffix(".yaml"), overrides)
+        tree = resolve_config(composed)
+        if tree.get("stage", "ppo") != "ppo":
+            raise UserError(f"stage={tree['stage']}: an evaluation needs stage=ppo, whose sampling it uses")
+        tree["actor"]["model"].setdefault("path", first.path)
+        tree["rollout"].setdefault("prompts_per_step", 1)
+        tree["sampling"].setdefault("max_new_tokens", MAX_NEW_TOKENS)
+        if tree["run"]["steps"] is None and tree["run"]["epochs"] is None:
+            tree["run"]["steps"] = 1
+        tree["run"] |= {"dir": str(out), "resume": "auto", "dry_run": False}
+        tree["eval"]["every"], tree["checkpoint"]["keep_best"], tree["prepare"] = None, False, None
+        data = tree["data"]
+        if data["path"] is None and not data["mix"]:
+            data["path"] = data["eval_path"]
+        has_reward = bool(tree.get("reward"))
+        if reward_optional and not has_reward:
+            tree["reward"] = UNUSED_REWARD
+        try:
+            config = validated(tree, 1)
+        except UserError as error:
+            raise UserError(*problems, *error.problems) from None
+        if problems:
+            raise UserError(*problems)
+    except UserError as error:
+        raise UserError(*(f"{prefix}:{line}" if prefix else line for line in error.problems)) from None
+    return config, has_reward
+
+
+def read_settings(path: Path) -> Evaluation:
+    """Reads the evaluation_settings.json of a pipeline. All models get the tokenizer of its config."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        config, problems = from_tree(settings["config"])
+        given, rewards = settings["models"], settings["rewards"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"--settings={path}: cannot be read ({type(error).__name__}: {reason}); give the "
+            "evaluation_settings.json of a pipeline"
+        ) from error
+    if problems:
+        raise UserError(*(f"{path}: {line}" for line in problems.values()))
+    config = inherit(config)
+    tokenizer = str(config.actor.model.path)
+    models = [
+        NamedModel(name, model, f"evaluation.models.{name}", tokenizer) for name, model in given.items()
+    ]
+    return Evaluation(config, models, rewards, path.parent, from_pipeline=True)
 
 
 if __name__ == "__main__":

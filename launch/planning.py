@@ -217,7 +217,7 @@ class Planner:
         path = self.folder / SETTINGS
         inputs = like.inputs | inputs | more_inputs | {"settings": path}
         inputs |= {f"models.{name}": model for name, model in model_inputs.items()}
-        return Job(EVALUATION, HERE / "evaluate.py", [str(path)], ranks, inputs), settings
+        return Job(EVALUATION, HERE / "evaluate.py", ["--settings", str(path)], ranks, inputs), settings
 
     def compose(self, arguments: list[str], ranks: int) -> tuple[Config, list[str]]:
         """Composes a config and returns it with its problems; invalid values are replaced by valid ones.

@@ -171,6 +171,25 @@ def build_held_out(config: Config, tokenizer: Tokenizer, world: World | None = N
     )
 
 
+def build_compared(config: Config, tokenizer: Tokenizer, world: World | None = None) -> PromptSource:
+    """Loads the prompts on which launch/evaluate.py compares models: the held-out ones, or ``data.path``."""
+    data = config.data
+    if (held_out := build_held_out(config, tokenizer, world)) is not None:
+        return held_out
+    if data.path is None:
+        raise UserError("data.path is missing: the evaluation needs prompts in data.eval_path or data.path")
+    return _prompts(
+        config,
+        tokenizer,
+        data,
+        path=data.path,
+        split=data.split,
+        max_samples=data.max_samples,
+        key="data.path",
+        world=world,
+    )
+
+
 def _prompts(
     config: Config,
     tokenizer: Tokenizer,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.build.memory_estimate import BYTES, USABLE, Estimate, Hardware
-from ppo_ds.config.schema import Config, is_unused, rollout_size
+from ppo_ds.config.schema import Config, is_unused
 from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.memory_budget import format_bytes, tensor_memory
@@ -152,12 +152,14 @@ def largest(limit: int, row_tokens: int, fits: Callable[[int], bool]) -> int:
 # ---- in launch/evaluate.py
 
 
-def largest_decoding(config: Config, world: World, policy: Shape, row_tokens: int) -> int:
-    """Returns the token budget for decoding with a policy that is in memory. A collective."""
+def largest_decoding(config: Config, world: World, policy: Shape, row_tokens: int, rows: int) -> int:
+    """Returns the token budget for decoding ``rows`` responses at a time with a policy that is in memory.
+
+    A collective.
+    """
     each, on_gpu = BYTES[config.actor.model.dtype], world.device.type == "cuda"
     weights = each * policy.parameters
     usable = int(USABLE * tensor_memory(world, weights)) - weights
-    rows = max(1, rollout_size(config) // world.size)
     logit = output_bytes(each, on_gpu) + sampling_bytes(config.sampling.top_k, config.sampling.top_p)
 
     def fits(tokens: int) -> bool:

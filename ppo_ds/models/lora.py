@@ -14,10 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftType,
+    get_peft_model_state_dict,
+    inject_adapter_in_model,
+    set_peft_model_state_dict,
+)
 from peft.helpers import rescale_adapter_scale
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -151,6 +159,51 @@ def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
             plain[f"{name}.{key}"] = plain.pop(f"{name}.base_layer.{key}")
         plain[f"{name}.weight"] = _merged(layer, plain[f"{name}.weight"], down, up)
     return plain
+
+
+def merge_saved_adapter(model: PreTrainedModel, directory: Path, key: str) -> None:
+    """Merges the LoRA adapter in ``directory`` into the weights of ``model``, its base.
+
+    The weights are those that ``merged_state`` computes. Raises UserError, which names ``key``, for other
+    kinds of adapters and for an adapter of another model.
+    """
+    file = directory / "adapter_model.safetensors"
+    try:
+        config: Any = PeftConfig.from_pretrained(str(directory))
+        state = load_file(file)
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{key}={directory}: its adapter cannot be read ({reason})") from error
+    extras = ("use_dora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices")
+    special = [name for name in extras if getattr(config, name, None)]
+    if config.peft_type != PeftType.LORA or special or config.bias != "none":
+        kind = (
+            f"LoRA with {', '.join(special) or 'bias'}" if config.peft_type == PeftType.LORA else "not LoRA"
+        )
+        raise UserError(
+            f"{key}={directory}: its adapter is {kind}; merge it with peft's merge_and_unload, and give the "
+            "folder of the merged model"
+        )
+    try:
+        inject_adapter_in_model(config, model, ADAPTER)
+        plain_names = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+        found = set_peft_model_state_dict(model, plain_names, ADAPTER)
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{key}={directory}: its adapter does not fit {model.name_or_path} ({reason})"
+        ) from error
+    lost = [name for name in found.missing_keys if ".lora_" in name] + list(found.unexpected_keys)
+    if lost:
+        raise UserError(
+            f"{key}={directory}: its adapter does not fit {model.name_or_path} ({len(lost)} weights without "
+            f"a counterpart, such as {lost[0]})"
+        )
+    for name, layer in adapter_layers(model).items():
+        base = layer.get_base_layer()
+        base.weight.data = _merged(layer, base.weight, *_matrices(layer))
+        model.set_submodule(name, base)
+    del model.peft_config
 
 
 def save_adapter(model: nn.Module, directory: Path, state: dict[str, Tensor]) -> None:

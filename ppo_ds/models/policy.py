@@ -17,7 +17,13 @@ from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.models.layout import make_layout
 from ppo_ds.models.lm_head import HeadProbe, LMHead, forward_at, install_head, probe_head
 from ppo_ds.models.loading import config_of, from_pretrained, refuse_missing
-from ppo_ds.models.lora import adapter_layers, merged_state, plain_modules, save_adapter
+from ppo_ds.models.lora import (
+    adapter_layers,
+    merge_saved_adapter,
+    merged_state,
+    plain_modules,
+    save_adapter,
+)
 from ppo_ds.models.neftune import EmbeddingNoise, noisy_embeddings
 from ppo_ds.models.packable import PackableModel
 from ppo_ds.models.packed_attention import layout_forward
@@ -208,13 +214,17 @@ def saveable(config: GenerationConfig) -> GenerationConfig:
     return config
 
 
-def load_policy(model: ModelConfig, *, temperature: float, key: str, value_head: bool = False) -> Policy:
-    """Loads a policy from a local folder or the Hub.
+def load_policy(
+    model: ModelConfig, *, temperature: float, key: str, value_head: bool = False, adapter: Path | None = None
+) -> Policy:
+    """Loads a policy from a local folder or the Hub, and merges the LoRA adapter in the folder ``adapter``.
 
     Raises UserError, which names ``key``, if the folder does not contain a complete causal LM.
     """
     lm, info = from_pretrained(AutoModelForCausalLM, model, config=config_of(model, key), key=key)
     refuse_missing(model.path, info, key=key)
+    if adapter is not None:
+        merge_saved_adapter(lm, adapter, key)
     if model.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Policy(lm, temperature, value_head)

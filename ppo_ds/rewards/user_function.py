@@ -80,8 +80,10 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def load_function(path: str, key: str = "reward.path") -> Callable[..., Any]:
-    """Imports the function at ``pkg.mod:fn`` or ``file.py:fn`` and checks that it takes three arguments.
+def load_function(
+    path: str, key: str = "reward.path", parameters: tuple[str, ...] = ("prompts", "responses", "rows")
+) -> Callable[..., Any]:
+    """Imports the function at ``pkg.mod:fn`` or ``file.py:fn`` and checks that it takes these arguments.
 
     Raises UserError naming ``key`` if it cannot be imported or is not such a function.
     """
@@ -102,16 +104,16 @@ def load_function(path: str, key: str = "reward.path") -> Callable[..., Any]:
         ) from None
     if isinstance(function, type) or not callable(function):
         raise UserError(
-            f"{key}={path}: {described(function)} is not a function; give one that takes (prompts, "
-            "responses, rows)"
+            f"{key}={path}: {described(function)} is not a function; give one that takes "
+            f"({', '.join(parameters)})"
         )
     try:
-        inspect.signature(function).bind([], [], [])
+        inspect.signature(function).bind(*([] for _ in parameters))
     except ValueError:
         pass  # some builtins have no signature
     except TypeError as error:
         raise UserError(
-            f"{key}={path}: is called as fn(prompts, responses, rows), but takes "
+            f"{key}={path}: is called as fn({', '.join(parameters)}), but takes "
             f"{inspect.signature(function)}: {error}"
         ) from None
     return function

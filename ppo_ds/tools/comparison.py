@@ -1,4 +1,8 @@
-"""Statistics of an evaluation that compares models: mean scores and win rates, with bootstrap intervals."""
+"""Statistics of an evaluation that compares models: mean scores, win rates and pass@k, with intervals.
+
+All intervals are percentile bootstrap intervals over prompts: the values of a prompt, such as the scores of
+several responses, are averaged first, and the prompts are resampled.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,10 @@ import numpy as np
 
 RESAMPLES = 10_000
 LEVEL = 0.95
+CHUNK = 2**20  # numbers that are resampled at a time
 
 Estimate = dict[str, float]  # "mean", "low" and "high": an estimate and its confidence interval
+Values = Sequence[float] | Sequence[Sequence[float]]  # one value per prompt, or one per prompt and response
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -20,56 +26,146 @@ def estimate(values: Sequence[float]) -> Estimate:
     """
     given = np.asarray(values, dtype=np.float64)
     random = np.random.default_rng(0)
-    means = [given[random.integers(len(given), size=len(given))].mean() for _ in range(RESAMPLES)]
+    rows = max(1, CHUNK // len(given))
+    means: list[float] = []
+    while len(means) < RESAMPLES:
+        shape = (min(rows, RESAMPLES - len(means)), len(given))
+        means += given[random.integers(len(given), size=shape)].mean(axis=1).tolist()
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return {"mean": float(given.mean()), "low": float(low), "high": float(high)}
 
 
-def wins(scores: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Returns 1 for each prompt whose response scores higher than the other response, 0.5 for a tie, else 0.
+def wins(scores: Values, others: Values) -> list[float]:
+    """Returns for each prompt the share of pairs of responses in which the first scores higher.
 
-    ``scores`` and ``others`` are the scores of two models' responses to the same prompts.
+    A tie counts half. ``scores`` and ``others`` are the scores of two models' responses to the same prompts.
+    With several responses per prompt, each response of one model is compared with each of the other.
     """
-    return [0.5 * (float(a > b) + float(a >= b)) for a, b in zip(scores, others, strict=True)]
+    return (outcomes(scores, others) @ [1.0, 0.5, 0.0]).tolist()
 
 
-def compare(scores: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def outcomes(scores: Values, others: Values) -> np.ndarray:
+    """Returns for each prompt the shares of pairs of responses that are won, tied and lost, [prompts, 3]."""
+    assert len(scores) == len(others), f"{len(scores)} and {len(others)} prompts"
+    ours = np.asarray(scores, dtype=np.float64).reshape(len(scores), -1, 1)
+    theirs = np.asarray(others, dtype=np.float64).reshape(len(others), 1, -1)
+    shares = [found.mean((1, 2)) for found in (ours > theirs, ours == theirs, ours < theirs)]
+    return np.stack(shares, axis=1)
+
+
+def compare(scores: Mapping[str, Values]) -> dict[str, Any]:
     """Compares models by the scores of their responses to the same prompts.
 
-    Returns the mean score of each model ("score"), and the win rate of each model against each model before
-    it ("win_rate"), all with intervals.
+    Returns the mean score of each model ("score"), the win rate of each model against each model before it
+    ("win_rate"), all with intervals, and the shares of won, tied and lost pairs against the first model
+    ("against_first").
     """
     names = list(scores)
     return {
-        "score": {name: estimate(values) for name, values in scores.items()},
+        "score": {name: estimate(prompt_means(values)) for name, values in scores.items()},
         "win_rate": {
             name: {other: estimate(wins(scores[name], scores[other])) for other in names[:i]}
             for i, name in enumerate(names)
             if i
         },
+        "against_first": {
+            name: dict(
+                zip(
+                    ("won", "tied", "lost"),
+                    outcomes(scores[name], scores[names[0]]).mean(0).tolist(),
+                    strict=True,
+                )
+            )
+            for name in names[1:]
+        },
     }
+
+
+def prompt_means(values: Values) -> list[float]:
+    """Returns the mean of each prompt's values."""
+    return np.asarray(values, dtype=np.float64).reshape(len(values), -1).mean(1).tolist()
+
+
+def pass_at_k(count: int, correct: int, k: int) -> float:
+    """Estimates the probability that at least one of ``k`` responses is correct.
+
+    This is the unbiased estimator of Chen et al. (2021), "Evaluating Large Language Models Trained on Code",
+    from ``count`` responses of which ``correct`` are correct: 1 - C(count - correct, k) / C(count, k). The
+    quotient is computed as a product, since the binomial coefficients overflow.
+    """
+    assert 0 <= correct <= count and 1 <= k <= count, (count, correct, k)
+    if count - correct < k:
+        return 1.0
+    return 1.0 - float(np.prod(1.0 - k / np.arange(count - correct + 1, count + 1)))
+
+
+def pass_rates(correct: Sequence[Sequence[bool]]) -> dict[str, Estimate]:
+    """Returns pass@k over prompts for k = 1, 2, 4, ... and the number of responses to each prompt."""
+    count = len(correct[0])
+    powers = [2**i for i in range(count.bit_length()) if 2**i < count]
+    return {str(k): estimate([pass_at_k(len(row), sum(row), k) for row in correct]) for k in [*powers, count]}
+
+
+# ---- console
 
 
 def table(result: Mapping[str, Any]) -> str:
     """Formats the content of evaluation.json for the console, with one block for each reward."""
+    decoding = result.get("decoding") or {"samples": 1, "greedy": True}
+    how = "greedy responses" if decoding["greedy"] else f"{decoding['samples']} sampled response(s) each"
     lines = [
-        f"held-out evaluation: greedy responses to {result['prompts']} prompts of {result['data']}; "
+        f"held-out evaluation: {how} to {result['prompts']} prompts of {result['data']}; "
         f"in brackets {LEVEL:.0%} intervals by bootstrap over prompts"
     ]
     for reward, found in result["rewards"].items():
         names = list(found["score"])
-        header = ["model", f"score ({reward})", *(f"win rate against {name}" for name in names[:-1])]
-        rows = [header]
+        rows = [["model", f"score ({reward})", *(f"win rate against {name}" for name in names[:-1])]]
         for name in names:
             rates = found["win_rate"].get(name, {})
             cells = [as_percent(rates[other]) if other in rates else "-" for other in names[:-1]]
             rows.append([name, as_number(found["score"][name]), *cells])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines.append("")
-        for row in rows:
-            padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append("  " + "   ".join(padded).rstrip())
-    return "\n".join(lines)
+        lines += aligned(rows)
+    for reward, found in result.get("pass_at_k", {}).items():
+        ks = list(next(iter(found["models"].values())))
+        rows = [["model", *(f"pass@{k} ({reward})" for k in ks)]]
+        rows += [[name, *(as_percent(rates[k]) for k in ks)] for name, rates in found["models"].items()]
+        lines += aligned(rows)
+    if judge := result.get("judge"):
+        rows = [["model", f"win rate against {judge['first']} ({judge['function']})", "orders disagree"]]
+        for name, found in judge["models"].items():
+            rows.append([name, as_percent(found["win_rate"]), f"{100 * found['disagreement']:.1f} %"])
+        lines += aligned(rows)
+    if "responses" in result:
+        lines += aligned(response_rows(result))
+    return "\n".join(lines + [f"  {line}" for line in result.get("remarks", ())])
+
+
+def response_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """Returns the table of lengths, stop rates, KL and speed."""
+    kl, speed = result.get("kl"), result.get("tokens_per_second")
+    rows = [["model", "tokens", "stopped"]]
+    if kl:
+        rows[0].append(f"{kl['name']} to {kl['first']}")
+    if speed:
+        rows[0].append("tokens/s")
+    for name, found in result["responses"].items():
+        row = [name, f"{found['tokens_mean']:.1f}", f"{100 * found['finished_frac']:.1f} %"]
+        if kl:
+            row.append(as_number(kl["models"][name]) if name in kl["models"] else "-")
+        if speed:
+            row.append(f"{speed[name]:,.0f}")
+        rows.append(row)
+    return rows
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Formats a table after an empty line."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [""]
+    for row in rows:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  " + "   ".join(padded).rstrip())
+    return lines
 
 
 def as_number(found: Estimate) -> str:

@@ -203,8 +203,11 @@ def test_settings_of_the_gpu_are_made_before_torch_is_imported(tmp_path: Path) -
     """Checks both programs whose ranks use GPUs; launch/pipeline.py starts each stage as one of them."""
     settings = tmp_path / "settings.json"
     config = resolved(compose(*MINIMAL))
-    settings.write_text(json.dumps({"config": config, "models": {}, "rewards": []}))
-    for script, arguments in (("train.py", [*MINIMAL, "run.dir=run"]), ("evaluate.py", [str(settings)])):
+    settings.write_text(json.dumps({"config": config, "models": {}, "rewards": {}}))
+    for script, arguments in (
+        ("train.py", [*MINIMAL, "run.dir=run"]),
+        ("evaluate.py", ["--settings", str(settings)]),
+    ):
         env = environment_at_import(tmp_path, script, *arguments)
         assert env["TORCH_CUDNN_SDPA_DEPRIORITIZED"] == "1"
         assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

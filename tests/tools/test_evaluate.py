@@ -16,6 +16,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from ppo_ds.models.policy import load_policy
 from ppo_ds.tools.evaluate import Comparison, evaluate
+from ppo_ds.tools.model_argument import NamedModel
 from tests.config.commands import compose
 
 PROMPTS = ["a", "bca", "ab", "cc", "ba"]
@@ -52,13 +53,17 @@ def config_of(folder: Path, *overrides: str) -> Config:
     )  # fmt: skip
 
 
-def compared(folder: Path, config: Config, world) -> Comparison:
+def compared(folder: Path, config: Config, world, **options: Any) -> Comparison:
     rewards = {
         "reward": config.reward,
         "judge": {"_target_": "ppo_ds.rewards.rules.LengthReward", "longest": 2},
     }
-    models = {name: str(folder / name) for name in ("base", "tuned")}
-    return evaluate(config, world, models, rewards)
+    models = [named(name, folder / name, str(config.actor.model.path)) for name in ("base", "tuned")]
+    return evaluate(config, world, models, rewards, **options)
+
+
+def named(name: str, path: Path, tokenizer: str) -> NamedModel:
+    return NamedModel(name, str(path), f"evaluation.models.{name}", tokenizer)
 
 
 def by_hand(path: Path, prompt: str) -> tuple[str, int]:
@@ -102,7 +107,7 @@ def test_the_number_of_ranks_and_the_backend_do_not_change_the_result(
         with lock:
             return load_policy(*args, **kwargs)
 
-    monkeypatch.setattr("ppo_ds.tools.evaluate.load_policy", load_alone)
+    monkeypatch.setattr("ppo_ds.tools.responses.load_policy", load_alone)
     config = config_of(folder)  # not in a thread, since Hydra has one process-wide state
     alone = compared(folder, config, world)
     for found in on_ranks(2, lambda rank: compared(folder, config, rank)):
@@ -118,4 +123,6 @@ def test_a_model_with_another_vocabulary_is_refused(folder: Path, world, tmp_pat
     )
     config = config_of(folder)
     with pytest.raises(UserError, match="^evaluation.models.other=.*the actor's tokenizer has ids up to 5"):
-        evaluate(config, world, {"other": str(tmp_path / "x")}, {"reward": config.reward})
+        evaluate(
+            config, world, [named("other", tmp_path / "x", str(folder / "tuned"))], {"reward": config.reward}
+        )

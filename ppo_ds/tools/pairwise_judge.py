@@ -1,0 +1,82 @@
+"""Judges pairs of responses with a Python function, in both orders."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ppo_ds.config.text import show
+from ppo_ds.errors import UserError
+from ppo_ds.rewards.user_function import InvalidScore, is_async, load_function, read_scores
+from ppo_ds.rewards.values import quoted
+from ppo_ds.types import Row
+
+PARAMETERS = ("prompts", "responses_a", "responses_b", "rows")
+REMEDY = "it must return one number from 0 to 1 for each pair, 1 if response a is better"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The preferences of a judge for one pair of responses: 1 for the first model's, 0 for the second's."""
+
+    preference: float  # mean of both orders
+    in_order: float  # with the response of the first model as response a
+    swapped: float  # with the response of the first model as response b
+
+    @property
+    def position_bias(self) -> float:
+        """The preference for response a beyond 0.5, averaged over both orders."""
+        return (self.in_order - self.swapped) / 2
+
+    @property
+    def disagrees(self) -> bool:
+        """True if the two orders prefer different responses, or only one of them prefers any."""
+        return (self.in_order > 0.5) != (self.swapped > 0.5) or (self.in_order < 0.5) != (self.swapped < 0.5)
+
+
+class PairwiseJudge:
+    """Judges pairs with the function ``fn(prompts, responses_a, responses_b, rows)`` at ``path``.
+
+    The arguments are lists of equal length: prompts and responses as text, and the rows of the data set. The
+    function returns one number from 0 to 1 for each pair: 1 if response a is better, 0 if response b is
+    better, 0.5 for a tie, or the probability that response a is better. It may be a coroutine function. The
+    lists are copies that it may modify.
+
+    Each pair is judged twice, with the responses in either place, and the two preferences are averaged: a
+    judge that always prefers the first place gives 0.5 for each pair.
+    """
+
+    def __init__(self, path: str):
+        """Imports the function; ``path`` is ``pkg.mod:fn`` or ``file.py:fn``."""
+        self.path = path
+        self._function = load_function(path, "--judge", PARAMETERS)
+
+    def __call__(
+        self, prompts: Sequence[str], responses: Sequence[str], others: Sequence[str], rows: Sequence[Row]
+    ) -> list[Verdict]:
+        """Returns a verdict for each pair of ``responses`` and ``others``; 1 is for ``responses``."""
+        if not prompts:
+            return []
+        in_order = self._preferences(prompts, responses, others, rows)
+        swapped = [1 - value for value in self._preferences(prompts, others, responses, rows)]
+        return [Verdict((a + b) / 2, a, b) for a, b in zip(in_order, swapped, strict=True)]
+
+    def _preferences(self, *arguments: Sequence[Any]) -> list[float]:
+        """Calls the function once and checks what it returns; raises UserError for invalid preferences."""
+        call = partial(self._function, *(deepcopy(list(argument)) for argument in arguments))
+        prompts = arguments[0]
+        try:
+            found = read_scores(asyncio.run(call()) if is_async(self._function) else call(), len(prompts))
+        except InvalidScore as error:
+            where = "" if error.row is None else f" for the prompt {quoted(prompts[error.row])}"
+            raise UserError(f"--judge={self.path}: {error}{where}; {REMEDY}") from None
+        for prompt, value in zip(prompts, found, strict=True):
+            if isinstance(value, list) or not 0 <= value <= 1:
+                raise UserError(
+                    f"--judge={self.path}: returned {show(value)} for the prompt {quoted(prompt)}; {REMEDY}"
+                )
+        return [value for value in found if isinstance(value, float)]

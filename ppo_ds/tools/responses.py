@@ -1,0 +1,256 @@
+"""Responses of several models to the same prompts, and their log-probs.
+
+Each rank holds one whole policy at a time. Each model reads the prompts with its tokenizer and chat template.
+The responses do not depend on the number of ranks: sampled responses are drawn in groups of prompts that are
+the same for any number of ranks, each group with a seed of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ppo_ds.build.data import build_compared, stop_ids
+from ppo_ds.build.ppo import build_sampling
+from ppo_ds.build.roles import ppo_needs
+from ppo_ds.build.token_budgets import largest_decoding, largest_scoring
+from ppo_ds.config.registry import DECODE_BACKENDS, import_target, resolve
+from ppo_ds.config.schema import Config
+from ppo_ds.config.sections.models import ModelConfig
+from ppo_ds.data.prompts import PromptSource
+from ppo_ds.distributed.world import World, seed_everything
+from ppo_ds.engine.frozen import FrozenModel, freeze
+from ppo_ds.engine.rng import fork_rng
+from ppo_ds.errors import UserError
+from ppo_ds.models.download import HubModel, download_files, download_weights
+from ppo_ds.models.policy import Policy, load_policy
+from ppo_ds.models.size import shape_of
+from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
+from ppo_ds.ops.batching import plan_forwards
+from ppo_ds.ppo.batching import scatter_tokens
+from ppo_ds.rollout.base import Generator
+from ppo_ds.tools.model_argument import NamedModel
+from ppo_ds.training.batching import forward_rows
+from ppo_ds.types import Prompts, Rollout
+
+MAX_ROWS = 512  # responses of a batch; see build/token_budgets.MAX_DECODED_ROWS
+GROUPS = 16  # least number of groups of prompts whose responses are sampled with one seed
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are decoded together."""
+
+    prompts: Prompts
+    numbers: list[int]  # number of the prompt of each row
+    samples: list[int]  # number of the response of each row among those to its prompt
+    seed: int
+    counted: bool  # False if the batch only gives this rank as many batches as the others have
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A tokenizer and the prompts as its models read them."""
+
+    tokenizer: Tokenizer
+    source: PromptSource
+    batches: list[Batch]  # of this rank
+    longest: int  # tokens of the longest prompt with its response
+
+
+@dataclass
+class Responses:
+    """This rank's responses of one model."""
+
+    reader: Reader
+    rollouts: list[Rollout]  # one per batch
+    seconds: float  # time of the generation
+    # of each batch, [B,R]: log-probs by the model itself and by the first model; [] if not computed
+    logprobs: list[Tensor] = field(default_factory=list)
+    first_logprobs: list[Tensor] = field(default_factory=list)
+
+
+def respond(
+    config: Config,
+    world: World,
+    models: Sequence[NamedModel],
+    samples: int | None,
+    note: Callable[[str], None],
+) -> dict[str, Responses]:
+    """Returns this rank's responses of each model, in the order of ``models``. A collective.
+
+    ``samples`` is the number of sampled responses to each prompt; None: one greedy response. The log-probs of
+    the responses are computed for the models that have the vocabulary of the first one, at the sampling
+    temperature. The first model is loaded last, so that it is loaded only once.
+    """
+    hub = hub_models(config, models)
+    download_files(hub, world)
+    readers = read_prompts(config, world, models, samples)
+    first, found = models[0], dict[str, Responses]()
+    comparable = [
+        model.name for model in models[1:] if same_vocabulary(readers[model.name], readers[first.name])
+    ]
+    for model in (*models[1:], first):
+        note(f"evaluation  {model.name}: responses of {model.adapter or model.path}")
+        download_weights([entry for entry in hub if entry.path == model.path], world)
+        reader = readers[model.name]
+        policy = load_model(config, model, reader)
+        frozen = freeze(policy, world=world, offload=False, deepspeed_config=None)
+        rollouts, seconds = generate(config, world, policy, reader, greedy=samples is None)
+        found[model.name] = Responses(reader, rollouts, seconds)
+        if comparable and (model is first or model.name in comparable):
+            budget = config.memory.score_tokens
+            if budget == "auto":
+                longest = max(readers[name].longest for name in (first.name, *comparable))
+                budget = largest_scoring(world, [(shape_of(policy.lm), config.actor.model.dtype)], longest)
+            if model is not first:
+                found[model.name].logprobs = logprobs_of(frozen, rollouts, budget)
+            for name in comparable if model is first else ():
+                found[name].first_logprobs = logprobs_of(frozen, found[name].rollouts, budget)
+        del policy, frozen  # before the next one is loaded
+    return {model.name: found[model.name] for model in models}
+
+
+def hub_models(config: Config, models: Sequence[NamedModel]) -> list[HubModel]:
+    """Returns the entries of all models and tokenizers for their download."""
+    actor = config.actor.model
+    return [
+        HubModel(model.key, path, actor.revision if path == actor.path else None, actor.trust_remote_code)
+        for model in models
+        for path in dict.fromkeys((model.path, model.tokenizer_path))
+    ]
+
+
+def read_prompts(
+    config: Config, world: World, models: Sequence[NamedModel], samples: int | None
+) -> dict[str, Reader]:
+    """Loads the tokenizer and the prompts of each model; models with the same tokenizer share them."""
+    actor, data = config.actor.model, config.data
+    readers: dict[str, Reader] = {}
+    for model in models:
+        path = model.tokenizer_path
+        if path in readers:
+            continue
+        tokenizer = load_tokenizer(
+            path,
+            actor.revision if path == actor.path else None,
+            actor.trust_remote_code,
+            data.chat_template,
+            data.chat_template_kwargs,
+            key=model.key,
+        )
+        source = build_compared(config, tokenizer, world)
+        batches = make_batches(config, source, world, samples)
+        longest = source.longest + config.sampling.max_new_tokens
+        readers[path] = Reader(tokenizer, source, batches, longest)
+    by_model = {model.name: readers[model.tokenizer_path] for model in models}
+    first = by_model[models[0].name]
+    for name, reader in by_model.items():
+        dropped = reader.source.report.get("dropped", 0) or first.source.report.get("dropped", 0)
+        if dropped and not same_vocabulary(reader, first):
+            raise UserError(
+                f"data.long_prompts=drop: the tokenizers of {models[0].name} and {name} would drop different "
+                "prompts; set data.long_prompts=truncate_left, or raise data.max_prompt_tokens"
+            )
+    return by_model
+
+
+def make_batches(config: Config, source: PromptSource, world: World, samples: int | None) -> list[Batch]:
+    """Divides the prompts into batches and returns those of this rank.
+
+    Every rank gets the same number of batches, because scoring may be a collective.
+    """
+    count, each = min(config.eval.max_prompts or len(source), len(source)), samples or 1
+    size = min(-(-count // (world.size if samples is None else GROUPS)), max(1, MAX_ROWS // each))
+    starts = range(0, count, size)
+    batches = []
+    for round_start in range(0, len(starts), world.size):
+        counted = round_start + world.rank < len(starts)
+        start = starts[round_start + world.rank] if counted else starts[0]
+        rows = [(i, j) for i in range(start, min(start + size, count)) for j in range(each)]
+        numbers, of_prompt = [i for i, _ in rows], [j for _, j in rows]
+        seed = 1_000_003 * config.run.seed + start
+        batches.append(Batch(source.batch(numbers), numbers, of_prompt, seed, counted))
+    return batches
+
+
+def same_vocabulary(reader: Reader, other: Reader) -> bool:
+    """Returns whether two tokenizers use the same ids for the same tokens."""
+    return reader is other or reader.tokenizer.hf.get_vocab() == other.tokenizer.hf.get_vocab()
+
+
+def load_model(config: Config, model: NamedModel, reader: Reader) -> Policy:
+    """Loads a policy. Raises UserError if it cannot read its tokenizer's ids, or the longest row."""
+    actor = config.actor.model
+    own = {} if model.path == actor.path else {"revision": None}
+    section = ModelConfig(**actor.model_dump() | {"path": model.path, "gradient_checkpointing": False} | own)
+    policy = load_policy(
+        section, temperature=config.sampling.temperature, key=model.key, adapter=model.adapter
+    )
+    needs = ppo_needs(reader.tokenizer.id_bound, reader.longest)
+    if model.tokenizer_path != actor.path:
+        needs = replace(needs, tokenizer_of=model.name)
+    needs.check(policy, model.path, model.key)
+    return policy
+
+
+@torch.no_grad()
+def generate(
+    config: Config, world: World, policy: Policy, reader: Reader, greedy: bool
+) -> tuple[list[Rollout], float]:
+    """Returns the responses of a policy to this rank's prompts, and the time in seconds.
+
+    ``rollout.backend=auto`` takes the first backend that supports the model. Unlike in training, no parity
+    check compares its log-probs with those of training.
+    """
+    name = choose_backend(config, policy, reader.longest)
+    budget = config.memory.rollout_tokens
+    if budget == "auto":
+        rows = max(len(batch.prompts) for batch in reader.batches)
+        budget = largest_decoding(config, world, shape_of(policy.lm), reader.longest, rows)
+    generator: Generator = resolve(DECODE_BACKENDS[name])(
+        lm=lambda: policy.lm,
+        tokenizer=reader.tokenizer,
+        token_budget=budget,
+        lockstep_max=None,
+        should_stop=lambda: False,
+    )
+    sampling = build_sampling(config, stop_ids(config, reader.tokenizer), config.sampling.temperature)
+    if greedy:
+        sampling = sampling.as_greedy()
+    rollouts, seconds = [], 0.0
+    with fork_rng(world):
+        for batch in reader.batches:
+            seed_everything(batch.seed)
+            start = time.perf_counter()
+            rollouts.append(generator(batch.prompts, sampling))
+            seconds += (time.perf_counter() - start) * batch.counted
+    return rollouts, seconds
+
+
+def choose_backend(config: Config, policy: Policy, longest: int) -> str:
+    """Returns the name of the decode backend; raises UserError if the one in the config refuses the model."""
+    asked = config.rollout.backend
+    names = [asked] if asked != "auto" else [name for name, entry in DECODE_BACKENDS.items() if entry.in_auto]
+    reasons = []
+    for name in names:
+        refusal = DECODE_BACKENDS[name].refusal
+        reason = import_target(refusal)(policy.lm, longest) if refusal else None
+        if reason is None:
+            return name
+        reasons.append(f"{name}: {reason}")
+    raise UserError(f"rollout.backend={asked}: {'; '.join(reasons)}; use rollout.backend=auto")
+
+
+def logprobs_of(model: FrozenModel, rollouts: Sequence[Rollout], budget: int) -> list[Tensor]:
+    """Computes the log-probs of the response tokens of each rollout, [B,R] fp32 on the CPU."""
+    found = []
+    for rollout in rollouts:
+        plan = plan_forwards(rollout.attention_mask.sum(1), budget)
+        outputs = forward_rows(model, rollout.to(model.device), plan)
+        found.append(scatter_tokens([output.logprobs for output in outputs], rollout, plan))
+    return found
