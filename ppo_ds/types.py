@@ -20,6 +20,18 @@ from torch.nn.functional import pad
 Row = dict[str, Any]  # one raw row of the data set
 Metrics = dict[str, float]  # metric name -> value, masked and already reduced over ranks
 
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of values in bins. Bin i holds the values from edges[i] up to edges[i+1]."""
+
+    counts: list[int]
+    edges: list[float]  # one more than counts
+
+    def __post_init__(self) -> None:
+        assert len(self.edges) == len(self.counts) + 1, (len(self.edges), len(self.counts))
+
+
 # Field metadata that declares the shape of a tensor column as [B], [B,P], [B,T], [B,R] or [B,S]. Trimming and
 # padding depend on it.
 _B, _P, _T, _R, _S = ({"width": name} for name in "BPTRS")

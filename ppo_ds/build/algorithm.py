@@ -218,6 +218,7 @@ def learner(
         world=world,
         timer=timer,
         health=health,
+        counts_ratios=config.tracker.logs_histograms,
     )
 
 

@@ -95,6 +95,8 @@ def _small_run(config: Config) -> dict[str, Any]:
     tree["data"]["max_samples"] = min(tree["data"]["max_samples"] or MAX_DATA_ROWS, MAX_DATA_ROWS)
     tree["checkpoint"] |= {"every": STEPS, "minutes": None, "keep_last": 1}
     tree["tracker"]["wandb"]["mode"] = "disabled"
+    for tracker in ("tensorboard", "trackio"):
+        tree["tracker"][tracker]["enabled"] = False
     tree["eval"] |= {"every": config.eval.every and 1, "max_prompts": MAX_EVAL_PROMPTS}
     tree["prepare"] = {
         "_target_": f"{__name__}.prepare",

@@ -136,6 +136,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
         total_steps=length.steps,
         samples_per_prompt=config.rollout.samples_per_prompt,
         sample_rows=config.tracker.samples,
+        logs_histograms=config.tracker.logs_histograms,
         actor=models.actor,
         critic=models.critic,
         ema=models.ema,

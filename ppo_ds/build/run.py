@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ from ppo_ds.tracking.banner import Banner
 from ppo_ds.tracking.console import ConsoleTracker
 from ppo_ds.tracking.html.live import ReportTracker
 from ppo_ds.tracking.jsonl import JsonlTracker
+from ppo_ds.tracking.tensorboard import TensorBoardTracker
 from ppo_ds.tracking.tracker import Tracker, Trackers
+from ppo_ds.tracking.trackio import TrackioTracker
 from ppo_ds.tracking.wandb import WandbTracker
 from ppo_ds.training.health import Health
 from ppo_ds.training.run import Run
@@ -153,24 +155,35 @@ def open_budgets(
 
 def start_trackers(config: Config, settings: dict[str, Any], steps: int, done: int, banner: str) -> Trackers:
     """Prints the banner and starts rank 0's trackers; ``done`` is the step to resume after, or 0."""
-    run_dir, wandb = Path(config.run.dir or ""), config.tracker.wandb
+    run_dir = Path(config.run.dir or "")
     console, jsonl = (
         ConsoleTracker(config.stage, steps, first_step=done),
         JsonlTracker(run_dir, resumed_at=done),
     )
     console.banner(banner, title=f"ppo_ds: {config.run.name}")
-    chosen: list[Tracker] = [jsonl, ReportTracker(run_dir), console]
-    if wandb.mode != "disabled":
-        chosen.append(
-            WandbTracker(
-                run_dir,
-                mode=wandb.mode,
-                project=wandb.project,
-                name=wandb.name or config.stage,
-                entity=wandb.entity,
-                tags=wandb.tags,
-            )
-        )
+    # the report is complete before wandb ends and uploads it
+    chosen: list[Tracker] = [jsonl, ReportTracker(run_dir), console, *dashboards(config, done)]
     trackers = Trackers(chosen, max_samples=config.tracker.samples, elapsed=jsonl.elapsed)
     trackers.start(settings)
     return trackers
+
+
+def dashboards(config: Config, done: int) -> Iterator[Tracker]:
+    """Yields the trackers of other programs that the config asks for; none of them can end the run."""
+    run_dir, wandb, trackio = Path(config.run.dir or ""), config.tracker.wandb, config.tracker.trackio
+    if wandb.mode != "disabled":
+        yield WandbTracker(
+            run_dir,
+            mode=wandb.mode,
+            project=wandb.project,
+            name=wandb.name or config.stage,
+            entity=wandb.entity,
+            tags=wandb.tags,
+            log_report=wandb.log_report == "end",
+            log_model=wandb.log_model == "end",
+        )
+    if config.tracker.tensorboard.enabled:
+        yield TensorBoardTracker(run_dir, resumed_at=done)
+    if trackio.enabled:
+        name = trackio.name or config.stage
+        yield TrackioTracker(run_dir, project=trackio.project, name=name, space=trackio.space)

@@ -35,9 +35,11 @@ RECORD = (
     "adapter",
     "critic",
     "wandb.id",
+    "tensorboard",
+    "trackio.id",
 )
 # All files and folders that run.resume=restart moves.
-WHOLE_RECORD = (*RECORD, "checkpoints", "dumps", "exports", "wandb", "wandb.log")
+WHOLE_RECORD = (*RECORD, "checkpoints", "dumps", "exports", "wandb", "wandb.log", "trackio.log")
 UNFINISHED = ".unfinished"
 # Exit reasons of a run that has nothing left to train.
 FINISHED = ("done", "early_stop")

@@ -128,12 +128,16 @@ def default_dir(name: str) -> str:
 
 def inherit(config: Config) -> Config:
     """Fills in every key whose value follows from other keys."""
-    sections, run, wandb = type(config).model_fields, config.run, config.tracker.wandb
+    sections, run, tracker = type(config).model_fields, config.run, config.tracker
     name = config.stage if run.name is None else run.name
     run_dir = _expand(run.dir or default_dir(name))
     filled: dict[str, Any] = {
         "run": replace(run, name=name, dir=run_dir, resume=_expand(run.resume)),
-        "tracker": replace(config.tracker, wandb=replace(wandb, name=wandb.name or name)),
+        "tracker": replace(
+            tracker,
+            wandb=replace(tracker.wandb, name=tracker.wandb.name or name),
+            trackio=replace(tracker.trackio, name=tracker.trackio.name or name),
+        ),
     }
     if config.eval.patience is not None:  # a run that stops early must have kept its best checkpoint
         filled["checkpoint"] = replace(config.checkpoint, keep_best=True)

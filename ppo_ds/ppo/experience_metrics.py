@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ops.histograms import count_equal_bins
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.masked import masked_mean
-from ppo_ds.types import Experience, Metrics
+from ppo_ds.types import Experience, Histogram, Metrics
 
 
 def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int) -> Metrics:
@@ -59,6 +60,21 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
         metrics["kl/ref_token_max"] = k1.max()
         metrics["kl/k3_token_mean"] = masked_mean(k3, mask)
     return {name: float(value) for name, value in metrics.items()} | {"kl/coef": kl_coef}
+
+
+def histograms(experience: Experience) -> dict[str, Histogram]:
+    """Returns histograms of the scores, the response lengths (tokens) and the advantages of the tokens."""
+    columns = {
+        "reward/score_hist": experience.scores,
+        "rollout/resp_len_hist": experience.response_lengths.double(),
+        "adv/hist": experience.advantages[experience.response_mask],
+    }
+    binned = {name: count_equal_bins(column) for name, column in columns.items()}
+    return {
+        name: Histogram(counts.tolist(), edges.tolist())
+        for name, (counts, edges) in binned.items()
+        if len(counts)
+    }
 
 
 def reference_log_ratio(experience: Experience) -> Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -19,6 +19,7 @@ from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.lockstep import step_or_skip
 from ppo_ds.engine.trained import StepInfo, TrainedModel
+from ppo_ds.ops.histograms import RATIO_EDGES, count_bins
 from ppo_ds.ops.losses import BatchTotals, batch_totals
 from ppo_ds.ppo.advantages import Whitening
 from ppo_ds.ppo.batching import minibatches, scatter_tokens
@@ -28,7 +29,7 @@ from ppo_ds.training.batching import microbatch_rows, microbatches, padding
 from ppo_ds.training.health import Health
 from ppo_ds.training.metrics import MetricSums, step_metrics
 from ppo_ds.training.timing import PhaseTimer
-from ppo_ds.types import Experience, Metrics, Sequences
+from ppo_ds.types import Experience, Histogram, Metrics, Sequences
 
 ROLES = {"actor": "policy", "critic": "value"}  # model -> prefix of its metrics
 # metrics that are logged as NaN when a rollout is skipped; the other metrics of the update are then absent
@@ -77,6 +78,10 @@ class Learner:
     world: World
     timer: PhaseTimer
     health: Health
+    counts_ratios: bool = False  # counts the ratios of all tokens for take_ratios
+
+    # state: this rank's counts in the bins of RATIO_EDGES since the last call of take_ratios, [N] long
+    ratio_counts: Tensor | None = field(init=False, default=None)
 
     def __call__(
         self, experience: Experience, kl_coef: float, seed: int, critic_only: bool = False
@@ -203,8 +208,29 @@ class Learner:
             kl_sums += parts["policy/approx_kl"]
             metrics.add_parts(parts)
             ratios.append(parts["policy/ratio_max"])
+            if self.counts_ratios:
+                self.count_ratios(micro, logprobs_now)
             logprobs.append(logprobs_now)
         return ActorBackward(loss_sum, kl_sums, torch.stack(ratios).max(), logprobs)
+
+    def count_ratios(self, micro: Experience, logprobs: Tensor) -> None:
+        """Counts the ratios of a micro-batch's tokens; ``logprobs`` [b,R'] are of the current policy."""
+        old_logprobs = logprobs if micro.old_logprobs is None else micro.old_logprobs.to(logprobs.device)
+        edges = torch.tensor(RATIO_EDGES, device=logprobs.device)
+        ratios = (logprobs - old_logprobs).exp()
+        counts = count_bins(ratios, edges, micro.response_mask.to(logprobs.device))
+        self.ratio_counts = counts if self.ratio_counts is None else self.ratio_counts + counts
+
+    def take_ratios(self) -> Histogram | None:
+        """Returns the ratios of the tokens of all optimizer steps since the last call. A collective.
+
+        A ratio is pi(a|s) / pi_old(a|s) of one token, whatever the action level; ratios above 2 are in the
+        last bin. Returns None if the actor was not trained.
+        """
+        counts, self.ratio_counts = self.ratio_counts, None
+        if counts is None:
+            return None
+        return Histogram(self.world.sum(counts).tolist(), RATIO_EDGES)
 
     def backward_critic(self, micros: list[Experience], totals: BatchTotals, metrics: MetricSums) -> Tensor:
         """Accumulates the critic's gradients of one optimizer step and returns its loss."""

@@ -37,7 +37,7 @@ from ppo_ds.ops.kl import FixedKLController
 from ppo_ds.ppo.collector import RolloutCollector
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.experience import ExperienceMaker
-from ppo_ds.ppo.experience_metrics import describe, sample_rows
+from ppo_ds.ppo.experience_metrics import describe, histograms, sample_rows
 from ppo_ds.ppo.failure_dump import dump_failure
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.learner import Learner
@@ -46,7 +46,7 @@ from ppo_ds.training.export import export_actor, export_model
 from ppo_ds.training.health import TooManySkips
 from ppo_ds.training.stage import Evaluation, RunContext, Stateful, StepResult
 from ppo_ds.training.state import is_due
-from ppo_ds.types import Metrics, Prompts
+from ppo_ds.types import Experience, Histogram, Metrics, Prompts
 
 FIRST_PRETRAINING_SEED = 500_000  # above every step index, so that its seeds differ from those of steps
 
@@ -63,6 +63,7 @@ class PPOTrainer:
     total_steps: int
     samples_per_prompt: int
     sample_rows: int  # responses logged per step
+    logs_histograms: bool = False  # of scores, lengths, advantages and ratios
 
     # models
     actor: HybridActor
@@ -147,10 +148,18 @@ class PPOTrainer:
             episodes=len(experience),
             tokens=int(experience.response_lengths.sum()),
             samples=sample_rows(experience, self.tokenizer, self.sample_rows),
+            histograms=self.histograms(experience) if self.logs_histograms else {},
             performance=lambda costs: self.meter(experience, costs, metrics),
             warnings=() if exceeded is None or ends_run else (exceeded,),
             failure=("max_kl", exceeded) if ends_run else None,
         )
+
+    def histograms(self, experience: Experience) -> dict[str, Histogram]:
+        """Returns the histograms of a step on rank 0, and {} on other ranks. A collective."""
+        ratios = self.learn.take_ratios()
+        if not self.context.world.is_main:
+            return {}
+        return histograms(experience) | ({} if ratios is None else {"policy/ratio_hist": ratios})
 
     def minibatch_seed(self, index: int) -> int:
         return self.seed * 1_000_003 + index

@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 from ppo_ds.tracking.tracker import EventKind, Record
+from ppo_ds.types import Histogram
 
 
 def open_console(stream: TextIO | None = None) -> Console:
@@ -89,6 +90,9 @@ class ConsoleTracker:
 
     def event(self, step: int, kind: EventKind, text: str) -> None:
         """Prints nothing: the run logs its warnings and alarms itself."""
+
+    def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
+        """Does nothing: only dashboards show histograms."""
 
     def rewind(self, step: int) -> None:
         self._progress.update(self._task, completed=step)

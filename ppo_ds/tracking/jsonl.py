@@ -11,6 +11,7 @@ from typing import Any
 
 from ppo_ds.storage.drafts import open_for_appending, write_file
 from ppo_ds.tracking.tracker import EventKind, Record
+from ppo_ds.types import Histogram
 
 
 class JsonlTracker:
@@ -71,6 +72,9 @@ class JsonlTracker:
         seconds = round(time.monotonic() - self._started, 3)
         with open_for_appending(self._events_path) as file:
             file.write(_line({"step": step, "time": seconds, "kind": kind, "text": text}))
+
+    def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
+        """Does nothing: only dashboards show histograms."""
 
     def rewind(self, step: int) -> None:
         self._file.close()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from ppo_ds.secrets import censored, censored_tree
-from ppo_ds.types import Metrics
+from ppo_ds.types import Histogram, Metrics
 
 Record = dict[str, float | None]  # metrics as written: None for values that were not finite
 EventKind = Literal["started", "resumed", "rolled_back", "warning", "alarm", "ended"]
@@ -38,6 +38,9 @@ class Tracker(Protocol):
 
         The saving of a checkpoint is not an event. Warnings and alarms are also printed on the console.
         """
+
+    def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
+        """Records histograms of one step, by metric name."""
 
     def rewind(self, step: int) -> None:
         """Discards the records of the steps after ``step``, to which the run has been rolled back."""
@@ -84,6 +87,10 @@ class Trackers:
         line = " ".join(censored(text).split())
         for tracker in self._trackers:
             tracker.event(step, kind, line)
+
+    def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
+        for tracker in self._trackers:
+            tracker.histograms(step, histograms)
 
     def rewind(self, step: int) -> None:
         for tracker in self._trackers:

@@ -1,113 +1,93 @@
-"""Runs wandb in the process that ``wandb.py`` starts.
-
-It reads JSON lines from standard input (options, then log, samples and finish messages) and writes replies to
-standard output. If the input ends without a finish message (the trainer was killed), the run is closed as
-failed. wandb's own output goes to standard error, which is a log file.
-"""
+"""Runs wandb in the process that ``wandb.py`` starts."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
-import traceback
-from typing import Any, TextIO
+import sys
+from pathlib import Path
+from typing import Any
 
-ORPHAN_TIMEOUT = 20.0  # seconds to close the run after the trainer has died
-MAX_REFUSED = 20  # consecutive messages that wandb refuses before this process gives up
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # ppo_ds need not be installed
+
+from ppo_ds.tracking.child_main import run_client  # noqa: E402
+
+MAX_TITLE = 63  # characters of an alert's title
 
 
-def main() -> None:
-    # Launchers signal every descendant. This process must outlive the signal to receive the trainer's last
-    # messages; it exits when its input ends.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    messages = open(0, encoding="utf-8", closefd=False)  # UTF-8 whatever the locale
-    options = json.loads(messages.readline() or "null")
-    if options is None:
-        return
-    try:
+class WandbClient:
+    """A run of wandb; ``child_main.Client`` documents the methods."""
+
+    def __init__(self, run: Any):
+        self.run = run
+        self.tables: dict[str, Any] = {}  # by split
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.run.log(metrics | {"step": step})
+
+    def samples(self, step: int, rows: list[dict[str, Any]], split: str) -> None:
+        """Appends rows to the table of a split; in INCREMENTAL mode, only the new rows are uploaded."""
         import wandb
 
-        settings = wandb.Settings(init_timeout=options.pop("init_timeout"), console="off", silent=True)
-        run = wandb.init(**options, resume="allow", settings=settings)
-        # A resumed or rolled-back run repeats steps. wandb's own step counter cannot go back, and wandb drops
-        # what is logged below it, so the metric "step" is the axis instead.
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-    except Exception as error:  # the trainer continues without wandb, whatever the reason
-        lines = str(error).strip().splitlines()
-        _send(replies, failed=": ".join([type(error).__name__, *lines[:1]]))
-        return
-    online = options["mode"] == "online"
-    _send(replies, started=run.url if online else f"to upload: wandb sync {run.settings.sync_dir}")
-    finished, refused = _serve(run, messages)
-    if finished is None:
-        threading.Timer(ORPHAN_TIMEOUT, os._exit, [1]).start()
-    run.finish(exit_code=0 if finished else 1)
-    _send(replies, finished=True, refused=refused)
-    os._exit(0)  # skips wandb's exit hooks and the timer
+        if split not in self.tables:
+            columns = ["step", *rows[0]]
+            self.tables[split] = wandb.Table(columns, log_mode="INCREMENTAL", allow_mixed_types=True)
+        table = self.tables[split]
+        for row in rows:
+            table.add_data(step, *(_cell(row.get(column)) for column in table.columns[1:]))
+        self.run.log({f"samples/{split}": table, "step": step})
+
+    def histograms(self, step: int, histograms: dict[str, dict[str, list[float]]]) -> None:
+        import wandb
+
+        shown = {
+            name: wandb.Histogram(np_histogram=(one["counts"], one["edges"]))
+            for name, one in histograms.items()
+        }
+        self.run.log(shown | {"step": step})
+
+    def alert(self, step: int, text: str) -> None:
+        # The title is taken from the text, because wandb drops a second alert with the same title within a
+        # minute.
+        self.run.alert(title=text[:MAX_TITLE], text=f"step {step}: {text}", level="WARN")
+
+    def artifact(self, path: str, kind: str) -> None:
+        import wandb
+
+        artifact = wandb.Artifact(f"{kind}-{self.run.id}", type=kind)
+        # immutable: wandb uploads the files in place instead of copying them first
+        if Path(path).is_dir():
+            artifact.add_dir(path, policy="immutable", skip_cache=True)
+        else:
+            artifact.add_file(path, policy="immutable", skip_cache=True)
+        self.run.log_artifact(artifact)
+
+    def finish(self, summary: dict[str, Any] | None) -> None:
+        known = {name: value for name, value in (summary or {}).items() if value is not None}
+        self.run.summary.update(known)
+        self.run.finish(exit_code=1 if summary is None else 0)
 
 
-def _serve(run: Any, messages: TextIO) -> tuple[dict[str, Any] | None, int]:
-    """Forwards messages to wandb until the finish message.
-
-    Returns the summary (None if the input ended without it) and the number of messages that wandb refused. A
-    refused message does not affect later messages: a table, for example, needs the server, which may be
-    unreachable for a minute.
-    """
-    tables: dict[str, Any] = {}
-    refused = consecutive = 0
-    for line in messages:
-        message = json.loads(line)
-        if "finish" in message:
-            run.summary.update({key: value for key, value in message["finish"].items() if value is not None})
-            return message["finish"], refused
-        try:
-            if "log" in message:
-                run.log(message["log"] | {"step": message["step"]})
-            else:
-                log_samples(run, tables, **message)
-            consecutive = 0
-        except Exception:
-            traceback.print_exc()
-            refused, consecutive = refused + 1, consecutive + 1
-            if consecutive == MAX_REFUSED:
-                raise
-    return None, refused
+def _cell(value: Any) -> Any:
+    plain = value is None or isinstance(value, str | int | float)
+    return value if plain else json.dumps(value, ensure_ascii=False)
 
 
-def log_samples(
-    run: Any, tables: dict[str, Any], samples: list[dict[str, Any]], split: str, step: int
-) -> None:
-    """Appends rows to the table of a split; in INCREMENTAL mode, only the new rows are uploaded each time."""
+def start(options: dict[str, Any]) -> tuple[WandbClient, str]:
+    """Starts a run; returns it with its address, or with the command that uploads an offline run."""
     import wandb
 
-    if split not in tables:
-        tables[split] = wandb.Table(
-            columns=["step", *samples[0]], log_mode="INCREMENTAL", allow_mixed_types=True
-        )
-    for row in samples:
-        cells = [row.get(column) for column in tables[split].columns[1:]]
-        texts = [
-            cell
-            if cell is None or isinstance(cell, str | int | float)
-            else json.dumps(cell, ensure_ascii=False)
-            for cell in cells
-        ]
-        tables[split].add_data(step, *texts)
-    run.log({f"samples/{split}": tables[split], "step": step})
-
-
-def _send(stream: TextIO, **content: Any) -> None:
-    try:
-        print(json.dumps(content), file=stream, flush=True)
-    except BrokenPipeError:
-        pass  # the trainer is gone; the run is still closed
+    summaries = options.pop("summaries")
+    settings = wandb.Settings(init_timeout=options.pop("init_timeout"), console="off", silent=True)
+    run = wandb.init(**options, resume="allow", settings=settings)
+    # A resumed or rolled-back run repeats steps. wandb's own step counter cannot go back, and wandb drops
+    # what is logged below it, so the metric "step" is the axis instead.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    for name, summary in summaries.items():
+        run.define_metric(name, step_metric="step", summary=summary)
+    online = options["mode"] == "online"
+    return WandbClient(run), run.url if online else f"to upload: wandb sync {run.settings.sync_dir}"
 
 
 if __name__ == "__main__":
-    main()
+    run_client(start)

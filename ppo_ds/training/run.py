@@ -183,6 +183,8 @@ class Run:
         self.tracker.log(state.step, line)
         self.raise_alarms(line)
         self.tracker.samples(state.step, result.samples)
+        if result.histograms:
+            self.tracker.histograms(state.step, result.histograms)
         state.unevaluated = dict(line) if evaluation is None else None
 
     def raise_alarms(self, metrics: Metrics) -> None:

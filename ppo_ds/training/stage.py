@@ -16,7 +16,7 @@ from ppo_ds.training.state import ExitReason
 from ppo_ds.training.stopping import StopRequest
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.training.token_budgets import TokenBudgets
-from ppo_ds.types import Metrics
+from ppo_ds.types import Histogram, Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,7 @@ class StepResult:
     episodes: int  # samples of all ranks
     tokens: int  # trained tokens of all ranks; for PPO, the response tokens
     samples: list[dict[str, Any]] = field(default_factory=list)  # logged by rank 0
+    histograms: dict[str, Histogram] = field(default_factory=dict)  # logged by rank 0
     # computes perf/* and mem/* from time/*; a collective
     performance: Callable[[Metrics], Metrics] = lambda costs: {}
     warnings: tuple[str, ...] = ()

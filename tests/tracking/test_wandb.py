@@ -14,9 +14,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from ppo_ds.tracking.child import read_run_id
 from ppo_ds.tracking.tracker import Trackers
-from ppo_ds.tracking.wandb import WandbTracker, read_run_id
-from ppo_ds.tracking.wandb_child import log_samples
+from ppo_ds.tracking.wandb import SUMMARIES, WandbTracker
+from ppo_ds.tracking.wandb_child import WandbClient
+from ppo_ds.types import Histogram
 from tests.tracking.wandb_server import wandb_server
 
 ROW = {
@@ -77,6 +79,44 @@ def test_offline_creates_a_run(tmp_path, capfd):
     )
     out, err = capfd.readouterr()
     assert "wandb sync" in out and err == ""
+
+
+def test_offline_keeps_histograms_alerts_report_and_model(tmp_path, capfd):
+    tracker = WandbTracker(
+        tmp_path, mode="offline", project="p", name="n", log_report=True, log_model=True, start_timeout=LIMIT
+    )
+    tracker.start({})
+    tracker.log(1, {"reward/score_mean": 0.75})
+    tracker.histograms(1, {"adv/hist": Histogram([2, 0, 5], [-1.0, 0.0, 1.0, 2.0])})
+    tracker.samples(1, [ROW | {"tokens": {"ids": [987654321]}}])
+    tracker.event(1, "warning", "a warning")
+    tracker.event(1, "alarm", "kl/ref_seq_mean 30 is above 20; lower actor.optimizer.lr")
+    (tmp_path / "report.html").write_text("<html>")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights.safetensors").write_bytes(b"0" * 1000)
+    tracker.finish({"exit_reason": "done"})
+    content, run_id = stored(tmp_path), (tmp_path / "wandb.id").read_text().strip()
+    assert b'"histogram"' in content and b"[2,0,5]" in content and b"[-1,0,1,2]" in content
+    assert b"step 1: kl/ref_seq_mean 30 is above 20" in content and b"a warning" not in content
+    assert b"987654321" not in b"".join(file.read_bytes() for file in tmp_path.glob("wandb/**/*.json"))
+    for kind, file in (("report", "report.html"), ("model", "weights.safetensors")):
+        # the files are named in place, not copied
+        assert f"{kind}-{run_id}".encode() in content and str(tmp_path / "model").encode() in content
+        assert file.encode() in content
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("summary", "sent"), [({"exit_reason": "done"}, True), ({"exit_reason": "signal"}, False)]
+)
+def test_only_an_exported_model_is_uploaded(tmp_path, monkeypatch, summary, sent):
+    """A model of an earlier end of the run must not be uploaded after a signal."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights.safetensors").write_bytes(b"0" * 1000)
+    tracker, messages = WandbTracker(tmp_path, mode="offline", project="p", name="n", log_model=True), []
+    monkeypatch.setattr(tracker, "send", messages.append)
+    tracker.finish(summary)
+    assert [set(message) for message in messages] == [{"artifact", "kind"}] * sent + [{"finish"}]
 
 
 @pytest.mark.slow
@@ -183,11 +223,16 @@ def test_a_resumed_or_rolled_back_run_continues_the_same_wandb_run(tmp_path, ser
         (4, 3, 3),
         (5, 4, 4),
     ]
-    # the metric "step" is the x axis of all metrics (5 is the index of the axis's entry)
-    assert server.configs[run_id]["_wandb"]["value"]["m"] == [
-        {"1": "step", "6": [3], "7": []},
-        {"2": "*", "5": 1, "6": [1], "7": []},
-    ]
+    # The metric "step" is the x axis of all metrics: 1 is a metric's name, 2 a pattern, 5 the index of the
+    # axis's entry, counted from 1, and 7 the values in the summary (1: min, 2: max, 5: last).
+    entries = server.configs[run_id]["_wandb"]["value"]["m"]
+    named = {entry.get("1") or entry["2"]: entry for entry in entries}
+    assert named.keys() == {"step", "*", *SUMMARIES}
+    assert named["step"] == {"1": "step", "6": [3], "7": []}
+    others = [entry for entry in entries if entry is not named["step"]]
+    assert {entries[entry["5"] - 1]["1"] for entry in others} == {"step"}
+    assert sorted(named["reward/score_mean"]["7"]) == [2, 5]
+    assert sorted(named["policy/entropy"]["7"]) == [1, 5] and named["*"]["7"] == []
     assert capfd.readouterr().err == ""
     assert any("wandb_child" in line for line in lines) and any("wandb-core" in line for line in lines), lines
     written = (
@@ -389,7 +434,7 @@ def test_wandb_hangs_during_the_run(tmp_path, capfd, monkeypatch):
 
 @pytest.mark.slow
 def test_an_endless_backlog_ends_wandb(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("ppo_ds.tracking.wandb.MAX_PENDING", 5)
+    monkeypatch.setattr("ppo_ds.tracking.child.MAX_PENDING", 5)
     tracker, process = start(tmp_path)
     os.killpg(process.pid, signal.SIGSTOP)
     for step in range(50):
@@ -467,10 +512,11 @@ class Table:
 
 def test_samples_are_rows_of_one_table_per_split_at_their_step(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Table=Table))
-    logged, tables = [], {}
-    run = SimpleNamespace(log=logged.append)
+    logged = []
+    client = WandbClient(SimpleNamespace(log=logged.append))
+    tables = client.tables
     for step, split in ((1, "train"), (1, "eval"), (2, "train")):
-        log_samples(run, tables, [{"prompt": "p", "score": 0.5, "components": {"a": 1}}], split, step)
+        client.samples(step, [{"prompt": "p", "score": 0.5, "components": {"a": 1}}], split)
     assert [entry["step"] for entry in logged] == [1, 1, 2]
     assert [sorted(entry) for entry in logged] == [
         ["samples/train", "step"],

@@ -155,13 +155,55 @@ class WandbConfig(Section):
     entity: Text | None = Field(None, description="wandb user or team; null: the account's default.")
     name: Text | None = Field(None, description="Name of the wandb run; null: run.name.")
     tags: list[Text] = Field([], description="Tags of the wandb run.")
+    log_report: Literal["never", "end"] = Field(
+        "never", description="end: upload report.html as an artifact when the run ends."
+    )
+    log_model: Literal["never", "end"] = Field(
+        "never",
+        description="end: upload the exported model as an artifact when the run ends. The run waits for the "
+        "upload: 60 s, and 1 s more for every 10 MB.",
+    )
+
+
+class TensorBoardConfig(Section):
+    """Logging to TensorBoard."""
+
+    enabled: bool = Field(
+        False,
+        description="Writes event files to tensorboard/ in the run directory; needs the extra tensorboard.",
+    )
+
+
+class TrackioConfig(Section):
+    """Logging to Trackio."""
+
+    enabled: bool = Field(
+        False,
+        description="Logs to the local database of Trackio, in ~/.cache/huggingface/trackio or $TRACKIO_DIR; "
+        "needs the extra trackio.",
+    )
+    project: Text = Field("ppo_ds", description="Trackio project.")
+    name: Text | None = Field(
+        None,
+        description="Name of the Trackio run, to which the id in trackio.id is appended; null: run.name.",
+    )
+    space: Text | None = Field(
+        None, description="Hugging Face Space, ORG/NAME, to log to instead of the local database."
+    )
 
 
 class TrackerConfig(Section):
     """Outputs besides the console and metrics.jsonl, which are always written."""
 
     wandb: WandbConfig
+    tensorboard: TensorBoardConfig
+    trackio: TrackioConfig
     samples: Annotated[int, Ge(-1)] = Field(8, description="Rows of samples/ written per step; -1: all rows.")
+
+    @property
+    def logs_histograms(self) -> bool:
+        """Whether a tracker that shows histograms is on."""
+        return self.wandb.mode != "disabled" or self.tensorboard.enabled or self.trackio.enabled
 
 
 class EvalConfig(Section):

@@ -10,6 +10,7 @@ from typing import Any
 
 from ppo_ds.tracking.html.report import FILE_NAME, write_report
 from ppo_ds.tracking.tracker import EventKind, Record
+from ppo_ds.types import Histogram
 
 log = logging.getLogger(__name__)
 SHARE = 100  # seconds between two reports, for each second that writing one takes
@@ -40,6 +41,9 @@ class ReportTracker:
 
     def event(self, step: int, kind: EventKind, text: str) -> None:
         """Does nothing: the report reads ``events.jsonl``."""
+
+    def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
+        """Does nothing: only dashboards show histograms."""
 
     def rewind(self, step: int) -> None:
         """Does nothing: the next report shows the steps that are left."""

@@ -1,0 +1,39 @@
+"""Counts of values in bins."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BINS = 64
+RATIO_EDGES = [i / 40 for i in range(81)]  # 0 to 2 in steps of 0.025
+
+
+def count_bins(values: Tensor, edges: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Counts the values where ``mask`` is set in the bins between the sorted ``edges`` [N+1].
+
+    Returns [N] long. Bin i holds the values from edges[i] up to but without edges[i+1]. The first and the
+    last bin also hold the values below and above all edges. NaN is not counted. The counts come from a sort,
+    because the operations of torch that count directly (histc, bincount) are not deterministic on a GPU.
+    """
+    counted = ~values.isnan() if mask is None else mask & ~values.isnan()
+    in_order = values.masked_fill(~counted, torch.inf).flatten().sort().values
+    # the position of an inner edge among the sorted values is the count of the values below it
+    below = torch.searchsorted(in_order, edges[1:-1].to(in_order.dtype))
+    return torch.cat([below, counted.sum()[None]]).diff(prepend=below.new_zeros(1))
+
+
+def count_equal_bins(values: Tensor, bins: int = BINS) -> tuple[Tensor, Tensor]:
+    """Counts the finite values in bins of equal width from the least to the largest value.
+
+    Returns counts [bins] and edges [bins+1], both on the CPU. Equal values get one bin of width 1 around
+    them; without finite values, both are empty.
+    """
+    values = values[values.isfinite()].double().cpu()
+    if not len(values):
+        return torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.double)
+    low, high = values.min(), values.max()
+    if low == high:
+        return torch.tensor([len(values)]), torch.stack([low - 0.5, low + 0.5])
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.double) * (high - low) + low
+    return count_bins(values, edges), edges

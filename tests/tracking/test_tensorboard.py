@@ -1,0 +1,133 @@
+"""Tests the TensorBoard tracker by reading its files with TensorBoard's own reader."""
+
+import json
+import os
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+
+from ppo_ds.tracking.tensorboard import TensorBoardTracker
+from ppo_ds.types import Histogram
+
+ROW = {
+    "prompt": "12+7=",
+    "response": "<script>alert(1)</script>\n# no heading",
+    "score": 1.0,
+    "kl": None,
+    "length": 3,
+    "tokens": {"ids": [1, 2, 3]},
+}
+
+
+def logged(run_dir, steps, *, resumed_at=0, finish=True):
+    """Logs ``steps`` with the loss step + resumed_at / 100, so that repeated steps have other values."""
+    tracker = TensorBoardTracker(run_dir, resumed_at=resumed_at)
+    tracker.start({"run": {"seed": 1, "name": "näme"}})
+    for step in steps:
+        tracker.log(step, {"policy/loss": step + resumed_at / 100, "value/loss": None})
+    if finish:
+        tracker.finish({"exit_reason": "done"})
+    return tracker
+
+
+def read(run_dir):
+    return EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+
+
+def losses(run_dir):
+    return [(event.step, round(event.value, 3)) for event in read(run_dir).Scalars("policy/loss")]
+
+
+def texts(run_dir, name):
+    events = read(run_dir).Tensors(f"{name}/text_summary")
+    return {event.step: make_ndarray(event.tensor_proto).item().decode() for event in events}
+
+
+def test_metrics_config_and_summary(tmp_path, capfd):
+    logged(tmp_path, [1, 2, 3])
+    assert losses(tmp_path) == [(1, 1), (2, 2), (3, 3)]
+    assert read(tmp_path).Tags()["scalars"] == ["policy/loss"]  # null values are left out
+    assert "seed: 1" in texts(tmp_path, "config")[0] and "näme" in texts(tmp_path, "config")[0]
+    assert '"exit_reason": "done"' in texts(tmp_path, "summary")[0]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_every_step_is_in_the_file_before_the_next(tmp_path):
+    tracker = logged(tmp_path, [1, 2], finish=False)
+    assert losses(tmp_path) == [(1, 1), (2, 2)]  # a run that is killed now loses nothing
+    tracker.finish({})
+
+
+def test_samples_and_events_are_shown_unchanged(tmp_path):
+    tracker = logged(tmp_path, [1], finish=False)
+    tracker.samples(1, [ROW, ROW])
+    tracker.samples(1, [ROW], "eval")
+    tracker.event(1, "alarm", "kl/ref_seq_mean 30 is above 20")
+    tracker.finish({})
+    train = texts(tmp_path, "samples/train")[1]
+    assert train.count("    <script>alert(1)</script>\n    # no heading\n") == 2, "code blocks of Markdown"
+    assert json.loads(train.partition("\n")[0]) == {"score": 1.0, "kl": None, "length": 3}
+    assert texts(tmp_path, "samples/eval")[1].count("12+7=") == 1
+    assert texts(tmp_path, "events/alarm") == {1: "    kl/ref_seq_mean 30 is above 20\n"}
+
+
+def test_histograms_keep_their_counts_and_edges(tmp_path):
+    tracker = logged(tmp_path, [], finish=False)
+    tracker.histograms(4, {"adv/hist": Histogram([2, 0, 1], [-1.0, 0.0, 1.0, 2.0])})
+    tracker.finish({})
+    (event,) = read(tmp_path).Histograms("adv/hist")
+    value = event.histogram_value
+    assert (event.step, value.min, value.max, value.num) == (4, -1, 2, 3)
+    assert (value.sum, value.sum_squares) == (2 * -0.5 + 1.5, 2 * 0.25 + 2.25)
+    pairs = list(zip(value.bucket_limit, value.bucket, strict=True))
+    assert pairs == [(-1, 0), (0, 2), (1, 0), (2, 1)]
+
+
+def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path):
+    logged(tmp_path, [1, 2, 3, 4], finish=False)
+    logged(tmp_path, [3, 4, 5], resumed_at=2)
+    assert losses(tmp_path) == [(1, 1), (2, 2), (3, 3.02), (4, 4.02), (5, 5.02)]
+    assert sorted(texts(tmp_path, "config")) == [0, 2]
+
+
+def test_a_rolled_back_run_replaces_the_steps_too(tmp_path):
+    tracker = logged(tmp_path, [1, 2, 3], finish=False)
+    tracker.rewind(1)
+    for step in (2, 3):
+        tracker.log(step, {"policy/loss": 10.0 * step})
+    tracker.finish({})
+    assert losses(tmp_path) == [(1, 1), (2, 20), (3, 30)]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_warning(tmp_path, capfd):
+    tracker = logged(tmp_path, [1], finish=False)
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), tracker._writer._file.fileno())
+    for step in (2, 3):
+        tracker.log(step, {"policy/loss": 0.5})
+    tracker.rewind(1)
+    tracker.finish({"exit_reason": "done"})
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert "warning: tensorboard failed (OSError: [Errno 28] No space left on device)" in err
+    assert losses(tmp_path) == [(1, 1)]
+
+
+def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path, capfd):
+    (tmp_path / "tensorboard").write_text("a file")
+    logged(tmp_path, [1])
+    err = capfd.readouterr().err
+    assert err.count("warning") == 1 and "File exists" in err and "continuing without it" in err
+
+
+def test_without_the_extra_the_warning_names_it(tmp_path, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
+    logged(tmp_path, [1])
+    err = capfd.readouterr().err
+    assert err == (
+        "warning: tensorboard is not installed; run: pip install -c constraints.txt -e '.[tensorboard]'; "
+        "continuing without it\n"
+    )
