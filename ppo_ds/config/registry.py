@@ -263,6 +263,7 @@ PPO_KEYS = (
     "health.kl_action",
     "eval.greedy",
     "eval.correct_above",
+    "eval.win_rate",
     "eval.rewards",
     "eval.rewards.*",
 )
@@ -285,7 +286,11 @@ STAGES = {
         dry_run="ppo_ds.build.dry_run.dry_run_config",
         initial_model="ppo_ds.build.roles.ppo_model",
         check="ppo_ds.build.preflight.check_inputs",
-        heldout={"accuracy": "eval/accuracy", "score_mean": "eval/score_mean"},
+        heldout={
+            "accuracy": "eval/accuracy",
+            "score_mean": "eval/score_mean",
+            "win_rate_vs_ref": "eval/win_rate_vs_ref",
+        },
         eval_metrics=("eval/score_mean", "eval/score_std", "eval/resp_len_mean", "eval/stop_frac"),
     ),
     "sft": StageEntry(

@@ -27,6 +27,7 @@ RECORD = (
     "metrics.jsonl",
     "events.jsonl",
     "samples",
+    "eval_reference.json",
     "summary.json",
     "curves.png",
     "report.html",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.distributed.world import World
+from ppo_ds.engine.layerwise_generation import layer_by_layer
 from ppo_ds.engine.trained import TrainedModel
 
 log = logging.getLogger(__name__)
@@ -86,11 +87,16 @@ class FrozenModel:
         device: torch.device,
         *,
         offloaded: bool = False,
+        sharding: Any = None,
     ):
-        """Stores ``module`` and ``forward``, the function that runs it. ``freeze`` creates instances."""
+        """Stores ``module`` and ``forward``, the function that runs it. ``freeze`` creates instances.
+
+        ``sharding`` is the DeepSpeedZeRoOffload of a module that ZeRO-3 has sharded.
+        """
         self.module = module
         self.device = device
         self._forward = forward
+        self._sharding = sharding
         self._host = HostWeights(module, device) if offloaded else None
         self._depth = 0
 
@@ -116,6 +122,19 @@ class FrozenModel:
             if self._host and self._depth == 0:
                 self._host.restore()
 
+    @contextmanager
+    def decoding(self) -> Iterator[nn.Module]:
+        """Yields the causal LM of a frozen policy, whose own forwards may run inside the block.
+
+        With ZeRO-3 all ranks must run the same number of forwards.
+        """
+        with self.resident():
+            if self._sharding is None:
+                yield self.module.lm
+            else:
+                with layer_by_layer(self._sharding, self.module.lm, beat):
+                    yield self.module.lm
+
 
 def freeze(
     module: nn.Module, *, world: World, offload: bool, deepspeed_config: dict[str, Any] | None
@@ -134,7 +153,7 @@ def freeze(
     with world.quiet():
         engine, *_ = deepspeed.initialize(model=module, config=deepspeed_config)
     engine.eval()
-    return FrozenModel(engine.module, engine, world.device)
+    return FrozenModel(engine.module, engine, world.device, sharding=engine.optimizer)
 
 
 class FrozenBase(FrozenModel):

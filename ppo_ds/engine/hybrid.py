@@ -156,7 +156,8 @@ class HybridActor(TrainedModel):
                 for offload in self._offloads:
                     self._switched_bytes += 2 * switch.enter_context(offload.offloaded())
                 if self.lockstep:
-                    switch.enter_context(layer_by_layer(self.engine, self.module.lm, self._count_weights))
+                    offload = self.engine.optimizer.parameter_offload
+                    switch.enter_context(layer_by_layer(offload, self.module.lm, self._count_weights))
                 elif self._copy is not None:
                     switch.enter_context(self._filled(self._copy))
             yield

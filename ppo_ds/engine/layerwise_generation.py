@@ -10,8 +10,10 @@ from torch import nn
 
 
 @contextmanager
-def layer_by_layer(engine: Any, lm: nn.Module, on_forward: Callable[[], None]) -> Iterator[None]:
-    """Allows forwards of ``lm``, a submodule of the DeepSpeed engine's module, inside the block.
+def layer_by_layer(offload: Any, lm: nn.Module, on_forward: Callable[[], None]) -> Iterator[None]:
+    """Allows forwards of ``lm``, a submodule of a DeepSpeed engine's module, inside the block.
+
+    ``offload`` is the engine's DeepSpeedZeRoOffload.
 
     All ranks must run the same number of forwards. ``on_forward`` is called before each forward. DeepSpeed
     supports only forwards of the engine, so hooks on ``lm`` repeat what the engine does around its own
@@ -20,7 +22,6 @@ def layer_by_layer(engine: Any, lm: nn.Module, on_forward: Callable[[], None]) -
     another module uses. After the block all parameters are sharded again, even if an exception has
     interrupted a forward. Not a collective.
     """
-    optimizer = engine.optimizer
 
     def set_in_forward(value: bool) -> None:
         for module in lm.modules():
@@ -28,7 +29,7 @@ def layer_by_layer(engine: Any, lm: nn.Module, on_forward: Callable[[], None]) -
             module._parameters._in_forward = value
 
     def before_forward(*_: Any) -> None:
-        optimizer.parameter_offload.get_param_coordinator().reset_step()
+        offload.get_param_coordinator().reset_step()
         set_in_forward(True)
         on_forward()
 
@@ -41,4 +42,4 @@ def layer_by_layer(engine: Any, lm: nn.Module, on_forward: Callable[[], None]) -
     finally:
         for hook in hooks:
             hook.remove()
-        optimizer.empty_partition_cache()
+        offload.empty_partition_cache()

@@ -16,6 +16,7 @@ from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.scoring import StartScoring, wait_for_scores
+from ppo_ds.ppo.win_rate import ReferenceResponses, Rows, win_rate
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.training.stage import Evaluation
@@ -38,6 +39,7 @@ class Evaluator:
     more_scoring: Mapping[str, StartScoring]  # eval.rewards, by name
     sampling: SamplingParams
     correct_above: float | None  # a higher score counts as a correct response in eval/accuracy
+    reference: ReferenceResponses | None  # None: no win rate is measured
     tokenizer: Tokenizer
     world: World
     check: Callable[[], None]  # a collective that raises Abandoned on all ranks after a stop request
@@ -46,10 +48,9 @@ class Evaluator:
     def __call__(self) -> Evaluation:
         """Runs one evaluation, then restores the random states of training. A collective."""
         before = heartbeat.enter(PHASE)
-        sums, rows = MetricSums(), []
         with fork_rng(self.world):
-            rollouts = self.generate_all()
-            for rollout, (_, weights) in zip(rollouts, self.batches, strict=True):
+            sums, rows = MetricSums(), []
+            for rollout, (_, weights) in zip(self.generate_all(), self.batches, strict=True):
                 scores, counted = self.score(rollout, self.start_scoring), weights.bool()
                 more = {name: self.score(rollout, start) for name, start in self.more_scoring.items()}
                 sums.add_mean_and_std("eval/score", scores, counted)
@@ -59,13 +60,18 @@ class Evaluator:
                     sums.add_mean("eval/accuracy", scores > self.correct_above, counted)
                 for name, column in more.items():
                     sums.add_mean(f"eval/{name}_mean", column, counted)
-                for i in counted.nonzero().flatten().tolist():
-                    row = self.sample_row(rollout, float(scores[i]), i)
-                    rows.append(row | {"rewards": {name: float(column[i]) for name, column in more.items()}})
-            all_rows = [row for part in self.world.gather_objects(rows) for row in part]
+                rows += self.sample_rows(rollout, scores, counted, more)
+            rows = self.gathered(rows)
             metrics = sums.reduced(self.world)
+            others = self.reference_rows(rows) if self.reference is not None else None
+            if others is not None:
+                metrics["eval/win_rate_vs_ref"] = win_rate(rows, others)
+                rows = [
+                    row | {"ref_response": other["response"], "ref_score": other["score"]}
+                    for row, other in zip(rows, others, strict=True)
+                ]
         heartbeat.enter(*before)
-        return Evaluation(metrics, all_rows)
+        return Evaluation(metrics, rows)
 
     def generate_all(self) -> list[Rollout]:
         """Generates all responses in one generation phase, since each switch to it may gather weights."""
@@ -77,6 +83,32 @@ class Evaluator:
                 self.check()
         return rollouts
 
+    def reference_rows(self, own: list[dict[str, Any]]) -> Rows | None:
+        """Returns the reference's response and score for each of the policy's rows, None if unknown.
+
+        A collective.
+        """
+        reference = self.reference
+        assert reference is not None
+        if reference.is_initial_actor and self.actor.steps == 0:
+            return reference.keep(own)
+        if (known := reference.find([row["prompt"] for row in own])) is not None:
+            return known
+        if reference.generate is None:
+            reference.warn()
+            return None
+        with _heartbeat_phase("generating with the reference"):
+            rollouts = reference.generate([prompts for prompts, _ in self.batches])
+        self.check()
+        rows = []
+        for rollout, (_, weights) in zip(rollouts, self.batches, strict=True):
+            rows += self.sample_rows(rollout, self.score(rollout, self.start_scoring), weights.bool(), {})
+        return reference.keep(self.gathered(rows))
+
+    def gathered(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the rows of all ranks, in the order of the prompts. A collective."""
+        return [row for part in self.world.gather_objects(rows) for row in part]
+
     def score(self, rollout: Rollout, start_scoring: StartScoring) -> Tensor:
         """Returns the scores of a rollout [b] by one reward."""
         with _heartbeat_phase("in the reward"):
@@ -84,17 +116,25 @@ class Evaluator:
         self.check()
         return scores
 
-    def sample_row(self, rollout: Rollout, score: float, i: int) -> dict[str, Any]:
-        """Returns row ``i`` of a rollout as text, for the samples file and the report."""
-        response = rollout.response_ids[i][rollout.response_mask[i]].tolist()
-        return {
-            "prompt": rollout.metadata[i]["prompt_text"],
-            "asked": last_message(rollout.metadata[i]),
-            "response": self.tokenizer.decode(response),
-            "score": score,
-            "length": len(response),
-            "finish": "stop" if rollout.finished[i] else "length",
-        }
+    def sample_rows(
+        self, rollout: Rollout, scores: Tensor, counted: Tensor, more: Mapping[str, Tensor]
+    ) -> list[dict[str, Any]]:
+        """Returns the counted rows of a rollout as text, for the samples file and the report."""
+        rows = []
+        for i in counted.nonzero().flatten().tolist():
+            response = rollout.response_ids[i][rollout.response_mask[i]].tolist()
+            row = {
+                "prompt": rollout.metadata[i]["prompt_text"],
+                "asked": last_message(rollout.metadata[i]),
+                "response": self.tokenizer.decode(response),
+                "score": float(scores[i]),
+                "length": len(response),
+                "finish": "stop" if rollout.finished[i] else "length",
+            }
+            if more:
+                row["rewards"] = {name: float(column[i]) for name, column in more.items()}
+            rows.append(row)
+        return rows
 
 
 @contextmanager

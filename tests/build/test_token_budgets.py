@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ppo_ds.build import token_budgets
+from ppo_ds.build.evaluation import guarded_scoring
 from ppo_ds.build.memory_estimate import CONTEXT, Estimate, Hardware
-from ppo_ds.build.ppo import guarded_scoring
 from ppo_ds.build.token_budgets import (
     CPU_LIMITS,
     automatic,

@@ -5,6 +5,7 @@ The step runs without weights, on models that return given numbers; see tests/pp
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,8 @@ from ppo_ds.build.algorithm import (
     masked_stop_ids,
     pretraining,
 )
-from ppo_ds.build.ppo import build_evaluator, build_sampling
+from ppo_ds.build.evaluation import build_evaluator
+from ppo_ds.build.ppo import build_sampling
 from ppo_ds.build.shared import eval_weights
 from ppo_ds.ppo.scoring import scores_of
 from ppo_ds.rewards.pending import Pending
@@ -309,8 +311,9 @@ def test_evaluation_is_greedy_on_request(world, greedy):
     sampling, used = SamplingParams(5, 0, 0.7, 1.0, 0, (2,), ()), []
     config = composed("standard", f"eval.greedy={str(greedy).lower()}")
     stop = SimpleNamespace(raise_if_stopped=lambda: None)
-    context = SimpleNamespace(world=world, stop=stop, budgets=fixed_budgets(world))
+    context = SimpleNamespace(world=world, stop=stop, budgets=fixed_budgets(world), run_dir=Path("run"))
     models = SimpleNamespace(
+        reference=None,
         actor=SimpleNamespace(generation_mode=nullcontext),
         reward=None,
         eval_rewards={},

@@ -43,8 +43,8 @@ SCORER = ("+experiment=reward_model", "scorer.model.path=org/scorer", "data.path
         (
             [*EVALUATED, "eval.patience=2", "checkpoint.best_by=eval/acuracy", "eval.correct_above=1"],
             "checkpoint.best_by=eval/acuracy: the evaluations of this run do not measure it; use one of "
-            "eval/score_mean, eval/score_std, eval/resp_len_mean, eval/stop_frac, eval/accuracy; did you "
-            "mean eval/accuracy?",
+            "eval/score_mean, eval/score_std, eval/resp_len_mean, eval/stop_frac, eval/win_rate_vs_ref, "
+            "eval/accuracy; did you mean eval/accuracy?",
         ),
         (
             [*EVALUATED, "eval.patience=2", "checkpoint.best_by=eval/accuracy"],

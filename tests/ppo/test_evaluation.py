@@ -17,6 +17,7 @@ SAMPLING = object()
 
 class Actor:
     generating = False
+    steps = 0
 
     @contextmanager
     def generation_mode(self):
@@ -33,7 +34,7 @@ def batch(*numbers, weights):
     ), torch.tensor(weights)
 
 
-def evaluator(world, batches, tokenizer, correct_above=None, more_scoring=None):
+def evaluator(world, batches, tokenizer, correct_above=None, more_scoring=None, reference=None):
     actor = Actor()
 
     def generator(prompts, sampling):
@@ -59,6 +60,7 @@ def evaluator(world, batches, tokenizer, correct_above=None, more_scoring=None):
         more_scoring=more_scoring or {},
         sampling=SAMPLING,
         correct_above=correct_above,
+        reference=reference,
         tokenizer=tokenizer,
         world=world,
         check=lambda: None,

@@ -40,6 +40,8 @@ def check_best_checkpoint(config: Config, ranks: int) -> Iterator[str]:
 def eval_metrics(config: Config) -> list[str]:
     """Returns the metrics that the evaluations of a run measure; * stands for any text."""
     metrics = list(STAGES[config.stage].eval_metrics)
+    if config.stage == "ppo" and config.eval.win_rate:
+        metrics.append("eval/win_rate_vs_ref")
     metrics += ["eval/accuracy"] if config.eval.correct_above is not None else []
     return metrics + [f"eval/{name}_mean" for name in config.eval.rewards]
 

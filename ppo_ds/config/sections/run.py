@@ -211,7 +211,7 @@ class EvalConfig(Section):
 
     With stage=ppo, the policy responds to the prompts of data.eval_path, and the responses are scored. With
     stage=sft and stage=reward_model, the loss and the accuracy on the rows of data.eval_path are measured.
-    Only stage=ppo uses greedy, correct_above and rewards.
+    Only stage=ppo uses greedy, correct_above, rewards and win_rate.
     """
 
     every: Count | None = Field(
@@ -229,6 +229,12 @@ class EvalConfig(Section):
         {},
         description="More rewards of the held-out responses, by name, each measured as eval/<name>_mean. "
         "They do not enter training. +reward@eval.rewards.NAME=GROUP adds one of conf/reward/.",
+    )
+    win_rate: bool = Field(
+        True,
+        description="Measures eval/win_rate_vs_ref: the share of held-out prompts to which the policy's "
+        "response has a higher score than the reference's, ties counted half. A reference with other weights "
+        "than the initial actor responds to the prompts once, at the start.",
     )
     patience: Count | None = Field(
         None,

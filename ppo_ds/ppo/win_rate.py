@@ -1,0 +1,88 @@
+"""Win rate of the policy against the reference, by the reward of their responses to the held-out prompts."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.distributed.world import World
+from ppo_ds.storage.drafts import write_file
+from ppo_ds.types import Prompts, Rollout
+
+log = logging.getLogger(__name__)
+FILE = "eval_reference.json"  # in the run directory
+KEPT = ("prompt", "response", "score")  # keys of a sample row that the file keeps
+Rows = Sequence[dict[str, Any]]
+
+
+@dataclass(kw_only=True)
+class ReferenceResponses:
+    """The reference's responses to the held-out prompts with their scores, computed once per run.
+
+    A reference with the initial weights of the actor responds like the policy in the first evaluation, so
+    that evaluation provides its responses. Any other reference generates them. A file in the run directory
+    keeps them for a resumed run, which has another policy by then.
+    """
+
+    file: Path
+    settings: dict[str, Any]  # JSON: what the responses and scores depend on, besides the prompts
+    world: World
+    is_initial_actor: bool  # whether the reference has the initial weights of the actor
+    # generates the responses to batches of prompts; None if no reference with its own weights is loaded
+    generate: Callable[[Sequence[Prompts]], list[Rollout]] | None
+    rows: Rows | None = field(init=False, default=None)
+    warned: bool = field(init=False, default=False)
+
+    def find(self, prompts: Sequence[str]) -> Rows | None:
+        """Returns the rows if they are known and belong to ``prompts``, else None. A collective."""
+        if self.rows is None:
+            self.rows = self.world.gather_objects(self._read() if self.world.is_main else None)[0]
+        if self.rows is None or [row["prompt"] for row in self.rows] != list(prompts):
+            return None
+        return self.rows
+
+    def keep(self, rows: Rows) -> Rows:
+        """Keeps the rows of all ranks, which every rank passes, for this run and for its next start."""
+        self.rows = [{key: row[key] for key in KEPT} for row in rows]
+        if self.world.is_main:
+            content = {"settings": self.settings, "rows": self.rows}
+            write_file(self.file, json.dumps(content, ensure_ascii=False, default=str))
+        return self.rows
+
+    def warn(self) -> None:
+        """Logs once that the win rate cannot be measured."""
+        if not self.warned and self.world.is_main:
+            log.warning(
+                "warning: eval/win_rate_vs_ref is not measured: %s has no responses of the initial policy to "
+                "these prompts with these settings, and no reference with its own weights is loaded",
+                self.file,
+            )
+        self.warned = True
+
+    def _read(self) -> Rows | None:
+        try:
+            content = json.loads(self.file.read_text(encoding="utf-8"))
+            rows = [{key: row[key] for key in KEPT} for row in content["rows"]]
+            known = json.loads(json.dumps(self.settings, default=str))
+            return rows if content["settings"] == known else None
+        except (OSError, ValueError, TypeError, LookupError):  # no file, or a damaged one
+            return None
+
+
+def win_rate(rows: Rows, others: Rows) -> float:
+    """Returns the share of rows whose score is higher than that of the other row; ties count half.
+
+    Equal responses are ties even if their scores differ: the score of a reward model depends slightly on the
+    other rows of its batch, and a judge may be random.
+    """
+    wins = [
+        0.5
+        if own["response"] == other["response"]
+        else 0.5 * (float(own["score"] > other["score"]) + float(own["score"] >= other["score"]))
+        for own, other in zip(rows, others, strict=True)
+    ]
+    return sum(wins) / len(wins)
