@@ -46,8 +46,12 @@ class Command:
     def __init__(self, block: Block, text: str):
         self.block, self.text = block, text
         self.words = words(text)
-        found = [i for i, word in enumerate(self.words) if re.search(r"(^|/)\w+\.(py|sh)$", word)]
+        found = [
+            i for i, word in enumerate(self.words) if re.search(r"((^|/)\w+\.(py|sh)|ppo-ds-\w+\)?)$", word)
+        ]
         self.script, at = (self.words[found[0]], found[0]) if found else ("", len(self.words))
+        if "ppo-ds-" in self.script:  # the installed command of launch/NAME.py
+            self.script = f"launch/{self.script.rpartition('-')[2].rstrip(')')}.py"
         self.launcher, self.arguments = self.words[:at], self.words[at + 1 :]
 
     def option(self, *names: str) -> int:
@@ -70,7 +74,8 @@ def commands() -> Iterator[Command]:
         for block in blocks(page):
             for line in block.commands() if block.language in ("", "bash", "text") else ():
                 if re.match(
-                    r"(\w+=\S* )*(\S*/)?(deepspeed|torchrun|python3?|sbatch|make|docker run|launch/)", line
+                    r"(\w+=\S* )*(\S*/)?(deepspeed|torchrun|python3?|sbatch|make|docker run|launch/|ppo-ds-)",
+                    line,
                 ):
                     yield Command(block, line)
 
@@ -155,7 +160,8 @@ def test_each_other_command_has_its_options(command: Command) -> None:
     known = "".join(path.read_text() for path in file.parent.glob("*.py"))
     options = [word.partition("=")[0] for word in command.arguments if word.startswith("--")]
     assert [option for option in options if f'"{option}"' not in known] == []
-    settings = [word for word in command.arguments if re.match(r"[+~]?[a-z][\w.@]*=", word)]
+    bare = [re.sub(r"^\w+:(?!//)", "", word) for word in command.arguments]  # without NAME: of evaluations
+    settings = [word for word in bare if re.match(r"[+~]?[a-z][\w.@]*=", word)]
     assert [word for word in settings if not is_known(word)] == []
 
 
