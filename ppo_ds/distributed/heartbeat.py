@@ -1,14 +1,26 @@
 """Process-wide heartbeat: the phase that this rank is in and the number of pieces of work it has completed.
 
-The watchdog (distributed/watchdog.py) reads it to tell slow work from a hang. There is one heartbeat per
-process, like the global random state, so that code deep in a rollout can call ``beat`` without receiving an
-object. Only ``beat`` and ``enter`` change it, and only the main thread calls them.
+The watchdog (distributed/watchdog.py) reads it to tell slow work from a hang, and the console shows it on a
+terminal. There is one heartbeat per process, like the global random state, so that code deep in a rollout can
+call ``beat`` without receiving an object. Only the functions of this module change it, and only the main
+thread calls them. They never wait for a device.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Work:
+    """Countable work, such as the responses of a rollout."""
+
+    done: int
+    total: int
+    unit: str  # plural, such as "responses"
 
 
 @dataclass(frozen=True)
@@ -18,6 +30,7 @@ class Heartbeat:
     phase: str = "before the first phase"  # continues the sentence "this rank is ..."
     since: float = 0.0  # time.time() when the phase was entered
     beats: int = 0
+    work: tuple[Work, ...] = ()  # each entry is a part of one unit of the entry before
 
 
 _current = Heartbeat(since=time.time())
@@ -41,5 +54,26 @@ def enter(phase: str, since: float | None = None) -> tuple[str, float]:
     """
     global _current
     previous = _current
-    _current = Heartbeat(phase, time.time() if since is None else since, previous.beats + 1)
+    since = time.time() if since is None else since
+    _current = replace(previous, phase=phase, since=since, beats=previous.beats + 1)
     return previous.phase, previous.since
+
+
+@contextmanager
+def counting(total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """Yields a function that receives how many of ``total`` units are done. Blocks may be nested.
+
+    A nested block counts the parts of one unit of the block around it.
+    """
+    global _current
+    outer = _current.work
+
+    def done(count: int) -> None:
+        global _current
+        _current = replace(_current, work=(*outer, Work(count, total, unit)))
+
+    done(0)
+    try:
+        yield done
+    finally:
+        _current = replace(_current, work=outer)

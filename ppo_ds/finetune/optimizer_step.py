@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.distributed.faults import fault
+from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.engine.lockstep import step_or_skip
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
@@ -63,12 +64,13 @@ class OptimizerStep:
         context, sums = self.context, MetricSums()
         fault("update")
         total = torch.zeros((), dtype=torch.float64, device=context.world.device)
-        with context.timer(f"update_{self.name}"):
+        with context.timer(f"update_{self.name}"), counting(len(micros), "micro-batches") as finished:
             for i, micro in enumerate(micros, start=1):
                 loss, parts = compute_loss(micro)
                 self.model.backward(loss, last=i == len(micros))
                 total += loss.detach()
                 sums.add_parts(parts)
+                finished(i)
         done = step_or_skip(
             {self.name: self.model}, {self.name: total}, None, world=context.world, timer=context.timer
         )

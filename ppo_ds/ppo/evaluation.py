@@ -76,11 +76,12 @@ class Evaluator:
     def generate_all(self) -> list[Rollout]:
         """Generates all responses in one generation phase, since each switch to it may gather weights."""
         rollouts = []
-        with self.actor.generation_mode():
+        with self.actor.generation_mode(), heartbeat.counting(len(self.batches), "batches") as done:
             for prompts, _ in self.batches:
                 with _heartbeat_phase("generating"):
                     rollouts.append(self.generator(prompts, self.sampling))
                 self.check()
+                done(len(rollouts))
         return rollouts
 
     def reference_rows(self, own: list[dict[str, Any]]) -> Rows | None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ppo_ds.distributed.faults import fault
+from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.lockstep import step_or_skip
 from ppo_ds.engine.trained import StepInfo, TrainedModel
@@ -103,46 +105,54 @@ class Learner:
         models, metrics, approx_kl, steps_done = self.models(critic_only), MetricSums(), 0.0, 0
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
 
-        for _ in range(self.epochs):
-            for rows in minibatches(len(experience), self.minibatch_size, shuffle):
-                # this also ends the remaining epochs, since approx_kl changes only in an optimizer step
-                if self.target_kl is not None and approx_kl > self.target_kl:
-                    break
-                minibatch = experience.select(rows)
-                advantages = self.whitening.whiten_minibatch(minibatch.advantages, minibatch.response_mask)
-                minibatch = replace(minibatch, advantages=advantages)
-                plan = microbatch_rows(minibatch, self.token_budget, self.world, self.packed)
-                micros = [minibatch.select(part).trimmed() for part in plan]
-                metrics.add_parts({"perf/pad_frac_update": padding(micros, self.packed)})
+        for rows in self.rows_of_steps(len(experience), shuffle):
+            # this ends all epochs, since approx_kl changes only in an optimizer step
+            if self.target_kl is not None and approx_kl > self.target_kl:
+                break
+            minibatch = experience.select(rows)
+            advantages = self.whitening.whiten_minibatch(minibatch.advantages, minibatch.response_mask)
+            minibatch = replace(minibatch, advantages=advantages)
+            plan = microbatch_rows(minibatch, self.token_budget, self.world, self.packed)
+            micros = [minibatch.select(part).trimmed() for part in plan]
+            metrics.add_parts({"perf/pad_frac_update": padding(micros, self.packed)})
 
-                losses, actor = self.backward(minibatch, micros, kl_coef, critic_only, metrics)
-                kl_sums = None if self.target_kl is None or actor is None else actor.kl_sums
-                done = step_or_skip(models, losses, kl_sums, world=self.world, timer=self.timer)
+            losses, actor = self.backward(minibatch, micros, kl_coef, critic_only, metrics)
+            kl_sums = None if self.target_kl is None or actor is None else actor.kl_sums
+            done = step_or_skip(models, losses, kl_sums, world=self.world, timer=self.timer)
 
-                if actor is not None and steps_done == 0:
-                    metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
-                if first_forward:  # this is the only optimizer step of the update
-                    mine = scatter_tokens(actor.logprobs, experience, [rows[part] for part in plan])
-                    of_all_ranks = self.world.sum(mine)
-                    experience = replace(experience, logprobs=of_all_ranks, old_logprobs=of_all_ranks)
-                approx_kl = 0.0 if kl_sums is None else done.sums[0] / max(done.sums[1], 1.0)
-                steps_done += 1
-                for name, info in done.infos.items():
-                    steps[ROLES[name]].append(info)
-                if done.nonfinite:
-                    skipped = NonFiniteStep(done.nonfinite, minibatch, rows, None, None, kl_coef, critic_only)
-                    self.health.record_skip(skipped, counted=not done.overflow_expected)
-                    continue
-                self.health.record_step()
-                if self.ema is not None and not critic_only:
-                    with self.timer("update_actor"):
-                        self.ema.ema_update(self.ema_decay)
+            if actor is not None and steps_done == 0:
+                metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
+            if first_forward:  # this is the only optimizer step of the update
+                mine = scatter_tokens(actor.logprobs, experience, [rows[part] for part in plan])
+                of_all_ranks = self.world.sum(mine)
+                experience = replace(experience, logprobs=of_all_ranks, old_logprobs=of_all_ranks)
+            approx_kl = 0.0 if kl_sums is None else done.sums[0] / max(done.sums[1], 1.0)
+            steps_done += 1
+            for name, info in done.infos.items():
+                steps[ROLES[name]].append(info)
+            if done.nonfinite:
+                skipped = NonFiniteStep(done.nonfinite, minibatch, rows, None, None, kl_coef, critic_only)
+                self.health.record_skip(skipped, counted=not done.overflow_expected)
+                continue
+            self.health.record_step()
+            if self.ema is not None and not critic_only:
+                with self.timer("update_actor"):
+                    self.ema.ema_update(self.ema_decay)
 
         passes = {
             "policy/epochs_run": steps_done / steps_per_epoch,
             "policy/early_stopped": float(steps_done < self.epochs * steps_per_epoch),
         }
         return experience, metrics.reduced(self.world) | step_metrics(steps) | passes
+
+    def rows_of_steps(self, rows: int, shuffle: torch.Generator) -> Iterator[Tensor]:
+        """Yields the row indices of each optimizer step, epoch after epoch, and counts the steps."""
+        steps = self.epochs * (rows // self.minibatch_size)
+        with counting(steps, "optimizer steps") as done:
+            epochs = (minibatches(rows, self.minibatch_size, shuffle) for _ in range(self.epochs))
+            for number, indices in enumerate(chain.from_iterable(epochs), start=1):
+                yield indices
+                done(number)
 
     def models(self, critic_only: bool) -> dict[str, TrainedModel]:
         """Returns the models that are trained together, by name."""
@@ -201,16 +211,18 @@ class Learner:
             self.actor.backward(loss, last=False)
             loss_sum += loss.detach()
             metrics.add_parts(parts)
-        for micro in micros:
-            loss, parts, logprobs_now = self.policy_loss(micro, totals, value_totals, kl_coef)
-            self.actor.backward(loss, last=micro is micros[-1])
-            loss_sum += loss.detach()
-            kl_sums += parts["policy/approx_kl"]
-            metrics.add_parts(parts)
-            ratios.append(parts["policy/ratio_max"])
-            if self.counts_ratios:
-                self.count_ratios(micro, logprobs_now)
-            logprobs.append(logprobs_now)
+        with counting(len(micros), "micro-batches") as done:
+            for micro in micros:
+                loss, parts, logprobs_now = self.policy_loss(micro, totals, value_totals, kl_coef)
+                self.actor.backward(loss, last=micro is micros[-1])
+                loss_sum += loss.detach()
+                kl_sums += parts["policy/approx_kl"]
+                metrics.add_parts(parts)
+                ratios.append(parts["policy/ratio_max"])
+                if self.counts_ratios:
+                    self.count_ratios(micro, logprobs_now)
+                logprobs.append(logprobs_now)
+                done(len(ratios))
         return ActorBackward(loss_sum, kl_sums, torch.stack(ratios).max(), logprobs)
 
     def count_ratios(self, micro: Experience, logprobs: Tensor) -> None:
@@ -235,11 +247,13 @@ class Learner:
     def backward_critic(self, micros: list[Experience], totals: BatchTotals, metrics: MetricSums) -> Tensor:
         """Accumulates the critic's gradients of one optimizer step and returns its loss."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for micro in micros:
-            loss, parts = self.value_loss(micro, totals)
-            self.critic.backward(loss, last=micro is micros[-1])
-            loss_sum += loss.detach()
-            metrics.add_parts(parts)
+        with counting(len(micros), "micro-batches") as done:
+            for number, micro in enumerate(micros, start=1):
+                loss, parts = self.value_loss(micro, totals)
+                self.critic.backward(loss, last=micro is micros[-1])
+                loss_sum += loss.detach()
+                metrics.add_parts(parts)
+                done(number)
         return loss_sum
 
     def policy_loss(

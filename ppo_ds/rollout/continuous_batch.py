@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_ds.distributed.faults import fault
-from ppo_ds.distributed.heartbeat import beat
+from ppo_ds.distributed.heartbeat import beat, counting
 from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens
 from ppo_ds.rollout.cache import Prefix
 from ppo_ds.rollout.decoding import Decoder
@@ -133,15 +133,18 @@ class ContinuousBatch:
         In lockstep, ranks vote before each prefill and before each round of decode steps. A rank without work
         runs these forwards on a dummy input.
         """
-        while True:
-            while (vote := self.vote(self.wants_prompts())) is _Vote.CONTINUE:
-                self.prefill()
-            if vote is _Vote.STOP or self.vote(bool(self.live)) is not _Vote.CONTINUE:
-                return
-            fault("generate.step")
-            beat()
-            self.advance()
-            self.compact()
+        count = len(self.limits)
+        with counting(count, "responses") as done:
+            while True:
+                while (vote := self.vote(self.wants_prompts())) is _Vote.CONTINUE:
+                    self.prefill()
+                if vote is _Vote.STOP or self.vote(bool(self.live)) is not _Vote.CONTINUE:
+                    return
+                fault("generate.step")
+                beat()
+                self.advance()
+                self.compact()
+                done(count - self.not_started - len(self.live))
 
     def vote(self, more: bool) -> _Vote:
         """Returns STOP if any rank has to stop, else CONTINUE if any rank has ``more`` work, else NONE.

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from ppo_ds.distributed.faults import fault
-from ppo_ds.distributed.heartbeat import beat
+from ppo_ds.distributed.heartbeat import beat, counting
 from ppo_ds.ops.batching import plan_microbatches
 from ppo_ds.ops.logprobs import logprobs_from_logits
 from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
@@ -56,23 +56,25 @@ class HFGenerator:
         if self.lockstep_max is not None:
             most = self.lockstep_max(len(chunks))
             chunks = plan_microbatches(lengths, limits, self.token_budget, at_least=most)
-        for rows in chunks:
-            # ranks in lockstep stop together, as soon as one rank has to stop
-            if (self.lockstep_max or int)(self.should_stop()):
-                break
-            chunk, longest = prompts.select(rows), int(lengths[rows].max())
-            new, new_logprobs = generate(
-                lm,
-                to_device(chunk.ids[:, -longest:], device),
-                to_device(chunk.mask[:, -longest:], device),
-                limits[rows],
-                sampling,
-                tokenizer=self.tokenizer,
-                lockstep=self.lockstep_max is not None,
-                should_stop=self.should_stop,
-            )
-            responses[rows, : new.shape[1]] = new.cpu()
-            logprobs[rows, : new.shape[1]] = new_logprobs.cpu()
+        with counting(len(chunks), "chunks") as done:
+            for number, rows in enumerate(chunks, start=1):
+                # ranks in lockstep stop together, as soon as one rank has to stop
+                if (self.lockstep_max or int)(self.should_stop()):
+                    break
+                chunk, longest = prompts.select(rows), int(lengths[rows].max())
+                new, new_logprobs = generate(
+                    lm,
+                    to_device(chunk.ids[:, -longest:], device),
+                    to_device(chunk.mask[:, -longest:], device),
+                    limits[rows],
+                    sampling,
+                    tokenizer=self.tokenizer,
+                    lockstep=self.lockstep_max is not None,
+                    should_stop=self.should_stop,
+                )
+                responses[rows, : new.shape[1]] = new.cpu()
+                logprobs[rows, : new.shape[1]] = new_logprobs.cpu()
+                done(number)
         return truncate_at_stop(
             prompts, responses, logprobs, sampling=sampling, tokenizer=self.tokenizer
         ).trimmed()
@@ -113,18 +115,20 @@ def generate(
     criteria: list[StoppingCriteria] = []
     if limits.min() < limits.max():
         criteria.append(_RowLimits(width, to_device(limits, ids.device)))
-    if should_stop is not None:
-        criteria.append(_ShouldStop(should_stop))
     if sampling.stop_strings:
         criteria.append(_StopStringCriteria(width, StopStrings(sampling.stop_strings, tokenizer)))
-    sequences = lm.generate(
-        input_ids=ids,
-        attention_mask=mask.long(),
-        generation_config=generation_config(sampling, int(limits.max()), tokenizer.pad_id),
-        logits_processor=processors,
-        stopping_criteria=StoppingCriteriaList(criteria),
-        synced_gpus=lockstep,
-    )
+    longest = int(limits.max())
+    with counting(longest, "tokens per response") as done:
+        if should_stop is not None:
+            criteria.append(_ShouldStop(should_stop, done))
+        sequences = lm.generate(
+            input_ids=ids,
+            attention_mask=mask.long(),
+            generation_config=generation_config(sampling, longest, tokenizer.pad_id),
+            logits_processor=processors,
+            stopping_criteria=StoppingCriteriaList(criteria),
+            synced_gpus=lockstep,
+        )
     responses = sequences[:, width:]
     return responses, recorder.stacked(responses)
 
@@ -212,12 +216,19 @@ class _RowLimits(StoppingCriteria):
 
 
 class _ShouldStop(StoppingCriteria):
-    """Ends all rows once the responses are no longer needed. The check does not wait for the device."""
+    """Ends all rows once the responses are no longer needed. The check does not wait for the device.
 
-    def __init__(self, should_stop: Callable[[], bool]):
+    ``done`` receives the number of tokens that each row has at most.
+    """
+
+    def __init__(self, should_stop: Callable[[], bool], done: Callable[[int], None]):
         self.should_stop = should_stop
+        self.done = done
+        self.tokens = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         fault("generate.step")
         beat()
+        self.tokens += 1
+        self.done(self.tokens)
         return torch.full((len(input_ids),), self.should_stop(), device=input_ids.device)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.rollout.base import SamplingParams, max_new_tokens, truncate_at_stop
 from ppo_ds.rollout.continuous_batch import ContinuousBatch
 from ppo_ds.rollout.decoding import explicit_mask_attention
@@ -53,8 +54,8 @@ class StaticGenerator:
         bands = [torch.arange(len(prompts))]
         if self.lockstep_max is None:
             bands = length_bands(prompts.mask.sum(1) + limits, self.token_budget)
-        with explicit_mask_attention(lm):
-            for rows in bands:
+        with explicit_mask_attention(lm), counting(len(bands), "groups of rows") as done:
+            for number, rows in enumerate(bands, start=1):
                 batch = ContinuousBatch(
                     lm,
                     prompts.select(rows),
@@ -72,6 +73,7 @@ class StaticGenerator:
                 new, new_logprobs = batch.slots.responses[:-1].cpu(), batch.slots.logprobs[:-1].cpu()
                 batch.graphs.close()
                 responses[rows, : new.shape[1]], logprobs[rows, : new.shape[1]] = new, new_logprobs
+                done(number)
         return truncate_at_stop(
             prompts, responses, logprobs, sampling=sampling, tokenizer=self.tokenizer
         ).trimmed()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.distributed.world import World
 from ppo_ds.ops.batching import balance_ranks, padded_tokens, plan_forwards
 from ppo_ds.types import Sequences
@@ -75,5 +76,10 @@ def filled(sequences: S, ranks: int) -> S:
 @torch.no_grad()
 def forward_rows(model: Callable[..., Any], sequences: Sequences, plan: list[Tensor]) -> list[Any]:
     """Runs ``model`` on the rows of each entry of ``plan`` and returns its outputs."""
-    micros = (sequences.select(rows).trimmed() for rows in plan)
-    return [model(micro.ids, micro.attention_mask, micro.response_width) for micro in micros]
+    outputs = []
+    with counting(len(plan), "forwards") as done:
+        for number, rows in enumerate(plan, start=1):
+            micro = sequences.select(rows).trimmed()
+            outputs.append(model(micro.ids, micro.attention_mask, micro.response_width))
+            done(number)
+    return outputs
