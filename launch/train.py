@@ -35,6 +35,7 @@ from ppo_ds.errors import RunError, UserError, printable  # noqa: E402
 from ppo_ds.secrets import censored  # noqa: E402
 from ppo_ds.storage import run_lock  # noqa: E402
 from ppo_ds.storage.run_directory import check_run_directory, find_problems  # noqa: E402
+from ppo_ds.tracking.screen import Screen  # noqa: E402
 
 if TYPE_CHECKING:
     from ppo_ds.distributed.watchdog import ExitCode, Watchdog
@@ -83,10 +84,13 @@ def main(argv: list[str]) -> int:
         if config.run.dry_run:
             os.environ |= CPU_ONLY
         use_caches_without_the_hub(hub_names(config))
+        screen = open_screen()
         prepare_environment(config.run.verbose, trains=True)
     except UserError as error:
         return complain(error)
     mark_ending = lock.mark_ending if lock else lambda: None
+    if screen is not None:
+        screen.say("starting   importing DeepSpeed and transformers")
     # imported after the config is validated, since torch, deepspeed and transformers take seconds to import
     from ppo_ds.build.run import build_run
     from ppo_ds.distributed.watchdog import Watchdog
@@ -99,7 +103,7 @@ def main(argv: list[str]) -> int:
 
             ranks, is_main = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
             config = start_dry_run(config, ranks, is_main)
-        run = build_run(config, watch, mark_ending=mark_ending)
+        run = build_run(config, watch, mark_ending=mark_ending, screen=screen)
     except UserError as error:
         mark_ending()
         exit_now(
@@ -107,7 +111,7 @@ def main(argv: list[str]) -> int:
         )
     except BaseException as error:  # including KeyboardInterrupt and sys.exit() in user code
         mark_ending()
-        exit_now(report(error, watch))
+        exit_now(report(error, watch, screen))
     watch.set_timeout(config.run.timeout_minutes, lambda why: run.fail(RuntimeError(why)))
     try:
         reason = run.fit()
@@ -116,13 +120,23 @@ def main(argv: list[str]) -> int:
         run.world.barrier()  # the watchdog must watch until all ranks are done
     except BaseException as error:
         mark_ending()
-        code = report(error, watch)
+        code = report(error, watch, screen)
         run_with_timeout(CLOSE_SECONDS, partial(run.fail, error))
         exit_now(code)
     watch.stop()
     run.world.close()
     # a normal interpreter exit may crash in threads of the libraries although the run succeeded
     exit_now(EXIT_CODES[reason])
+
+
+def open_screen() -> Screen | None:
+    """Opens the screen of rank 0, which shows the start-up and then the run; None on the other ranks."""
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    screen = Screen()
+    on_exit(screen.close)
+    screen.say("starting   importing torch")
+    return screen
 
 
 def take_lock(run_dir: Path) -> run_lock.RunLock | None:
@@ -153,9 +167,11 @@ def end_run(error: str) -> None:
     exit_now(1)
 
 
-def report(error: BaseException, watch: Watchdog) -> int:
+def report(error: BaseException, watch: Watchdog, screen: Screen | None) -> int:
     """Prints the error, unless another rank has failed before, and returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if screen is not None:
+        screen.close()  # the watchdog writes to the terminal directly
     code: ExitCode = 130 if isinstance(error, KeyboardInterrupt) else 1
     # the messages of these errors are complete without a traceback
     explained = isinstance(error, RunError | KeyboardInterrupt)

@@ -52,6 +52,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
     config = settle(config, context, partial(estimate_memory, models=models, inputs=inputs))
     banner.note(*plan_generation(config, models.actor, models.critic))
     sampling = build_sampling(config, stops, models.actor.module.temperature)
+    banner.starting("comparing the log-probs of generation and training")
     backend, gap, make_backend = build_generator(
         config, world, inputs, models.actor, sampling, context.stop.should_stop, banner.note
     )
@@ -125,6 +126,7 @@ def read_data(config: Config, context: RunContext) -> tuple[Inputs, tuple[int, .
 
     Adds descriptions and warnings to the start-up banner. May raise UserError.
     """
+    context.banner.starting("reading and tokenizing the data")
     inputs, note = read_inputs(config, context.world), context.banner.note
     stops = stop_ids(config, inputs.tokenizer)
     preflight(config, inputs)

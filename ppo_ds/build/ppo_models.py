@@ -15,7 +15,7 @@ from ppo_ds.build.memory_estimate import FrozenModel as FrozenShape
 from ppo_ds.build.memory_estimate import Models as Shapes
 from ppo_ds.build.reward_models import RewardModels, build_reward
 from ppo_ds.build.roles import build_actor, build_critic, build_reference, critic_start, ppo_needs
-from ppo_ds.build.shared import adapter_note
+from ppo_ds.build.shared import adapter_note, loading
 from ppo_ds.config.schema import (
     Config,
     all_rewards,
@@ -59,9 +59,16 @@ def load_models(config: Config, context: RunContext, inputs: Inputs, length: Hor
     start = None
     if has_critic(config):
         start = critic_start(config, inputs.tokenizer)
+    loading(context, "actor", config.actor.model.path, config.actor.model.revision)
     actor = build_actor(config, world, needs, length.actor, context.timer)
-    reference = build_reference(config, world, needs, actor) if uses_reference(config) else None
-    critic = build_critic(config, start, world, needs, length.critic) if start else None
+    reference = critic = None
+    if uses_reference(config):
+        loading(context, "reference", config.reference.model.path, config.reference.model.revision)
+        reference = build_reference(config, world, needs, actor)
+    if start is not None:
+        loading(context, "critic", start.model.path, start.model.revision)
+        critic = build_critic(config, start, world, needs, length.critic)
+    banner.starting("loading the reward")
     load_frozen = RewardModels(world, banner.note)
     if critic is not None and start is not None:
         load_frozen.offer(critic, start, config)

@@ -12,6 +12,7 @@ from ppo_ds.build.shared import (
     adapter_note,
     choose_layout,
     evaluated_rows,
+    loading,
     machine,
     slow_dtypes,
     trained_model,
@@ -41,6 +42,7 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
     world, banner, section, role = context.world, context.banner, config.reward_model, config.scorer
 
     # data
+    banner.starting("reading and tokenizing the data")
     tokenizer, train, held_out = read_preferences(config, world)
     sources = [train, *([held_out] if held_out else [])]
     pairs = PreferenceStream(
@@ -61,6 +63,7 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
         tokenizer_of="scorer",
     )
     download_weights(models_to_download(config), world)
+    loading(context, "scorer", role.model.path, role.model.revision)
     scorer = build_scorer(config, world, tokenizer, needs, steps)
     ema = WeightCopy(scorer) if role.ema.decay is not None else None
     memory = partial(

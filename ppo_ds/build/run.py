@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ppo_ds.config.schema import (
     trained_models,
 )
 from ppo_ds.config.targets import bind
+from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.store import RankStore
 from ppo_ds.distributed.watchdog import Watchdog
 from ppo_ds.distributed.world import World, connect, seed_everything
@@ -31,6 +33,7 @@ from ppo_ds.tracking.banner import Banner
 from ppo_ds.tracking.console import ConsoleTracker
 from ppo_ds.tracking.html.live import ReportTracker
 from ppo_ds.tracking.jsonl import JsonlTracker
+from ppo_ds.tracking.screen import Screen
 from ppo_ds.tracking.tensorboard import TensorBoardTracker
 from ppo_ds.tracking.tracker import Tracker, Trackers
 from ppo_ds.tracking.trackio import TrackioTracker
@@ -48,17 +51,20 @@ def build_run(
     config: Config,
     watchdog: Watchdog | None = None,
     mark_ending: Callable[[], None] = lambda: None,
+    screen: Screen | None = None,
 ) -> Run:
     """Connects the ranks, builds the stage of ``config.stage`` and resumes from the last checkpoint.
 
     A collective. ``watchdog`` is started once the ranks are connected. ``mark_ending`` is called when
-    the run starts to shut down. Raises UserError for mistakes in config, data and models.
+    the run starts to shut down. ``screen`` shows the progress; only rank 0 has it. Raises UserError for
+    mistakes in config, data and models.
     """
-    settings = resolved(config)
+    settings, banner = resolved(config), Banner(screen.say) if screen else Banner()
     # bound here to check the arguments, so that errors are reported before ranks are connected
     parts = {name: bind(settings[name], name) for name in OPEN_PARTS if settings.get(name) is not None}
     for name, section in config.eval.rewards.items():
         bind(section, f"eval.rewards.{name}")
+    banner.starting(f"connecting {os.environ.get('WORLD_SIZE', '1')} rank(s)")
     world = connect(
         config.run.timeout_minutes, config.run.verbose, config.run.threads, config.run.deterministic
     )
@@ -73,12 +79,14 @@ def build_run(
         if fp16:
             raise UserError(*[f"{name}.model.dtype=fp16: needs a GPU; use bf16 or fp32" for name in fp16])
 
-    run_dir, banner = Path(config.run.dir or ""), Banner()
+    run_dir = Path(config.run.dir or "")
     checkpoints = Checkpoints(
         run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last, settings=settings
     )
     if "prepare" not in parts:
         download_files(models_to_download(config), world)
+    if (run_dir / "checkpoints").exists():
+        banner.starting(f"checking the last checkpoint in {run_dir}")
     start = open_start(config, settings, world, checkpoints, banner)
 
     def record_budgets(numbers: Mapping[str, int]) -> None:
@@ -94,6 +102,7 @@ def build_run(
     record_budgets(numbers)
     budgets = token_budgets(config, world, run_dir, halved_from, record_budgets)
     if "prepare" in parts:  # it may create model folders, whose names may look like names on the Hub
+        banner.starting(f"preparing by {settings['prepare']['_target_']}")
         on_main(world, parts["prepare"])
         download_files(models_to_download(config), world)
 
@@ -117,6 +126,7 @@ def build_run(
         selection=Selection(best_metric(config), lower_is_better(config), config.eval.patience),
     )
     if start is not None:
+        banner.starting(f"reading {start}")
         saver.resume(start)
     saver.check_disk_space()
     run = Run(
@@ -132,7 +142,7 @@ def build_run(
     if world.is_main:
         steps, done = stage.total_steps, saver.state.step
         banner.summarize(checkpoint_times(config.checkpoint), *resumed(str(run_dir), start, done, steps))
-        run.track(start_trackers(config, settings, steps, done, banner.render()))
+        run.track(start_trackers(config, settings, steps, done, banner.render(), screen))
     return run
 
 
@@ -153,13 +163,20 @@ def open_budgets(
     return numbers, halved_from
 
 
-def start_trackers(config: Config, settings: dict[str, Any], steps: int, done: int, banner: str) -> Trackers:
+def start_trackers(
+    config: Config, settings: dict[str, Any], steps: int, done: int, banner: str, screen: Screen | None
+) -> Trackers:
     """Prints the banner and starts rank 0's trackers; ``done`` is the step to resume after, or 0."""
     run_dir = Path(config.run.dir or "")
-    console, jsonl = (
-        ConsoleTracker(config.stage, steps, first_step=done),
-        JsonlTracker(run_dir, resumed_at=done),
+    console = ConsoleTracker(
+        config.stage,
+        steps,
+        activity=heartbeat.read,
+        first_step=done,
+        print_answers=config.tracker.print_answers,
+        screen=screen,
     )
+    jsonl = JsonlTracker(run_dir, resumed_at=done)
     console.banner(banner, title=f"ppo_ds: {config.run.name}")
     # the report is complete before wandb ends and uploads it
     chosen: list[Tracker] = [jsonl, ReportTracker(run_dir), console, *dashboards(config, done)]

@@ -15,6 +15,7 @@ from ppo_ds.build.shared import (
     choose_layout,
     eval_weights,
     evaluated_rows,
+    loading,
     machine,
     slow_dtypes,
     trained_model,
@@ -49,6 +50,7 @@ LEARNED = {
 def build_sft(config: Config, context: RunContext) -> SFTTrainer:
     """Loads data and model and builds the stage from them. May raise UserError. A collective."""
     world, section, role = context.world, config.sft, config.actor
+    context.banner.starting("reading and tokenizing the data")
     tokenizer, train, held_out = read_demonstrations(config, world)
     rows = DemonstrationStream(
         train,
@@ -60,6 +62,7 @@ def build_sft(config: Config, context: RunContext) -> SFTTrainer:
     prompts = held_out.prompts(section.samples, section.sample_tokens) if held_out else None
     steps = training_steps(config.run, len(train), section.batch_size)
     download_weights(models_to_download(config), world)
+    loading(context, "actor", role.model.path, role.model.revision)
     actor = build_actor(config, context, needs(config, tokenizer, train, held_out, prompts), steps)
     ema = WeightCopy(actor) if role.ema.decay is not None else None
     memory = partial(

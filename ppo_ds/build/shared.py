@@ -17,6 +17,24 @@ from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.processor import computes_bf16
 from ppo_ds.engine.trained import TrainedModel, parameter_counts
 from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.models.size import stored_parameters
+from ppo_ds.training.stage import RunContext
+
+
+def loading(context: RunContext, name: str, path: str | None, revision: str | None) -> None:
+    """Shows that the model ``name`` is being loaded, with its number of parameters."""
+    if context.world.is_main and path is not None:
+        count = stored_parameters(path, revision)
+        size = f", {short_count(count)} parameters" if count else ""
+        context.banner.starting(f"loading the {name}: {path}{size}")
+
+
+def short_count(count: int) -> str:
+    """Formats a count with three significant digits: 1.54B, 494M, 106k."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
 
 
 def training_steps(run: RunConfig, rows: int, rows_per_step: int) -> int:

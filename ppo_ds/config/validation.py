@@ -45,6 +45,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     run.check_unused_keys: (),
     evaluation.check_best_checkpoint: (),
     evaluation.check_eval_rewards: ("data", "reward"),
+    run.check_printed_answers: (),
     data.check_model_folders: (),
     data.check_reference_folder: ("actor", "reference", "algo"),
     data.check_reward_folders: ("reward",),

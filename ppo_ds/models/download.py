@@ -100,6 +100,15 @@ def hub_arguments(path: str, revision: str | None) -> dict[str, Any]:
     return {} if revision is None else {"revision": revision}
 
 
+def cached_folder(path: str, revision: str | None) -> Path | None:
+    """Returns the folder with the files of a model: a local one, or that of the Hub cache if it has one."""
+    if os.path.isdir(path):
+        return Path(path)
+    files = _downloaded.get((path, revision))
+    cached = try_to_load_from_cache(path, "config.json", revision=files.commit) if files else None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def download_files(models: Sequence[HubModel], world: World) -> None:
     """Downloads all files of the models except for their weights. A collective.
 

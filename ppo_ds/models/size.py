@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -17,6 +19,7 @@ from transformers import (
 
 from ppo_ds.config.sections.models import LoraConfig, ModelConfig
 from ppo_ds.errors import UserError
+from ppo_ds.models.download import cached_folder
 from ppo_ds.models.loading import attention, code_arguments, config_of, user_errors
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.ops.flops import Size
@@ -25,6 +28,20 @@ from ppo_ds.ops.memory import Shape, decode_bytes_bound
 # settings that change the logits after the head
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of the number of experts
+
+
+def stored_parameters(path: str, revision: str | None) -> int | None:
+    """Counts the parameters in the safetensors files of a local folder or of the Hub cache.
+
+    Reads only the beginning of each file. Returns None without such files.
+    """
+    folder = cached_folder(path, revision)
+    files = sorted(folder.glob("model*.safetensors")) if folder is not None else []
+    count = 0
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
+    return count or None
 
 
 def size_of(model: nn.Module) -> Size:

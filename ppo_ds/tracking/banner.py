@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ppo_ds.errors import printable
 
 
@@ -13,9 +15,11 @@ class Banner:
     characters: see ``titled``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
+        """Initializes an empty banner; ``say`` shows what the program is doing meanwhile."""
         self._summary: list[str] = []
         self._notes: list[str] = []
+        self._say = say
 
     def summarize(self, *lines: str) -> None:
         """Adds lines to the summary."""
@@ -28,6 +32,10 @@ class Banner:
     def warn(self, text: str) -> None:
         """Adds a warning below the summary."""
         self.note(titled("warning", text))
+
+    def starting(self, text: str) -> None:
+        """Shows at once which part of the start-up begins."""
+        self._say(titled("starting", printable(text)))
 
     def render(self) -> str:
         return "\n".join(

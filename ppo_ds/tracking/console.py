@@ -1,23 +1,21 @@
-"""Console output of a run: a banner, a progress bar and a line per step (plain lines without a terminal)."""
+"""Console output of a run: a banner, a line per step, and on a terminal a live view below them."""
 
 from __future__ import annotations
 
-import atexit
+import io
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.text import Text
 
+from ppo_ds.errors import printable
+from ppo_ds.tracking.formatting import format_duration, format_number
+from ppo_ds.tracking.live import Activity, LiveView
+from ppo_ds.tracking.screen import Screen
 from ppo_ds.tracking.tracker import EventKind, Record
 from ppo_ds.types import Histogram
 
@@ -44,26 +42,35 @@ def open_console(stream: TextIO | None = None) -> Console:
 class ConsoleTracker:
     """Prints the progress of a run on standard output."""
 
-    def __init__(self, stage: str, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None):
+    def __init__(
+        self,
+        stage: str,
+        total_steps: int,
+        *,
+        activity: Callable[[], Activity],
+        first_step: int = 0,
+        print_answers: int = 0,
+        stream: TextIO | None = None,
+        screen: Screen | None = None,
+    ):
         """Initializes the tracker of a run of ``stage``.
 
-        ``first_step`` is the number of steps that were completed before this process started.
+        Args:
+            activity: Returns the phase of this process and its countable work, for the live view.
+            first_step: The number of steps that were completed before this process started.
+            print_answers: The number of steps from one printed answer to the next; 0: none.
+            stream: The output; default: stdout.
+            screen: The screen of this output, if lines are shown on it already.
         """
-        self.console = open_console(stream)
+        self.screen = screen or Screen(stream)
+        self.console = open_console(self.screen.out)
+        # a console of its own, since another thread draws the view while this one may print
+        self._view_console = Console(file=io.StringIO(), force_terminal=True, highlight=False, emoji=False)
         self._total = total_steps
-        self._plus_minus = "±" if self.console.encoding.lower().startswith("utf") else "+-"
-        self._progress = Progress(
-            TextColumn(f"[bold]{stage}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("[dim]elapsed"),
-            TimeElapsedColumn(),
-            TextColumn("[dim]left"),
-            TimeRemainingColumn(),
-            console=self.console,
-            expand=True,
-        )
-        self._task = self._progress.add_task(stage, total=total_steps, completed=first_step)
+        self._print_answers = print_answers
+        utf = self.console.encoding.lower().startswith("utf")
+        self._plus_minus = "±" if utf else "+-"
+        self._view = LiveView(stage, total_steps, activity, step=first_step, unicode=utf)
 
     def banner(self, text: str, *, title: str = "ppo_ds") -> None:
         """Prints the start-up banner."""
@@ -77,30 +84,42 @@ class ConsoleTracker:
             self.console.print(f"{title}\n{text.strip()}", markup=False, soft_wrap=True)
 
     def start(self, config: dict[str, Any]) -> None:
-        if self.console.is_terminal:
-            self._progress.start()
-            atexit.register(self._progress.stop)  # restores the cursor after an exception
+        self.screen.show(self.view_lines)
+
+    def view_lines(self, columns: int) -> list[str]:
+        """Returns the lines of the live view with their control codes."""
+        with self._view_console.capture() as captured:
+            for line in self._view.render(columns):
+                self._view_console.print(line, width=columns, no_wrap=True, overflow="crop")
+        return captured.get().splitlines()
 
     def log(self, step: int, metrics: Record) -> None:
-        self.console.print(step_line(step, self._total, metrics, plus_minus=self._plus_minus), soft_wrap=True)
-        self._progress.update(self._task, completed=step)
+        self._view.log(step, metrics)
+        columns = self.console.width if self.console.is_terminal else None
+        line = step_line(step, self._total, metrics, plus_minus=self._plus_minus, columns=columns)
+        self.console.print(line, soft_wrap=True)
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
-        """Prints nothing: samples are in the run directory and in the final report."""
+        """Prints the first row of every ``print_answers``-th step, and of every evaluation then.
+
+        All samples are in the run directory, and some are in the final report.
+        """
+        if self._print_answers and step % self._print_answers == 0:
+            self.console.print(answer_lines(step, rows[0], split), markup=False, soft_wrap=True)
 
     def event(self, step: int, kind: EventKind, text: str) -> None:
-        """Prints nothing: the run logs its warnings and alarms itself."""
+        """Shows an alarm in the live view. The run prints warnings and alarms as lines itself."""
+        if kind == "alarm":
+            self._view.alarm(step, text)
 
     def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
         """Does nothing: only dashboards show histograms."""
 
     def rewind(self, step: int) -> None:
-        self._progress.update(self._task, completed=step)
+        self._view.rewind(step)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        if self.console.is_terminal:
-            self._progress.stop()
-            atexit.unregister(self._progress.stop)
+        self.screen.close()
         self.console.print(
             f"{summary.get('exit_reason', 'done')} after {format_duration(summary.get('wall_s'))}",
             markup=False,
@@ -108,54 +127,65 @@ class ConsoleTracker:
         self.console.file.flush()
 
 
-def step_line(step: int, total: int, metrics: Record, *, plus_minus: str = "±") -> str:
+def answer_lines(step: int, row: dict[str, Any], split: str) -> str:
+    """Formats a prompt and its answer. Line breaks are kept; other control characters become escapes."""
+    title = f"step {step}, {'held out' if split == 'eval' else 'sample'}"
+    if row.get("score") is not None:
+        title += f", score {row['score']:.3f}"
+    lines = [title]
+    for name in ("prompt", "response"):
+        label = "answer" if name == "response" else name
+        for number, line in enumerate(str(row.get(name, "")).split("\n")):
+            lines.append(f"  {label if number == 0 else '':<8}{printable(line)}")
+    return "\n".join(lines)
+
+
+def step_line(
+    step: int, total: int, metrics: Record, *, plus_minus: str = "±", columns: int | None = None
+) -> str:
     """Formats one step as a line of rich markup.
 
-    Missing metrics are left out; metrics that were not finite are shown as "-".
+    Missing metrics are left out; metrics that were not finite are shown as "-". Parts are left out, the least
+    important first, until the line fits into ``columns``.
     """
-    parts = [f"[bold]step {step:>{len(str(total))}}/{total}[/]"]
+    parts = [(0, f"[bold]step {step:>{len(str(total))}}/{total}[/]")]  # parts with a rank of importance
     if "reward/score_mean" in metrics:
-        spread = f" {plus_minus} {_number(metrics.get('reward/score_std'), '.3f')}"
-        parts.append(f"[green]reward {_number(metrics['reward/score_mean'], '7.3f')}{spread}[/]")
-    for label, name, form in (
-        ("kl", "kl/ref_seq_mean", "7.4f"),
-        ("loss", "policy/loss", "8.4f"),
-        ("value", "value/loss", "8.4f"),
-        ("loss", "sft/loss", "7.4f"),
-        ("token accuracy", "sft/token_accuracy", "6.1%"),
-        ("loss", "rm/loss", "7.4f"),
-        ("accuracy", "rm/accuracy", "6.1%"),
-        ("margin", "rm/margin_mean", "7.3f"),
+        spread = f" {plus_minus} {format_number(metrics.get('reward/score_std'), '.3f')}"
+        parts.append((1, f"[green]reward {format_number(metrics['reward/score_mean'], '7.3f')}{spread}[/]"))
+    for rank, label, name, form in (
+        (3, "kl", "kl/ref_seq_mean", "7.4f"),
+        (6, "loss", "policy/loss", "8.4f"),
+        (7, "value loss", "value/loss", "7.4f"),
+        (1, "loss", "sft/loss", "7.4f"),
+        (3, "token accuracy", "sft/token_accuracy", "6.1%"),
+        (1, "loss", "rm/loss", "7.4f"),
+        (3, "accuracy", "rm/accuracy", "6.1%"),
+        (6, "margin", "rm/margin_mean", "7.3f"),
+        (4, "length", "rollout/resp_len_mean", "5.1f"),
     ):
         if name in metrics:
-            parts.append(f"[dim]{label}[/] {_number(metrics[name], form)}")
-    if "rollout/resp_len_mean" in metrics:
-        parts.append(f"[dim]length[/] {_number(metrics['rollout/resp_len_mean'], '5.1f')}")
+            parts.append((rank, f"[dim]{label}[/] {format_number(metrics[name], form)}"))
     if "perf/tokens_per_s" in metrics:
-        parts.append(f"{_number(metrics['perf/tokens_per_s'], '6.0f')} [dim]tok/s[/]")
+        parts.append((8, f"{format_number(metrics['perf/tokens_per_s'], '6.0f')} [dim]tok/s[/]"))
     if "time/step" in metrics:
-        parts.append(f"{_number(metrics['time/step'], '6.2f')} [dim]s[/]")
+        parts.append((5, f"{format_number(metrics['time/step'], '6.2f')} [dim]s[/]"))
+    if (heldout := heldout_result(metrics)) is not None:
+        parts.append((2, f"[bold cyan]{heldout}[/]"))
+    lines = ["  ".join(text for rank, text in parts if rank <= last) for last in range(9)]
+    if columns is None:
+        return lines[-1]
+    fitting = [line for line in lines if Text.from_markup(line).cell_len <= columns]
+    return fitting[-1] if fitting else lines[0]
+
+
+def heldout_result(metrics: Record) -> str | None:
+    """Formats the evaluation of a step; None without one."""
     if "eval/accuracy" in metrics:
         where = "held-out accuracy" if "rm/loss" in metrics else "accuracy"
-        parts.append(f"[bold cyan]{where} {_number(metrics['eval/accuracy'], '.1%')}[/]")
-    elif "eval/perplexity" in metrics:
-        loss, perplexity = (_number(metrics[f"eval/{name}"], ".3f") for name in ("loss", "perplexity"))
-        parts.append(f"[bold cyan]held-out loss {loss}, perplexity {perplexity}[/]")
-    elif "eval/score_mean" in metrics:
-        parts.append(f"[bold cyan]held out {_number(metrics['eval/score_mean'], '.3f')}[/]")
-    return "  ".join(parts)
-
-
-def format_duration(value: float | None) -> str:
-    """Formats seconds: 4.2 s, 3 min 05 s, 2 h 07 min."""
-    if value is None:
-        return "-"
-    if value < 60:
-        return f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def _number(value: float | None, form: str) -> str:
-    width = form.split(".")[0]
-    return f"{'-':>{width}}" if value is None else format(value, form)
+        return f"{where} {format_number(metrics['eval/accuracy'], '.1%')}"
+    if "eval/perplexity" in metrics:
+        loss, perplexity = (format_number(metrics[f"eval/{name}"], ".3f") for name in ("loss", "perplexity"))
+        return f"held-out loss {loss}, perplexity {perplexity}"
+    if "eval/score_mean" in metrics:
+        return f"held out {format_number(metrics['eval/score_mean'], '.3f')}"
+    return None

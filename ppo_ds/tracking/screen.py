@@ -6,12 +6,13 @@ The cursor stays visible and rests on an empty line above these lines. Three thi
   terminal is changed.
 - Output of other processes and of C++ libraries, which goes to the terminal directly, starts on the empty
   line. The next drawing starts below it and erases no line of it.
-- After a change of the terminal's size, everything below the cursor is erased before the next drawing, however
-  the terminal has wrapped it.
+- After a change of the terminal's size, the lines are erased before the next drawing, however the terminal
+  has wrapped them, since all of them are below the cursor.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -20,7 +21,11 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 REFRESH_SECONDS = 0.5
-ERASE_BELOW = "\r\x1b[J"
+# a burst of output redraws the lines no more often than this
+REDRAW_SECONDS = 0.1
+# Erases the line of the cursor and all below. From the first row of the screen, a plain "erase below" would
+# make some terminals (tmux) keep the erased lines in their history.
+ERASE = "\r\x1b[K\n\x1b[J\x1b[A"
 SPINNER = "|/-\\"
 
 Render = Callable[[int], list[str]]  # returns the lines for a number of columns
@@ -28,25 +33,28 @@ Render = Callable[[int], list[str]]  # returns the lines for a number of columns
 
 def is_terminal(stream: TextIO) -> bool:
     """Returns whether a stream is a terminal that understands control codes."""
-    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+    return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 class Screen:
     """Keeps lines below the output of this process. Does nothing if stdout is not a terminal.
 
-    While lines are shown, ``sys.stdout`` and ``sys.stderr`` are replaced: what is written to them appears above
-    the lines. A thread draws the lines twice a second.
+    While lines are shown, ``sys.stdout`` and ``sys.stderr`` are replaced, and what is written to them appears
+    above the lines. A thread draws the lines twice a second.
     """
 
     def __init__(self, stream: TextIO | None = None):
         """Initializes the screen on ``stream`` (default: stdout)."""
         self._stream = stream or sys.stdout
         self.is_terminal = is_terminal(self._stream)
+        # what is written to it appears above the lines
+        self.out: Any = _Above(self, self._stream) if self.is_terminal else self._stream
         self._lock = threading.RLock()
         self._render: Render | None = None
         self._drawn = False
+        self._drawn_at = 0.0
         self._open_line = False  # the last output did not end with a line break
-        self._replaced: dict[str, Any] = {}  # name in sys -> the stream that was there before
+        self._replaced: dict[str, tuple[Any, Any]] = {}  # name in sys -> the stream before, the stream now
         self._closed = threading.Event()
 
     def show(self, render: Render) -> None:
@@ -56,16 +64,11 @@ class Screen:
         with self._lock:
             first, self._render = self._render is None, render
             if first:
-                for name in ("stdout", "stderr"):
-                    stream = getattr(sys, name)
-                    if stream.isatty():
-                        self._replaced[name] = stream
-                        setattr(sys, name, _Above(self, stream))
-                threading.Thread(target=self._refresh, name="screen", daemon=True).start()
+                self._start()
             self.draw()
 
     def say(self, text: str) -> None:
-        """Says what the program is doing until the next call: a line that is replaced, or a line of output."""
+        """Shows what the program is doing until the next call; prints a line if stdout is not a terminal."""
         if not self.is_terminal:
             print(text, file=self._stream, flush=True)
             return
@@ -78,6 +81,17 @@ class Screen:
 
         self.show(render)
 
+    def _start(self) -> None:
+        """Replaces the streams of this process and starts the thread that draws."""
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream.isatty():
+                self._replaced[name] = (stream, _Above(self, stream))
+                setattr(sys, name, self._replaced[name][1])
+        atexit.register(self.close)
+        os.register_at_fork(after_in_child=self._forget)
+        threading.Thread(target=self._refresh, name="screen", daemon=True).start()
+
     def write(self, stream: TextIO, text: str) -> int:
         """Writes ``text`` to ``stream`` above the lines."""
         with self._lock:
@@ -85,6 +99,9 @@ class Screen:
             written = stream.write(text)
             if text:
                 self._open_line = not text.endswith("\n")
+            if time.monotonic() - self._drawn_at > REDRAW_SECONDS:
+                stream.flush()
+                self.draw()
             return written
 
     def draw(self) -> None:
@@ -95,10 +112,10 @@ class Screen:
                 return
             columns, rows = self._size()
             lines = self._render(columns)[: max(rows - 2, 0)]
-            up = f"\x1b[{len(lines)}A\r" if lines else ""
-            self._stream.write(ERASE_BELOW + "".join(f"\r\n{line}" for line in lines) + up)
+            drawing = "\r\x1b[K" + "".join(f"\r\n{line}\x1b[K" for line in lines) + "\x1b[J"
+            self._stream.write(drawing + (f"\x1b[{len(lines)}A\r" if lines else ""))
             self._stream.flush()
-            self._drawn = True
+            self._drawn, self._drawn_at = True, time.monotonic()
 
     def close(self) -> None:
         """Removes the lines and restores ``sys.stdout`` and ``sys.stderr``. May be called twice."""
@@ -106,14 +123,19 @@ class Screen:
             self._closed.set()
             self._erase()
             self._stream.flush()
-            for name, stream in self._replaced.items():
-                if isinstance(getattr(sys, name), _Above):
-                    setattr(sys, name, stream)
+            for name, (before, now) in self._replaced.items():
+                if getattr(sys, name) is now:  # other code may have replaced it too
+                    setattr(sys, name, before)
             self._replaced.clear()
+
+    def _forget(self) -> None:
+        """Makes a forked child draw nothing; its copy of the lock may be held by a thread of the parent."""
+        self._lock, self._render, self._drawn = threading.RLock(), None, False
 
     def _erase(self) -> None:
         if self._drawn:
-            self._stream.write(ERASE_BELOW)
+            self._stream.write(ERASE)
+            self._stream.flush()  # before other streams of the same terminal are written to
             self._drawn = False
 
     def _size(self) -> tuple[int, int]:
@@ -121,8 +143,8 @@ class Screen:
         try:
             columns, rows = os.get_terminal_size(self._stream.fileno())
         except (OSError, ValueError):
-            columns, rows = 80, 24
-        return max(columns - 1, 1), rows or 24
+            columns, rows = 0, 0
+        return (columns or 80) - 1, rows or 24  # some pseudo-terminals have the size 0
 
     def _refresh(self) -> None:
         while not self._closed.wait(REFRESH_SECONDS):

@@ -1,12 +1,12 @@
-"""Tests console output: plain lines in a log file, a progress bar on a terminal, any text."""
+"""Tests console output: plain lines in a log file, a live view on a terminal, any text."""
 
 import io
-import os
-import pty
-import subprocess
-import sys
 
-from ppo_ds.tracking.console import ConsoleTracker, format_duration, step_line
+from rich.text import Text
+
+from ppo_ds.distributed import heartbeat
+from ppo_ds.tracking.console import ConsoleTracker, step_line
+from ppo_ds.tracking.formatting import format_duration
 from ppo_ds.tracking.report import before_after
 
 METRICS = {
@@ -17,7 +17,7 @@ METRICS = {
 
 
 def run(stream):
-    tracker = ConsoleTracker("ppo", 20, stream=stream)
+    tracker = ConsoleTracker("ppo", 20, activity=heartbeat.read, stream=stream)
     tracker.banner("batch  8 prompts x 4 samples [per step]")
     tracker.start({})
     tracker.log(3, METRICS)
@@ -32,7 +32,7 @@ def test_plain_lines_without_a_terminal():
     assert lines[:2] == ["ppo_ds", "batch  8 prompts x 4 samples [per step]"]
     assert lines[2].split() == (
         (
-            "step 3/20 reward 0.500 ± 0.250 kl 0.0123 loss -0.0200 value 0.4000 1234 tok/s "
+            "step 3/20 reward 0.500 ± 0.250 kl 0.0123 loss -0.0200 value loss 0.4000 1234 tok/s "
             "2.50 s accuracy 71.5%"
         ).split()
     )
@@ -80,33 +80,36 @@ def test_an_ascii_log_survives_any_text():
     assert b"0.500 +- 0.250" in raw.getvalue() and b"?????" in raw.getvalue()
 
 
-def test_a_terminal_shows_a_bar_and_its_cursor_is_restored_after_an_exception():
-    script = (
-        "from ppo_ds.tracking.console import ConsoleTracker as C\nt = C('sft', 4)\n"
-        "t.start({})\nt.log(1, {})\nprint('a stray line')\n1 / 0"
-    )
-    mine, theirs = pty.openpty()
-    env = {**os.environ, "PYTHONPATH": os.getcwd(), "TERM": "xterm-256color"}
-    child = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=env
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while chunk := os.read(mine, 65536):
-            shown += chunk
-    except OSError:
-        pass  # Linux ends a pseudo-terminal with an input/output error
-    os.close(mine)
-    assert child.wait(30) == 1
-    assert (
-        b"sft" in shown
-        and b"\xe2\x94\x81" in shown
-        and b"1/4" in shown
-        and b"a stray line" in shown
-        and b"ZeroDivisionError" in shown
-    )
-    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+def test_a_narrow_terminal_gets_the_most_important_numbers() -> None:
+    lines = {
+        columns: Text.from_markup(step_line(3, 20, METRICS, columns=columns)).plain
+        for columns in (None, 140, 80, 60, 40, 5)
+    }
+    assert all(len(line) <= columns for columns, line in lines.items() if columns and columns > 5)
+    assert lines[None].split() == lines[140].split() and lines[5] == "step  3/20"
+    assert lines[40].split() == "step 3/20 reward 0.500 ± 0.250".split()
+    assert lines[60].split() == [*lines[40].split(), "accuracy", "71.5%"]
+    assert lines[80].split() == "step 3/20 reward 0.500 ± 0.250 kl 0.0123 2.50 s accuracy 71.5%".split()
+
+
+def test_answers_are_printed_without_their_control_characters() -> None:
+    stream = io.StringIO()
+    tracker = ConsoleTracker("ppo", 20, activity=heartbeat.read, print_answers=2, stream=stream)
+    rows = [{"prompt": "1+1=\nHow much?", "response": "2\x1b[31m\r3\n[bold]", "score": 0.5}, {"prompt": "no"}]
+    for step in (1, 2, 3):
+        tracker.samples(step, rows)
+    tracker.samples(4, [{"prompt": "p", "response": "r"}], split="eval")
+    assert stream.getvalue().splitlines() == [
+        *("step 2, sample, score 0.500", "  prompt  1+1=", "          How much?"),
+        *("  answer  2\\x1b[31m\\r3", "          [bold]"),
+        *("step 4, held out", "  prompt  p", "  answer  r"),
+    ]
+
+
+def test_no_answer_is_printed_by_default() -> None:
+    stream = io.StringIO()
+    ConsoleTracker("ppo", 20, activity=heartbeat.read, stream=stream).samples(2, [{"prompt": "p"}])
+    assert stream.getvalue() == ""
 
 
 def test_format_duration():

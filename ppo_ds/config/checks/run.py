@@ -22,6 +22,13 @@ def check_length(config: Config, ranks: int) -> Iterator[str]:
         yield f"run.steps={run.steps} and run.epochs={run.epochs:g} are both set; set one of them to null"
 
 
+def check_printed_answers(config: Config, ranks: int) -> Iterator[str]:
+    """Yields an error line if answers are to be printed but no samples are kept."""
+    every = config.tracker.print_answers
+    if every and config.tracker.samples == 0:
+        yield f"tracker.print_answers={every}: prints one of tracker.samples=0 rows; set tracker.samples=1"
+
+
 def check_unused_keys(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each key that the stage does not use and that does not have its default."""
     default = dict(leaves(defaults(type(config))))

@@ -199,6 +199,11 @@ class TrackerConfig(Section):
     tensorboard: TensorBoardConfig
     trackio: TrackioConfig
     samples: Annotated[int, Ge(-1)] = Field(8, description="Rows of samples/ written per step; -1: all rows.")
+    print_answers: Annotated[int, Ge(0)] = Field(
+        0,
+        description="Steps from one printed prompt with its answer to the next; 0: none. It is the first row "
+        "of samples/. Control characters are shown as escapes.",
+    )
 
     @property
     def logs_histograms(self) -> bool:

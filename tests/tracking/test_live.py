@@ -1,0 +1,102 @@
+"""Tests the live view: progress, time left, phase and its work, metrics with their trend, alarms."""
+
+from __future__ import annotations
+
+import pytest
+from rich.cells import cell_len
+
+from ppo_ds.distributed.heartbeat import Heartbeat, Work
+from ppo_ds.tracking.live import LiveView, fraction, sparkline, trend
+
+RECORD = {"reward/score_mean": 0.5, "kl/ref_seq_mean": 2.0, "value/loss": 0.25, "perf/tokens_per_s": 812.4}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rows(view: LiveView, columns: int) -> list[str]:
+    return [line.plain.rstrip() for line in view.render(columns)]
+
+
+def test_progress_and_time_left() -> None:
+    clock = Clock()
+    view = LiveView("ppo", 10, lambda: Heartbeat(since=clock.now), step=4, clock=clock)
+    assert view.seconds_left() is None and rows(view, 60)[0].endswith(
+        "step 4/10  0 s, time left not known yet"
+    )
+    for step, seconds in ((5, 30.0), (6, 10.0)):
+        clock.now += seconds
+        view.log(step, RECORD)
+    assert view.seconds_left() == 80.0  # 4 steps of 20 s
+    clock.now += 5
+    assert view.seconds_left() == 75.0
+    clock.now += 1000  # a slow step: the three steps after it are still to come
+    assert view.seconds_left() == 60.0
+    assert (
+        rows(view, 80)[0].startswith("ppo ━")
+        and " step 6/10  17 min 25 s, 1 min 00 s left" in rows(view, 80)[0]
+    )
+    view.rewind(5)
+    assert view.seconds_left() == 100.0 and " step 5/10 " in rows(view, 80)[0]
+
+
+def test_the_phase_and_its_work() -> None:
+    clock = Clock()
+    state = Heartbeat(
+        "in the phase 'generate'", 990.0, work=(Work(0, 1, "groups"), Work(16, 32, "responses"))
+    )
+    view = LiveView("ppo", 10, lambda: state, clock=clock)
+    assert rows(view, 60)[1] == f"generate {'━' * 8}{'─' * 7}  16/32 responses  10 s"
+    state = Heartbeat("after the phase 'generate'", 998.0)
+    assert rows(view, 60)[1] == "after the phase generate  2 s"
+
+
+def test_work_inside_work() -> None:
+    assert fraction(()) == 0.0
+    assert fraction((Work(3, 8, "steps"), Work(1, 4, "micro-batches"))) == pytest.approx(3.25 / 8)
+    # the inner work is complete and still listed when the outer unit has been counted
+    assert fraction((Work(8, 8, "steps"), Work(4, 4, "micro-batches"))) == 1.0
+
+
+def test_trend_against_the_values_before() -> None:
+    assert trend([1.0, 1.0, 1.0]) == 0 and trend([1.0, 2.0]) == 1 and trend([2.0, 1.0]) == -1
+    # before: mean 1, standard deviation 1; half of it is the threshold
+    assert [trend([0.0, 2.0, last]) for last in (0.4, 0.6, 1.4, 1.6)] == [-1, 0, 0, 1]
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" and sparkline([2.0, 2.0]) == "▁▁"
+
+
+def test_metrics_without_values_are_left_out() -> None:
+    view = LiveView("ppo", 10, Heartbeat)
+    view.log(1, RECORD | {"kl/ref_seq_mean": None})
+    view.log(2, RECORD | {"kl/ref_seq_mean": None, "reward/score_mean": 0.75})
+    text = "\n".join(rows(view, 120))
+    assert "reward 0.750 ↑ ▁█" in text and "value loss 0.2500 →" in text and "KL" not in text
+
+
+@pytest.mark.parametrize("unicode", [True, False])
+@pytest.mark.parametrize("columns", [1, 7, 20, 60, 80, 120, 300])
+def test_lines_fit_any_terminal(columns: int, unicode: bool) -> None:
+    work = (Work(2, 8, "optimizer steps"), Work(3, 4, "micro-batches"))
+    view = LiveView(
+        "ppo", 1000, lambda: Heartbeat("in the phase 'update_actor'", 0.0, work=work), unicode=unicode
+    )
+    for step in range(20):
+        view.log(step, RECORD | {"policy/loss": -1e9, "eval/accuracy": 0.5, "policy/entropy": 1.0})
+    view.alarm(19, "一行警告 " * 60)
+    lines = view.render(columns)
+    assert len(lines) <= 6 and all(cell_len(line.plain) <= columns for line in lines)
+    assert unicode or all(line.plain.isascii() for line in lines[:-1])
+
+
+def test_an_alarm_is_shown_for_some_steps() -> None:
+    view = LiveView("ppo", 100, Heartbeat)
+    view.log(3, RECORD)
+    view.alarm(3, "KL is 12: raise algo.kl.coef")
+    assert rows(view, 80)[-1] == "alarm at step 3: KL is 12: raise algo.kl.coef"
+    view.log(23, RECORD)
+    assert "alarm" not in rows(view, 80)[-1]
