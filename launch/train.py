@@ -83,8 +83,8 @@ def main(argv: list[str]) -> int:
         gc.enable()
         if config.run.dry_run:
             os.environ |= CPU_ONLY
-        use_caches_without_the_hub(hub_names(config))
         screen = open_screen()
+        use_caches_without_the_hub(hub_names(config))
         prepare_environment(config.run.verbose, trains=True)
     except UserError as error:
         return complain(error)
