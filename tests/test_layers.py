@@ -140,8 +140,10 @@ def test_the_layers_hold():
 
 
 def test_the_docs_name_every_package_and_every_file_of_build():
-    readme, contributing = ((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
-    folders = readme.split("## Reading the code")[1]
+    architecture, contributing = (
+        (ROOT / name).read_text() for name in ("docs/architecture.md", "CONTRIBUTING.md")
+    )
+    folders = architecture.split("## Folders")[1]
     packages = {path.parent.name for path in (ROOT / "ppo_ds").glob("*/__init__.py")}
     assert len(packages) > 10 and [name for name in sorted(packages) if f"{name}/`" not in folders] == []
     files = {path.name for path in (ROOT / "ppo_ds" / "build").glob("*.py")} - {"__init__.py"}
