@@ -26,16 +26,16 @@ DECIDED = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "ALL
 def use_caches_without_the_hub(names: Collection[str], seconds: float = SECONDS) -> None:
     """Sets HF_HUB_OFFLINE if a run needs the Hub for ``names`` and the Hub cannot be reached.
 
-    Must be called before huggingface_hub is imported. Only the first rank of each node asks, since the others
-    send no requests of their own. Does nothing if the user has set HF_HUB_OFFLINE, even to 0.
+    Only the first rank of each node asks, since the others send no requests of their own. Does nothing if the
+    user has set HF_HUB_OFFLINE, even to 0, or if huggingface_hub is imported and has read it already.
     """
-    if not names or any(name in os.environ for name in DECIDED) or os.environ.get("LOCAL_RANK", "0") != "0":
+    decided = any(name in os.environ for name in DECIDED) or "huggingface_hub" in sys.modules
+    if not names or decided or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     endpoint = os.environ.get("HF_ENDPOINT") or HUB
     reason = why_unreachable(endpoint, seconds)
     if reason is None:
         return
-    assert "huggingface_hub" not in sys.modules, "it has read HF_HUB_OFFLINE already"
     os.environ["HF_HUB_OFFLINE"] = "1"
     if os.environ.get("RANK", "0") == "0":
         print(

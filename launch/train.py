@@ -84,8 +84,8 @@ def main(argv: list[str]) -> int:
         if config.run.dry_run:
             os.environ |= CPU_ONLY
         screen = open_screen()
-        use_caches_without_the_hub(hub_names(config))
         prepare_environment(config.run.verbose, trains=True)
+        use_caches_without_the_hub(hub_names(config))
     except UserError as error:
         return complain(error)
     mark_ending = lock.mark_ending if lock else lambda: None

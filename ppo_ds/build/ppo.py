@@ -19,7 +19,7 @@ from ppo_ds.build.evaluation import build_evaluator, guarded_scoring
 from ppo_ds.build.generator import build_generator, rebuilt_on_change
 from ppo_ds.build.layouts import plan_generation
 from ppo_ds.build.ppo_models import Models, estimate_memory, load_models
-from ppo_ds.build.preflight import preflight
+from ppo_ds.build.preflight import preflight, try_functions
 from ppo_ds.build.shared import eval_weights, slow_dtypes
 from ppo_ds.build.token_budgets import settle
 from ppo_ds.config.schema import Config
@@ -130,6 +130,8 @@ def read_data(config: Config, context: RunContext) -> tuple[Inputs, tuple[int, .
     inputs, note = read_inputs(config, context.world), context.banner.note
     stops = stop_ids(config, inputs.tokenizer)
     preflight(config, inputs)
+    # on one rank only, since a user's function may have side effects
+    context.world.on_all(lambda: try_functions(config, inputs) if context.world.is_main else None)
     hides_stops = bool(masked_stop_ids(config.algo.train_on_eos, stops, inputs.tokenizer.pad_id))
     note(*inputs.notes(), *warnings(config, hides_stops=hides_stops), *slow_dtypes(config, context.world))
     return inputs, stops

@@ -66,6 +66,18 @@ def preflight(config: Config, inputs: Inputs) -> None:
             check_reward(section, key, inputs)
 
 
+def try_functions(config: Config, inputs: Inputs) -> None:
+    """Calls each reward function once, and raises UserError if it raises or returns no valid scores.
+
+    The function gets one prompt for each order of roles in each data set, with trial responses. Other rewards
+    are not called: a service may charge for a request, and models are not loaded yet.
+    """
+    rows = [row for _, row in inputs.examples()]
+    for reward, whole in all_rewards(config).items():
+        for key, section in function_rewards(whole, reward):
+            bind(section, key)(tokenizer=inputs.tokenizer).try_on(rows)
+
+
 def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:
     """Checks that actor and reference have an embedding row for each id of the actor's tokenizer."""
     models: dict[str, Any] = {"actor.model.path": config.actor.model}

@@ -5,12 +5,15 @@ The score is a number, or a list with one reward for each step of the response (
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import traceback
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from threading import Event
 from typing import Literal
 
+import numpy as np
 import torch
 
 from ppo_ds.config.types import Count, Number, Positive
@@ -18,17 +21,38 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import Responses, RewardError, SlowTextReward, StepReward, TextScores
 from ppo_ds.rewards.pending import Pending
-from ppo_ds.rewards.pool import NoScore, make_pool
+from ppo_ds.rewards.pool import FunctionRaised, NoScore, make_pool
 from ppo_ds.rewards.steps import step_ends
-from ppo_ds.rewards.user_function import Arguments, InvalidScore, Score, call_function, load_function
+from ppo_ds.rewards.user_function import (
+    Arguments,
+    InvalidScore,
+    Score,
+    call_function,
+    load_function,
+    where_defined,
+    where_raised,
+)
 from ppo_ds.rewards.values import described, quoted
+from ppo_ds.types import Row
+
+TRIAL_RESPONSE = "This is a trial response."
+LISTED_KEYS = 20  # most keys of rows in an error message
 
 
 class FunctionReward(SlowTextReward):
     """Scores responses with the function at ``path``, which is ``pkg.mod:fn`` or ``file.py:fn``.
 
-    The function gets three lists of equal length: prompts and responses as text, and the raw rows. The lists
-    are copies that it may modify. Without a pool it is called once with all responses of the rank: a plain
+    The function gets three lists of equal length, copies that it may modify:
+
+    - prompts: each prompt as the policy reads it. A chat, or a text if the tokenizer has a chat template, is
+      rendered by that template, with its special tokens and the beginning of the answer. It is complete even
+      if the policy gets a truncated prompt.
+    - responses: the decoded response tokens without special tokens.
+    - rows: each row of the data with all its columns, and with the keys ``prompt_text`` (the same text as in
+      prompts), ``data_source`` (the path of the data set, unless the row has a column of that name) and, for
+      a chat, ``messages`` (dicts of role and content, data.system included).
+
+    Without a pool it is called once with all responses of the rank: a plain
     function at once and in the main thread, an async function in the background. With a pool it is called in
     the background, once per response, with lists of one element.
 
@@ -46,6 +70,8 @@ class FunctionReward(SlowTextReward):
             None: the run stops. Only with a pool.
         step_separator: The text that separates the steps of a response; \\n stands for a line break. Only
             used if the function returns step rewards.
+        trial: Whether the function is called once with trial responses before models are loaded; see
+            ``try_on``.
         tokenizer: The actor's tokenizer.
         key: The reward's section in the config, for error messages.
     """
@@ -58,6 +84,7 @@ class FunctionReward(SlowTextReward):
         timeout_seconds: Positive | None = None,
         fallback_score: Number | None = None,
         step_separator: str = r"\n\n",
+        trial: bool = True,
         *,
         tokenizer: Tokenizer,
         key: str = "reward",
@@ -77,7 +104,7 @@ class FunctionReward(SlowTextReward):
         self._function = load_function(path, f"{key}.path")
         self._separator = step_separator.replace("\\n", "\n")
         self._fallback_score = fallback_score
-        self._kind = pool
+        self._kind, self._trial = pool, trial
         self._pool = make_pool(path, self._function, pool, workers or 4, timeout_seconds or 60.0)
 
     def start_responses(self, responses: Responses) -> Pending[TextScores]:
@@ -99,6 +126,42 @@ class FunctionReward(SlowTextReward):
             return self._text_scores(responses, [score for task in tasks for score in task.result()])
 
         return Pending(finish, tasks, cancelled.set)
+
+    def try_on(self, rows: Sequence[Row]) -> None:
+        """Calls the function with trial responses to ``rows`` and raises UserError if that would end a run.
+
+        The last response is empty, since a model may end a response at once. A pool is used as in training,
+        and its processes are ended afterwards. The random states of this process are restored. Does nothing
+        if the config sets ``trial`` to false.
+        """
+        if not self._trial:
+            return
+        texts = (*[TRIAL_RESPONSE] * len(rows), "")
+        responses = Responses((*rows, rows[0]), texts, (True,) * len(texts))
+        python, numpy = random.getstate(), np.random.get_state()
+        try:
+            self.start_responses(responses).result()
+        except RewardError as error:
+            where = where_defined(self._function)
+            problem = f"{error} ({where})" if where else str(error)
+        except FunctionRaised as error:
+            problem = f"{self._name} raised {error.line} at {error.where}"
+        except (Exception, SystemExit) as error:
+            where = where_raised(error, self._function)
+            line = " ".join(traceback.format_exception_only(error)[0].split())
+            problem = f"{self._name} raised {line} at {where}"
+        else:
+            return
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            if self._pool is not None:
+                self._pool.close()
+        keys = ", ".join(list(dict.fromkeys(key for row in rows for key in row))[:LISTED_KEYS])
+        raise UserError(
+            f"{problem}, in a call before the start with the trial responses {TRIAL_RESPONSE!r} and '' (keys "
+            f"of a row: {keys}); correct the function, or skip this call with {self._key}.trial=false"
+        )
 
     def _call(
         self, responses: Responses, rows: range, call: Callable[[Arguments], list[Score]]

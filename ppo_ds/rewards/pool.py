@@ -51,6 +51,11 @@ class NoScore(Exception):
 class FunctionRaised(Exception):
     """Raised for an exception of the function in a worker process; quotes the traceback of that process."""
 
+    def __init__(self, line: str, where: str, trace: str):
+        super().__init__(f"{line}\n\nIn the worker process:\n{trace}")
+        self.line = line  # type and message of the exception
+        self.where = where  # FILE:LINE
+
 
 class Call(Protocol):
     """One running call of a reward function."""
@@ -75,10 +80,17 @@ class Pool:
         start: Starts a call; raises CancelledError if the event is set before the call has begun.
         workers: The number of simultaneous calls.
         timeout_seconds: The time limit of one call, which begins when the call starts.
+        close: Ends the processes of the pool, if it has any. The next call would start new ones.
     """
 
-    def __init__(self, start: Callable[[Arguments, Event], Call], workers: int, timeout_seconds: float):
-        self._start, self._timeout = start, timeout_seconds
+    def __init__(
+        self,
+        start: Callable[[Arguments, Event], Call],
+        workers: int,
+        timeout_seconds: float,
+        close: Callable[[], None] = lambda: None,
+    ):
+        self._start, self._timeout, self.close = start, timeout_seconds, close
         self._threads = ThreadPoolExecutor(workers, "reward")
 
     def submit(self, task: Callable[..., T], *arguments: Any) -> Future[T]:
@@ -115,7 +127,8 @@ def make_pool(
     An async function without a pool runs in the background too, in one call with all responses.
     """
     if kind == "process":
-        return Pool(WorkerProcesses(path).start, workers, timeout_seconds)
+        processes = WorkerProcesses(path)
+        return Pool(processes.start, workers, timeout_seconds, processes.end)
     if kind == "thread":
         start = start_coroutine if is_async(function) else start_thread
         return Pool(partial(start, function), workers, timeout_seconds)
@@ -199,6 +212,11 @@ class WorkerProcesses:
         with self._lock:
             self._idle.append(worker)
 
+    def end(self) -> None:
+        """Kills all processes and waits until they have ended."""
+        for worker in self._all:
+            worker.end()
+
     def kill(self) -> None:
         """Kills all processes; called when this process ends."""
         for worker in self._all:
@@ -224,7 +242,7 @@ class ProcessCall:
         if "invalid" in reply:
             raise InvalidScore(reply["invalid"], reply["row"], reply["remedy"])
         if "raised" in reply:
-            raise FunctionRaised(f"{reply['raised']}\n\nIn the worker process:\n{reply['traceback']}")
+            raise FunctionRaised(reply["raised"], reply["where"], reply["traceback"])
         return reply["scores"]
 
     def abandon(self) -> None:

@@ -11,9 +11,9 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 from zlib import crc32
 
@@ -117,6 +117,34 @@ def load_function(
             f"{inspect.signature(function)}: {error}"
         ) from None
     return function
+
+
+def where_defined(function: Callable[..., Any]) -> str:
+    """Returns FILE:LINE of the definition of a function or callable object; "" if it has no Python code."""
+    code = _code_of(function)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+
+def where_raised(error: BaseException, function: Callable[..., Any]) -> str:
+    """Returns FILE:LINE of the last line in the file of ``function`` that ran before an exception.
+
+    If the exception passed no line of that file, for example because a decorator of another file raised it,
+    returns where the function is defined.
+    """
+    code = _code_of(function)
+    lines = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if code and frame.filename == code.co_filename
+    ]
+    return lines[-1] if lines else where_defined(function)
+
+
+def _code_of(function: Callable[..., Any]) -> CodeType | None:
+    plain = inspect.unwrap(function)
+    if isinstance(plain, partial):
+        plain = inspect.unwrap(plain.func)
+    return getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
 
 
 def _import_source(source: str, setting: str) -> ModuleType:

@@ -20,7 +20,14 @@ from typing import Any
 from zlib import crc32
 
 from ppo_ds.errors import UserError
-from ppo_ds.rewards.user_function import Arguments, InvalidScore, call_function, is_async, load_function
+from ppo_ds.rewards.user_function import (
+    Arguments,
+    InvalidScore,
+    call_function,
+    is_async,
+    load_function,
+    where_raised,
+)
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -64,7 +71,8 @@ def call(function: Callable[..., Any], arguments: Arguments, runner: asyncio.Run
         return {"invalid": error.reason, "row": error.row, "remedy": error.remedy}
     except BaseException as error:  # also SystemExit
         line = traceback.format_exception_only(error)[-1].strip()
-        return {"raised": line, "traceback": traceback.format_exc()}
+        where = where_raised(error, function)
+        return {"raised": line, "where": where, "traceback": traceback.format_exc()}
 
 
 def seed(number: int) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,7 @@ def test_who_asks(
     names: list[str], setting: dict[str, str], asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
+    monkeypatch.delitem(sys.modules, "huggingface_hub", raising=False)
     monkeypatch.setattr(hub, "why_unreachable", lambda url, seconds: asked.append(url))
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror")
     for name, value in setting.items():
@@ -94,20 +96,28 @@ def test_who_asks(
     assert os.environ.get("HF_HUB_OFFLINE") == setting.get("HF_HUB_OFFLINE")
 
 
-def test_the_doctor_asks_an_unreachable_hub_once() -> None:
+@pytest.mark.parametrize(
+    ("script", "arguments", "code"),
+    [("doctor", ["--gpu", "h100", "--gpus", "1"], 1), ("train", ["run.dir=RUN_DIR"], 2)],
+)
+def test_an_unreachable_hub_is_asked_once(
+    script: str, arguments: list[str], code: int, tmp_path: Path
+) -> None:
     """A model, a reference, a reward model and two data sets come from the Hub."""
+    arguments = [argument.replace("RUN_DIR", str(tmp_path / "run")) for argument in arguments]
     offline = environment()
     for name in DECIDED:
         offline.pop(name, None)
     with server(None) as (url, connections):
         done = subprocess.run(
-            [sys.executable, ROOT / "launch/doctor.py", "+experiment=rlhf", "--gpu", "h100", "--gpus", "1"],
+            [sys.executable, ROOT / f"launch/{script}.py", "+experiment=rlhf", "tracker=local", *arguments],
             env=offline | {"HF_ENDPOINT": url},
             capture_output=True,
             text=True,
             timeout=600,
         )
     assert len(connections) == 1
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"warning: {url} cannot be reached (") and done.stderr.count("\n") == 1
-    assert "actor.model.path=Qwen/Qwen2.5-0.5B-Instruct: no folder of that name, not in the" in done.stdout
+    assert done.returncode == code
+    assert done.stderr.startswith(f"warning: {url} cannot be reached (")
+    missing = "actor.model.path=Qwen/Qwen2.5-0.5B-Instruct: no folder of that name, not in the"
+    assert missing in done.stdout + done.stderr

@@ -15,7 +15,7 @@ from ppo_ds.build.data import (
     stop_ids,
 )
 from ppo_ds.build.memory_estimate import BYTES, Hardware, Models, estimate
-from ppo_ds.build.preflight import preflight
+from ppo_ds.build.preflight import preflight, try_functions
 from ppo_ds.config.schema import Config, all_rewards
 from ppo_ds.config.targets import bind
 from ppo_ds.data.prompts import PromptStream
@@ -112,7 +112,12 @@ def check_inputs(config: Config, report: Report) -> CheckedInputs:
     )
     if stream is not None:
         inputs = Inputs(tokenizer, source, held_out, stream, ptx)
-        report.attempt("reward", lambda: preflight(config, inputs), lambda _: "ok (weights are not checked)")
+
+        def check_rewards() -> None:
+            preflight(config, inputs)
+            try_functions(config, inputs)
+
+        report.attempt("reward", check_rewards, lambda _: "ok (weights are not checked)")
     evaluated = 0 if held_out is None else min(len(held_out), config.eval.max_prompts or len(held_out))
     first = source.batch(range(min(len(source), MEAN_OF)))
     longest = max(s.longest for s in (source, held_out) if s is not None)
