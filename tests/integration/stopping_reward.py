@@ -1,4 +1,7 @@
-"""Scores responses; in the third step of a first start, signals Slurm's batch script to stop the run."""
+"""Scores responses; in the third step of a first start, signals Slurm's batch script to stop the run.
+
+The first call is the one before models are loaded.
+"""
 
 import os
 import signal
@@ -12,7 +15,7 @@ calls = 0
 def score(prompts, responses, rows):
     global calls
     calls += 1
-    if calls == 3 and os.environ["RANK"] == "0" and not (FOLDER / "asked").exists():
+    if calls == 4 and os.environ["RANK"] == "0" and not (FOLDER / "asked").exists():
         (FOLDER / "asked").touch()
         os.kill(int((FOLDER / "batch").read_text()), signal.SIGUSR1)
         wait_until_forwarded(time.monotonic() + 300)

@@ -49,7 +49,10 @@ RENAMED = {
 }
 
 # {start}: the folder of the shared tiny model and its data, {run}: the run directory, {here}: this file.
-COMMON = "+experiment=quickstart run.dir={run} run.seed=0 run.threads=1 run.timeout_minutes=5"
+# The learning rate and the warm-ups are those that the quickstart had when the first record was made.
+COMMON = """+experiment=quickstart run.dir={run} run.seed=0 run.threads=1 run.timeout_minutes=5
+    actor.optim.lr=6e-4 actor.optim.warmup_steps=null critic.optim.warmup_steps=null
+"""
 # 3 steps of 32 samples in 2 minibatches, each of several micro-batches. `prepare` takes a second.
 TINY = """
     prepare.dir={start} prepare.max_operand=9 prepare.heldout=8 prepare.validation=20
