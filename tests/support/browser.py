@@ -109,8 +109,14 @@ class Browser:
 
     def open(self, path):
         """Opens a file and waits until it is loaded."""
+        self._load("Page.navigate", url=f"file://{path}")
+
+    def reload(self):
+        self._load("Page.reload")
+
+    def _load(self, method, **params):
         before = self._loaded
-        self.send("Page.navigate", url=f"file://{path}")
+        self.send(method, **params)
         while self._loaded == before:
             self._receive()
 
