@@ -94,8 +94,8 @@ def test_curves_show_values_marks_and_the_healthy_range(page):
     ends = points(path_of(page, "KL to the reference"))
     assert len(ends) == 20
     # y grows downwards; the curve is 12 (step / 20)^2, so its middle is at a quarter of its height
-    (x0, y0), (x1, y1) = ends[0], ends[-1]
-    assert (ends[9][1] - y0) / (y1 - y0) == pytest.approx((0.25 - 1 / 400) / (1 - 1 / 400), abs=0.01)
+    low, middle, high = (ends[i][1] for i in (0, 9, 19))
+    assert (middle - low) / (high - low) == pytest.approx((0.25 - 1 / 400) / (1 - 1 / 400), abs=0.01)
     assert page.text(f"{kl} .latest") == "12"
     assert page.count(f"{kl} rect.healthy") == 1
     assert page.text(f"{kl} .state") == "Outside the healthy range: 0 to 10"
