@@ -60,8 +60,9 @@ class _Rows:
         return {name: column for name, column in columns.items() if column is not None}
 
     def objects(self) -> dict[str, tuple[Any, ...]]:
-        """Returns the columns that hold one Python object per row, by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if "width" not in f.metadata}
+        """Returns the columns that hold one Python object per row, by name, without those that are None."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if "width" not in f.metadata}
+        return {name: column for name, column in columns.items() if column is not None}
 
     def select(self, index: Tensor) -> Self:
         """Returns the rows at ``index`` (LongTensor [b]), in that order, with unchanged widths."""
@@ -239,6 +240,8 @@ class Experience(Sequences):
     scores: Tensor = field(metadata=_B)  # [B] as the reward returned them, per-token scores included
     rewards: Tensor = field(metadata=_S)  # [B,S] shaped scores, minus any KL penalty
     advantages: Tensor = field(metadata=_R)  # [B,R]
+    # B dicts: name -> part of the score, for the sample rows; None if the score has one part only
+    components: tuple[dict[str, float], ...] | None = None
 
     # log-probs computed by the training engines; the actor's are None if the update itself computes them
     # [B,R] log pi(a|s) of the actor before the update

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -293,6 +294,11 @@ class PromptStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._step = state["step"]
+
+
+def prompt_id(text: str) -> str:
+    """Returns an id of a prompt by its text, by which its responses in different steps are found."""
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:12]
 
 
 def eval_batches(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ppo_ds.config.sections.finetune import RewardModelConfig
 from ppo_ds.data.preferences import PreferenceSource, PreferenceStream
+from ppo_ds.data.prompts import prompt_id
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.finetune.optimizer_step import OptimizerStep, Parts
@@ -176,6 +177,7 @@ class RewardModelTrainer:
                     "response": f"preferred {chosen:.2f}, rejected {rejected:.2f}",
                     "score": chosen - rejected,
                     "subset": found.subsets[i],
+                    "prompt_id": prompt_id(preferred_text),
                 }
             )
         return rows

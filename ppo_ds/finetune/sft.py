@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ppo_ds.config.sections.finetune import SFTConfig
 from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
+from ppo_ds.data.prompts import prompt_id
 from ppo_ds.distributed import heartbeat
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
@@ -247,6 +248,7 @@ class SFTTrainer:
             "score": float(response.strip() == about["answer"].strip()),
             "length": len(ids),
             "finish": "stop" if rollout.finished[i] else "length",
+            "prompt_id": prompt_id(about["prompt_text"]),
         }
 
     # -- checkpoints, export, failures -----------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppo_ds.data.prompts import prompt_id
 from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
@@ -20,7 +21,7 @@ from ppo_ds.ppo.win_rate import ReferenceResponses, Rows, win_rate
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.metrics import MetricSums
 from ppo_ds.training.stage import Evaluation
-from ppo_ds.types import Prompts, Rollout, Row
+from ppo_ds.types import Prompts, Rollout, Row, Scores
 
 PHASE = "in an evaluation"
 
@@ -51,8 +52,9 @@ class Evaluator:
         with fork_rng(self.world):
             sums, rows = MetricSums(), []
             for rollout, (_, weights) in zip(self.generate_all(), self.batches, strict=True):
-                scores, counted = self.score(rollout, self.start_scoring), weights.bool()
-                more = {name: self.score(rollout, start) for name, start in self.more_scoring.items()}
+                scored, counted = self.score(rollout, self.start_scoring), weights.bool()
+                scores = scored.sums
+                more = {name: self.score(rollout, start).sums for name, start in self.more_scoring.items()}
                 sums.add_mean_and_std("eval/score", scores, counted)
                 sums.add_mean("eval/resp_len_mean", rollout.response_mask.sum(1), counted)
                 sums.add_mean("eval/stop_frac", rollout.finished, counted)
@@ -60,7 +62,7 @@ class Evaluator:
                     sums.add_mean("eval/accuracy", scores > self.correct_above, counted)
                 for name, column in more.items():
                     sums.add_mean(f"eval/{name}_mean", column, counted)
-                rows += self.sample_rows(rollout, scores, counted, more)
+                rows += self.sample_rows(rollout, scored, counted, more)
             rows = self.gathered(rows)
             metrics = sums.reduced(self.world)
             others = self.reference_rows(rows) if self.reference is not None else None
@@ -110,28 +112,31 @@ class Evaluator:
         """Returns the rows of all ranks, in the order of the prompts. A collective."""
         return [row for part in self.world.gather_objects(rows) for row in part]
 
-    def score(self, rollout: Rollout, start_scoring: StartScoring) -> Tensor:
-        """Returns the scores of a rollout [b] by one reward."""
+    def score(self, rollout: Rollout, start_scoring: StartScoring) -> Scores:
+        """Returns the scores of a rollout by one reward."""
         with _heartbeat_phase("in the reward"):
-            scores = wait_for_scores(start_scoring(rollout), self.world, self.check).sums
+            scores = wait_for_scores(start_scoring(rollout), self.world, self.check)
         self.check()
         return scores
 
     def sample_rows(
-        self, rollout: Rollout, scores: Tensor, counted: Tensor, more: Mapping[str, Tensor]
+        self, rollout: Rollout, scores: Scores, counted: Tensor, more: Mapping[str, Tensor]
     ) -> list[dict[str, Any]]:
         """Returns the counted rows of a rollout as text, for the samples file and the report."""
-        rows = []
+        rows, sums = [], scores.sums
         for i in counted.nonzero().flatten().tolist():
             response = rollout.response_ids[i][rollout.response_mask[i]].tolist()
             row = {
                 "prompt": rollout.metadata[i]["prompt_text"],
                 "asked": last_message(rollout.metadata[i]),
                 "response": self.tokenizer.decode(response),
-                "score": float(scores[i]),
+                "score": float(sums[i]),
                 "length": len(response),
                 "finish": "stop" if rollout.finished[i] else "length",
+                "prompt_id": prompt_id(rollout.metadata[i]["prompt_text"]),
             }
+            if scores.components:
+                row["components"] = {name: float(column[i]) for name, column in scores.components.items()}
             if more:
                 row["rewards"] = {name: float(column[i]) for name, column in more.items()}
             rows.append(row)

@@ -99,6 +99,7 @@ class ExperienceMaker:
             scores=rollout.score_sums,
             rewards=rewards,
             advantages=advantages,
+            components=rollout.components if rollout.components[0] else None,
             logprobs=logprobs,
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,

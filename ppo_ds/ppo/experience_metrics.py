@@ -1,16 +1,13 @@
-"""Metrics and sample rows computed from an Experience.
+"""Metrics computed from an Experience.
 
 Every rank holds all rows, so nothing here is a collective.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.histograms import count_equal_bins
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.masked import masked_mean
@@ -82,29 +79,3 @@ def reference_log_ratio(experience: Experience) -> Tensor | None:
     if experience.logprobs is None or experience.ref_logprobs is None:
         return None
     return approx_kl(experience.logprobs, experience.ref_logprobs).masked_fill(~experience.response_mask, 0.0)
-
-
-def sample_rows(experience: Experience, tokenizer: Tokenizer, limit: int) -> list[dict[str, Any]]:
-    """Returns the first ``limit`` rows (-1: all) as text.
-
-    Each row has its score, summed KL (nats), length (tokens), finish reason and the token that ended it.
-    """
-    log_ratio, width = reference_log_ratio(experience), experience.prompt_width
-    kl = [None] * len(experience) if log_ratio is None else log_ratio.sum(1).tolist()
-    rows = []
-    for i in range(len(experience) if limit < 0 else min(limit, len(experience))):
-        prompt = experience.ids[i, :width][experience.attention_mask[i, :width]].tolist()
-        response = experience.response_ids[i, : experience.response_lengths[i]].tolist()
-        finished = bool(experience.finished[i])
-        rows.append(
-            {
-                "prompt": tokenizer.decode(prompt, skip_special_tokens=False),
-                "response": tokenizer.decode(response),
-                "score": float(experience.scores[i]),
-                "kl": kl[i],
-                "length": len(response),
-                "finish": "stop" if finished else "length",
-                "ended_by": tokenizer.decode(response[-1:], skip_special_tokens=False) if finished else None,
-            }
-        )
-    return rows

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from ppo_ds.commands.entry_points import command
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.ppo.experience_metrics import sample_rows
 from ppo_ds.ppo.health import NonFiniteStep
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.nan_debug import find_origin
+from ppo_ds.ppo.sample_rows import sample_rows
 from ppo_ds.training import failure_dump
 from ppo_ds.training.failure_dump import FORMAT
 from ppo_ds.types import Experience

@@ -37,11 +37,12 @@ from ppo_ds.ops.kl import FixedKLController
 from ppo_ds.ppo.collector import RolloutCollector
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.experience import ExperienceMaker
-from ppo_ds.ppo.experience_metrics import describe, histograms, sample_rows
+from ppo_ds.ppo.experience_metrics import describe, histograms
 from ppo_ds.ppo.failure_dump import dump_failure
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.meter import Meter
+from ppo_ds.ppo.sample_rows import prompt_notes, sample_rows
 from ppo_ds.training.export import export_actor, export_model
 from ppo_ds.training.health import TooManySkips
 from ppo_ds.training.stage import Evaluation, RunContext, Stateful, StepResult
@@ -62,7 +63,8 @@ class PPOTrainer:
     seed: int
     total_steps: int
     samples_per_prompt: int
-    sample_rows: int  # responses logged per step
+    samples: int  # responses logged per step; -1: all
+    sample_tokens: int  # most tokens of each of them with columns of numbers
     logs_histograms: bool = False  # of scores, lengths, advantages and ratios
 
     # models
@@ -109,6 +111,8 @@ class PPOTrainer:
         # 1. responses; a slow reward scores them in the background
         rollout, scores, collected = self.collect(self.prompts)
 
+        notes = prompt_notes(rollout, self.samples, self.context.world)
+
         # 2. log-probs, KL, values, scores, advantages
         kl_coef = self.kl.value
         experience, made = self.make_experience(rollout, scores, kl_coef)
@@ -147,7 +151,7 @@ class PPOTrainer:
             metrics=metrics,
             episodes=len(experience),
             tokens=int(experience.response_lengths.sum()),
-            samples=sample_rows(experience, self.tokenizer, self.sample_rows),
+            samples=self.sample_rows(experience, notes),
             histograms=self.histograms(experience) if self.logs_histograms else {},
             performance=lambda costs: self.meter(experience, costs, metrics),
             warnings=() if exceeded is None or ends_run else (exceeded,),
@@ -160,6 +164,13 @@ class PPOTrainer:
         if not self.context.world.is_main:
             return {}
         return histograms(experience) | ({} if ratios is None else {"policy/ratio_hist": ratios})
+
+    def sample_rows(self, experience: Experience, notes: list[dict[str, str]]) -> list[dict[str, Any]]:
+        """Returns the sample rows of a step, which only rank 0 logs."""
+        if not self.context.world.is_main:
+            return []
+        rows = sample_rows(experience, self.tokenizer, self.samples, self.sample_tokens)
+        return [row | note for row, note in zip(rows, notes, strict=False)]
 
     def minibatch_seed(self, index: int) -> int:
         return self.seed * 1_000_003 + index

@@ -29,8 +29,10 @@ class Tracker(Protocol):
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
         """Records sample rows of one step; ``split`` is train or eval.
 
-        A row has the keys prompt and response. Rows of PPO also have score, length and finish; rows of its
-        training steps have kl as well.
+        A row has the keys prompt, asked (the last message of the prompt), response, score and prompt_id (the
+        same for a prompt in all steps). Rows of PPO also have length and finish, and components if the score
+        has parts. Rows of its training steps have kl as well and, with tracker.sample_tokens, tokens: columns
+        with one entry per token, see ppo/sample_rows.py.
         """
 
     def event(self, step: int, kind: EventKind, text: str) -> None:
@@ -79,7 +81,7 @@ class Trackers:
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]], split: str = "train") -> None:
         kept = rows if self._max_samples < 0 else rows[: self._max_samples]
-        kept = [censored_tree(finite(row)) for row in kept]
+        kept = [_censored_row(finite(row)) for row in kept]
         for tracker in self._trackers if kept else ():
             tracker.samples(step, kept, split)
 
@@ -107,6 +109,14 @@ class Trackers:
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self._started, 3)
+
+
+def _censored_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Removes secrets from a row; the tokens of a response with a secret would spell it in pieces."""
+    clean = censored_tree(row)
+    if clean.get("response") != row.get("response"):
+        clean.pop("tokens", None)
+    return clean
 
 
 def finite(values: Any) -> Any:

@@ -54,7 +54,7 @@ def base() -> dict[str, Any]:
         "algo": {"epochs": 2, "minibatch_size": 8, "kl": {"coef": 0.1}, "entropy": {"coef": 0.01}},
         "memory": {"rollout_tokens": 200, "score_tokens": 150, "train_tokens": 100},
         "checkpoint": {"every": 0},
-        "tracker": {"samples": -1},
+        "tracker": {"samples": -1, "sample_tokens": 10},
         "reward": {
             "_target_": "ppo_ds.rewards.function.FunctionReward",
             "path": f"{invariant_assets.__file__}:score",

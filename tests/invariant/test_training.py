@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,24 @@ MORE = [
 ]
 
 
+def sample_gaps(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[str]:
+    """Returns descriptions of the differences between sample rows, whose numbers have four decimals."""
+    found = []
+    for i, (row, other) in enumerate(zip(rows, others, strict=True)):
+        columns, other_columns = row["tokens"], other["tokens"]
+        assert columns.keys() == other_columns.keys() >= {"text", "ids", "logprobs", "advantages", "rewards"}
+        for name in ("prompt_id", "response", "score"):
+            if row[name] != other[name]:
+                found.append(f"row {i}: {name} {row[name]} {other[name]}")
+        for name, column in columns.items():
+            expected = other_columns[name]
+            if name not in ("text", "ids"):
+                expected = pytest.approx(expected, rel=1e-4, abs=3e-4)
+            if column != expected:
+                found.append(f"row {i}: {name} {column} {other_columns[name]}")
+    return found
+
+
 def gaps(a: Run, b: Run, weights_within: float = WEIGHTS) -> list[str]:
     """Returns descriptions of the differences that exceed rounding."""
     found = []
@@ -49,6 +68,7 @@ def gaps(a: Run, b: Run, weights_within: float = WEIGHTS) -> list[str]:
             near = 1e-4 if name.startswith("parity/logp") else ABSOLUTE
             if not math.isclose(x, other[name], rel_tol=RELATIVE, abs_tol=near):
                 found.append(f"step {step}: {name} {x} {other[name]}")
+        found += [f"step {step}: {gap}" for gap in sample_gaps(a.samples(step), b.samples(step))]
     for role, norms in a.found["norms"].items():
         pairs = enumerate(zip(norms, b.found["norms"][role], strict=True))
         found += [

@@ -231,3 +231,43 @@ def real(rows):
         )
         out.append([*(column.tolist() for column in under), float(rows.scores[i]), bool(rows.finished[i])])
     return out
+
+
+JUNK = 1e6
+
+
+def two_groups():
+    """Makes two prompts with two responses each.
+
+    They are [a b <eos>], [<eos>], [a b c] (truncated), [a b <eos>]. The padding holds arbitrary values.
+    """
+    ids = torch.tensor([[9, 5, 3, 4, 1], [9, 5, 1, 9, 9], [6, 7, 3, 4, 5], [6, 7, 3, 4, 1]])
+    attention = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
+    mask = attention[:, 2:]
+
+    def column(*rows):
+        return torch.tensor([[*row, *[JUNK] * (3 - len(row))] for row in rows])
+
+    def states(*rows):
+        return torch.tensor([[*row, *[JUNK] * (4 - len(row))] for row in rows])
+
+    zeros = torch.zeros(4, 3)
+    return Experience(
+        ids=ids,
+        attention_mask=attention,
+        response_mask=mask,
+        finished=torch.tensor([True, True, False, True]),
+        decode_logprobs=column([-1.0, -1.25, -1.0], [-2.0], [-1.0, -1.0, -0.25], [-1.0, -1.0, -1.0]),
+        logprobs=column([-1.0, -1.0, -1.0], [-2.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]),
+        old_logprobs=zeros - JUNK,
+        ref_logprobs=column([-1.5, -0.8, -1.0], [-2.5], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.9]).masked_fill(
+            ~mask, -JUNK
+        ),
+        values=states([1.0, 2.0, 3.0], [9.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]),
+        rewards=torch.nn.functional.pad(torch.tensor([[1.0], [0.0], [0.0], [-1.0]]) * mask, (0, 1)),
+        advantages=zeros,
+        weights=zeros,
+        returns=states([1.0, 1.0, 1.0], [1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0]),
+        value_mask=torch.nn.functional.pad(mask, (0, 1)),
+        scores=torch.tensor([1.0, 1.0, 0.0, 4.0]),
+    )

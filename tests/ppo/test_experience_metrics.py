@@ -1,4 +1,4 @@
-"""Tests the metrics and the sample rows of an experience, computed by hand."""
+"""Tests the metrics of an experience, computed by hand."""
 
 import math
 from dataclasses import replace
@@ -6,49 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.ppo.experience_metrics import describe, sample_rows
-from ppo_ds.types import Experience
-from tests.ppo.algo_cases import without_critic
-
-JUNK = 1e6
+from ppo_ds.ppo.experience_metrics import describe
+from tests.ppo.algo_cases import two_groups, without_critic
 
 
 @pytest.fixture
 def experience():
-    """Makes two prompts with two responses each.
-
-    They are [a b <eos>], [<eos>], [a b c] (truncated), [a b <eos>]. The padding holds arbitrary values.
-    """
-    ids = torch.tensor([[9, 5, 3, 4, 1], [9, 5, 1, 9, 9], [6, 7, 3, 4, 5], [6, 7, 3, 4, 1]])
-    attention = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
-    mask = attention[:, 2:]
-
-    def column(*rows):
-        return torch.tensor([[*row, *[JUNK] * (3 - len(row))] for row in rows])
-
-    def states(*rows):
-        return torch.tensor([[*row, *[JUNK] * (4 - len(row))] for row in rows])
-
-    zeros = torch.zeros(4, 3)
-    return Experience(
-        ids=ids,
-        attention_mask=attention,
-        response_mask=mask,
-        finished=torch.tensor([True, True, False, True]),
-        decode_logprobs=column([-1.0, -1.25, -1.0], [-2.0], [-1.0, -1.0, -0.25], [-1.0, -1.0, -1.0]),
-        logprobs=column([-1.0, -1.0, -1.0], [-2.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]),
-        old_logprobs=zeros - JUNK,
-        ref_logprobs=column([-1.5, -0.8, -1.0], [-2.5], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.9]).masked_fill(
-            ~mask, -JUNK
-        ),
-        values=states([1.0, 2.0, 3.0], [9.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]),
-        rewards=torch.nn.functional.pad(torch.tensor([[1.0], [0.0], [0.0], [-1.0]]) * mask, (0, 1)),
-        advantages=zeros,
-        weights=zeros,
-        returns=states([1.0, 1.0, 1.0], [1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0]),
-        value_mask=torch.nn.functional.pad(mask, (0, 1)),
-        scores=torch.tensor([1.0, 1.0, 0.0, 4.0]),
-    )
+    return two_groups()
 
 
 def test_by_hand(experience):
@@ -120,25 +84,3 @@ def test_value_metrics_cover_the_trained_states(experience):
     assert seen["value/pred_mean"] == pytest.approx(20 / 11) and seen["value/return_mean"] == pytest.approx(
         13 / 11
     )
-
-
-def test_rows_as_text(experience, tokenizer):
-    rows = sample_rows(experience, tokenizer, -1)
-    assert [row["prompt"] for row in rows] == ["c", "c", "de", "de"]
-    assert [row["response"] for row in rows] == ["ab", "", "abc", "ab"]  # the end token has no text
-    assert [row["score"] for row in rows] == [1.0, 1.0, 0.0, 4.0]
-    assert [row["kl"] for row in rows] == pytest.approx([0.3, 0.5, 0.0, 0.9], abs=1e-6)
-    assert [row["length"] for row in rows] == [3, 1, 3, 3]
-    assert [row["finish"] for row in rows] == ["stop", "stop", "length", "stop"]
-    assert [row["ended_by"] for row in rows] == ["<eos>", "<eos>", None, "<eos>"]
-
-
-def test_special_tokens_of_a_prompt_are_shown(experience, tokenizer):
-    ids = experience.ids.clone()
-    ids[0, 1] = 1
-    assert sample_rows(replace(experience, ids=ids), tokenizer, 1)[0]["prompt"] == "<eos>"
-
-
-@pytest.mark.parametrize(("limit", "n"), [(-1, 4), (0, 0), (3, 3), (99, 4)])
-def test_limit(experience, tokenizer, limit, n):
-    assert len(sample_rows(experience, tokenizer, limit)) == n

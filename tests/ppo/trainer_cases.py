@@ -139,6 +139,7 @@ def stand_ins(world, tokenizer, monkeypatch):
         patience=None,
     ):
         monkeypatch.setattr("ppo_ds.training.run.write_report", lambda *_, **__: events.append("report"))
+        monkeypatch.setattr("ppo_ds.ppo.trainer.prompt_notes", lambda *_: [])
         settings = composed("standard", "run.steps=9", *algo).algo
         events = []
         stage = PPOTrainer(
@@ -147,7 +148,8 @@ def stand_ins(world, tokenizer, monkeypatch):
             seed=7,
             total_steps=total_steps,
             samples_per_prompt=1,
-            sample_rows=2,
+            samples=2,
+            sample_tokens=0,
             tokenizer=tokenizer,
             **models(events, ema, lagged),
             **algorithm(events, parts or {}, pretraining=settings.value.pretrain_rollouts > 0),

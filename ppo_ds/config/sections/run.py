@@ -199,6 +199,11 @@ class TrackerConfig(Section):
     tensorboard: TensorBoardConfig
     trackio: TrackioConfig
     samples: Annotated[int, Ge(-1)] = Field(8, description="Rows of samples/ written per step; -1: all rows.")
+    sample_tokens: Natural = Field(
+        0,
+        description="With stage=ppo, the most response tokens per row of samples/ for which log-probs, "
+        "values, advantages and rewards are written, about 60 bytes per token; 0: none.",
+    )
     print_answers: Annotated[int, Ge(0)] = Field(
         0,
         description="Steps from one printed prompt with its answer to the next; 0: none. It is the first row "

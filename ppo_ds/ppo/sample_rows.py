@@ -1,0 +1,113 @@
+"""Sample rows of a step: responses as text, with the numbers of the response and of its tokens.
+
+Every rank holds all rows of an Experience, but only the metadata of its own prompts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ppo_ds.data.prompts import prompt_id
+from ppo_ds.distributed.world import World
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ppo.evaluation import last_message
+from ppo_ds.ppo.experience_metrics import reference_log_ratio
+from ppo_ds.types import Experience, Rollout
+
+DIGITS = 4  # decimals of the numbers of tokens
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not yet a character
+
+
+def sample_rows(
+    experience: Experience, tokenizer: Tokenizer, limit: int, token_limit: int = 0
+) -> list[dict[str, Any]]:
+    """Returns the first ``limit`` rows (-1: all) as text.
+
+    Each row has its score and the components of the score, its summed KL (nats), length (tokens), finish
+    reason and the token that ended it. With ``token_limit``, it has columns of its first tokens, at most that
+    many, see ``token_columns``.
+    """
+    log_ratio, width = reference_log_ratio(experience), experience.prompt_width
+    kl = [None] * len(experience) if log_ratio is None else log_ratio.sum(1).tolist()
+    rows = []
+    for i in range(len(experience) if limit < 0 else min(limit, len(experience))):
+        prompt = experience.ids[i, :width][experience.attention_mask[i, :width]].tolist()
+        response = experience.response_ids[i, : experience.response_lengths[i]].tolist()
+        finished = bool(experience.finished[i])
+        components = {} if experience.components is None else {"components": experience.components[i]}
+        tokens = {"tokens": token_columns(experience, tokenizer, i, token_limit)} if token_limit else {}
+        rows.append(
+            {
+                "prompt": tokenizer.decode(prompt, skip_special_tokens=False),
+                "response": tokenizer.decode(response),
+                "score": float(experience.scores[i]),
+                **components,
+                "kl": kl[i],
+                "length": len(response),
+                "finish": "stop" if finished else "length",
+                "ended_by": tokenizer.decode(response[-1:], skip_special_tokens=False) if finished else None,
+                **tokens,
+            }
+        )
+    return rows
+
+
+def token_columns(experience: Experience, tokenizer: Tokenizer, i: int, limit: int) -> dict[str, list[Any]]:
+    """Returns columns of the first ``limit`` response tokens of row ``i``, each with one entry per token.
+
+    text          pieces that together are the text of the tokens, special tokens included
+    ids
+    logprobs      of the actor before the update
+    ref_logprobs  of the reference
+    values        of the critic, in the state before the token
+    advantages    as the update uses them, but for a whitening of each minibatch
+    rewards       the shaped score and the KL penalty; the last token of a response also has the reward of the
+                  state after it
+
+    Columns that the run does not compute are missing.
+    """
+    length = int(experience.response_lengths[i])
+    count = min(length, limit)
+    ids = experience.response_ids[i, :count].tolist()
+    rewards = experience.rewards[i].clone()
+    if length:
+        rewards[length - 1] += rewards[length]
+    numbers = {
+        "logprobs": None if experience.logprobs is None else experience.logprobs[i],
+        "ref_logprobs": None if experience.ref_logprobs is None else experience.ref_logprobs[i],
+        "values": None if experience.values is None else experience.values[i],
+        "advantages": experience.advantages[i],
+        "rewards": rewards,
+    }
+    return {"text": token_texts(ids, tokenizer), "ids": ids} | {
+        name: [round(value, DIGITS) for value in column[:count].tolist()]
+        for name, column in numbers.items()
+        if column is not None
+    }
+
+
+def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
+    """Returns the piece of text that each token adds to the text of the tokens before it.
+
+    A token that ends within a character adds nothing; the token that completes the character adds it. Each
+    piece is found from a few tokens, since the first token of a text may lose its space.
+    """
+    texts, start, end = [], 0, 0  # ids[start:end] are the last tokens whose text is complete
+    for i in range(1, len(ids) + 1):
+        before, text = (tokenizer.decode(ids[start:stop], skip_special_tokens=False) for stop in (end, i))
+        if text.endswith(INCOMPLETE) and i < len(ids):
+            texts.append("")
+        else:
+            texts.append(text[len(before) :])
+            start, end = end, i
+    return texts
+
+
+def prompt_notes(rollout: Rollout, limit: int, world: World) -> list[dict[str, str]]:
+    """Returns what the rows of ``sample_rows`` say about their prompts beside its text. A collective.
+
+    "asked" is the last message of a chat, or the whole prompt; "prompt_id" is the same in all steps.
+    """
+    mine = rollout.metadata if limit < 0 else rollout.metadata[:limit]
+    notes = [{"asked": last_message(about), "prompt_id": prompt_id(about["prompt_text"])} for about in mine]
+    return [note for part in world.gather_objects(notes) for note in part]
