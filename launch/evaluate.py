@@ -6,12 +6,12 @@
 MODEL is a run directory, a model folder, a folder with a LoRA adapter, or a Hub name; all models are compared
 with the first one. The other arguments are those of launch/train.py, of which data.*, sampling.*, reward.*,
 eval.*, memory.*, rollout.backend, actor.model.* (dtype, trust_remote_code, ...) and run.seed have an effect.
+More rewards are +reward@eval.rewards.NAME=GROUP and eval.rewards.NAME.KEY=VALUE, as in training.
 The prompts are those of data.eval_path, or of data.path without it. sampling.max_new_tokens is 512 unless it
 is set. Options:
 
     --samples N           N sampled responses to each prompt, and pass@k; default: one greedy response
     --judge FILE.py:fn    a function that judges pairs of responses, besides the reward or instead of it
-    NAME:reward=...       a second reward; its keys have the same prefix, as in rule:reward.path=rule.py:score
     --out DIR             where to write evaluation.json, .jsonl and .html; default: outputs/evaluation
     --settings FILE       repeats the evaluation of a pipeline, from its evaluation_settings.json, and writes
                           beside it; takes no other arguments
@@ -28,8 +28,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,10 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 from launch.cli import Parser, find_folders, parse_options, to_yaml  # noqa: E402
 from launch.composing import compose_config, resolve_config  # noqa: E402
-from launch.planning import without_reward  # noqa: E402
 from launch.train import complain, prepare_environment, write_line  # noqa: E402
+from ppo_ds.commands.entry_points import command  # noqa: E402
 from ppo_ds.config.schema import Config, from_tree, inherit, resolved  # noqa: E402
+from ppo_ds.config.types import replace  # noqa: E402
 from ppo_ds.config.validation import validated  # noqa: E402
 from ppo_ds.distributed.exit import exit_now  # noqa: E402
 from ppo_ds.errors import RunError, UserError, printable  # noqa: E402
@@ -142,21 +143,17 @@ def parse(argv: list[str]) -> Evaluation:
         return read_settings(own.settings)
     if own.samples is not None and own.samples < 1:
         raise UserError(f"--samples={own.samples}: must be at least 1")
-    arguments, overrides, prefixed = grouped(options.overrides)
+    arguments = [text for text in options.overrides if is_model(text)]
+    overrides = [text for text in options.overrides if not is_model(text)]
     if not arguments:
         raise UserError(
-            "MODEL is missing: give one or more models to compare, such as launch/evaluate.py "
+            f"MODEL is missing: give one or more models to compare, such as {command('evaluate')} "
             "outputs/base outputs/tuned data.path=... reward=...; see --help"
         )
     base = next((text.partition("=")[2] for text in overrides if text.startswith("actor.model.path=")), None)
     models = find_models(arguments, base)
     config, has_reward = compose(options, overrides, models[0], own.out, own.judge is not None)
-    rewards = {"reward": config.reward} if has_reward else {}
-    for name, own_arguments in prefixed.items():
-        second, _ = compose(
-            options, [*without_reward(overrides), *own_arguments], models[0], own.out, False, name
-        )
-        rewards[name] = second.reward
+    rewards = ({"reward": config.reward} if has_reward else {}) | config.eval.rewards
     if options.cfg:
         print(to_yaml(resolved(config)) if is_main else "", end="")
         raise SystemExit(0)
@@ -164,69 +161,58 @@ def parse(argv: list[str]) -> Evaluation:
     return Evaluation(config, models, rewards, own.out, samples, own.judge)
 
 
-def grouped(arguments: list[str]) -> tuple[list[str], list[str], dict[str, list[str]]]:
-    """Divides arguments into models, overrides, and overrides of further rewards by prefix.
-
-    Raises UserError for a prefix of another key than those of the reward.
-    """
-    models, overrides, prefixed = [], [], dict[str, list[str]]()
-    for text in arguments:
-        prefix = re.match(r"(\w+):(\+{0,2}[\w.@]+=.*)", text, re.DOTALL)
-        if prefix and not Path(text).exists():
-            name, override = prefix.groups()
-            if name == "reward" or override.lstrip("+").partition("=")[0].split(".")[0] != "reward":
-                raise UserError(
-                    f"{text}: write NAME:reward=... or NAME:reward.KEY=... for a second reward, with a name "
-                    "other than reward"
-                )
-            prefixed.setdefault(name, []).append(override)
-        elif ("=" in text or text[:1] in "+~") and not Path(text).exists():
-            overrides.append(text)
-        else:
-            models.append(text)
-    return models, overrides, prefixed
+def is_model(argument: str) -> bool:
+    """Returns whether an argument names a model; otherwise it is an argument for Hydra."""
+    return Path(argument).exists() or ("=" not in argument and argument[:1] not in "+~")
 
 
 def compose(
-    options: argparse.Namespace,
-    overrides: list[str],
-    first: NamedModel,
-    out: Path,
-    reward_optional: bool,
-    prefix: str = "",
+    options: argparse.Namespace, overrides: list[str], first: NamedModel, out: Path, reward_optional: bool
 ) -> tuple[Config, bool]:
-    """Composes and checks the config of an evaluation, and returns whether it has a reward.
-
-    Keys that only training needs get any valid value. Errors begin with ``prefix`` if it is given.
-    """
+    """Composes and checks the config of an evaluation, and returns whether it has a reward."""
     folders = find_folders(options)
+    composed, problems = compose_config(folders, options.config_name.removesuffix(".yaml"), overrides)
+    tree = resolve_config(composed)
+    if tree.get("stage", "ppo") != "ppo":
+        raise UserError(f"stage={tree['stage']}: an evaluation needs stage=ppo, whose sampling it uses")
+    has_reward = bool(tree.get("reward"))
+    if reward_optional and not has_reward:
+        tree["reward"] = UNUSED_REWARD
+    unused = ""
+    with suppress(TypeError, AttributeError):  # a section that is not a mapping, which the checks report
+        unused = complete(tree, first, out)
     try:
-        composed, problems = compose_config(folders, options.config_name.removesuffix(".yaml"), overrides)
-        tree = resolve_config(composed)
-        if tree.get("stage", "ppo") != "ppo":
-            raise UserError(f"stage={tree['stage']}: an evaluation needs stage=ppo, whose sampling it uses")
-        tree["actor"]["model"].setdefault("path", first.path)
-        tree["rollout"].setdefault("prompts_per_step", 1)
-        tree["sampling"].setdefault("max_new_tokens", MAX_NEW_TOKENS)
-        if tree["run"]["steps"] is None and tree["run"]["epochs"] is None:
-            tree["run"]["steps"] = 1
-        tree["run"] |= {"dir": str(out), "resume": "auto", "dry_run": False}
-        tree["eval"]["every"], tree["checkpoint"]["keep_best"], tree["prepare"] = None, False, None
-        data = tree["data"]
-        if data["path"] is None and not data["mix"]:
-            data["path"] = data["eval_path"]
-        has_reward = bool(tree.get("reward"))
-        if reward_optional and not has_reward:
-            tree["reward"] = UNUSED_REWARD
-        try:
-            config = validated(tree, 1)
-        except UserError as error:
-            raise UserError(*problems, *error.problems) from None
-        if problems:
-            raise UserError(*problems)
+        config = validated(tree, 1)
     except UserError as error:
-        raise UserError(*(f"{prefix}:{line}" if prefix else line for line in error.problems)) from None
+        own = [line for line in error.problems if not (unused and line.startswith(f"{unused}="))]
+        raise UserError(*problems, *own) from None
+    if problems:
+        raise UserError(*problems)
+    if unused == "data.eval_path":
+        config = replace(config, data=replace(config.data, eval_path=None))
     return config, has_reward
+
+
+def complete(tree: dict[str, Any], first: NamedModel, out: Path) -> str:
+    """Sets the keys of a config that only training needs, and the defaults of an evaluation.
+
+    The checks of a run want training data and, for eval.rewards, held-out prompts: if the evaluation has only
+    one of data.path and data.eval_path, the other one gets its value. Returns the one that is not used.
+    """
+    tree["actor"]["model"].setdefault("path", first.path)
+    tree["rollout"].setdefault("prompts_per_step", 1)
+    tree["sampling"].setdefault("max_new_tokens", MAX_NEW_TOKENS)
+    if tree["run"]["steps"] is None and tree["run"]["epochs"] is None:
+        tree["run"]["steps"] = 1
+    tree["run"] |= {"dir": str(out), "resume": "auto", "dry_run": False}
+    tree["eval"]["every"], tree["checkpoint"]["keep_best"], tree["prepare"] = None, False, None
+    data = tree["data"]
+    if data["eval_path"] is None:
+        data["eval_path"] = data["path"]
+        return "data.eval_path"
+    if not data["mix"]:
+        data["path"] = data["eval_path"]
+    return "data.path"
 
 
 def read_settings(path: Path) -> Evaluation:

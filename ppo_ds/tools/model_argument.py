@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ppo_ds.commands.entry_points import command
 from ppo_ds.config.checks.data import looks_local
 from ppo_ds.errors import UserError
 
@@ -60,7 +61,7 @@ def find_model(argument: str, base: str | None = None) -> NamedModel:
         return NamedModel(short_name(folder), path, key, str(own), folder)
     if any((folder / name).exists() for name in ("checkpoints", "config.yaml", "state.json")):
         raise UserError(
-            f"{argument}: contains no finished model; export a checkpoint with python launch/export.py "
+            f"{argument}: contains no finished model; export a checkpoint with {command('export')} "
             f"{argument}, and give the folder that it prints"
         )
     raise UserError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
-from ppo_ds.tools.comparison import compare, estimate, table, wins
+from ppo_ds.tools.comparison import compare, estimate, outcomes, pass_at_k, pass_rates, table, wins
 
 
 def test_a_tie_is_half_a_win() -> None:
@@ -41,3 +42,78 @@ def test_the_table_names_models_scores_and_win_rates() -> None:
     assert "2 prompts of held.jsonl" in text
     assert lines[3] == ["base", "0.500", "[0.000,", "1.000]", "-", "-"]
     assert lines[5] == "ppo 1.500 [1.000, 2.000] 75.0 % [50.0, 100.0] 75.0 % [50.0, 100.0]".split()
+
+
+def test_each_response_is_compared_with_each_other_response() -> None:
+    """Prompt 1: 1 beats 0 twice, 0 ties with 0 twice. Prompt 2: all four pairs are ties."""
+    assert wins([[1.0, 0.0], [2.0, 2.0]], [[0.0, 0.0], [2.0, 2.0]]) == [0.75, 0.5]
+    assert outcomes([[1.0, 0.0]], [[0.0, 0.5]]).tolist() == [[0.5, 0.25, 0.25]]
+    found = compare({"a": [[0.0, 1.0], [1.0, 1.0]], "b": [[1.0, 1.0], [1.0, 1.0]]})
+    assert found["score"]["a"]["mean"] == 0.75
+    assert found["win_rate"]["b"]["a"]["mean"] == pytest.approx((0.75 + 0.5) / 2)
+    assert found["against_first"] == {"b": {"won": 0.25, "tied": 0.75, "lost": 0.0}}
+
+
+def test_the_interval_resamples_prompts_and_not_responses() -> None:
+    """Eight responses to each of two prompts are two independent values, not sixteen."""
+    of_means = compare({"a": [0.0, 1.0]})["score"]["a"]
+    assert compare({"a": [[0.0] * 8, [1.0] * 8]})["score"]["a"] == of_means
+    assert of_means == {"mean": 0.5, "low": 0.0, "high": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("count", "correct", "k", "value"),
+    [(4, 1, 2, 1 / 2), (5, 2, 3, 9 / 10), (3, 0, 3, 0.0), (3, 1, 3, 1.0), (10, 3, 1, 3 / 10), (4, 2, 3, 1.0)],
+)
+def test_pass_at_k_by_hand(count: int, correct: int, k: int, value: float) -> None:
+    """For example, of the 6 pairs of 4 responses with 1 correct one, 3 pairs contain it."""
+    assert pass_at_k(count, correct, k) == pytest.approx(value, abs=1e-12)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response() -> None:
+    for count in range(1, 8):
+        for correct, k in itertools.product(range(count + 1), range(1, count + 1)):
+            subsets = list(itertools.combinations(range(count), k))
+            share = sum(min(subset) < correct for subset in subsets) / len(subsets)
+            assert pass_at_k(count, correct, k) == pytest.approx(share, abs=1e-12)
+    assert pass_at_k(20_000, 1, 5_000) == pytest.approx(0.25)  # the binomial coefficients overflow
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5])
+def test_pass_at_k_is_unbiased(chance: float) -> None:
+    """Its mean over all outcomes of 9 independent responses is 1 - (1 - p)^k; 1 - (1 - c/n)^k is too low."""
+    weights = [math.comb(9, c) * chance**c * (1 - chance) ** (9 - c) for c in range(10)]
+    for k in (1, 2, 5, 9):
+        expected = sum(weight * pass_at_k(9, c, k) for c, weight in enumerate(weights))
+        assert expected == pytest.approx(1 - (1 - chance) ** k, abs=1e-12)
+        plugged_in = sum(weight * (1 - (1 - c / 9) ** k) for c, weight in enumerate(weights))
+        assert k == 1 or plugged_in < expected - 1e-3
+
+
+def test_pass_rates_have_powers_of_two_and_the_number_of_responses() -> None:
+    rates = pass_rates([[True, False, False], [False, False, False]])
+    assert {k: rate["mean"] for k, rate in rates.items()} == pytest.approx({"1": 1 / 6, "2": 1 / 3, "3": 0.5})
+    assert list(pass_rates([[True] * 8])) == ["1", "2", "4", "8"]
+
+
+def test_the_table_has_pass_rates_the_judge_and_the_responses() -> None:
+    one = {"mean": 0.5, "low": 0.25, "high": 0.75}
+    result = {
+        "data": "x.jsonl", "prompts": 4, "decoding": {"samples": 2, "greedy": False}, "rewards": {},
+        "pass_at_k": {"reward": {"correct_above": 0.5, "models": {"a": {"1": one, "2": one}}}},
+        "judge": {
+            "first": "a", "function": "j.py:f", "models": {"b": {"win_rate": one, "disagreement": 0.125}}
+        },
+        "kl": {"name": "KL", "first": "a", "models": {"b": one}},
+        "responses": {
+            "a": {"tokens_mean": 3.25, "finished_frac": 1.0}, "b": {"tokens_mean": 4, "finished_frac": 0.5}
+        },
+        "tokens_per_second": {"a": 1234.4, "b": 10.0},
+        "remarks": ["no KL of c to a"],
+    }  # fmt: skip
+    text = table(result)
+    assert "2 sampled response(s) each" in text and "pass@2 (reward)" in text
+    assert "b 50.0 % [25.0, 75.0] 12.5 %".split() in [line.split() for line in text.splitlines()]
+    assert text.splitlines()[-3].split() == ["a", "3.2", "100.0", "%", "-", "1,234"]
+    assert text.splitlines()[-2].split() == "b 4.0 50.0 % 0.500 [0.250, 0.750] 10".split()
+    assert text.endswith("  no KL of c to a")
