@@ -10,7 +10,7 @@ function seriesColour(index) {
   return `var(--series-${(index % SERIES_COLOURS) + 1})`;
 }
 
-// -- scales and paths -----------------------------------------------------------------------------------------
+// -- scales and paths ---------------------------------------------------------------------------------------
 
 /** Returns a function from values to pixels; logarithmic if `log`. */
 function makeScale(low, high, start, end, log = false) {
@@ -75,7 +75,10 @@ function linePath(xs, ys) {
 /** Returns the outline of the area between two lines. */
 function areaPath(xs, upper, lower) {
   const back = xs.map((_, i) => xs.length - 1 - i);
-  return `${linePath(xs, upper)}${linePath(back.map((i) => xs[i]), back.map((i) => lower[i])).replace("M", "L")}Z`;
+  return `${linePath(xs, upper)}${linePath(
+    back.map((i) => xs[i]),
+    back.map((i) => lower[i]),
+  ).replace("M", "L")}Z`;
 }
 
 /** Returns the index of the value in the sorted `steps` that is nearest to `step`. */
@@ -102,7 +105,7 @@ function extent(values) {
   return low <= high ? [low, high] : [0, 1];
 }
 
-// -- the frame of a chart -------------------------------------------------------------------------------------
+// -- the frame of a chart -----------------------------------------------------------------------------------
 
 /** A chart that draws itself when it becomes visible, changes its width, or is printed. */
 class Chart {
@@ -128,7 +131,12 @@ class Chart {
   }
 
   get inner() {
-    return { left: MARGIN.left, right: this.width - MARGIN.right, top: MARGIN.top, bottom: this.height - MARGIN.bottom };
+    return {
+      left: MARGIN.left,
+      right: this.width - MARGIN.right,
+      top: MARGIN.top,
+      bottom: this.height - MARGIN.bottom,
+    };
   }
 
   /** Draws the chart again if it is visible. */
@@ -218,7 +226,7 @@ addEventListener("beforeprint", () => {
   }
 });
 
-/** Shows the cursor at `step` in all visible charts over steps, with values in `source` only; null hides it. */
+/** Shows the cursor at `step` in all visible charts, with values in `source` only; null hides it. */
 function broadcastCursor(step, source = null) {
   for (const chart of charts) {
     if (!chart.visible || !chart.cursor) continue;
@@ -236,7 +244,7 @@ function forgetCharts(elements) {
   }
 }
 
-// -- lines over steps -----------------------------------------------------------------------------------------
+// -- lines over steps ---------------------------------------------------------------------------------------
 
 /** View settings of all line charts. */
 const view = { smoothing: 0, log: false, marks: true, hiddenRuns: new Set() };
@@ -245,7 +253,7 @@ const view = { smoothing: 0, log: false, marks: true, hiddenRuns: new Set() };
  * Lines over steps, with the healthy range as a band and marks at events.
  *
  * `spec`: {label, series: [{label, colour, run, steps, values, dash, spread}], healthy: [low, high] or null,
- * percent, fromZero, marks: [{run, step, kind, text}]}. `spread` has the [low, high] of an area around the line.
+ * percent, fromZero, marks: [{run, step, kind, text}]}. `spread` has [low, high] of the area around a line.
  */
 class LineChart extends Chart {
   constructor(spec) {
@@ -316,7 +324,13 @@ class LineChart extends Chart {
     if (start >= end) return;
     const { left, right } = this.inner;
     this.picture.append(
-      svg("rect", { class: "healthy", x: left, width: right - left, y: this.y(end), height: this.y(start) - this.y(end) }),
+      svg("rect", {
+        class: "healthy",
+        x: left,
+        width: right - left,
+        y: this.y(end),
+        height: this.y(start) - this.y(end),
+      }),
     );
   }
 
@@ -327,10 +341,13 @@ class LineChart extends Chart {
       const x = this.x(mark.step);
       const text = `step ${mark.step}, ${MARK_LABELS[mark.kind]}: ${mark.text}`;
       this.picture.append(
-        svg("g", { class: `mark ${mark.kind}`, "data-step": mark.step },
+        svg(
+          "g",
+          { class: `mark ${mark.kind}`, "data-step": mark.step },
           svg("title", {}, text),
           svg("line", { x1: x, x2: x, y1: top, y2: bottom }),
-          svg("path", { d: `M${x - 4.5} ${top - 8}h9l-4.5 7z` })),
+          svg("path", { d: `M${x - 4.5} ${top - 8}h9l-4.5 7z` }),
+        ),
       );
     }
   }
@@ -342,16 +359,21 @@ class LineChart extends Chart {
     if (series.spread && !log && view.smoothing === 0) {
       const lower = pixels(series.spread.map((ends) => ends[0]));
       const upper = pixels(series.spread.map((ends) => ends[1]));
-      this.picture.append(svg("path", { class: "spread", d: areaPath(xs, upper, lower), fill: series.colour }));
+      this.picture.append(
+        svg("path", { class: "spread", d: areaPath(xs, upper, lower), fill: series.colour }),
+      );
     }
     if (view.smoothing > 0) {
-      this.picture.append(svg("path", { class: "line raw", d: linePath(xs, pixels(series.values)), ...style }));
+      this.picture.append(
+        svg("path", { class: "line raw", d: linePath(xs, pixels(series.values)), ...style }),
+      );
     }
     const ys = pixels(smoothed(series.values, view.smoothing));
     this.picture.append(svg("path", { class: "line", d: linePath(xs, ys), ...style }));
     if (xs.length <= 12) {
       for (let i = 0; i < xs.length; i++) {
-        if (ys[i] !== null) this.picture.append(svg("circle", { cx: xs[i], cy: ys[i], r: 2.4, fill: series.colour }));
+        if (ys[i] !== null)
+          this.picture.append(svg("circle", { cx: xs[i], cy: ys[i], r: 2.4, fill: series.colour }));
       }
     }
   }
@@ -376,13 +398,16 @@ class LineChart extends Chart {
       const i = nearestIndex(series.steps, step);
       const value = series.values[i];
       if (!(log && value <= 0)) {
-        this.cursor.append(svg("circle", { cx: this.x(series.steps[i]), cy: this.y(value), r: 3.4, fill: series.colour }));
+        this.cursor.append(
+          svg("circle", { cx: this.x(series.steps[i]), cy: this.y(value), r: 3.4, fill: series.colour }),
+        );
       }
       lines.push(tipLine(series.colour, series.label, this.format(value)));
     }
     if (!withValues) return;
     for (const mark of this.spec.marks) {
-      if (mark.step === step) lines.push(el("div", { class: "tip-mark" }, `${MARK_LABELS[mark.kind]}: ${mark.text}`));
+      if (mark.step === step)
+        lines.push(el("div", { class: "tip-mark" }, `${MARK_LABELS[mark.kind]}: ${mark.text}`));
     }
     this.showTip(x, ...lines);
   }
@@ -394,7 +419,7 @@ function tipLine(colour, label, value) {
   return el("div", { class: "tip-line" }, dot, el("span", {}, label), el("b", { class: "number" }, value));
 }
 
-// -- stacked areas over steps ---------------------------------------------------------------------------------
+// -- stacked areas over steps -------------------------------------------------------------------------------
 
 /** Areas on top of each other. `spec`: {label, unit, steps, parts: [{label, colour, values}]}. */
 class StackChart extends Chart {
@@ -428,7 +453,14 @@ class StackChart extends Chart {
       this.picture.append(svg("path", { class: "layer", d: areaPath(xs, upper, lower), fill: layer.colour }));
     }
     const xTicks = niceTicks(first, last, Math.min(6, (right - left) / 48), true);
-    this.drawAxes(this.x, this.y, xTicks, niceTicks(0, high, 5), (t) => formatNumber(t, 6), (t) => formatNumber(t, 3));
+    this.drawAxes(
+      this.x,
+      this.y,
+      xTicks,
+      niceTicks(0, high, 5),
+      (t) => formatNumber(t, 6),
+      (t) => formatNumber(t, 3),
+    );
   }
 
   pointAt(pixel) {
@@ -457,7 +489,7 @@ class StackChart extends Chart {
   }
 }
 
-// -- points ---------------------------------------------------------------------------------------------------
+// -- points -------------------------------------------------------------------------------------------------
 
 /**
  * Points of x and y, joined in the order of their steps and darker from step to step.
@@ -485,7 +517,14 @@ class PathChart extends Chart {
     this.x = makeScale(x0, x1, left, right);
     this.y = makeScale(y0, y1, bottom, top);
     const short = (value) => formatNumber(value, 3);
-    this.drawAxes(this.x, this.y, niceTicks(x0, x1, Math.min(7, (right - left) / 60)), niceTicks(y0, y1, 5), short, short);
+    this.drawAxes(
+      this.x,
+      this.y,
+      niceTicks(x0, x1, Math.min(7, (right - left) / 60)),
+      niceTicks(y0, y1, 5),
+      short,
+      short,
+    );
     this.points = this.shown.flatMap((series) => {
       const xs = smoothed(series.xs, view.smoothing).map(this.x);
       const ys = smoothed(series.ys, view.smoothing).map(this.y);
@@ -494,7 +533,13 @@ class PathChart extends Chart {
     });
     for (const { x, y, series, age } of this.points) {
       this.picture.append(
-        svg("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: 3, fill: series.colour, "fill-opacity": (0.15 + 0.85 * age).toFixed(2) }),
+        svg("circle", {
+          cx: x.toFixed(1),
+          cy: y.toFixed(1),
+          r: 3,
+          fill: series.colour,
+          "fill-opacity": (0.15 + 0.85 * age).toFixed(2),
+        }),
       );
     }
   }
@@ -513,7 +558,12 @@ class PathChart extends Chart {
       best.x,
       el("div", { class: "tip-head" }, `Step ${formatNumber(series.steps[i], 9)}`),
       tipLine(series.colour, series.label, formatNumber(series.ys[i])),
-      el("div", { class: "tip-line faint" }, el("span", {}, this.spec.xLabel), el("b", {}, formatNumber(series.xs[i]))),
+      el(
+        "div",
+        { class: "tip-line faint" },
+        el("span", {}, this.spec.xLabel),
+        el("b", {}, formatNumber(series.xs[i])),
+      ),
     );
   }
 }

@@ -19,15 +19,17 @@ function seriesOf(runs, panel) {
       const curve = run.series[name];
       if (!curve) return [];
       const target = name.endsWith("/target");
-      return [{
-        label: several ? (entries.length > 1 ? `${run.name}: ${label}` : run.name) : label,
-        colour: seriesColour(several ? index : metric),
-        dash: several ? DASHES[metric % DASHES.length] : target ? DASHES[1] : null,
-        run: index,
-        steps: curve.steps,
-        values: curve.values,
-        spread: metric === 0 && !several ? spreadOf(run, panel, curve) : null,
-      }];
+      return [
+        {
+          label: several ? (entries.length > 1 ? `${run.name}: ${label}` : run.name) : label,
+          colour: seriesColour(several ? index : metric),
+          dash: several ? DASHES[metric % DASHES.length] : target ? DASHES[1] : null,
+          run: index,
+          steps: curve.steps,
+          values: curve.values,
+          spread: metric === 0 && !several ? spreadOf(run, panel, curve) : null,
+        },
+      ];
     }),
   );
 }
@@ -39,12 +41,16 @@ function spreadOf(run, panel, curve) {
   const spread = new Map(band.steps.map((step, i) => [step, band.values[i]]));
   if (!curve.steps.every((step) => spread.has(step))) return null;
   const limits = (panel.bandLimits ?? []).map((name) => run.series[name]);
-  const [lowest, highest] = limits.length === 2 && limits.every(Boolean)
-    ? [Math.min(...limits[0].values), Math.max(...limits[1].values)]
-    : [-Infinity, Infinity];
+  const [lowest, highest] =
+    limits.length === 2 && limits.every(Boolean)
+      ? [Math.min(...limits[0].values), Math.max(...limits[1].values)]
+      : [-Infinity, Infinity];
   return curve.steps.map((step, i) => {
     const [value, deviation] = [curve.values[i], spread.get(step)];
-    return [Math.max(value - deviation, Math.min(lowest, value)), Math.min(value + deviation, Math.max(highest, value))];
+    return [
+      Math.max(value - deviation, Math.min(lowest, value)),
+      Math.min(value + deviation, Math.max(highest, value)),
+    ];
   });
 }
 
@@ -67,7 +73,7 @@ function metricValue(metric, value, digits = 4) {
   return metric?.percent ? formatPercent(value, digits) : formatNumber(value, digits);
 }
 
-/** Returns the card of a panel: {title, unit, metrics: {name: label}, band, bandLimits, percent, fromZero}. */
+/** Returns the card of a panel; report.py makes the panels. */
 function panelCard(panel, data, marks) {
   const { runs, metrics } = data;
   const series = seriesOf(runs, panel);
@@ -84,10 +90,15 @@ function panelCard(panel, data, marks) {
   const only = runs.length === 1 ? runs[0].series[names[0]] : null;
   const latest = only ? metricValue({ percent }, only.values.at(-1), 3) : null;
   const legend = series.length > 1 ? el("div", { class: "legend" }, series.map(legendEntry)) : null;
-  return el("figure", { class: "card chart", dataset: { names: names.join(" "), title: panel.title } },
-    el("div", { class: "chart-head" },
+  return el(
+    "figure",
+    { class: "card chart", dataset: { names: names.join(" "), title: panel.title } },
+    el(
+      "div",
+      { class: "chart-head" },
       el("h3", {}, panel.title),
-      latest && el("span", { class: "latest number" }, latest)),
+      latest && el("span", { class: "latest number" }, latest),
+    ),
     el("p", { class: "chart-unit faint small" }, panel.unit || "\u00a0"),
     chart.element,
     legend,
@@ -103,40 +114,77 @@ function commonRange(names, metrics) {
 }
 
 function legendEntry(series) {
-  const line = svg("svg", { width: 18, height: 8, "aria-hidden": "true" },
-    svg("line", { x1: 0, x2: 18, y1: 4, y2: 4, stroke: series.colour, "stroke-width": 2, "stroke-dasharray": series.dash }));
+  const line = svg(
+    "svg",
+    { width: 18, height: 8, "aria-hidden": "true" },
+    svg("line", {
+      x1: 0,
+      x2: 18,
+      y1: 4,
+      y2: 4,
+      stroke: series.colour,
+      "stroke-width": 2,
+      "stroke-dasharray": series.dash,
+    }),
+  );
   return el("span", { class: "legend-entry", dataset: { run: series.run } }, line, series.label);
 }
 
-/** Returns the foot of a card: whether the latest values are healthy, and on request what the metrics mean. */
+/**
+ * Returns the foot of a card: whether the latest values are healthy, what to do if they are not, and on
+ * request what the metrics mean.
+ */
 function aboutMetrics(names, { runs, metrics }) {
   const known = names.filter((name) => metrics[name]);
   if (!known.length) return el("div", { class: "about" }, el("code", { class: "faint" }, names.join("  ")));
   const outside = known.filter((name) =>
-    runs.some((run) => healthOf(metrics[name], run.series[name]?.values.at(-1)) === "out"));
+    runs.some((run) => healthOf(metrics[name], run.series[name]?.values.at(-1)) === "out"),
+  );
   const ranged = known.find((name) => outside.includes(name)) ?? known.find((name) => metrics[name].healthy);
-  const summary = !ranged
-    ? [el("span", {}, ...markdown(firstSentence(metrics[known[0]].meaning)))]
-    : outside.length
-      ? [el("span", { class: "state warn" }, el("span", { class: "dot" }), `Outside the healthy range: ${rangeText(metrics[ranged])}`)]
-      : [el("span", { class: "state good" }, el("span", { class: "dot" }), `Healthy range: ${rangeText(metrics[ranged])}`)];
-  const items = known.map((name) => metricNote(name, metrics[name], outside.includes(name)));
-  return el("details", { class: "about", open: outside.length > 0 }, el("summary", {}, ...summary), ...items);
+  let summary = el("span", {}, ...markdown(firstSentence(metrics[known[0]].meaning)));
+  if (ranged) {
+    const which = known.length > 1 ? ` of ${metrics[ranged].label}` : "";
+    const [kind, text] = outside.length ? ["warn", "Outside the healthy range"] : ["good", "Healthy range"];
+    const range = `${text}${which}: ${rangeText(metrics[ranged])}`;
+    summary = el("span", { class: `state ${kind}` }, el("span", { class: "dot" }), range);
+  }
+  const remedies = outside.map((name) => metrics[name].remedy).filter(Boolean);
+  return el(
+    "div",
+    { class: "about" },
+    el(
+      "details",
+      {},
+      el("summary", {}, summary),
+      known.map((name) => metricNote(name, metrics[name])),
+    ),
+    remedies.map((remedy) => el("p", { class: "remedy" }, ...markdown(remedy))),
+  );
 }
 
-/** Returns a text up to its first full stop, without what is in brackets. */
+/** Returns a text up to its first full stop, without what is in brackets, with a capital first letter. */
 function firstSentence(text) {
-  return text.replace(/^stage=\w+: /, "").replace(/ \([^()]*(\([^()]*\)[^()]*)*\)/g, "").split(/\. |\.$|; /)[0];
+  const bare = text.replace(/^stage=\w+: /, "").replace(/ \([^()]*(\([^()]*\)[^()]*)*\)/g, "");
+  const sentence = bare.split(/\. |\.$|; /)[0];
+  return sentence.charAt(0).toUpperCase() + sentence.slice(1);
 }
 
-function metricNote(name, metric, outside) {
+function metricNote(name, metric) {
   const remedyLabel = metric.healthy ? "Outside of it: " : "What to do: ";
-  return el("div", { class: "note" },
+  return el(
+    "div",
+    { class: "note" },
     el("code", {}, name),
     el("p", {}, ...markdown(metric.meaning)),
-    metric.healthy && el("p", { class: "muted" }, `Healthy range: ${rangeText(metric)}`,
-      ...(metric.reason ? [" (", ...markdown(metric.reason), ")"] : []), "."),
-    metric.remedy && el("p", { class: outside ? "remedy" : "muted" }, remedyLabel, ...markdown(metric.remedy)),
+    metric.healthy &&
+      el(
+        "p",
+        { class: "muted" },
+        `Healthy range: ${rangeText(metric)}`,
+        ...(metric.reason ? [" (", ...markdown(metric.reason), ")"] : []),
+        ".",
+      ),
+    metric.remedy && el("p", { class: "muted" }, remedyLabel, ...markdown(metric.remedy)),
   );
 }
 
@@ -149,7 +197,7 @@ function markdown(text) {
   });
 }
 
-// -- all metrics, by section ----------------------------------------------------------------------------------
+// -- all metrics, by section --------------------------------------------------------------------------------
 
 /** Returns the names of the metrics of a section. */
 function sectionNames(section) {
@@ -161,15 +209,24 @@ function metricSection(section, data, marks) {
   const cards = el("div", { class: "grid" });
   const names = sectionNames(section);
   const outside = names.filter((name) =>
-    data.runs.some((run) => healthOf(data.metrics[name], run.series[name]?.values.at(-1)) === "out"));
-  const details = el("details", { class: "metric-section", dataset: { prefix: section.prefix } },
-    el("summary", {},
+    data.runs.some((run) => healthOf(data.metrics[name], run.series[name]?.values.at(-1)) === "out"),
+  );
+  const details = el(
+    "details",
+    { class: "metric-section", dataset: { prefix: section.prefix } },
+    el(
+      "summary",
+      {},
       el("h3", {}, section.title),
       el("span", { class: "faint small" }, `${names.length} metric${names.length > 1 ? "s" : ""}`),
-      outside.length > 0 && el("span", { class: "badge warn" }, `${outside.length} outside the healthy range`)),
-    cards);
+      outside.length > 0 &&
+        el("span", { class: "badge warn" }, `${outside.length} outside the healthy range`),
+    ),
+    cards,
+  );
   details.addEventListener("toggle", () => {
-    if (details.open && !cards.childElementCount) cards.append(...section.cards.map((panel) => panelCard(panel, data, marks)));
+    if (details.open && !cards.childElementCount)
+      cards.append(...section.cards.map((panel) => panelCard(panel, data, marks)));
   });
   return details;
 }
@@ -191,7 +248,8 @@ function filterMetrics(container, sections, data, query) {
     if (words.length === 0) continue;
     details.open = found.length > 0;
     const show = () => {
-      for (const card of details.querySelectorAll(".chart")) card.hidden = !card.dataset.names.split(" ").some((name) => found.includes(name));
+      for (const card of details.querySelectorAll(".chart"))
+        card.hidden = !card.dataset.names.split(" ").some((name) => found.includes(name));
     };
     // the cards of a section that was closed are made by its toggle event
     if (details.querySelector(".chart")) show();

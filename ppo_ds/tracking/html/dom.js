@@ -10,7 +10,7 @@ function pageData() {
   return JSON.parse(document.getElementById("page-data").textContent);
 }
 
-/** Makes an HTML element. `attributes` may hold `class`, `dataset`, `on` (event -> listener) and attributes. */
+/** Makes an HTML element. `attributes` may also hold `dataset` and `on` (event -> listener). */
 function el(tag, attributes = {}, ...children) {
   return build(document.createElement(tag), attributes, children);
 }
@@ -23,12 +23,15 @@ function svg(tag, attributes = {}, ...children) {
 function build(element, { dataset = {}, on = {}, ...attributes }, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined) continue;
-    if (name.startsWith("aria-")) element.setAttribute(name, String(value)); // "false" differs from absent
+    if (name.startsWith("aria-"))
+      element.setAttribute(name, String(value)); // "false" differs from absent
     else if (value !== false) element.setAttribute(name, value === true ? "" : String(value));
   }
   Object.assign(element.dataset, dataset);
   for (const [event, listener] of Object.entries(on)) element.addEventListener(event, listener);
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(
+    ...children.flat().filter((child) => child !== null && child !== undefined && child !== false),
+  );
   return element;
 }
 
@@ -39,7 +42,10 @@ function formatNumber(value, digits = 4) {
   const size = Math.abs(value);
   let text;
   if (size < 1e-4 || size >= 1e9) {
-    text = size.toExponential(Math.max(0, digits - 2)).replace(/\.?0+e/, "e").replace("e+", "e");
+    text = size
+      .toExponential(Math.max(0, digits - 2))
+      .replace(/\.?0+e/, "e")
+      .replace("e+", "e");
   } else {
     const decimals = Math.max(0, digits - 1 - Math.floor(Math.log10(size)));
     text = size.toLocaleString("en-US", { maximumFractionDigits: Math.min(decimals, 8) });

@@ -2,7 +2,17 @@
 
 const PAGE = 50; // answers shown at once
 const KNOWN_KEYS = new Set([
-  "split", "step", "prompt", "prompt_id", "response", "score", "kl", "length", "finish", "tokens", "components",
+  "split",
+  "step",
+  "prompt",
+  "prompt_id",
+  "response",
+  "score",
+  "kl",
+  "length",
+  "finish",
+  "tokens",
+  "components",
 ]);
 const COLUMNS = [
   { key: "step", label: "Step" },
@@ -17,27 +27,44 @@ const COLUMNS = [
 // What a token can be coloured by. `diverging`: negative and positive values have different colours.
 const COLOURINGS = [
   {
-    key: "logprob", label: "Log-prob", diverging: false,
-    needs: ["logprobs"], values: (tokens) => tokens.logprobs,
+    key: "logprob",
+    label: "Log-prob",
+    diverging: false,
+    needs: ["logprobs"],
+    values: (tokens) => tokens.logprobs,
     ends: ["expected", "surprising"],
   },
   {
-    key: "kl", label: "KL", diverging: true,
+    key: "kl",
+    label: "KL",
+    diverging: true,
     needs: ["logprobs", "ref_logprobs"],
     values: (tokens) => tokens.logprobs.map((value, i) => difference(value, tokens.ref_logprobs[i])),
     ends: ["less likely than under the reference", "more likely"],
   },
   {
-    key: "value", label: "Value", diverging: true,
-    needs: ["values"], values: (tokens) => tokens.values, ends: ["negative", "positive"],
+    key: "value",
+    label: "Value",
+    diverging: true,
+    needs: ["values"],
+    values: (tokens) => tokens.values,
+    ends: ["negative", "positive"],
   },
   {
-    key: "advantage", label: "Advantage", diverging: true,
-    needs: ["advantages"], values: (tokens) => tokens.advantages, ends: ["worse than expected", "better than expected"],
+    key: "advantage",
+    label: "Advantage",
+    diverging: true,
+    needs: ["advantages"],
+    values: (tokens) => tokens.advantages,
+    ends: ["worse than expected", "better than expected"],
   },
   {
-    key: "reward", label: "Reward", diverging: true,
-    needs: ["rewards"], values: (tokens) => tokens.rewards, ends: ["negative", "positive"],
+    key: "reward",
+    label: "Reward",
+    diverging: true,
+    needs: ["rewards"],
+    values: (tokens) => tokens.rewards,
+    ends: ["negative", "positive"],
   },
 ];
 
@@ -51,8 +78,18 @@ class Rollouts {
     this.runs = runs;
     this.state = {
       run: runs.findIndex((run) => run.samples.rows.length > 0),
-      split: null, step: null, allSteps: false, query: "", finish: new Set(), low: null, high: null,
-      sort: null, descending: true, colour: null, follow: null, limit: PAGE,
+      split: null,
+      step: null,
+      allSteps: false,
+      query: "",
+      finish: new Set(),
+      low: null,
+      high: null,
+      sort: null,
+      descending: true,
+      colour: null,
+      follow: null,
+      limit: PAGE,
     };
     this.opened = null;
     this.controls = el("div", { class: "rollout-controls" });
@@ -60,12 +97,20 @@ class Rollouts {
     this.status = el("p", { class: "faint small", role: "status" });
     this.body = el("tbody");
     this.head = el("thead");
-    this.more = el("button", { class: "more", on: { click: () => this.update({ limit: this.state.limit + PAGE }) } });
+    this.more = el("button", {
+      class: "more",
+      on: { click: () => this.update({ limit: this.state.limit + PAGE }) },
+    });
     this.legend = el("div", { class: "scale small muted" });
-    this.element = el("div", { class: "rollouts" },
-      this.controls, this.followed, this.legend,
+    this.element = el(
+      "div",
+      { class: "rollouts" },
+      this.controls,
+      this.followed,
+      this.legend,
       el("div", { class: "card answers" }, el("table", {}, this.head, this.body)),
-      el("div", { class: "toolbar rollout-foot" }, this.status, el("span", { class: "spring" }), this.more));
+      el("div", { class: "toolbar rollout-foot" }, this.status, el("span", { class: "spring" }), this.more),
+    );
     this.selectRun(this.state.run);
   }
 
@@ -95,11 +140,18 @@ class Rollouts {
     this.steps = [...new Set(rows.map((row) => row.step))].sort((a, b) => a - b);
     this.keys = COLUMNS.filter(({ key }) => rows.some((row) => row[key] !== undefined && row[key] !== null));
     this.colourings = COLOURINGS.filter(({ needs }) =>
-      rows.some((row) => needs.every((column) => row.tokens?.[column])));
+      rows.some((row) => needs.every((column) => row.tokens?.[column])),
+    );
     this.finishes = [...new Set(rows.map((row) => row.finish).filter(Boolean))].sort();
     const colour = this.colourings.find(({ key }) => key === "advantage") ?? this.colourings[0];
     Object.assign(this.state, {
-      split, step: this.steps.at(-1), allSteps: false, finish: new Set(), follow: null, limit: PAGE, sort: null,
+      split,
+      step: this.steps.at(-1),
+      allSteps: false,
+      finish: new Set(),
+      follow: null,
+      limit: PAGE,
+      sort: null,
       colour: colour?.key ?? null,
     });
     this.opened = null;
@@ -112,56 +164,126 @@ class Rollouts {
     this.draw();
   }
 
-  // -- controls -----------------------------------------------------------------------------------------------
+  // -- controls ---------------------------------------------------------------------------------------------
 
   drawControls() {
     const { state, run } = this;
     const recorded = new Set(run.samples.rows.map((row) => row.split));
     const splits = [...recorded].sort((a, b) => (b === "train") - (a === "train") || a.localeCompare(b));
     const names = { train: "Training", eval: "Held out" };
-    const runSelect = this.runs.length > 1 && el("select",
-      { "aria-label": "Run", on: { change: (event) => this.selectRun(Number(event.target.value)) } },
-      this.runs.map((each, i) => each.samples.rows.length > 0 && el("option", { value: i, selected: i === state.run }, each.name)));
+    const runSelect =
+      this.runs.length > 1 &&
+      el(
+        "select",
+        { "aria-label": "Run", on: { change: (event) => this.selectRun(Number(event.target.value)) } },
+        this.runs.map(
+          (each, i) =>
+            each.samples.rows.length > 0 && el("option", { value: i, selected: i === state.run }, each.name),
+        ),
+      );
     const search = el("input", {
-      type: "search", placeholder: "Search prompts and answers", "aria-label": "Search prompts and answers",
-      value: state.query, on: { input: debounced((event) => this.update({ query: event.target.value })) },
+      type: "search",
+      placeholder: "Search prompts and answers",
+      "aria-label": "Search prompts and answers",
+      value: state.query,
+      on: { input: debounced((event) => this.update({ query: event.target.value })) },
     });
-    const bound = (key, label) => el("input", {
-      type: "number", step: "any", placeholder: label, "aria-label": `Score ${label}`, class: "score-bound",
-      on: { input: debounced((event) => this.update({ [key]: event.target.value === "" ? null : Number(event.target.value) })) },
-    });
-    const finish = this.finishes.length > 1 && this.finishes.map((reason) => el("button", {
-      class: "chip", "aria-pressed": "false", dataset: { finish: reason },
-      on: { click: (event) => this.toggleFinish(reason, event.currentTarget) },
-    }, reason));
+    const bound = (key, label) =>
+      el("input", {
+        type: "number",
+        step: "any",
+        placeholder: label,
+        "aria-label": `Score ${label}`,
+        class: "score-bound",
+        on: {
+          input: debounced((event) =>
+            this.update({ [key]: event.target.value === "" ? null : Number(event.target.value) }),
+          ),
+        },
+      });
+    const finish =
+      this.finishes.length > 1 &&
+      this.finishes.map((reason) =>
+        el(
+          "button",
+          {
+            class: "chip",
+            "aria-pressed": "false",
+            dataset: { finish: reason },
+            on: { click: (event) => this.toggleFinish(reason, event.currentTarget) },
+          },
+          reason,
+        ),
+      );
     this.stepSlider = el("input", {
-      type: "range", min: 0, max: Math.max(this.steps.length - 1, 0), value: this.steps.length - 1, class: "step-slider",
-      "aria-label": "Step", on: { input: (event) => this.update({ step: this.steps[event.target.value], allSteps: false, follow: null }) },
+      type: "range",
+      min: 0,
+      max: Math.max(this.steps.length - 1, 0),
+      value: this.steps.length - 1,
+      class: "step-slider",
+      "aria-label": "Step",
+      on: {
+        input: (event) =>
+          this.update({ step: this.steps[event.target.value], allSteps: false, follow: null }),
+      },
     });
     this.stepLabel = el("b", { class: "number step-label" });
-    this.allSteps = el("button", {
-      class: "chip", "aria-pressed": "false", dataset: { action: "all-steps" },
-      on: { click: () => this.update({ allSteps: !state.allSteps, follow: null }) },
-    }, "All steps");
-    const sortSelect = el("select",
-      { class: "narrow-only", "aria-label": "Sort by", on: { change: (event) => this.sortBy(event.target.value) } },
+    this.allSteps = el(
+      "button",
+      {
+        class: "chip",
+        "aria-pressed": "false",
+        dataset: { action: "all-steps" },
+        on: { click: () => this.update({ allSteps: !state.allSteps, follow: null }) },
+      },
+      "All steps",
+    );
+    const sortSelect = el(
+      "select",
+      {
+        class: "narrow-only",
+        "aria-label": "Sort by",
+        on: { change: (event) => this.sortBy(event.target.value) },
+      },
       el("option", { value: "" }, "Sort by\u2026"),
-      this.keys.map(({ key, label }) => el("option", { value: key }, label)));
+      this.keys.map(({ key, label }) => el("option", { value: key }, label)),
+    );
     this.controls.replaceChildren(
-      el("div", { class: "toolbar" },
+      el(
+        "div",
+        { class: "toolbar" },
         runSelect,
-        splits.length > 1 && segmented(splits.map((split) => [split, names[split] ?? split]), state.split, (split) => this.selectSplit(split)),
+        splits.length > 1 &&
+          segmented(
+            splits.map((split) => [split, names[split] ?? split]),
+            state.split,
+            (split) => this.selectSplit(split),
+          ),
         this.steps.length > 1 && el("label", { class: "control" }, "Step", this.stepSlider, this.stepLabel),
-        this.steps.length > 1 && this.allSteps),
-      el("div", { class: "toolbar" }, search, finish,
-        this.keys.some(({ key }) => key === "score") && el("span", { class: "control score-range" }, bound("low", "at least"), bound("high", "at most")),
-        sortSelect),
+        this.steps.length > 1 && this.allSteps,
+      ),
+      el(
+        "div",
+        { class: "toolbar" },
+        search,
+        finish,
+        this.keys.some(({ key }) => key === "score") &&
+          el("span", { class: "control score-range" }, bound("low", "at least"), bound("high", "at most")),
+        sortSelect,
+      ),
     );
     if (this.colourings.length) {
       const options = [["", "None"], ...this.colourings.map(({ key, label }) => [key, label])];
-      this.controls.append(el("div", { class: "toolbar colourings" },
-        el("span", { class: "muted small" }, "Colour tokens by"),
-        segmented(options, state.colour ?? "", (key) => this.update({ colour: key || null, limit: state.limit }))));
+      this.controls.append(
+        el(
+          "div",
+          { class: "toolbar colourings" },
+          el("span", { class: "muted small" }, "Colour tokens by"),
+          segmented(options, state.colour ?? "", (key) =>
+            this.update({ colour: key || null, limit: state.limit }),
+          ),
+        ),
+      );
     }
   }
 
@@ -175,10 +297,13 @@ class Rollouts {
   sortBy(key) {
     if (!key) return this.update({ sort: null });
     const { sort, descending } = this.state;
-    return this.update({ sort: key, descending: sort === key ? !descending : key !== "step" && key !== "prompt" });
+    return this.update({
+      sort: key,
+      descending: sort === key ? !descending : key !== "step" && key !== "prompt",
+    });
   }
 
-  // -- the answers --------------------------------------------------------------------------------------------
+  // -- the answers ------------------------------------------------------------------------------------------
 
   /** Returns the rows that pass all filters, in the chosen order. */
   selected() {
@@ -199,7 +324,9 @@ class Rollouts {
     return rows.sort((a, b) => {
       const [x, y] = [value(a), value(b)];
       if (missing(x) || missing(y)) return missing(x) - missing(y); // missing values last in both orders
-      return sign * (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y)));
+      return (
+        sign * (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y)))
+      );
     });
   }
 
@@ -213,37 +340,63 @@ class Rollouts {
     this.drawLegend();
     if (!shown.includes(this.opened)) this.opened = shown.find((row) => row.tokens) ?? null;
     this.scoreExtent = extent(this.rows.map((row) => row.score ?? null));
-    this.body.replaceChildren(...shown.flatMap((row) => [this.answer(row), row === this.opened && this.detail(row)].filter(Boolean)));
+    this.body.replaceChildren(
+      ...shown.flatMap((row) => [this.answer(row), row === this.opened && this.detail(row)].filter(Boolean)),
+    );
     if (!shown.length) {
-      this.body.append(el("tr", {}, el("td", { colspan: this.keys.length, class: "empty" }, "No answer matches these filters.")));
+      this.body.append(
+        el(
+          "tr",
+          {},
+          el("td", { colspan: this.keys.length, class: "empty" }, "No answer matches these filters."),
+        ),
+      );
     }
-    this.stepLabel.textContent = state.allSteps || state.follow !== null ? "all" : formatNumber(state.step, 9);
+    this.stepLabel.textContent =
+      state.allSteps || state.follow !== null ? "all" : formatNumber(state.step, 9);
     this.stepSlider.value = this.steps.indexOf(state.step);
     this.allSteps.setAttribute("aria-pressed", state.allSteps);
     const [read, recorded] = this.run.samples.shown[state.split];
     const thinning = read < recorded ? ` Samples of ${read} of ${recorded} steps are in this file.` : "";
-    this.status.textContent = `${shown.length} of ${rows.length} answer${rows.length === 1 ? "" : "s"}.${thinning}`;
+    const answers = rows.length === 1 ? "answer" : "answers";
+    this.status.textContent = `${shown.length} of ${rows.length} ${answers}.${thinning}`;
     this.more.hidden = rows.length <= shown.length;
     this.more.textContent = `Show ${Math.min(PAGE, rows.length - shown.length)} more`;
   }
 
   drawHead() {
     const { sort, descending } = this.state;
-    this.head.replaceChildren(el("tr", {}, this.keys.map(({ key, label }) => {
-      const order = sort === key ? (descending ? "descending" : "ascending") : "none";
-      return el("th", { "aria-sort": order, class: key, scope: "col" },
-        el("button", { dataset: { sort: key }, on: { click: () => this.sortBy(key) } }, label));
-    })));
+    this.head.replaceChildren(
+      el(
+        "tr",
+        {},
+        this.keys.map(({ key, label }) => {
+          const order = sort === key ? (descending ? "descending" : "ascending") : "none";
+          return el(
+            "th",
+            { "aria-sort": order, class: key, scope: "col" },
+            el("button", { dataset: { sort: key }, on: { click: () => this.sortBy(key) } }, label),
+          );
+        }),
+      ),
+    );
   }
 
   answer(row) {
     const open = row === this.opened;
     const cells = this.keys.map(({ key, label }) => {
       const cell = el("td", { class: key, "data-label": label });
-      if (key === "score") cell.append(el("span", { class: "number" }, formatNumber(row.score, 3)), this.scoreBar(row.score));
-      else if (key === "finish") cell.append(row.finish ? el("span", { class: `badge ${row.finish === "length" ? "warn" : ""}` }, row.finish) : MISSING);
+      if (key === "score")
+        cell.append(el("span", { class: "number" }, formatNumber(row.score, 3)), this.scoreBar(row.score));
+      else if (key === "finish")
+        cell.append(
+          row.finish
+            ? el("span", { class: `badge ${row.finish === "length" ? "warn" : ""}` }, row.finish)
+            : MISSING,
+        );
       else if (key === "prompt") cell.append(el("div", { class: "clamp" }, this.promptOf(row)));
-      else if (key === "response") cell.append(el("div", { class: "clamp" }, row.response === "" ? "(empty)" : row.response));
+      else if (key === "response")
+        cell.append(el("div", { class: "clamp" }, row.response === "" ? "(empty)" : row.response));
       else cell.append(el("span", { class: "number" }, formatNumber(row[key], 4)));
       return cell;
     });
@@ -251,17 +404,23 @@ class Rollouts {
       this.opened = this.opened === row ? null : row;
       this.redrawKeepingChoice(row);
     };
-    const line = el("tr", {
-      class: `answer${open ? " open" : ""}`, tabindex: 0, "aria-expanded": open,
-      on: {
-        click: toggle,
-        keydown: (event) => {
-          if (event.key !== "Enter" && event.key !== " ") return;
-          event.preventDefault();
-          toggle();
+    const line = el(
+      "tr",
+      {
+        class: `answer${open ? " open" : ""}`,
+        tabindex: 0,
+        "aria-expanded": open,
+        on: {
+          click: toggle,
+          keydown: (event) => {
+            if (event.key !== "Enter" && event.key !== " ") return;
+            event.preventDefault();
+            toggle();
+          },
         },
       },
-    }, cells);
+      cells,
+    );
     return line;
   }
 
@@ -290,21 +449,62 @@ class Rollouts {
     const facts = Object.entries(row.components ?? {}).map(([name, score]) => [name, formatNumber(score, 4)]);
     for (const [key, value] of Object.entries(row)) {
       if (KNOWN_KEYS.has(key) || value === null) continue;
-      facts.push([key.replaceAll("_", " "), typeof value === "number" ? formatNumber(value) : typeof value === "string" ? value : JSON.stringify(value)]);
+      facts.push([
+        key.replaceAll("_", " "),
+        typeof value === "number"
+          ? formatNumber(value)
+          : typeof value === "string"
+            ? value
+            : JSON.stringify(value),
+      ]);
     }
     const again = this.rows.filter((each) => each.prompt_id === row.prompt_id && row.prompt_id !== undefined);
     const steps = new Set(again.map((each) => each.step)).size;
-    const follow = steps > 1 && this.state.follow === null && el("button", {
-      dataset: { action: "follow" }, on: { click: () => this.follow(row) },
-    }, `Follow this prompt across ${steps} steps`);
-    return el("tr", { class: "detail" }, el("td", { colspan: this.keys.length },
-      el("div", { class: "detail-grid" },
-        el("div", {}, el("h4", {}, "Prompt"), el("div", { class: "text prompt-text" }, this.promptOf(row)), follow),
-        el("div", {}, el("h4", {}, "Response"), this.responseText(row),
-          facts.length > 0 && el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", { class: "text" }, value)]))))));
+    const follow =
+      steps > 1 &&
+      this.state.follow === null &&
+      el(
+        "button",
+        {
+          dataset: { action: "follow" },
+          on: { click: () => this.follow(row) },
+        },
+        `Follow this prompt across ${steps} steps`,
+      );
+    return el(
+      "tr",
+      { class: "detail" },
+      el(
+        "td",
+        { colspan: this.keys.length },
+        el(
+          "div",
+          { class: "detail-grid" },
+          el(
+            "div",
+            {},
+            el("h4", {}, "Prompt"),
+            el("div", { class: "text prompt-text" }, this.promptOf(row)),
+            follow,
+          ),
+          el(
+            "div",
+            {},
+            el("h4", {}, "Response"),
+            this.responseText(row),
+            facts.length > 0 &&
+              el(
+                "dl",
+                { class: "facts" },
+                facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", { class: "text" }, value)]),
+              ),
+          ),
+        ),
+      ),
+    );
   }
 
-  // -- tokens -------------------------------------------------------------------------------------------------
+  // -- tokens -----------------------------------------------------------------------------------------------
 
   get colouring() {
     return this.colourings.find(({ key }) => key === this.state.colour);
@@ -331,12 +531,16 @@ class Rollouts {
     const bar = el("span", { class: colouring.diverging ? "scale-bar diverging" : "scale-bar" });
     const limits = colouring.diverging ? [-this.scale, this.scale] : [0, -this.scale];
     this.legend.replaceChildren(
-      el("span", {}, `${formatNumber(limits[0], 2)} ${low}`), bar, el("span", {}, `${formatNumber(limits[1], 2)} ${high}`));
+      el("span", {}, `${formatNumber(limits[0], 2)} ${low}`),
+      bar,
+      el("span", {}, `${formatNumber(limits[1], 2)} ${high}`),
+    );
   }
 
   responseText(row) {
     const { tokens, response } = row;
-    if (!tokens?.text) return el("div", { class: "text response-text" }, response === "" ? "(empty)" : response);
+    if (!tokens?.text)
+      return el("div", { class: "text response-text" }, response === "" ? "(empty)" : response);
     const colouring = this.colouring;
     const columns = colouring?.needs.every((column) => tokens[column]) ? colouring.values(tokens) : [];
     const spans = tokens.text.map((text, i) => {
@@ -345,15 +549,28 @@ class Rollouts {
       return token;
     });
     const joined = tokens.text.join("");
-    const rest = response.length > joined.length && response.startsWith(joined) ? response.slice(joined.length) : "";
-    const info = el("div", { class: "token-info small muted", "aria-live": "polite" }, "Point at a token to see its numbers.");
+    const rest =
+      response.length > joined.length && response.startsWith(joined) ? response.slice(joined.length) : "";
+    const info = el(
+      "div",
+      { class: "token-info small muted", "aria-live": "polite" },
+      "Point at a token to see its numbers.",
+    );
     const show = (event) => {
       const token = event.target.closest?.(".token");
       if (token) info.replaceChildren(...tokenFacts(tokens, Number(token.dataset.index)));
     };
-    return el("div", {},
-      el("div", { class: "text tokens response-text", on: { pointerover: show, click: show } }, spans, rest && el("span", { class: "faint" }, rest)),
-      info);
+    return el(
+      "div",
+      {},
+      el(
+        "div",
+        { class: "text tokens response-text", on: { pointerover: show, click: show } },
+        spans,
+        rest && el("span", { class: "faint" }, rest),
+      ),
+      info,
+    );
   }
 
   tokenColour(value) {
@@ -363,7 +580,7 @@ class Rollouts {
     return `color-mix(in oklab, var(${colour}) ${share.toFixed(0)}%, transparent)`;
   }
 
-  // -- one prompt across steps --------------------------------------------------------------------------------
+  // -- one prompt across steps ------------------------------------------------------------------------------
 
   follow(row) {
     this.opened = null;
@@ -381,42 +598,87 @@ class Rollouts {
     for (const row of all) scores.set(row.step, [...(scores.get(row.step) ?? []), row.score]);
     const steps = [...scores.keys()].sort((a, b) => a - b);
     const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-    const series = [{
-      label: "score", colour: seriesColour(0), run: null, steps, values: steps.map((step) => mean(scores.get(step))), dash: null, spread: null,
-    }];
-    const chart = steps.length > 1 && new LineChart({ label: "Score of this prompt over steps", series, marks: [], healthy: null });
+    const series = [
+      {
+        label: "score",
+        colour: seriesColour(0),
+        run: null,
+        steps,
+        values: steps.map((step) => mean(scores.get(step))),
+        dash: null,
+        spread: null,
+      },
+    ];
+    const chart =
+      steps.length > 1 &&
+      new LineChart({ label: "Score of this prompt over steps", series, marks: [], healthy: null });
     this.followed.replaceChildren(
-      el("div", { class: "toolbar" },
-        el("h3", {}, "One prompt across steps"), el("span", { class: "spring" }),
-        el("button", { dataset: { action: "unfollow" }, on: { click: () => this.update({ follow: null, sort: null }) } }, "Back to all answers")),
+      el(
+        "div",
+        { class: "toolbar" },
+        el("h3", {}, "One prompt across steps"),
+        el("span", { class: "spring" }),
+        el(
+          "button",
+          { dataset: { action: "unfollow" }, on: { click: () => this.update({ follow: null, sort: null }) } },
+          "Back to all answers",
+        ),
+      ),
       el("div", { class: "text prompt-text" }, rows.length ? this.promptOf(rows[0]) : ""),
-      ...(chart ? [el("p", { class: "faint small" }, `Score by step (${split === "eval" ? "held out" : "training"})`), chart.element] : []));
+      ...(chart
+        ? [
+            el(
+              "p",
+              { class: "faint small" },
+              `Score by step (${split === "eval" ? "held out" : "training"})`,
+            ),
+            chart.element,
+          ]
+        : []),
+    );
   }
 }
 
 /** Returns the numbers of one token as elements. */
 function tokenFacts(tokens, i) {
-  const facts = [["log-prob", tokens.logprobs?.[i]], ["reference", tokens.ref_logprobs?.[i]]];
-  if (tokens.logprobs && tokens.ref_logprobs) facts.push(["KL", difference(tokens.logprobs[i], tokens.ref_logprobs[i])]);
-  facts.push(["value", tokens.values?.[i]], ["advantage", tokens.advantages?.[i]], ["reward", tokens.rewards?.[i]]);
+  const facts = [
+    ["log-prob", tokens.logprobs?.[i]],
+    ["reference", tokens.ref_logprobs?.[i]],
+  ];
+  if (tokens.logprobs && tokens.ref_logprobs)
+    facts.push(["KL", difference(tokens.logprobs[i], tokens.ref_logprobs[i])]);
+  facts.push(
+    ["value", tokens.values?.[i]],
+    ["advantage", tokens.advantages?.[i]],
+    ["reward", tokens.rewards?.[i]],
+  );
   const id = tokens.ids ? ` (id ${tokens.ids[i]})` : "";
   return [
-    el("b", { class: "mono" }, JSON.stringify(tokens.text[i])), `${id} token ${i + 1} of ${tokens.text.length}`,
-    ...facts.filter(([, value]) => value !== undefined && value !== null)
+    el("b", { class: "mono" }, JSON.stringify(tokens.text[i])),
+    `${id} token ${i + 1} of ${tokens.text.length}`,
+    ...facts
+      .filter(([, value]) => value !== undefined && value !== null)
       .map(([name, value]) => el("span", {}, `${name} `, el("b", { class: "number" }, formatNumber(value)))),
   ];
 }
 
 /** Returns buttons of which one is pressed; `options` are [value, label]. */
 function segmented(options, chosen, choose) {
-  const buttons = options.map(([value, label]) => el("button", {
-    "aria-pressed": value === chosen, dataset: { value },
-    on: {
-      click: (event) => {
-        for (const button of buttons) button.setAttribute("aria-pressed", button === event.currentTarget);
-        choose(value);
+  const buttons = options.map(([value, label]) =>
+    el(
+      "button",
+      {
+        "aria-pressed": value === chosen,
+        dataset: { value },
+        on: {
+          click: (event) => {
+            for (const button of buttons) button.setAttribute("aria-pressed", button === event.currentTarget);
+            choose(value);
+          },
+        },
       },
-    },
-  }, label));
+      label,
+    ),
+  );
   return el("div", { class: "segmented", role: "group" }, buttons);
 }

@@ -8,10 +8,18 @@
 
   // Storage is refused in some private windows; the switch then lasts until the page is closed.
   const stored = () => {
-    try { return localStorage.getItem(KEY); } catch { return null; }
+    try {
+      return localStorage.getItem(KEY);
+    } catch {
+      return null;
+    }
   };
   const store = (theme) => {
-    try { localStorage.setItem(KEY, theme); } catch { /* see above */ }
+    try {
+      localStorage.setItem(KEY, theme);
+    } catch {
+      /* see above */
+    }
   };
 
   const current = () => root.dataset.theme ?? (system.matches ? "dark" : "light");
