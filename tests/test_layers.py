@@ -49,6 +49,8 @@ HOMES = {
     "torch.distributed": {"distributed"}, "deepspeed.comm": {"distributed"},
     "httpx": {"rewards"},
     "wandb": {"tracking"}, "rich": {"tracking"}, "matplotlib": {"tracking"},
+    "tensorboard": {"tracking"}, "torch.utils.tensorboard": {"tracking"}, "trackio": {"tracking"},
+    "wandb_workspaces": {"tools"},
 }  # fmt: skip
 
 

@@ -11,13 +11,15 @@ from threading import Event, Thread
 class Server:
     """Holds the state of the server.
 
-    ``history`` maps run ids to received rows, and ``deleted`` contains refused ids. While ``held`` is clear,
-    requests wait; ``waiting`` gets their connections.
+    ``history`` maps run ids to received rows, and ``deleted`` contains refused ids. ``views`` maps the names
+    of saved workspaces to what wandb-workspaces has sent. While ``held`` is clear, requests wait; ``waiting``
+    gets their connections.
     """
 
     def __init__(self, url):
         self.url = url
         self.history, self.configs, self.deleted, self.tables = {}, {}, set(), 0
+        self.views = {}
         self.held, self.waiting = Event(), Queue()
         self.held.set()
 
@@ -33,6 +35,10 @@ class Server:
 
     def _graphql(self, query, variables):
         name = variables.get("name")
+        if "upsertView" in query:
+            return self._save_view(variables)
+        if "allViews" in query:
+            return 200, {"data": {"project": self._project_with_views(variables)}}
         if "RunResumeStatus" in query:
             return 200, {
                 "data": {
@@ -73,6 +79,22 @@ class Server:
                 "viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
             }
         }
+
+    def _save_view(self, variables):
+        """Stores a workspace; like wandb.ai it refuses projects that do not exist. Here p of me exists."""
+        if (variables["entityName"], variables["projectName"]) != ("me", "p"):
+            return 200, {"errors": [{"message": "project not found"}], "data": {"upsertView": None}}
+        name, inserted = variables["name"], variables["name"] not in self.views
+        self.views[name] = variables | {"id": variables.get("id") or f"id-of-{name}"}
+        view = {"id": self.views[name]["id"], "name": name}
+        return 200, {"data": {"upsertView": {"view": view, "inserted": inserted}}}
+
+    def _project_with_views(self, variables):
+        if (variables["entityName"], variables["projectName"]) != ("me", "p"):
+            return None
+        view = self.views.get(variables["viewName"])
+        known = [{"node": {key: view[key] for key in ("id", "displayName", "spec")}}] if view else []
+        return {"allViews": {"edges": known}}
 
     def _resumed(self, name):
         rows = self.history.get(name)

@@ -1,0 +1,108 @@
+"""Builds a workspace of Weights & Biases from the catalogue of metrics.
+
+It has one section for each prefix of metrics, with the panels of ``report.html``, the histograms that only
+dashboards show, and the tables of sample responses. The library wandb-workspaces comes with the extra
+``dashboards``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ppo_ds.errors import UserError
+from ppo_ds.tracking.catalogue import SECTIONS, Panel, Section, find
+
+# prefix -> histograms that PPO logs for dashboards, with the titles of their panels
+HISTOGRAMS = {
+    "reward": {"reward/score_hist": "Scores of the step"},
+    "adv": {"adv/hist": "Advantages of the tokens"},
+    "policy": {"policy/ratio_hist": "Ratios of the tokens (2: and above)"},
+    "rollout": {"rollout/resp_len_hist": "Lengths of the responses"},
+}
+TABLES = ("samples/train", "samples/eval")
+OPEN = ("reward", "eval", "kl", "policy")  # prefixes of the sections that are open at first
+
+
+def save_workspace(entity: str, project: str, name: str, view: str | None = None) -> str:
+    """Saves the workspace on the server and returns its address.
+
+    ``view`` is the address of a saved workspace whose sections and name are replaced; None: a new one is
+    added to the project. Raises UserError if the extra is missing, and the library's errors.
+    """
+    try:
+        from wandb_workspaces import workspaces as ws
+    except ModuleNotFoundError:
+        raise UserError(
+            "wandb-workspaces is not installed; run: pip install -c constraints.txt -e '.[dashboards]'"
+        ) from None
+    if view is None:
+        workspace = ws.Workspace(entity=entity, project=project, name=name)
+    else:
+        workspace = ws.Workspace.from_url(view)
+        workspace.name = name
+    workspace.sections = build_sections()
+    workspace.settings.x_axis = "step"
+    return str(workspace.save().url)
+
+
+def build_sections() -> list[Any]:
+    """Returns the sections of the workspace."""
+    from wandb_workspaces import workspaces as ws
+    from wandb_workspaces.reports import v2 as wr
+
+    sections = [_section(section) for section in SECTIONS if section.panels]
+    tables = [wr.WeavePanelSummaryTable(table_name=name, layout=wr.Layout(w=24, h=12)) for name in TABLES]
+    return [*sections, ws.Section(name="Responses", panels=tables, is_open=True)]
+
+
+def _section(section: Section) -> Any:
+    from wandb_workspaces import workspaces as ws
+    from wandb_workspaces.reports import v2 as wr
+
+    histograms = HISTOGRAMS.get(section.prefix, {})
+    panels = [_line_plot(panel) for panel in section.panels]
+    panels += [wr.LinePlot(title=title, x="step", y=[name]) for name, title in histograms.items()]
+    return ws.Section(
+        name=f"{section.title} ({section.prefix}/)",
+        panels=panels,
+        is_open=section.prefix in OPEN,
+        panel_settings=ws.SectionPanelSettings(x_axis="step"),
+    )
+
+
+def _line_plot(panel: Panel) -> Any:
+    """Returns a panel of the catalogue; families of metrics are selected by a regular expression."""
+    from wandb_workspaces.reports import v2 as wr
+
+    names = [name for name in panel.metrics if "<" not in name]
+    families = [name for name in panel.metrics if "<" in name]
+    return wr.LinePlot(
+        title=panel.title + _healthy_range(panel),
+        x="step",
+        y=names,
+        metric_regex="|".join(pattern_of(name) for name in families) or None,
+        title_y=panel.unit,
+        range_y=(0.0, None) if panel.from_zero or panel.stacked else (None, None),
+        plot_type="stacked-area" if panel.stacked else "line",
+    )
+
+
+def pattern_of(family: str) -> str:
+    """Returns a regular expression for the metrics of a family, such as ``eval/<name>_mean``."""
+    return "^" + re.sub(r"<\w+>", ".+", family) + "$"
+
+
+def _healthy_range(panel: Panel) -> str:
+    """Returns the healthy range of the panel's first metric for its title, since wandb draws no bands."""
+    metric = find(next(iter(panel.metrics)))
+    if metric is None or metric.healthy is None:
+        return ""
+    match metric.healthy:
+        case (None, high):
+            return f" (healthy: at most {high:g})"
+        case (low, None):
+            return f" (healthy: at least {low:g})"
+        case (low, high):
+            return f" (healthy: {low:g} to {high:g})"
+    return ""
