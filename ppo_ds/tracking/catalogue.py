@@ -194,7 +194,7 @@ _KL = Section(
             "Mean over the tokens of the estimator k3 of the KL to the reference, which is never negative. "
             "`health.max_kl` limits it.",
             healthy=(0.0, 1.0),
-            reason="rule of thumb; the quickstart, whose tiny model changes a lot, measures up to 0.7",
+            reason="rule of thumb; the quickstart, whose tiny model changes a lot, measures up to 0.9",
             remedy=f"Raise `algo.kl.coef`, {_LOWER_LR}, or set `health.max_kl`.",
         ),
         Metric(
@@ -874,7 +874,7 @@ _EVAL = Section(
             "eval/<name>_mean",
             "held-out score",
             "score",
-            "Mean score of the held-out responses by the additional reward `<name>`.",
+            "Mean score of the held-out responses by the reward `<name>` of `eval.rewards`.",
         ),
         Metric(
             "eval/loss",

@@ -1,7 +1,12 @@
-"""Tests the catalogue of metrics: lookups, panels and ranges."""
+"""Tests the catalogue of metrics: lookups, panels and ranges, and that it has every metric of every stage."""
+
+import ast
+import re
+from pathlib import Path
 
 import pytest
 
+import ppo_ds
 from ppo_ds.tracking.catalogue import (
     METRICS,
     PANELS,
@@ -76,3 +81,81 @@ def test_ranges_include_their_ends():
 
 def test_plain_removes_the_marks_of_markdown():
     assert plain("see [TRL](https://a.b/c) and `algo.kl.coef`") == "see TRL and algo.kl.coef"
+
+
+# -- completeness --------------------------------------------------------------------------------------------
+
+SOURCES = Path(ppo_ds.__file__).parent
+PREFIXES = "|".join(section.prefix for section in SECTIONS if section.prefix)
+NAME = re.compile(rf"(?:{PREFIXES})/[\w<>/]+")
+# the list itself, and texts about other systems' metrics
+NOT_LOGGING = ("tracking/catalogue.py", "tools/doctor/")
+HISTOGRAM = re.compile(r".*hist$")  # histograms are no metrics; see docs/dashboards.md
+MEAN_AND_STD = {"eval/score"}  # the argument of MetricSums.add_mean_and_std
+
+
+def names_in(tree):
+    """Yields the texts of a module that look like metric names, with ``<x>`` for the variable parts."""
+    inner = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if node not in inner and NAME.fullmatch(text := text_of(node)):
+            yield text
+
+
+def text_of(node):
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) or "<x>" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def modules():
+    for file in sorted(SOURCES.rglob("*.py")):
+        place = str(file.relative_to(SOURCES))
+        if not place.startswith(NOT_LOGGING):
+            yield place, ast.parse(file.read_text(encoding="utf-8"))
+
+
+def phases():
+    """Returns the phases of the timer: the arguments of ``timer("...")``."""
+    calls = [node for _, tree in modules() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = [(getattr(call.func, "attr", getattr(call.func, "id", "")), call.args[:1]) for call in calls]
+    return {text_of(arg) for name, args in named if name in ("timer", "_timer") for arg in args} - {""}
+
+
+def test_every_name_in_the_code_is_in_the_catalogue():
+    missing = [
+        (place, name)
+        for place, tree in modules()
+        for name in names_in(tree)
+        if not HISTOGRAM.match(name)
+        and not (
+            all(find(f"{name}_{what}") for what in ("mean", "std"))
+            if name in MEAN_AND_STD
+            else find(name) or any(matches(name, known) for known in METRICS)
+        )
+    ]
+    assert missing == []
+
+
+def test_every_phase_of_the_timer_is_in_the_catalogue():
+    found = phases()
+    assert {"generate", "reward", "eval", "checkpoint", "data", "switch", "update_<x>"} <= found
+    missing = [phase for phase in found if not any(matches(f"time/{phase}", known) for known in METRICS)]
+    assert missing == []
+
+
+def test_the_catalogue_has_no_metric_that_nothing_logs():
+    """Names that the code puts together are listed here by their parts."""
+    written = {name for _, tree in modules() for name in names_in(tree)}
+    made = {f"{role}/{what}" for role in ("policy", "value", "sft", "rm") for what in ("grad_norm", "lr")}
+    made |= {f"eval/score_{what}" for what in ("mean", "std")} | {"adv/mean", "adv/std"}
+    made |= {f"time/{phase}" for phase in phases()}
+    made |= {f"time/update_{name}" for name in ("actor", "critic", "scorer")}
+    made |= {"step", "episodes", "tokens", "time"}
+    patterns = [name for name in written | made if "<" in name]
+
+    def is_logged(name):
+        plain_name = re.sub(r"<\w+>", "x", name)
+        return name in written | made or any(matches(pattern, plain_name) for pattern in patterns)
+
+    assert [name for name in METRICS if not is_logged(name)] == []
