@@ -448,19 +448,16 @@ class StackChart extends Chart {
     const single = this.steps.length === 1;
     const xs = single ? [left, right] : this.steps.map(this.x);
     const twice = (values) => (single ? [values[0], values[0]] : values);
+    const xTicks = niceTicks(first, last, Math.min(6, (right - left) / 48), true);
+    const [formatStep, formatValue] = [6, 3].map((digits) => (tick) => formatNumber(tick, digits));
+    this.drawAxes(this.x, this.y, xTicks, niceTicks(0, high, 5), formatStep, formatValue);
     for (const layer of this.layers) {
       const [upper, lower] = [layer.upper, layer.lower].map((values) => twice(values).map(this.y));
-      this.picture.append(svg("path", { class: "layer", d: areaPath(xs, upper, lower), fill: layer.colour }));
+      this.picture.append(
+        svg("path", { class: "layer", d: areaPath(xs, upper, lower), fill: layer.colour }),
+        svg("path", { class: "layer-edge", d: linePath(xs, upper), stroke: layer.colour }),
+      );
     }
-    const xTicks = niceTicks(first, last, Math.min(6, (right - left) / 48), true);
-    this.drawAxes(
-      this.x,
-      this.y,
-      xTicks,
-      niceTicks(0, high, 5),
-      (t) => formatNumber(t, 6),
-      (t) => formatNumber(t, 3),
-    );
   }
 
   pointAt(pixel) {

@@ -64,7 +64,8 @@ function formatDuration(seconds) {
   if (seconds < 10) return `${formatNumber(seconds, 2)} s`;
   const whole = Math.round(seconds);
   if (whole < 60) return `${whole} s`;
-  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  const seconds60 = whole % 60 ? ` ${whole % 60} s` : "";
+  if (whole < 3600) return `${Math.floor(whole / 60)} min${seconds60}`;
   if (whole < 86400) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
   return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
 }

@@ -1,6 +1,7 @@
 // The rollout viewer: answers by step, sorted, filtered and searched, with coloured tokens.
 
 const PAGE = 50; // answers shown at once
+const TINTED = 150; // most coloured tokens of an answer in the list, which shows two lines of it
 const KNOWN_KEYS = new Set([
   "split",
   "step",
@@ -383,45 +384,48 @@ class Rollouts {
   }
 
   answer(row) {
-    const open = row === this.opened;
-    const cells = this.keys.map(({ key, label }) => {
-      const cell = el("td", { class: key, "data-label": label });
-      if (key === "score")
-        cell.append(el("span", { class: "number" }, formatNumber(row.score, 3)), this.scoreBar(row.score));
-      else if (key === "finish")
-        cell.append(
-          row.finish
-            ? el("span", { class: `badge ${row.finish === "length" ? "warn" : ""}` }, row.finish)
-            : MISSING,
-        );
-      else if (key === "prompt") cell.append(el("div", { class: "clamp" }, this.promptOf(row)));
-      else if (key === "response")
-        cell.append(el("div", { class: "clamp" }, row.response === "" ? "(empty)" : row.response));
-      else cell.append(el("span", { class: "number" }, formatNumber(row[key], 4)));
-      return cell;
-    });
     const toggle = () => {
       this.opened = this.opened === row ? null : row;
       this.redrawKeepingChoice(row);
     };
-    const line = el(
+    const keydown = (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      toggle();
+    };
+    const open = row === this.opened;
+    return el(
       "tr",
       {
         class: `answer${open ? " open" : ""}`,
         tabindex: 0,
         "aria-expanded": open,
-        on: {
-          click: toggle,
-          keydown: (event) => {
-            if (event.key !== "Enter" && event.key !== " ") return;
-            event.preventDefault();
-            toggle();
-          },
-        },
+        on: { click: toggle, keydown },
       },
-      cells,
+      this.keys.map(({ key, label }) =>
+        el("td", { class: key, "data-label": label }, ...this.cellContent(key, row)),
+      ),
     );
-    return line;
+  }
+
+  /** Returns the content of one cell of an answer, as a list. */
+  cellContent(key, row) {
+    switch (key) {
+      case "score":
+        return [el("span", { class: "number" }, formatNumber(row.score, 3)), this.scoreBar(row.score)];
+      case "finish":
+        if (!row.finish) return [MISSING];
+        return [el("span", { class: `badge ${row.finish === "length" ? "warn" : ""}` }, row.finish)];
+      case "prompt":
+        return [el("div", { class: "clamp" }, this.promptOf(row))];
+      case "response": {
+        const coloured = this.colouring && row.tokens?.text;
+        const text = coloured ? this.tokenSpans(row.tokens, "tint", TINTED) : row.response || "(empty)";
+        return [el("div", { class: "clamp" }, text)];
+      }
+      default:
+        return [el("span", { class: "number" }, formatNumber(row[key], key === "kl" ? 3 : 9))];
+    }
   }
 
   /** Draws again without opening another answer in place of one that was just closed. */
@@ -537,40 +541,36 @@ class Rollouts {
     );
   }
 
-  responseText(row) {
-    const { tokens, response } = row;
-    if (!tokens?.text)
-      return el("div", { class: "text response-text" }, response === "" ? "(empty)" : response);
+  /** Returns the first `limit` tokens as elements with the colours of their values. */
+  tokenSpans(tokens, className, limit = Infinity) {
     const colouring = this.colouring;
-    const columns = colouring?.needs.every((column) => tokens[column]) ? colouring.values(tokens) : [];
-    const spans = tokens.text.map((text, i) => {
-      const token = el("span", { class: "token", dataset: { index: i } }, text.replaceAll("\n", "\u21b5\n"));
-      if (Number.isFinite(columns[i])) token.style.backgroundColor = this.tokenColour(columns[i]);
+    const values = colouring?.needs.every((column) => tokens[column]) ? colouring.values(tokens) : [];
+    return tokens.text.slice(0, limit).map((text, i) => {
+      const shown = text.replaceAll("\n", "\u21b5\n");
+      const token = el("span", { class: className, dataset: { index: i } }, shown);
+      if (Number.isFinite(values[i])) token.style.backgroundColor = this.tokenColour(values[i]);
       return token;
     });
+  }
+
+  responseText(row) {
+    const { tokens, response } = row;
+    if (!tokens?.text) return el("div", { class: "text response-text" }, response || "(empty)");
     const joined = tokens.text.join("");
-    const rest =
-      response.length > joined.length && response.startsWith(joined) ? response.slice(joined.length) : "";
-    const info = el(
-      "div",
-      { class: "token-info small muted", "aria-live": "polite" },
-      "Point at a token to see its numbers.",
-    );
+    const rest = response.startsWith(joined) ? response.slice(joined.length) : ""; // beyond sample_tokens
+    const hint = "Point at a token to see its numbers.";
+    const info = el("div", { class: "token-info small muted", "aria-live": "polite" }, hint);
     const show = (event) => {
       const token = event.target.closest?.(".token");
       if (token) info.replaceChildren(...tokenFacts(tokens, Number(token.dataset.index)));
     };
-    return el(
+    const text = el(
       "div",
-      {},
-      el(
-        "div",
-        { class: "text tokens response-text", on: { pointerover: show, click: show } },
-        spans,
-        rest && el("span", { class: "faint" }, rest),
-      ),
-      info,
+      { class: "text tokens response-text", on: { pointerover: show, click: show } },
+      this.tokenSpans(tokens, "token"),
+      rest && el("span", { class: "faint" }, rest),
     );
+    return el("div", {}, text, info);
   }
 
   tokenColour(value) {

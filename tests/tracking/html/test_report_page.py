@@ -242,6 +242,7 @@ def test_tokens_are_coloured(page):
     ] and "62%" in logprob[5]
     assert "--high" in colours("kl")[0] and "--low" in colours("kl")[5]  # -0.1 i against -0.3
     assert len(set(colours("value"))) > 3
+    assert page.count("tr.answer .tint") == 4 * 6  # the answers of the list are coloured too
     assert colours("") == [""] * 6
 
     page.move_to('.token[data-index="2"]')
