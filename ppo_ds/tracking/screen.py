@@ -122,7 +122,6 @@ class Screen:
         with self._lock:
             self._closed.set()
             self._erase()
-            self._stream.flush()
             for name, (before, now) in self._replaced.items():
                 if getattr(sys, name) is now:  # other code may have replaced it too
                     setattr(sys, name, before)

@@ -41,10 +41,14 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         world = SimpleNamespace(barrier=lambda: None, close=lambda: closed.append(True))
         wiring = ModuleType("build")
         wiring.build_run = build or (
-            lambda config, watch, mark_ending: SimpleNamespace(fit=fit, fail=lambda error: None, world=world)
+            lambda config, watch, mark_ending, screen: SimpleNamespace(
+                fit=fit, fail=lambda error: None, world=world
+            )
         )  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "ppo_ds.build.run", wiring)
         monkeypatch.setattr(train, "prepare_environment", lambda verbose, trains: None)
+        # it would refuse this process, which has imported huggingface_hub
+        monkeypatch.setattr(train, "use_caches_without_the_hub", lambda names: None)
         monkeypatch.setattr(train, "exit_now", exit_now)
         closed: list[bool] = []
         try:
@@ -68,7 +72,7 @@ def test_the_reason_to_stop_is_the_exit_code(run: Any) -> None:
 def test_the_users_mistake_found_while_building_is_2_and_has_no_traceback(
     run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def build(config: Any, watch: Any, mark_ending: Any) -> None:
+    def build(config: Any, watch: Any, mark_ending: Any, screen: Any) -> None:
         raise UserError("data.path=x: is empty", "reward.path=y: no such function")
 
     assert run(build=build) == 2
@@ -86,7 +90,7 @@ def test_what_goes_wrong_while_training_is_1_with_its_traceback(
         raise kind("no score")
 
     assert run(fit=broken_reward) == 1
-    assert run(build=lambda config, watch, mark_ending: 1 / 0) == 1
+    assert run(build=lambda config, watch, mark_ending, screen: 1 / 0) == 1
     err = capsys.readouterr().err
     assert "in broken_reward" in err and "ZeroDivisionError" in err
 
@@ -196,7 +200,7 @@ def environment_at_import(folder: Path, script: str, *arguments: str, **given: s
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])  # after a line that says what is being imported
 
 
 def test_settings_of_the_gpu_are_made_before_torch_is_imported(tmp_path: Path) -> None:
@@ -255,7 +259,7 @@ def start_on_a_gpu_machine(folder: Path, *arguments: str, **given: str) -> subpr
 
 
 def test_a_run_does_not_train_on_the_cpu_of_a_gpu_machine_unnoticed(tmp_path: Path) -> None:
-    done = start_on_a_gpu_machine(tmp_path)
+    done = start_on_a_gpu_machine(tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: torch 2.13.0+cpu cannot use the GPU of this machine (")
@@ -295,7 +299,7 @@ def test_the_users_settings_stay(tmp_path: Path) -> None:
             text=True,
             check=True,
         )
-        return json.loads(done.stdout)
+        return json.loads(done.stdout.splitlines()[-1])  # after a line that says what is being imported
 
     env = surroundings()
     assert (env["TRANSFORMERS_VERBOSITY"], env["TOKENIZERS_PARALLELISM"]) == ("error", "false")
