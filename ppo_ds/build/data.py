@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,15 +56,24 @@ class Inputs:
         """Runs ``check`` on each row of prompts; raises UserError with the locations of rows that fail."""
         collect_user_errors([partial(source.check_rows, check) for source in self._sources])
 
-    def notes(self) -> list[str]:
-        """Returns lines for the start-up banner on all data except the training prompts."""
+    def notes(self, max_prompts: int | None) -> list[str]:
+        """Returns lines for the start-up banner on all data except the training prompts.
+
+        ``max_prompts`` is eval.max_prompts.
+        """
         lines = []
         if self.held_out is not None:
-            lines.append(f"held out   {self.held_out.path}: {describe_rows(self.held_out.report, 'prompts')}")
+            rows = describe_rows(self.held_out.report, "prompts")
+            lines.append(f"held out   {self.held_out.path}: {rows}{evaluated(self.held_out, max_prompts)}")
         if self.ptx is not None:
             texts = self.ptx.source
             lines.append(f"texts      {texts.path}: {describe_rows(texts.report, 'texts')}")
         return lines
+
+
+def evaluated(held_out: Sized, limit: int | None) -> str:
+    """Describes how many rows an evaluation uses if eval.max_prompts limits them."""
+    return f"; the first {limit} are evaluated (eval.max_prompts)" if limit and limit < len(held_out) else ""
 
 
 def describe_rows(report: dict[str, int], noun: str) -> str:

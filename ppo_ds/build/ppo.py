@@ -134,7 +134,11 @@ def read_data(config: Config, context: RunContext) -> tuple[Inputs, tuple[int, .
     # on one rank only, since a user's function may have side effects
     context.world.on_all(lambda: try_functions(config, inputs) if context.world.is_main else None)
     hides_stops = bool(masked_stop_ids(config.algo.train_on_eos, stops, inputs.tokenizer.pad_id))
-    note(*inputs.notes(), *warnings(config, hides_stops=hides_stops), *slow_dtypes(config, context.world))
+    note(
+        *inputs.notes(config.eval.max_prompts),
+        *warnings(config, hides_stops=hides_stops),
+        *slow_dtypes(config, context.world),
+    )
     return inputs, stops
 
 

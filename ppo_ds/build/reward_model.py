@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ppo_ds.build.data import build_tokenizer, describe_rows
+from ppo_ds.build.data import build_tokenizer, describe_rows, evaluated
 from ppo_ds.build.downloads import models_to_download
 from ppo_ds.build.engines import Needs, add_lora, trained_engine
 from ppo_ds.build.finetune_memory import estimate_finetuning
@@ -80,7 +80,8 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
     elif config.memory.layout == "packed":
         banner.note("warning    memory.layout=packed: the scorer's rows are padded: it is an encoder")
     if held_out is not None:
-        banner.note(f"held out   {held_out.path}: {describe_pairs(held_out)}")
+        used = evaluated(held_out, config.eval.max_prompts)
+        banner.note(f"held out   {held_out.path}: {describe_pairs(held_out)}{used}")
     head = f"new, {section.head_init}" if scorer.module.new_head else "that of the model"
     banner.summarize(
         *machine(world),

@@ -137,6 +137,7 @@ def build_run(
         stop_at_step=config.run.stop_at_step,
         eval_every=config.eval.every,
         heldout={**entry.heldout} | {f"{name}_mean": f"eval/{name}_mean" for name in config.eval.rewards},
+        lists_files=config.run.dry_run is not True,
         mark_ending=mark_ending,
     )
     if world.is_main:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ppo_ds.build.data import build_tokenizer, describe_rows
+from ppo_ds.build.data import build_tokenizer, describe_rows, evaluated
 from ppo_ds.build.downloads import models_to_download
 from ppo_ds.build.engines import Needs, trained_engine
 from ppo_ds.build.finetune_memory import estimate_finetuning
@@ -224,7 +224,9 @@ def notes(
         )
         lines += [line] if line else []
     if held_out is not None:
-        lines.append(f"held out   {held_out.path}: {describe(held_out)}")
+        lines.append(
+            f"held out   {held_out.path}: {describe(held_out)}{evaluated(held_out, config.eval.max_prompts)}"
+        )
     return lines
 
 

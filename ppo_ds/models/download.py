@@ -6,14 +6,17 @@ node downloads what its cache lacks, and then all ranks load only files of the c
 0 has found. A cache that several nodes share is filled by rank 0. Tools, which have no other ranks, call
 ``fetch_weights`` and leave the rest to transformers.
 
-The progress bars of the libraries are off (launch/train.py), since every rank would draw its own.
+The progress bars of the libraries are off (launch/train.py), since every rank would draw its own. Rank 0
+shows the download of weights.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,10 +80,28 @@ class HubFiles:
 
 
 class DownloadBar(tqdm):
-    """Progress bar of one file. Redirected output gets a line per minute instead of several per second."""
+    """Progress of one file: a bar on a terminal, otherwise a line every 10 % and every 30 seconds."""
+
+    LINE_PARTS, LINE_SECONDS = 10, 30.0
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs, mininterval=0.5 if sys.stderr.isatty() else 60.0)
+        self._lines = not sys.stderr.isatty()
+        self._last_part, self._last_line = 0, time.monotonic()
+        file = io.StringIO() if self._lines else None  # tqdm itself then writes to nowhere
+        super().__init__(*args, **kwargs, mininterval=0.5, file=file)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        if not self._lines:
+            super().display(msg, pos)
+            return
+        part = int(self.LINE_PARTS * self.n / self.total) if self.total else 0
+        now = time.monotonic()
+        if part > self._last_part or now - self._last_line >= self.LINE_SECONDS:
+            self._last_part, self._last_line = part, now
+            whole = f" of {self.total / 1e9:.2f}" if self.total else ""
+            share = f", {self.n / self.total:.0%}" if self.total else ""
+            line = f"download   {self.desc}: {self.n / 1e9:.2f}{whole} GB{share}"
+            print(line, file=sys.stderr, flush=True)
 
 
 # The models that this process loads from its cache only, by path and revision.

@@ -27,12 +27,14 @@ def write_report(
     exported: bool,
     checkpoint: str | None = None,
     best: Mapping[str, Any] = MappingProxyType({}),
+    lists_files: bool = True,
 ) -> None:
     """Draws curves.png and prints the results and the saved files of a run. Only rank 0 calls it.
 
     A run that was not ``exported`` was interrupted, so its last evaluation is older than its weights. Then
     the held-out table and the sample responses are omitted. ``checkpoint`` is the line to print on the last
     checkpoint: its path and a hint on how to resume. ``best`` are the entries of ``TrainState.best_metrics``.
+    The saved files are not printed unless ``lists_files``.
     """
     before, after = state.first_eval, state.last_eval
     drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)
@@ -61,4 +63,4 @@ def write_report(
         )
     if checkpoint:
         saved["checkpoint"] = checkpoint
-    before_after(scores, samples, saved)
+    before_after(scores, samples, saved if lists_files else {})

@@ -45,6 +45,7 @@ class Run:
     stop_at_step: int | None
     eval_every: int | None  # steps between evaluations
     heldout: Mapping[str, str]  # metrics of the evaluations in summary.json, see StageEntry
+    lists_files: bool = True  # False if the files are removed after the run, as by a dry run
 
     # state of this process
     alarms: Alarms = field(init=False, default_factory=Alarms)  # used by rank 0
@@ -278,6 +279,7 @@ class Run:
                 exported=succeeded,
                 checkpoint=checkpoint,
                 best=best,
+                lists_files=self.lists_files,
             )
             if self.error:
                 log.error("error: %s", censored(self.error))

@@ -17,6 +17,16 @@ def test_stop_token_ids(given, ids):
     assert stop_ids(compose(*MINIMAL, f"sampling.stop_token_ids={given}"), TOKENIZER) == ids
 
 
+class Source(SimpleNamespace):
+    """Rows of data, of which only the path and the report are known."""
+
+    def __init__(self, path, report):
+        super().__init__(path=path, report=report)
+
+    def __len__(self):
+        return self.report["rows"]
+
+
 def test_the_counts_of_rows_are_reported():
     report = {"rows": 9, "truncated": 0, "dropped": 2, "lowered": 0, "repeated": 3, "same_id": 1}
     assert (
@@ -24,15 +34,23 @@ def test_the_counts_of_rows_are_reported():
         == '9 prompts, 2 dropped, 3 equal to an earlier one, 1 with the "id" of an earlier one'
     )
     assert describe_rows({"rows": 5, "truncated": 1, "dropped": 0}, "texts") == "5 texts, 1 truncated"
-    held_out = SimpleNamespace(path="held.jsonl", report=report | {"dropped": 0, "repeated": 0, "same_id": 0})
+    held_out = Source("held.jsonl", report | {"dropped": 0, "repeated": 0, "same_id": 0})
     texts = SimpleNamespace(
         source=SimpleNamespace(path="texts.jsonl", report={"rows": 5, "truncated": 1, "dropped": 0})
     )
-    assert Inputs(None, None, held_out, None, texts).notes() == [
-        "held out   held.jsonl: 9 prompts",
-        "texts      texts.jsonl: 5 texts, 1 truncated",
-    ]
-    assert Inputs(None, None, None, None, None).notes() == []
+    inputs = Inputs(None, None, held_out, None, texts)
+    assert (
+        inputs.notes(None)
+        == inputs.notes(9)
+        == [
+            "held out   held.jsonl: 9 prompts",
+            "texts      texts.jsonl: 5 texts, 1 truncated",
+        ]
+    )
+    assert inputs.notes(6)[0] == (
+        "held out   held.jsonl: 9 prompts; the first 6 are evaluated (eval.max_prompts)"
+    )
+    assert Inputs(None, None, None, None, None).notes(6) == []
 
 
 @pytest.mark.parametrize("given", ["[4]", "[1,4]"])

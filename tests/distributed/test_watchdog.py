@@ -226,3 +226,20 @@ def test_phases_set_the_heartbeat():
             assert heartbeat.read().phase == "in the phase 'switch'"
         assert (heartbeat.read().phase, heartbeat.read().since) == (outer.phase, outer.since)
     assert heartbeat.read().phase == "after the phase 'eval'" and heartbeat.read().beats == beats + 4
+
+
+def test_work_of_a_phase_is_counted():
+    heartbeat.enter("updating")
+    with heartbeat.counting(8, "optimizer steps") as steps:
+        steps(3)
+        with pytest.raises(ZeroDivisionError), heartbeat.counting(4, "micro-batches") as micros:
+            micros(1)
+            before = heartbeat.enter("in the phase 'update_actor'")
+            assert heartbeat.read().work == (
+                heartbeat.Work(3, 8, "optimizer steps"),
+                heartbeat.Work(1, 4, "micro-batches"),
+            )
+            heartbeat.enter(*before)
+            1 / 0  # noqa: B018
+        assert heartbeat.read().work == (heartbeat.Work(3, 8, "optimizer steps"),)
+    assert heartbeat.read().work == () and heartbeat.read().phase == "updating"

@@ -224,6 +224,7 @@ def test_a_dry_run_on_two_ranks(start: Path) -> None:
         "2 steps on 2 rank(s), one checkpoint written and read again" in said and "not tested: memory" in said
     )
     assert "reward.model.path" not in done.stderr and "step 2/2" in done.stdout
+    assert "metrics.jsonl" not in done.stdout and "curves.png" not in done.stdout  # they are removed
     assert not (start / "outputs" / "mine").exists() and not list((start / "outputs").iterdir())
 
 

@@ -34,7 +34,7 @@ class Hub:
 
     def fetch(self, path, filename, *, revision, tqdm_class):
         with tqdm_class(total=10) as bar:
-            assert (path, revision) == ("org/model", "c0ffee") and bar.mininterval == 60.0
+            assert (path, revision) == ("org/model", "c0ffee") and bar.total == 10
         self.fetched.append(filename)
 
 
@@ -76,6 +76,22 @@ def test_other_ranks_local_folders_and_an_unreachable_hub(hub: Hub, monkeypatch,
     monkeypatch.setattr(download, "snapshot_download", unreachable)
     download.fetch_weights("org/model", "v1", "key")
     assert hub.fetched == [] and capsys.readouterr().err == ""
+
+
+def test_a_log_file_gets_a_line_every_tenth_and_every_30_seconds(monkeypatch, capsys) -> None:
+    now = [0.0]
+    monkeypatch.setattr(download.time, "monotonic", lambda: now[0])
+    bar = download.DownloadBar(total=2_000_000_000, desc="model.safetensors")
+    for seconds, done in ((1, 0.05), (2, 0.1), (3, 0.15), (31, 0.15), (32, 0.16), (33, 0.5), (34, 1.0)):
+        now[0], bar.n = seconds, int(done * bar.total)
+        bar.display()
+    bar.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "download   model.safetensors: 0.20 of 2.00 GB, 10%",
+        "download   model.safetensors: 0.32 of 2.00 GB, 16%",
+        "download   model.safetensors: 1.00 of 2.00 GB, 50%",
+        "download   model.safetensors: 2.00 of 2.00 GB, 100%",
+    ]
 
 
 def test_loading_a_model_downloads_it_first(monkeypatch) -> None:

@@ -92,7 +92,7 @@ def test_an_early_end_reports_how_to_resume(loop, monkeypatch, how, exported, ch
     run.saver.checkpoints.save = lambda step, *_, **__: Path(f"run/step_{step}")
     monkeypatch.setattr("ppo_ds.training.run.write_report", lambda *_, **said: told.append(said))
     run.fit()
-    assert told == [{"exported": exported, "checkpoint": checkpoint, "best": {}}]
+    assert told == [{"exported": exported, "checkpoint": checkpoint, "best": {}, "lists_files": True}]
 
 
 @pytest.mark.parametrize("exported", [True, False])
@@ -106,6 +106,9 @@ def test_an_aborted_run_shows_no_old_evaluation(tmp_path, capsys, exported):
     shown = capsys.readouterr().out
     assert ("Held-out data" in shown) == ("Sample responses" in shown) == exported
     assert "checkpoint  run/step_1   goes on" in shown
+    write_report(tmp_path, "a dry run", state, exported=exported, checkpoint="c", lists_files=False)
+    shown = capsys.readouterr().out
+    assert ("Held-out data" in shown) == exported and str(tmp_path) not in shown and "checkpoint" not in shown
 
 
 @pytest.mark.parametrize(("every", "steps"), [(None, [3]), (0, []), (1, [1, 2, 3]), (2, [2, 3]), (3, [3])])
