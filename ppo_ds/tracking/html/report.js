@@ -426,6 +426,7 @@ function settings(data) {
     "aria-label": "Search settings",
     on: { input: debounced((event) => filterSettings(folds, event.target.value)) },
   });
+  addEventListener("beforeprint", () => printSettings(folds));
   const different = several ? keys.filter(differs) : [];
   return pageSection(
     "settings",
@@ -441,6 +442,14 @@ function settings(data) {
     el("div", { class: "toolbar settings-tools" }, search),
     el("div", { class: "card folds" }, folds),
   );
+}
+
+/** Opens all settings while the page is printed. */
+function printSettings(folds) {
+  const closed = folds.filter((fold) => !fold.open);
+  for (const fold of closed) fold.open = true;
+  const close = () => closed.forEach((fold) => (fold.open = false));
+  addEventListener("afterprint", close, { once: true });
 }
 
 function filterSettings(folds, query) {

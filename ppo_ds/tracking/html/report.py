@@ -32,23 +32,23 @@ def write_report(run_dirs: Sequence[Path], target: Path, *, running: bool = Fals
 def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> str:
     """Returns the report of runs that ``read_run`` has read as an HTML page."""
     names = sorted({name for run in runs for name in run["series"]})
-    for run, unique in zip(runs, _unique_names(runs), strict=True):
+    for run, unique in zip(runs, unique_names(runs), strict=True):
         run |= {"name": unique, "sentences": describe_result(run, running=running), "result": result_of(run)}
     data = {
         "runs": runs,
         "running": running,
         "written": time.strftime("%Y-%m-%d %H:%M"),
-        "metrics": {name: _metric(name) for name in names if find(name)},
+        "metrics": {name: metric_data(name) for name in names if find(name)},
         "overview": [_card(panel, panel_metrics(panel, names)) for panel in overview_panels(names)],
-        "sections": _sections(names),
+        "sections": sections_of(names),
     }
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
     scripts = [asset(name) for name in SCRIPTS]
     return render_page(title, '<div id="report"></div>', data, scripts=scripts, styles=[asset("report.css")])
 
 
-def _unique_names(runs: Iterable[dict[str, Any]]) -> list[str]:
-    """Returns the names of the runs; runs with the same name are told apart by their directories."""
+def unique_names(runs: Iterable[dict[str, Any]]) -> list[str]:
+    """Returns the names of the runs; runs of the same name have their directories added."""
     runs = list(runs)
     names = [run["name"] for run in runs]
     return [
@@ -57,7 +57,7 @@ def _unique_names(runs: Iterable[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _metric(name: str) -> dict[str, Any]:
+def metric_data(name: str) -> dict[str, Any]:
     metric = find(name)
     assert metric is not None
     return {
@@ -71,7 +71,7 @@ def _metric(name: str) -> dict[str, Any]:
     }
 
 
-def _sections(names: Sequence[str]) -> list[dict[str, Any]]:
+def sections_of(names: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the sections that have data. Metrics without a panel have a card of their own."""
     sections, listed = [], set()
     for section in SECTIONS:

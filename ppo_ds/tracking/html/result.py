@@ -42,7 +42,7 @@ ENDS_AVERAGED = 5  # steps at each end over which training metrics are averaged
 
 def describe_result(run: dict[str, Any], *, running: bool) -> list[str]:
     """Returns how a run of ``read_run`` ended, what it reached, and what deserves attention."""
-    return [_end(run, running), _reached(run), _attention(run)]
+    return [how_it_ended(run, running), what_it_reached(run), what_needs_attention(run)]
 
 
 def result_of(run: dict[str, Any]) -> dict[str, Any] | None:
@@ -50,7 +50,7 @@ def result_of(run: dict[str, Any]) -> dict[str, Any] | None:
     for name, what, share, unit in RESULTS.get(run["stage"], RESULTS["ppo"]):
         curve = run["series"].get(name)
         if curve:
-            before, after = _ends(curve["values"], held_out=name.startswith("eval/"))
+            before, after = first_and_last(curve["values"], held_out=name.startswith("eval/"))
             return {
                 "name": name,
                 "what": what,
@@ -62,20 +62,20 @@ def result_of(run: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def _ends(values: list[float], *, held_out: bool) -> tuple[float, float]:
+def first_and_last(values: list[float], *, held_out: bool) -> tuple[float, float]:
     """Returns the first and the last value. Training metrics are averaged over some steps at both ends."""
     count = 1 if held_out else max(1, min(ENDS_AVERAGED, len(values) // 4))
     return sum(values[:count]) / count, sum(values[-count:]) / count
 
 
-def _end(run: dict[str, Any], running: bool) -> str:
+def how_it_ended(run: dict[str, Any], running: bool) -> str:
     reason = run["summary"].get("exit_reason")
     sentence = ENDS.get(reason, ENDS["error"]) if run["summary"] and not running else OPEN[running]
     planned = run["plannedSteps"] or "an open number"
     return sentence.format(steps=run["lastStep"], planned=planned, time=duration(run["seconds"]))
 
 
-def _reached(run: dict[str, Any]) -> str:
+def what_it_reached(run: dict[str, Any]) -> str:
     result = result_of(run)
     if result is None:
         return "It has no result to show, because it has logged no score and no loss."
@@ -91,7 +91,7 @@ def _reached(run: dict[str, Any]) -> str:
     return f"{what} {verb} from {shown(before)} to {shown(after)}{result['unit']}."
 
 
-def _attention(run: dict[str, Any]) -> str:
+def what_needs_attention(run: dict[str, Any]) -> str:
     """Returns the distance from the reference, if there is one, and the number of alarms."""
     alarms = [event for event in run["events"] if event["kind"] == "alarm"]
     if not run["events"]:

@@ -41,17 +41,17 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
         raise UserError(f"{run_dir}: no such run directory")
     records = read_metrics(run_dir / "metrics.jsonl")
     events = read_events(run_dir / "events.jsonl")
-    files = _sample_files(run_dir)
+    files = sample_files(run_dir)
     if not records and not events and not any(files.values()):
         raise UserError(f"{run_dir}: no run directory: it has no metrics.jsonl, samples/ or events.jsonl")
-    settings = _read_settings(run_dir / "config.yaml")
-    summary = _read_summary(run_dir / "summary.json")
+    settings = read_settings(run_dir / "config.yaml")
+    summary = read_summary(run_dir / "summary.json")
     section = settings.get("run")
     run = section if isinstance(section, dict) else {}
     return {
         "name": str(run.get("name") or run_dir.resolve().name),
         "directory": str(run_dir),
-        "stage": settings.get("stage") or _guess_stage(records),
+        "stage": settings.get("stage") or guess_stage(records),
         "plannedSteps": run.get("steps"),
         "summary": summary,
         "seconds": summary.get("wall_s") or (records[-1].get("time") if records else None),
@@ -60,7 +60,7 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
         "series": curves(records, summary),
         "stacks": stacks(records),
         "events": events if len(events) <= MAX_EVENTS else [events[0], *events[1 - MAX_EVENTS :]],
-        "samples": _read_samples(files, sample_bytes),
+        "samples": read_samples(files, sample_bytes),
     }
 
 
@@ -164,7 +164,7 @@ def _stack(
 # -- samples -------------------------------------------------------------------------------------------------
 
 
-def _sample_files(run_dir: Path) -> dict[str, list[tuple[int, Path]]]:
+def sample_files(run_dir: Path) -> dict[str, list[tuple[int, Path]]]:
     """Returns the steps and files of the samples of each split, in order."""
     files: dict[str, list[tuple[int, Path]]] = {}
     for path in sorted((run_dir / "samples").glob("*step_*.jsonl")):
@@ -173,7 +173,7 @@ def _sample_files(run_dir: Path) -> dict[str, list[tuple[int, Path]]]:
     return {split: sorted(steps) for split, steps in files.items()}
 
 
-def _read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[str, Any]:
+def read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[str, Any]:
     """Reads samples of evenly spaced steps, at most ``limit`` bytes, and at least one row of each step.
 
     Returns {"prompts": the different prompts, "rows": the rows, with "prompt" as an index into prompts,
@@ -189,7 +189,7 @@ def _read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[
         for step, path in chosen:
             spent = 0
             for index, row in enumerate(read_rows(path)):
-                short = _short_row(row)
+                short = short_row(row)
                 spent += len(json.dumps(short, ensure_ascii=False, default=str).encode(errors="replace"))
                 if index > 0 and spent > allowance:
                     break
@@ -218,7 +218,7 @@ def evenly(count: int, limit: int) -> list[int]:
     return [round(i * (count - 1) / (limit - 1)) for i in range(limit)]
 
 
-def _short_row(row: Record) -> Record:
+def short_row(row: Record) -> Record:
     """Shortens the texts of a row; the prompt is the text that the report shows."""
     short = {key: value for key, value in row.items() if key not in ("asked", "step", "split")}
     prompt, response = str(row.get("asked") or row.get("prompt", "")), str(row.get("response", ""))
@@ -238,7 +238,7 @@ def _cut(text: str, limit: int) -> str:
 # -- other files ---------------------------------------------------------------------------------------------
 
 
-def _read_settings(path: Path) -> Record:
+def read_settings(path: Path) -> Record:
     """Returns the config of the run, or {} if the file is missing or damaged."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
@@ -247,7 +247,7 @@ def _read_settings(path: Path) -> Record:
     return settings if isinstance(settings, dict) else {}
 
 
-def _read_summary(path: Path) -> Record:
+def read_summary(path: Path) -> Record:
     """Returns the summary, or {} if the run has not ended or the file is damaged."""
     try:
         summary = json.loads(path.read_text(encoding="utf-8", errors="replace"))
@@ -256,7 +256,7 @@ def _read_summary(path: Path) -> Record:
     return summary if isinstance(summary, dict) else {}
 
 
-def _guess_stage(records: Iterable[Record]) -> str:
+def guess_stage(records: Iterable[Record]) -> str:
     names = {name.split("/")[0] for record in records for name in record}
     return "sft" if "sft" in names else "reward_model" if "rm" in names else "ppo"
 

@@ -9,7 +9,7 @@ from ppo_ds.tracking.tracker import Trackers
 
 
 class Clock:
-    """A clock that only moves when it is told to."""
+    """A clock that moves only when a test sets it."""
 
     def __init__(self):
         self.now = 100.0
