@@ -3,6 +3,7 @@
 const ENDINGS = {
   done: ["Finished", "good"],
   stop_at_step: ["Stopped at run.stop_at_step", "accent"],
+  early_stop: ["Stopped early", "accent"],
   time_limit: ["Time limit reached", "accent"],
   signal: ["Stopped by a signal", "warn"],
   nonfinite: ["Not finite", "warn"],
@@ -21,8 +22,7 @@ const EVENT_LABELS = {
 
 function statusOf(run, running) {
   if (running) return ["In progress", "accent"];
-  const reason = run.summary.exit_reason;
-  return reason === undefined ? ["No summary", "warn"] : (ENDINGS[reason] ?? ENDINGS.error);
+  return run.endedBy === null ? ["No end recorded", "warn"] : (ENDINGS[run.endedBy] ?? ENDINGS.error);
 }
 
 /** Formats a value of the main metric of a run. */

@@ -7,19 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 ENDS = {
-    "done": "The run finished all {steps} steps in {time}.",
-    "stop_at_step": "The run stopped at step {steps} of {planned} after {time}, as run.stop_at_step asks.",
-    "time_limit": "The run stopped at step {steps} of {planned} after {time}, at its limit run.max_minutes.",
-    "signal": "The run was stopped by a signal at step {steps} of {planned}, after {time}.",
-    "nonfinite": "The run ended with an error after step {steps} of {planned}: numbers were not finite.",
-    "max_kl": "The run ended after step {steps} of {planned}: the KL exceeded health.max_kl.",
-    "error": "The run ended with an error after step {steps} of {planned} and {time}.",
+    "done": "The run finished all {steps} steps in {time}",
+    "early_stop": "The run stopped early at {step} after {time}, when evaluations no longer improved",
+    "stop_at_step": "The run stopped at {step} after {time}, as run.stop_at_step asks",
+    "time_limit": "The run stopped at {step} after {time}, at its limit run.max_minutes",
+    "signal": "The run was stopped by a signal at {step}, after {time}",
+    "nonfinite": "The run ended after {step}, because numbers were not finite",
+    "max_kl": "The run ended after {step}, because the KL exceeded health.max_kl",
+    "error": "The run ended with an error after {step} and {time}",
 }
-OPEN = {
-    True: "The run is in progress: step {steps} of {planned}, {time} after its start.",
-    False: "The run has no summary, so it is still in progress or was killed; its last record is "
-    "step {steps} of {planned}, {time} after its start.",
-}
+IN_PROGRESS = "The run is in progress: {step}, {time} after its start"
+NO_END = (
+    "The run has not recorded its end, so it is still in progress or was killed; its last record is {step}, "
+    "{time} after its start"
+)
+MAX_ERROR = 300  # characters of an error that are shown
 # the first metric that a run has is its result: name, what it is, whether it is a share, unit
 RESULTS = {
     "ppo": (
@@ -69,10 +71,14 @@ def first_and_last(values: list[float], *, held_out: bool) -> tuple[float, float
 
 
 def how_it_ended(run: dict[str, Any], running: bool) -> str:
-    reason = run["summary"].get("exit_reason")
-    sentence = ENDS.get(reason, ENDS["error"]) if run["summary"] and not running else OPEN[running]
-    planned = run["plannedSteps"] or "an open number"
-    return sentence.format(steps=run["lastStep"], planned=planned, time=duration(run["seconds"]))
+    """Returns the first sentence: progress, duration and the reason of the end."""
+    reason, error = run["endedBy"], run["summary"].get("error")
+    sentence = IN_PROGRESS if running else NO_END if reason is None else ENDS.get(reason, ENDS["error"])
+    planned = f" of {run['plannedSteps']}" if run["plannedSteps"] else ""
+    end = sentence.format(
+        steps=run["lastStep"], step=f"step {run['lastStep']}{planned}", time=duration(run["seconds"])
+    )
+    return f"{end}: {str(error)[:MAX_ERROR]}." if error and reason and not running else f"{end}."
 
 
 def what_it_reached(run: dict[str, Any]) -> str:

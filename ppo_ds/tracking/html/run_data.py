@@ -46,6 +46,7 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
         raise UserError(f"{run_dir}: no run directory: it has no metrics.jsonl, samples/ or events.jsonl")
     settings = read_settings(run_dir / "config.yaml")
     summary = read_summary(run_dir / "summary.json")
+    ended = ended_by(summary, records, events)
     section = settings.get("run")
     run = section if isinstance(section, dict) else {}
     return {
@@ -54,7 +55,9 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
         "stage": settings.get("stage") or guess_stage(records),
         "plannedSteps": run.get("steps"),
         "summary": summary,
-        "seconds": summary.get("wall_s") or (records[-1].get("time") if records else None),
+        "endedBy": ended,
+        "seconds": (summary.get("wall_s") if ended else None)
+        or (records[-1].get("time") if records else None),
         "lastStep": records[-1]["step"] if records else 0,
         "settings": flattened(settings),
         "series": curves(records, summary),
@@ -254,6 +257,15 @@ def read_summary(path: Path) -> Record:
     except (OSError, json.JSONDecodeError):
         return {}
     return summary if isinstance(summary, dict) else {}
+
+
+def ended_by(summary: Record, records: Sequence[Record], events: Sequence[Record]) -> str | None:
+    """Returns the reason of the end; None without a summary or if the run was started again after it."""
+    kinds = [event["kind"] for event in events if event["kind"] in ("started", "resumed", "ended")]
+    last = records[-1]["step"] if records else 0
+    if not summary or kinds[-1:] not in ([], ["ended"]) or summary.get("steps", last) < last:
+        return None
+    return str(summary.get("exit_reason"))
 
 
 def guess_stage(records: Iterable[Record]) -> str:

@@ -74,6 +74,9 @@ def make_ppo_run(run_dir, *, name="demo", steps=20, lr=1e-6, tokens=True, events
                 {"step": 15, "time": 30.0, "kind": "alarm", "text": f"KL 6.75: raise algo.kl.coef {NASTY}"},
             ],
         )
+    if events and summary:
+        with (run_dir / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": steps, "time": 252.0, "kind": "ended", "text": "done"}) + "\n")
     if summary:
         result = {"exit_reason": "done", "heldout_accuracy_before": 0.2, "wall_s": 252.0, "steps": steps}
         (run_dir / "summary.json").write_text(json.dumps(result), encoding="utf-8")

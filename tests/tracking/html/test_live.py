@@ -42,6 +42,7 @@ def test_a_page_of_the_run_so_far(tmp_path):
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "The run is in progress: step 1" in page and '"running":true' in page
     trackers.log(2, {"reward/score_mean": 0.7})
+    trackers.event(2, "ended", "done")
     trackers.finish({"exit_reason": "done"})
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "The run finished all 2 steps" in page and '"running":false' in page

@@ -324,7 +324,7 @@ def test_several_runs_are_overlaid(show, tmp_path):
         and names[1] != names[2]
         and all(name.startswith("second (") for name in names[1:])
     )
-    assert page.texts(".runs-table .badge") == ["Finished", "Finished", "No summary"]
+    assert page.texts(".runs-table .badge") == ["Finished", "Finished", "No end recorded"]
     reward = '.chart[data-title="Reward"]'
     path_of(page, "Reward")
     assert page.count(f"{reward} path.line") == 3

@@ -80,7 +80,7 @@ def test_a_run_without_one_of_its_files_is_shown(tmp_path, lost):
     page = render_report([run])
     assert "</html>" in page and all(isinstance(sentence, str) for sentence in run["sentences"])
     if lost == "summary.json":
-        assert "was killed; its last record is step 20 of 20" in run["sentences"][0]
+        assert "or was killed; its last record is step 20 of 20" in run["sentences"][0]
     if lost == "config.yaml":
         assert (run["name"], run["stage"]) == ("run", "ppo")
 
@@ -156,24 +156,46 @@ def test_what_is_no_run_directory(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("summary", "running", "start"),
+    ("summary", "running", "sentence"),
     [
-        ({"exit_reason": "signal"}, False, "The run was stopped by a signal at step 7 of 20"),
+        ({"exit_reason": "signal"}, False, "The run was stopped by a signal at step 7 of 20, after 14 s."),
         (
             {"exit_reason": "stop_at_step"},
             False,
-            "The run stopped at step 7 of 20 after 14 s, as run.stop_at_step",
+            "The run stopped at step 7 of 20 after 14 s, as run.stop_at_step asks.",
         ),
-        ({"exit_reason": "error", "error": "x"}, False, "The run ended with an error after step 7 of 20"),
-        ({"exit_reason": "of a later version"}, False, "The run ended with an error after step 7 of 20"),
-        ({}, True, "The run is in progress: step 7 of 20, 14 s after its start."),
-        ({}, False, "The run has no summary, so it is still in progress or was killed"),
+        (
+            {"exit_reason": "error", "error": "OSError: disk full"},
+            False,
+            "The run ended with an error after step 7 of 20 and 14 s: OSError: disk full.",
+        ),
+        ({"exit_reason": "newer"}, False, "The run ended with an error after step 7 of 20 and 14 s."),
+        ({"exit_reason": "done"}, True, "The run is in progress: step 7 of 20, 14 s after its start."),
+        (
+            {},
+            False,
+            "The run has not recorded its end, so it is still in progress or was killed; its last record is "
+            "step 7 of 20, 14 s after its start.",
+        ),
     ],
 )
-def test_how_a_run_ended(tmp_path, summary, running, start):
-    run_dir = make_ppo_run(tmp_path / "run", steps=7, summary=False)
+def test_how_a_run_ended(tmp_path, summary, running, sentence):
+    run_dir = make_ppo_run(tmp_path / "run", steps=7, events=False)
     (run_dir / "summary.json").write_text(json.dumps(summary))
-    assert describe_result(read_run(run_dir), running=running)[0].startswith(start)
+    assert describe_result(read_run(run_dir), running=running)[0] == sentence
+
+
+def test_the_summary_of_an_earlier_process_is_not_the_end(tmp_path):
+    """A run that stopped, was resumed and then killed has the summary of its first stop."""
+    run_dir = make_ppo_run(tmp_path / "run")
+    assert read_run(run_dir)["endedBy"] == "done"
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 20, "time": 260.0, "kind": "resumed", "text": "again"}) + "\n")
+    assert read_run(run_dir)["endedBy"] is None
+    (run_dir / "events.jsonl").unlink()  # a run of an older version
+    assert read_run(run_dir)["endedBy"] == "done"
+    (run_dir / "summary.json").write_text('{"exit_reason": "stop_at_step", "steps": 10}')
+    assert read_run(run_dir)["endedBy"] is None
 
 
 @pytest.mark.parametrize(
