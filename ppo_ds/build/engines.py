@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ppo_ds.config.schema import TrainedConfig
+from ppo_ds.config.schema import TrainedConfig, learning_rate
 from ppo_ds.config.sections.models import FrozenZeroConfig, LoraConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel, freeze
@@ -81,9 +81,8 @@ def trained_engine(
         raw=role.deepspeed,
     )
     module = load_module(load, engine_config)
-    adapters, lr, settings = set(adapter_parameters(module)), optim.lr, {}
+    adapters, lr, settings = set(adapter_parameters(module)), learning_rate(role), {}
     if adapters:
-        lr = role.lora.lr or optim.lr
         settings = {f"{name}.lora.rank": role.lora.rank, f"{name}.lora.alpha": adapter_alpha(role.lora)}
     schedule = LRSchedule(
         lr, optim.schedule, optim.warmup_ratio, optim.min_lr_ratio, optimizer_steps, optim.warmup_steps

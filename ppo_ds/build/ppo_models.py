@@ -15,7 +15,7 @@ from ppo_ds.build.memory_estimate import FrozenModel as FrozenShape
 from ppo_ds.build.memory_estimate import Models as Shapes
 from ppo_ds.build.reward_models import RewardModels, build_reward
 from ppo_ds.build.roles import build_actor, build_critic, build_reference, critic_start, ppo_needs
-from ppo_ds.build.shared import adapter_note, loading
+from ppo_ds.build.shared import loading, training_notes
 from ppo_ds.config.schema import (
     Config,
     all_rewards,
@@ -88,9 +88,9 @@ def load_models(config: Config, context: RunContext, inputs: Inputs, length: Hor
     }
     reward = rewards.pop("reward")
     eval_rewards = {key.removeprefix("eval.rewards."): built for key, built in rewards.items()}
-    banner.note(*adapter_note("actor", config.actor.lora, actor))
+    banner.note(*training_notes("ppo", "actor", config.actor, actor))
     if critic is not None:
-        banner.note(*adapter_note("critic", config.critic.lora, critic))
+        banner.note(*training_notes("ppo", "critic", config.critic, critic))
     banner.note(*choose_layouts(config, actor, reference, critic))
     ema = WeightCopy(actor) if config.actor.ema.decay is not None else None
     lagged = WeightCopy(actor) if config.algo.old_policy == "lagged" else None

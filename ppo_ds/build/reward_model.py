@@ -9,13 +9,13 @@ from ppo_ds.build.downloads import models_to_download
 from ppo_ds.build.engines import Needs, add_lora, trained_engine
 from ppo_ds.build.finetune_memory import estimate_finetuning
 from ppo_ds.build.shared import (
-    adapter_note,
     choose_layout,
     evaluated_rows,
     loading,
     machine,
     slow_dtypes,
     trained_model,
+    training_notes,
     training_steps,
 )
 from ppo_ds.build.token_budgets import settle
@@ -74,7 +74,7 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
         evaluated=evaluated_rows(config, held_out),
     )
     config = settle(config, context, memory)
-    banner.note(*adapter_note("scorer", role.lora, scorer), *slow_dtypes(config, world))
+    banner.note(*training_notes("reward_model", "scorer", role, scorer), *slow_dtypes(config, world))
     if scorer.module.is_decoder:
         banner.note(*choose_layout(config.memory.layout, "scorer", scorer, world.device))
     elif config.memory.layout == "packed":

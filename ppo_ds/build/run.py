@@ -87,7 +87,7 @@ def build_run(
         download_files(models_to_download(config), world)
     if (run_dir / "checkpoints").exists():
         banner.starting(f"checking the last checkpoint in {run_dir}")
-    start = open_start(config, settings, world, checkpoints, banner)
+    config, start = open_start(config, settings, world, checkpoints, banner)
 
     def record_budgets(numbers: Mapping[str, int]) -> None:
         """Adds token budgets to the settings that are saved in checkpoints and config.yaml."""

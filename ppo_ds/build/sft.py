@@ -11,7 +11,6 @@ from ppo_ds.build.finetune_memory import estimate_finetuning
 from ppo_ds.build.generator import rebuilt_on_change
 from ppo_ds.build.roles import actor_module
 from ppo_ds.build.shared import (
-    adapter_note,
     choose_layout,
     eval_weights,
     evaluated_rows,
@@ -19,6 +18,7 @@ from ppo_ds.build.shared import (
     machine,
     slow_dtypes,
     trained_model,
+    training_notes,
     training_steps,
 )
 from ppo_ds.build.token_budgets import settle
@@ -207,7 +207,7 @@ def notes(
     """
     world, zero = actor.world, config.actor.zero
     lines = [
-        *adapter_note("actor", config.actor.lora, actor),
+        *training_notes("sft", "actor", config.actor, actor),
         *slow_dtypes(config, world),
         *choose_layout(config.memory.layout, "actor", actor, world.device),
     ]

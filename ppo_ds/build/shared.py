@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ppo_ds.config.schema import Config, TrainedConfig
-from ppo_ds.config.sections.models import LoraConfig
+from ppo_ds.config.schema import LORA_FACTOR, Config, TrainedConfig, learning_rate
 from ppo_ds.config.sections.run import RunConfig
 from ppo_ds.config.warnings import slow_bf16
 from ppo_ds.distributed.world import World
@@ -90,15 +89,53 @@ def machine(world: World) -> list[str]:
 
 def trained_model(name: str, path: str | None, role: TrainedConfig) -> str:
     """Returns the line on a trained model; ``path`` is that of its initial weights."""
-    return f"{name:10} {path}  {role.model.dtype}  ZeRO-{role.zero.stage}"
+    optim, rate = role.optim, learning_rate(role)
+    factor = f" ({LORA_FACTOR:g} x optim.lr)" if role.lora.rank and role.lora.lr == "auto" else ""
+    engine = f"{role.model.dtype}  ZeRO-{role.zero.stage}"
+    return f"{name:10} {path}  {engine}  learning rate {rate:g}{factor}, {optim.schedule}"
 
 
-def adapter_note(name: str, lora: LoraConfig, model: TrainedModel) -> list[str]:
-    """Returns a line on the number of trained parameters of a model with LoRA."""
-    if not lora.rank:
+# Usual learning rates of full training by the number of parameters, which is below the first number. Sources:
+# docs/training.md, "Learning rates".
+USUAL_RATES = {
+    ("ppo", "actor"): {4e9: 1e-6, math.inf: 5e-7},
+    ("ppo", "critic"): {math.inf: 5e-6},
+    ("sft", "actor"): {4e9: 2e-5, 20e9: 1e-5, math.inf: 5e-6},
+    ("reward_model", "scorer"): {4e9: 1e-5, 20e9: 5e-6, math.inf: 3e-6},
+}
+SMALLEST = 1e8  # parameters; smaller models need higher rates, and which ones depends on the task
+UNUSUAL = 20.0  # ratio of a rate to the usual one from which on there is a warning
+
+
+def training_notes(stage: str, name: str, role: TrainedConfig, model: TrainedModel) -> list[str]:
+    """Returns a line on a model's adapters, and a warning if its learning rate is unusual for its size."""
+    trained, parameters = parameter_counts(model.module)
+    lines = []
+    if role.lora.rank:
+        lines.append(
+            f"lora       {name}: rank {role.lora.rank}, trainable parameters: {trained:,} of {parameters:,} "
+            f"({trained / parameters:.2%})"
+        )
+    return lines + unusual_rate(stage, name, role, parameters)
+
+
+def unusual_rate(stage: str, name: str, role: TrainedConfig, parameters: int) -> list[str]:
+    """Returns a warning if the learning rate of a model is far from the usual one, which may be intended."""
+    if parameters < SMALLEST:
         return []
-    n, m = parameter_counts(model.module)
-    return [f"lora       {name}: rank {lora.rank}, trainable parameters: {n:,} of {m:,} ({n / m:.2%})"]
+    usual = next(rate for limit, rate in USUAL_RATES[stage, name].items() if parameters < limit)
+    usual *= LORA_FACTOR if role.lora.rank else 1.0
+    rate = learning_rate(role)
+    if usual / UNUSUAL < rate < usual * UNUSUAL:
+        return []
+    of_adapters = role.lora.rank and role.lora.lr not in (None, "auto")
+    factor = f"{rate / usual:.3g} times" if rate > usual else f"1/{usual / rate:.3g} of"
+    kind = "adapters" if role.lora.rank else "full training"
+    return [
+        f"warning    {name}.{'lora' if of_adapters else 'optim'}.lr: the learning rate {rate:g} is {factor} "
+        f"the usual {usual:g} for {kind} of a model with {parameters / 1e9:.2g} billion parameters at "
+        f"stage={stage} (docs/training.md, Learning rates)"
+    ]
 
 
 def slow_dtypes(config: Config, world: World) -> list[str]:

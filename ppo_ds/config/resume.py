@@ -21,8 +21,9 @@ from typing import Any
 from ppo_ds.config.chat_template import settings_with_template_text
 from ppo_ds.config.reading import defaults, dotted_keys
 from ppo_ds.config.renamed import with_current_names
-from ppo_ds.config.schema import Config, config_class
+from ppo_ds.config.schema import Config, config_class, trained_models
 from ppo_ds.config.text import did_you_mean, show
+from ppo_ds.config.types import replace
 from ppo_ds.errors import UserError
 
 MUTABLE = (
@@ -152,6 +153,20 @@ def check_resume(before: Settings, now: Settings, checkpoint: Path) -> list[str]
     if permitted:
         lines.append(f"changed    allowed by run.resume_allow_changes: {in_words(permitted)}")
     return lines
+
+
+def keep_adapter_rates(config: Config, before: Settings) -> Config:
+    """Returns the config with the learning rates that adapters of an earlier start had.
+
+    Earlier versions trained adapters at optim.lr by default (null). Such a run continues at that rate unless
+    the config sets another one.
+    """
+    kept = {}
+    for name, model in trained_models(config).items():
+        recorded = (before.get(name) or {}).get("lora") or {}
+        if recorded.get("rank") and recorded.get("lr", "auto") is None and model.lora.lr == "auto":
+            kept[name] = replace(model, lora=replace(model.lora, lr=None))
+    return replace(config, **kept)
 
 
 def changes(before: Settings, now: Settings) -> list[Change]:

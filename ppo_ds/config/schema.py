@@ -73,6 +73,7 @@ class Config(Section):
 
 # The keys of Config that every stage has. The stage's entry in registry.STAGES lists the others that it uses.
 SHARED = ("stage", "run", "checkpoint", "health", "tracker", "eval", "prepare")
+LORA_FACTOR = 10.0  # learning rate of adapters / learning rate of all weights
 OPEN_PARTS = ("reward", "prepare")  # Keys of Config that hold a `_target_` and its arguments.
 # Endings of the metrics of an evaluation whose lowest value is the best; see checkpoint.best_mode.
 LOWER_IS_BETTER = ("/loss", "/perplexity", "/ties", "/calibration_error", "_std")
@@ -238,6 +239,17 @@ def trained_models(config: Config) -> dict[str, TrainedConfig]:
     """Returns the sections of the models that the stage can train, by their names."""
     sections = type(config).model_fields
     return {name: getattr(config, name) for name in ("actor", "critic", "scorer") if name in sections}
+
+
+def learning_rate(role: TrainedConfig) -> float:
+    """Returns the learning rate of a model after the warm-up: that of its adapters, if it has any.
+
+    With actor.lora.lr=auto, adapters get ten times the rate of full training, which is best for both
+    supervised fine-tuning and reinforcement learning in "LoRA Without Regret" (Schulman et al. 2025).
+    """
+    if not role.lora.rank or role.lora.lr is None:
+        return role.optim.lr
+    return LORA_FACTOR * role.optim.lr if role.lora.lr == "auto" else float(role.lora.lr)
 
 
 def averaged_models(config: Config) -> dict[str, ActorConfig | ScorerConfig]:

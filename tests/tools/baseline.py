@@ -74,7 +74,7 @@ OTHERS = {
     "zero1": "zero=stage1",
     "zero3_2_ranks": f"zero=stage3 actor.{SHARD_ALL} critic.{SHARD_ALL}",
     "zero3_layerwise": f"zero=stage3 actor.{SHARD_ALL} actor.zero.generation_gather=layers",
-    "lora": "actor.lora.rank=4 critic.lora.rank=4",
+    "lora": "actor.lora.rank=4 critic.lora.rank=4 actor.lora.lr=null critic.lora.lr=null",
     "share_trunk": "critic.share_trunk=true",
     "ema_ptx": """actor.ema.decay=0.9 actor.ema.evaluate=true eval.every=1
         algo.ptx.coef=0.5 data.ptx_path={start}/train.jsonl""",

@@ -56,7 +56,7 @@ def check_adapters(config: Config, ranks: int) -> Iterator[str]:
     for name, model in trained_models(config).items():
         for key in ("alpha", "targets", "lr"):
             value = getattr(model.lora, key)
-            if not model.lora.rank and value is not None:
+            if not model.lora.rank and value not in (None, "auto"):
                 yield f"{name}.lora.{key}={show(value)}: only used with {name}.lora.rank above 0"
     for name, averaged in averaged_models(config).items():
         if averaged.ema.evaluate and averaged.ema.decay is None:

@@ -133,7 +133,11 @@ class LoraConfig(Section):
     targets: list[Text] | None = Field(
         None, description="Names of the linear layers to adapt, such as q_proj; null: all but the LM head."
     )
-    lr: Positive | None = Field(None, description="Learning rate of the adapters; null: optim.lr.")
+    lr: Positive | Literal["auto"] | None = Field(
+        "auto",
+        description="Learning rate of the adapters; auto: 10 times optim.lr, which is the rate for training "
+        "all weights; null: optim.lr.",
+    )
 
 
 class EmaConfig(Section):
