@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,15 +50,22 @@ class TrackioClient:
 
 
 def start(options: dict[str, Any]) -> tuple[TrackioClient, str]:
-    """Starts a run; returns it with the command that shows it."""
+    """Starts a run; returns it with its address, or with the command that shows a local run."""
+    space = options.pop("space") or os.environ.get("TRACKIO_SPACE_ID")
+    server = os.environ.get("TRACKIO_SERVER_URL")
+    if not space and not server:
+        # Trackio would ask the Hub for the name of the token's user
+        os.environ["HF_HUB_OFFLINE"] = "1"
     import trackio
 
-    space = options.pop("space")
     run = trackio.init(
         **options, space_id=space, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False
     )
-    show = f"to show: trackio show --project {options['project']}"
-    return TrackioClient(run), show if space is None else f"https://huggingface.co/spaces/{space}"
+    if space:
+        return TrackioClient(run), f"https://huggingface.co/spaces/{space}"
+    if server:
+        return TrackioClient(run), server.partition("?")[0]  # the query holds a token
+    return TrackioClient(run), f"to show: trackio show --project {options['project']}"
 
 
 if __name__ == "__main__":

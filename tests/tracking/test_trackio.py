@@ -23,7 +23,6 @@ def database(monkeypatch, tmp_path):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path / "trackio" / "p.db"
 
 
@@ -73,9 +72,21 @@ def test_a_resumed_run_continues_and_another_run_of_the_same_name_does_not(tmp_p
     assert [step for name, step in rows if name == f"n-{ids['b']}"] == [1]
 
 
+def test_a_local_run_with_a_token_uses_no_network(tmp_path, database, monkeypatch, capfd):
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        one = tracker(tmp_path / "run")
+        one.log(1, {"policy/loss": 0.5})
+        one.finish({})
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody has connected
+            server.accept()
+    assert query(database, "step", "metrics") == [(1,)] and capfd.readouterr().err == ""
+
+
 @pytest.mark.slow
 def test_a_space_that_never_replies_costs_a_bounded_time(tmp_path, monkeypatch, capfd):
-    monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")

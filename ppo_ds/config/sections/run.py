@@ -188,7 +188,9 @@ class TrackioConfig(Section):
         description="Name of the Trackio run, to which the id in trackio.id is appended; null: run.name.",
     )
     space: Text | None = Field(
-        None, description="Hugging Face Space, ORG/NAME, to log to instead of the local database."
+        None,
+        description="Hugging Face Space, ORG/NAME, to log to instead of the local database; null: "
+        "$TRACKIO_SPACE_ID, if it is set.",
     )
 
 
@@ -212,7 +214,7 @@ class TrackerConfig(Section):
 
     @property
     def logs_histograms(self) -> bool:
-        """Whether a tracker that shows histograms is on."""
+        """Tells whether a tracker that shows histograms is on."""
         return self.wandb.mode != "disabled" or self.tensorboard.enabled or self.trackio.enabled
 
 
