@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from ppo_ds.errors import UserError
-from ppo_ds.tracking.catalogue import SECTIONS, Panel, Section, find
+from ppo_ds.tracking.catalogue import SECTIONS, Panel, find
 
 # prefix -> histograms that PPO logs for dashboards, with the titles of their panels
 HISTOGRAMS = {
@@ -51,24 +51,21 @@ def build_sections() -> list[Any]:
     from wandb_workspaces import workspaces as ws
     from wandb_workspaces.reports import v2 as wr
 
-    sections = [_section(section) for section in SECTIONS if section.panels]
+    sections = []
+    for section in SECTIONS:
+        panels = [_line_plot(panel) for panel in section.panels]
+        histograms = HISTOGRAMS.get(section.prefix, {})
+        panels += [wr.LinePlot(title=title, x="step", y=[name]) for name, title in histograms.items()]
+        if panels:
+            made = ws.Section(
+                name=f"{section.title} ({section.prefix}/)",
+                panels=panels,
+                is_open=section.prefix in OPEN,
+                panel_settings=ws.SectionPanelSettings(x_axis="step"),
+            )
+            sections.append(made)
     tables = [wr.WeavePanelSummaryTable(table_name=name, layout=wr.Layout(w=24, h=12)) for name in TABLES]
     return [*sections, ws.Section(name="Responses", panels=tables, is_open=True)]
-
-
-def _section(section: Section) -> Any:
-    from wandb_workspaces import workspaces as ws
-    from wandb_workspaces.reports import v2 as wr
-
-    histograms = HISTOGRAMS.get(section.prefix, {})
-    panels = [_line_plot(panel) for panel in section.panels]
-    panels += [wr.LinePlot(title=title, x="step", y=[name]) for name, title in histograms.items()]
-    return ws.Section(
-        name=f"{section.title} ({section.prefix}/)",
-        panels=panels,
-        is_open=section.prefix in OPEN,
-        panel_settings=ws.SectionPanelSettings(x_axis="step"),
-    )
 
 
 def _line_plot(panel: Panel) -> Any:

@@ -45,8 +45,8 @@ class TensorBoardTracker:
             )
         except Exception as error:
             self._give_up(error)
-        if self._resumed_at:
-            self.rewind(self._resumed_at)
+        # an earlier run in this directory may have ended before its first checkpoint
+        self._write(lambda file: file.hide_from(self._resumed_at + 1 if self._resumed_at else 0))
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         self._write(lambda file: file.text("config", _code(text), self._resumed_at))
 

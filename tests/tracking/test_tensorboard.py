@@ -92,6 +92,16 @@ def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path):
     assert sorted(texts(tmp_path, "config")) == [0, 2]
 
 
+def test_a_run_that_starts_again_before_its_first_checkpoint_replaces_all_steps(tmp_path):
+    tracker = logged(tmp_path, [1, 2, 3], finish=False)
+    tracker.samples(0, [ROW, ROW], "eval")
+    tracker = logged(tmp_path, [1], finish=False)
+    tracker.samples(0, [ROW], "eval")
+    tracker.finish({})
+    assert losses(tmp_path) == [(1, 1)]
+    assert len(read(tmp_path).Tensors("samples/eval/text_summary")) == 1
+
+
 def test_a_rolled_back_run_replaces_the_steps_too(tmp_path):
     tracker = logged(tmp_path, [1, 2, 3], finish=False)
     tracker.rewind(1)
