@@ -81,7 +81,7 @@ class Trackers:
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]], split: str = "train") -> None:
         kept = rows if self._max_samples < 0 else rows[: self._max_samples]
-        kept = [_censored_row(finite(row)) for row in kept]
+        kept = [censored_row(finite(row)) for row in kept]
         for tracker in self._trackers if kept else ():
             tracker.samples(step, kept, split)
 
@@ -111,7 +111,7 @@ class Trackers:
         return round(time.monotonic() - self._started, 3)
 
 
-def _censored_row(row: dict[str, Any]) -> dict[str, Any]:
+def censored_row(row: dict[str, Any]) -> dict[str, Any]:
     """Removes secrets from a row; the tokens of a response with a secret would spell it in pieces."""
     clean = censored_tree(row)
     if clean.get("response") != row.get("response"):

@@ -18,7 +18,7 @@ WINDOW = 5  # steps of a mean
 
 @dataclass
 class Series:
-    """What the rules need of the values of one metric so far."""
+    """Summarizes the values of one metric so far, as the rules need them."""
 
     first: list[float] = field(default_factory=list)  # at most WINDOW values
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -63,19 +63,20 @@ class Rule:
     advice: str
 
     def text(self, value: float) -> str:
-        return f"{self.problem}: {self.metric}={value:.4g} ({self.steps} steps in a row); {self.advice}"
+        times = f"{self.steps} {'evaluations' if self.metric.startswith('eval/') else 'steps'} in a row"
+        return f"{self.problem}: {self.metric}={value:.4g} ({times}); {self.advice}"
 
 
-def _above(limit: float) -> Callable[[float, Past], bool]:
+def above(limit: float) -> Callable[[float, Past], bool]:
     return lambda value, past: value > limit
 
 
-def _most_groups_equal(share: float, past: Past) -> bool:
+def most_groups_equal(share: float, past: Past) -> bool:
     spread = past["reward/score_std"].recent
     return share >= 0.9 and not (spread and spread[-1] == 0)  # all scores are equal: another rule
 
 
-def _entropy_collapsed(entropy: float, past: Past) -> bool:
+def entropy_collapsed(entropy: float, past: Past) -> bool:
     """Compares with the start of the run.
 
     A policy that has solved its task has a low entropy too, but then its scores hardly differ.
@@ -86,7 +87,7 @@ def _entropy_collapsed(entropy: float, past: Past) -> bool:
     return entropy < min(0.05, 0.1 * start) and spread.recent[-1] > 0.5 * spread.start
 
 
-def _longer_but_not_better(length: float, past: Past) -> bool:
+def longer_but_not_better(length: float, past: Past) -> bool:
     start, scores, spread = (
         past["rollout/resp_len_mean"].start,
         past["reward/score_mean"],
@@ -97,7 +98,7 @@ def _longer_but_not_better(length: float, past: Past) -> bool:
     return length > 2 * start and scores.recent[-1] < scores.start + 0.25 * spread.start
 
 
-def _score_fell(score: float, past: Past) -> bool:
+def score_fell(score: float, past: Past) -> bool:
     """Compares the mean of the last steps with that of the best ones, in units of the first spread."""
     scores, spread = past["reward/score_mean"], past["reward/score_std"].start
     if scores.mean is None or spread is None:
@@ -105,7 +106,7 @@ def _score_fell(score: float, past: Past) -> bool:
     return scores.mean < scores.highest_mean - spread
 
 
-def _loss_grew(loss: float, past: Past) -> bool:
+def loss_grew(loss: float, past: Past) -> bool:
     start = past["sft/loss"].start
     return start is not None and loss > 1.5 * start
 
@@ -124,7 +125,7 @@ RULES = (
     Rule(
         "rollout/zero_std_group_frac",
         3,
-        _most_groups_equal,
+        most_groups_equal,
         "at least 0.9, while the scores of different prompts differ",
         "nearly all prompts have responses with equal scores, which teach nothing",
         "use prompts of another difficulty, raise rollout.samples_per_prompt or sampling.temperature, or set "
@@ -133,7 +134,7 @@ RULES = (
     Rule(
         "reward/score_mean",
         3,
-        _score_fell,
+        score_fell,
         "mean of 5 steps below the best mean of 5 steps by more than the first `reward/score_std`",
         "the score has fallen by more than the spread of the first scores",
         f"{_SMALLER_UPDATES}, or raise algo.kl.coef",
@@ -141,7 +142,7 @@ RULES = (
     Rule(
         "kl/ref_token_mean",
         3,
-        _above(1.0),
+        above(1.0),
         "above 1",
         "the policy has moved far from the reference",
         f"raise algo.kl.coef, {_SMALLER_UPDATES}, or set health.max_kl",
@@ -149,7 +150,7 @@ RULES = (
     Rule(
         "policy/entropy",
         5,
-        _entropy_collapsed,
+        entropy_collapsed,
         "below 0.05 and below 10 % of the start, while `reward/score_std` is above half of its start",
         "the entropy has collapsed while the scores still differ",
         "raise algo.policy.clip_high or algo.entropy.coef, or lower actor.optim.lr",
@@ -157,7 +158,7 @@ RULES = (
     Rule(
         "policy/clipfrac",
         5,
-        _above(0.4),
+        above(0.4),
         "above 0.4",
         "the clip removes the gradient of many tokens",
         f"{_SMALLER_UPDATES}, or raise algo.minibatch_size",
@@ -165,7 +166,7 @@ RULES = (
     Rule(
         "policy/approx_kl",
         3,
-        _above(1.0),
+        above(1.0),
         "above 1",
         "an update changes the policy too much",
         f"{_SMALLER_UPDATES}, or set algo.target_kl",
@@ -189,7 +190,7 @@ RULES = (
     Rule(
         "rollout/truncated_frac",
         3,
-        _above(0.5),
+        above(0.5),
         "above 0.5",
         "most responses are cut at their limit",
         "raise sampling.max_new_tokens, set algo.reward_shaping.missing_eos, or check sampling.stop",
@@ -197,7 +198,7 @@ RULES = (
     Rule(
         "rollout/empty_frac",
         3,
-        _above(0.5),
+        above(0.5),
         "above 0.5",
         "most responses are empty",
         "set sampling.min_new_tokens, or check data.chat_template",
@@ -205,7 +206,7 @@ RULES = (
     Rule(
         "rollout/resp_len_mean",
         5,
-        _longer_but_not_better,
+        longer_but_not_better,
         "above twice the start, while the score is less than a quarter of a standard deviation above "
         "its start",
         "responses have become more than twice as long, but not better",
@@ -214,7 +215,7 @@ RULES = (
     Rule(
         "parity/logp_abs_diff_mean",
         3,
-        _above(0.1),
+        above(0.1),
         "above 0.1",
         "generation and training disagree on the log-probs",
         "set algo.rollout_is.kind, or use rollout.backend=hf",
@@ -222,7 +223,7 @@ RULES = (
     Rule(
         "health/skipped_steps",
         3,
-        _above(0.0),
+        above(0.0),
         "above 0",
         "optimizer steps are skipped",
         "use bf16 instead of fp16, or lower actor.optim.lr",
@@ -230,7 +231,7 @@ RULES = (
     Rule(
         "sft/loss",
         3,
-        _loss_grew,
+        loss_grew,
         "above 1.5 times the start",
         "the loss has grown far above its start",
         "lower actor.optim.lr, or raise actor.optim.warmup_ratio",
@@ -285,10 +286,10 @@ class Alarms:
         return [
             rule.text(values[rule.metric])
             for rule in RULES
-            if rule.metric in values and self._is_raised(rule, values[rule.metric])
+            if rule.metric in values and self.raises(rule, values[rule.metric])
         ]
 
-    def _is_raised(self, rule: Rule, value: float) -> bool:
+    def raises(self, rule: Rule, value: float) -> bool:
         """Returns whether the value raises the alarm of a rule; it may also end it."""
         if rule.holds(value, self.past) == (rule in self.raised):
             self.contradicted[rule] = 0

@@ -86,18 +86,18 @@ about 60 bytes times `tracker.samples` times `tracker.sample_tokens`.
 
 def page() -> str:
     """Returns the text of docs/metrics.md."""
-    parts = [_HEAD, *map(_section, SECTIONS), _alarms(), _FILES]
+    parts = [_HEAD, *map(section_text, SECTIONS), alarms_text(), _FILES]
     return "\n".join(parts)
 
 
-def _section(section: Section) -> str:
+def section_text(section: Section) -> str:
     title = f"{section.title}: `{section.prefix}/`" if section.prefix else section.title
     lines = [f"## {title}", "", "| metric | unit | meaning | healthy | what to do |", "|---|---|---|---|---|"]
-    lines += [_row(_cells(metric)) for metric in section.metrics]
+    lines += [table_row(cells_of(metric)) for metric in section.metrics]
     return "\n".join(lines) + "\n"
 
 
-def _cells(metric: Metric) -> Sequence[str]:
+def cells_of(metric: Metric) -> Sequence[str]:
     healthy = "" if metric.healthy is None else f"{in_words(metric.healthy)}; {metric.reason}"
     return (f"`{metric.name}`", metric.unit, metric.meaning, healthy, metric.remedy)
 
@@ -110,15 +110,15 @@ def in_words(healthy: Range) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
-def _alarms() -> str:
+def alarms_text() -> str:
     rows = [
-        _row((f"`{rule.metric}`", rule.condition, str(rule.steps), rule.problem, rule.advice))
+        table_row((f"`{rule.metric}`", rule.condition, str(rule.steps), rule.problem, rule.advice))
         for rule in RULES
     ]
     return _ALARMS.format(window=WINDOW) + "\n".join(rows) + "\n"
 
 
-def _row(cells: Iterable[str]) -> str:
+def table_row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

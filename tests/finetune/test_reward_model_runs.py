@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_ds.tools.export import export
+from ppo_ds.tracking.catalogue import find
 from ppo_ds.tracking.jsonl import read_metrics
 from tests.data.conftest import make_tokenizer
 from tests.faults.forked import Ranks
@@ -89,6 +90,7 @@ def assert_equal_numbers(run: Path, other: Path) -> None:
     """Compares metrics and weights up to rounding over the steps."""
     for line, expected in zip(metrics(run), metrics(other), strict=True):
         assert line.keys() == expected.keys()
+        assert [name for name in line if find(name) is None] == []
         for name, value in line.items():
             assert value == pytest.approx(expected[name], rel=5e-4, abs=2e-5), (line["step"], name)
     for folder in ("model", "model_ema"):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_ds.models import tiny
+from ppo_ds.tracking.catalogue import find
 from ppo_ds.tracking.jsonl import read_metrics
 from tests.faults.forked import Ranks
 from tests.faults.test_fault_checkpoints import content
@@ -106,6 +107,7 @@ def test_ranks_zero_stages_and_micro_batches_change_nothing(same, other):
     """A batch of 7 rows does not divide evenly among two ranks. The bound is rounding over six steps."""
     for line, expected in zip(metrics(same[other][0]), metrics(same["one"][0]), strict=True):
         assert line.keys() == expected.keys()
+        assert [name for name in line if find(name) is None] == []
         for name, value in line.items():
             assert value == pytest.approx(expected[name], rel=2e-4, abs=1e-5), (line["step"], name)
     for folder in ("model", "model_ema"):

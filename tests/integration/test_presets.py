@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ppo_ds.examples.sums import prepare
+from ppo_ds.tracking.catalogue import find
 from tests.integration.launching import ROOT, launch
 from tests.support.ranks import RankServer
 
@@ -92,6 +93,7 @@ def test_a_few_steps_on_two_ranks(runs, preset):
         assert all(value is not None and math.isfinite(value) for value in line.values()), {
             k: v for k, v in line.items() if v is None
         }
+        assert [name for name in line if find(name) is None] == []
     assert lines[0]["parity/ratio_first_minibatch_max"] == pytest.approx(1, abs=1e-4)
     if preset in WITHOUT_KL:
         assert not any(name.startswith("kl/ref") for line in lines for name in line)

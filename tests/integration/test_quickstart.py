@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_ds.examples.sums import reward
+from ppo_ds.tracking.catalogue import find
+from ppo_ds.tracking.jsonl import read_events
 from tests.integration.launching import run as run_command
 from tests.support.environment import ROOT, environment
 
@@ -29,6 +31,14 @@ def run(tmp_path_factory):
 
 def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_no_stage_raises_an_alarm_and_every_metric_is_documented(run):
+    stages = [file.parent for file in run[0].parent.glob("*/metrics.jsonl")]
+    assert len(stages) >= 2
+    for folder in stages:
+        assert [event["kind"] for event in read_events(folder / "events.jsonl")] == ["started", "ended"]
+        assert [name for line in metrics(folder) for name in line if find(name) is None] == []
 
 
 def test_held_out_accuracy_rises_by_25_points(run):
