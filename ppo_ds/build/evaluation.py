@@ -23,7 +23,7 @@ from ppo_ds.rewards.pending import start_scoring
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.rollout.hf import HFGenerator
-from ppo_ds.training.stage import RunContext
+from ppo_ds.training.stage import HELD_OUT, TRAIN_PROMPTS, RunContext
 from ppo_ds.types import Prompts, Reward, Rollout
 
 
@@ -47,9 +47,10 @@ def build_evaluator(
     generator: Generator,
     sampling: SamplingParams,
 ) -> Evaluator | None:
-    if inputs.held_out is None:
+    """Builds the evaluation on held-out prompts, or on some prompts of the training if there are none."""
+    held_out, world = inputs.held_out is not None, context.world
+    if not held_out and not config.eval.train_prompts:
         return None
-    world = context.world
 
     def scoring(reward: Reward) -> StartScoring:
         start = (
@@ -60,11 +61,11 @@ def build_evaluator(
     decoding = sampling.as_greedy() if config.eval.greedy else sampling
     return Evaluator(
         eval_batches(
-            inputs.held_out,
+            inputs.held_out or inputs.source,
             rank=world.rank,
             world_size=world.size,
             rows_per_batch=rollout_size(config) // world.size,
-            max_prompts=config.eval.max_prompts,
+            max_prompts=config.eval.max_prompts if held_out else config.eval.train_prompts,
         ),
         actor=models.actor,
         generator=generator,
@@ -73,11 +74,12 @@ def build_evaluator(
         sampling=decoding,
         correct_above=config.eval.correct_above,
         reference=reference_responses(config, context, inputs, models, decoding)
-        if config.eval.win_rate
+        if config.eval.win_rate and held_out
         else None,
         tokenizer=inputs.tokenizer,
         world=world,
         check=context.stop.raise_if_stopped,
+        data=HELD_OUT if held_out else TRAIN_PROMPTS,
     )
 
 

@@ -264,6 +264,7 @@ PPO_KEYS = (
     "eval.greedy",
     "eval.correct_above",
     "eval.win_rate",
+    "eval.train_prompts",
     "eval.rewards",
     "eval.rewards.*",
 )

@@ -20,7 +20,7 @@ from ppo_ds.ppo.scoring import StartScoring, wait_for_scores
 from ppo_ds.ppo.win_rate import ReferenceResponses, Rows, win_rate
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.metrics import MetricSums
-from ppo_ds.training.stage import Evaluation
+from ppo_ds.training.stage import HELD_OUT, Evaluation
 from ppo_ds.types import Prompts, Rollout, Row, Scores
 
 PHASE = "in an evaluation"
@@ -28,7 +28,7 @@ PHASE = "in an evaluation"
 
 @dataclass
 class Evaluator:
-    """Evaluates the current policy on this rank's share of the held-out prompts."""
+    """Evaluates the current policy on this rank's share of the prompts of an evaluation."""
 
     # prompts and weights [b], which are 0 for rows that only fill up a batch; every rank has the same number
     # of batches
@@ -44,6 +44,7 @@ class Evaluator:
     tokenizer: Tokenizer
     world: World
     check: Callable[[], None]  # a collective that raises Abandoned on all ranks after a stop request
+    data: str = HELD_OUT  # see Evaluation.data
 
     @torch.no_grad()
     def __call__(self) -> Evaluation:
@@ -55,11 +56,11 @@ class Evaluator:
                 scored, counted = self.score(rollout, self.start_scoring), weights.bool()
                 scores = scored.sums
                 more = {name: self.score(rollout, start).sums for name, start in self.more_scoring.items()}
-                sums.add_mean_and_std("eval/score", scores, counted)
-                sums.add_mean("eval/resp_len_mean", rollout.response_mask.sum(1), counted)
-                sums.add_mean("eval/stop_frac", rollout.finished, counted)
+                sums.add_mean_and_std(f"{self.data}/score", scores, counted)
+                sums.add_mean(f"{self.data}/resp_len_mean", rollout.response_mask.sum(1), counted)
+                sums.add_mean(f"{self.data}/stop_frac", rollout.finished, counted)
                 if self.correct_above is not None:
-                    sums.add_mean("eval/accuracy", scores > self.correct_above, counted)
+                    sums.add_mean(f"{self.data}/accuracy", scores > self.correct_above, counted)
                 for name, column in more.items():
                     sums.add_mean(f"eval/{name}_mean", column, counted)
                 rows += self.sample_rows(rollout, scored, counted, more)
@@ -73,7 +74,7 @@ class Evaluator:
                     for row, other in zip(rows, others, strict=True)
                 ]
         heartbeat.enter(*before)
-        return Evaluation(metrics, rows)
+        return Evaluation(metrics, rows, self.data)
 
     def generate_all(self) -> list[Rollout]:
         """Generates all responses in one generation phase, since each switch to it may gather weights."""

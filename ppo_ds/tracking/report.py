@@ -127,6 +127,7 @@ def before_after(
     samples: Sequence[Mapping[str, Any]],
     saved: Mapping[str, str | os.PathLike],
     *,
+    trained_on: bool = False,
     stream: TextIO | None = None,
 ) -> None:
     """Prints tables that compare scores and responses before and after the run.
@@ -135,20 +136,23 @@ def before_after(
         scores: Name -> (before, after) on held-out data; names that contain "accuracy" are shown in percent.
         samples: Rows with prompt, before, after and score.
         saved: Name -> path of the run's outputs (model, curves, metrics).
+        trained_on: Whether the data are prompts of the training instead of held-out data.
         stream: The output; None: stdout.
     """
     console = open_console(stream)
     console.print()
     if scores:
-        console.print(_score_table(scores))
+        title = "Training prompts (not held out)" if trained_on else "Held-out data"
+        console.print(_score_table(scores, title))
     if samples:
-        console.print(_sample_table(samples))
+        title = "Responses to training prompts" if trained_on else "Sample responses"
+        console.print(_sample_table(samples, title))
     for what, where in saved.items():
         console.print(Text.assemble((f"{what:>10}  ", "dim"), str(where)), soft_wrap=True)
 
 
-def _score_table(scores: Mapping[str, tuple[float | None, float | None]]) -> Table:
-    table = Table(title="Held-out data", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+def _score_table(scores: Mapping[str, tuple[float | None, float | None]], title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.add_column("")
     for column in ("before", "after", "change"):
         table.add_column(column, justify="right")
@@ -162,8 +166,8 @@ def _score_table(scores: Mapping[str, tuple[float | None, float | None]]) -> Tab
     return table
 
 
-def _sample_table(samples: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="Sample responses", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+def _sample_table(samples: Sequence[Mapping[str, Any]], title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for column in ("prompt", "before", "after"):
         table.add_column(column, overflow="fold")
     table.add_column("score", justify="right", no_wrap=True)

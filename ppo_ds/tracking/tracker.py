@@ -27,7 +27,9 @@ class Tracker(Protocol):
         """Records the metrics of one step."""
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
-        """Records sample rows of one step; ``split`` is train or eval.
+        """Records sample rows of one step.
+
+        ``split`` is train, eval, or train_prompts for the evaluation of a run without held-out data.
 
         A row has the keys prompt, asked (the last message of the prompt), response, score and prompt_id (the
         same for a prompt in all steps). Rows of PPO also have length and finish, and components if the score

@@ -9,6 +9,7 @@ from typing import Any
 
 from ppo_ds.tracking.html.report import FILE_NAME
 from ppo_ds.tracking.report import before_after, plot_curves
+from ppo_ds.training.stage import HELD_OUT, TRAIN_PROMPTS
 from ppo_ds.training.state import TrainState
 
 # metrics eval/NAME in the table of held-out metrics before and after the run
@@ -38,11 +39,12 @@ def write_report(
     """
     before, after = state.first_eval, state.last_eval
     drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)
-    measured = []
+    scores, data = {}, HELD_OUT
     if exported and before and after:
-        more = [name.removeprefix("eval/") for name in before if name.endswith("_mean")]  # eval.rewards
-        measured = [name for name in dict.fromkeys((*HELDOUT, *more)) if f"eval/{name}" in before]
-    scores = {name: (before.get(f"eval/{name}"), after.get(f"eval/{name}")) for name in measured}
+        data = next(iter(before)).partition("/")[0]
+        more = [name.removeprefix(f"{data}/") for name in before if name.endswith("_mean")]  # eval.rewards
+        measured = [name for name in dict.fromkeys((*HELDOUT, *more)) if f"{data}/{name}" in before]
+        scores = {name: (before.get(f"{data}/{name}"), after.get(f"{data}/{name}")) for name in measured}
     last_rows = {row["prompt"]: row for row in state.last_rows}
     samples = [
         {"prompt": row["asked"], "before": row["response"], "after": now["response"], "score": now["score"]}
@@ -63,4 +65,5 @@ def write_report(
         )
     if checkpoint:
         saved["checkpoint"] = checkpoint
-    before_after(scores, samples, saved if lists_files else {})
+    files = saved if lists_files else {}
+    before_after(scores, samples, files, trained_on=data == TRAIN_PROMPTS)

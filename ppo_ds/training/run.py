@@ -16,7 +16,7 @@ from ppo_ds.training.alarms import Alarms
 from ppo_ds.training.health import TooManySkips
 from ppo_ds.training.report import write_report
 from ppo_ds.training.saver import Saver
-from ppo_ds.training.stage import Evaluation, RunContext, Stage, StepResult
+from ppo_ds.training.stage import HELD_OUT, Evaluation, RunContext, Stage, StepResult
 from ppo_ds.training.state import EXIT_CODES, RESUME_HINTS, ExitReason, TrainState, is_due
 from ppo_ds.training.stopping import Abandoned
 from ppo_ds.training.timing import compare_times
@@ -104,7 +104,7 @@ class Run:
             if evaluation is not None:
                 self.state.first_eval = evaluation.metrics
                 self.state.first_rows = evaluation.rows[:REPORTED_RESPONSES]
-                self.tracker.samples(0, evaluation.rows, split="eval")
+                self.tracker.samples(0, evaluation.rows, split=evaluation.data)
                 self.saver.score_of(evaluation)  # raises UserError if it cannot select the best checkpoint
             with self.rollback_on_nonfinite():
                 self.stage.start()
@@ -138,7 +138,7 @@ class Run:
     # -- evaluation ------------------------------------------------------------------------------------------
 
     def evaluate_if_due(self) -> Evaluation | None:
-        """Returns the evaluation of this step, without metrics if none is due.
+        """Returns the held-out evaluation of this step, without metrics if none is due.
 
         Returns None if a stop request interrupted it.
         """
@@ -152,7 +152,9 @@ class Run:
         if evaluation is None:
             return Evaluation({}, [])
         self.state.last_eval, self.state.last_rows = evaluation.metrics, evaluation.rows[:REPORTED_RESPONSES]
-        self.tracker.samples(step, evaluation.rows, split="eval")
+        self.tracker.samples(step, evaluation.rows, split=evaluation.data)
+        if evaluation.data != HELD_OUT:
+            return Evaluation({}, [])
         self.eval_score = self.saver.score_of(evaluation)
         # an evaluation besides the schedule, at a stop, must not change when a resumed run ends
         if self.eval_score is not None and is_due(step, self.eval_every):

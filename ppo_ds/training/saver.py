@@ -15,7 +15,7 @@ from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.rng import rng_snapshot
 from ppo_ds.errors import UserError
 from ppo_ds.training.health import TooManySkips
-from ppo_ds.training.stage import Evaluation, RunContext, Stage
+from ppo_ds.training.stage import HELD_OUT, Evaluation, RunContext, Stage
 from ppo_ds.training.state import Selection, TrainState, is_due
 from ppo_ds.training.stopping import Abandoned
 
@@ -82,7 +82,7 @@ class Saver:
 
     def score_of(self, evaluation: Evaluation) -> float | None:
         """Returns the score by which an evaluation competes for the best checkpoint, if one is kept."""
-        if not self.config.keep_best or not evaluation.metrics:
+        if not self.config.keep_best or evaluation.data != HELD_OUT:
             return None
         return self.selection.score(evaluation.metrics)
 

@@ -32,15 +32,21 @@ class RunContext:
     budgets: TokenBudgets
 
 
+HELD_OUT, TRAIN_PROMPTS = "eval", "train_prompts"
+
+
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of one held-out evaluation, the same on every rank."""
+    """Result of one evaluation, the same on every rank."""
 
-    metrics: Metrics  # eval/*
+    metrics: Metrics  # <data>/*
     # One row per response; the list may be empty. The keys of a row are "prompt" (unique; the report uses it
     # to match the rows of two evaluations), "asked" (the part of the prompt that the report shows),
     # "response" and "score".
     rows: list[dict[str, Any]]
+    # HELD_OUT, or TRAIN_PROMPTS for prompts that the run trains on. The latter are not logged with the steps
+    # and never select a checkpoint.
+    data: str = HELD_OUT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,14 +109,16 @@ class TrainState:
     def heldout_metrics(self, names: Mapping[str, str]) -> dict[str, float]:
         """Returns heldout_<name>_<before|after> for the summary, without metrics that were not measured.
 
-        ``names`` maps each name to its metric, such as accuracy to eval/accuracy.
+        The prefix is train_prompts_ instead if the run has no held-out data. ``names`` maps each name to its
+        metric, such as accuracy to eval/accuracy.
         """
         evaluations = {"before": self.first_eval or {}, "after": self.last_eval or {}}
         return {
-            f"heldout_{name}_{when}": metrics[metric]
+            f"{prefix}_{name}_{when}": metrics[f"{data}/{metric.removeprefix('eval/')}"]
+            for prefix, data in (("heldout", "eval"), ("train_prompts", "train_prompts"))
             for name, metric in names.items()
             for when, metrics in evaluations.items()
-            if metric in metrics
+            if f"{data}/{metric.removeprefix('eval/')}" in metrics
         }
 
 

@@ -17,7 +17,7 @@ from ppo_ds.tracking.banner import Banner
 from ppo_ds.training.health import Health
 from ppo_ds.training.run import Run
 from ppo_ds.training.saver import Saver
-from ppo_ds.training.stage import Evaluation, RunContext
+from ppo_ds.training.stage import HELD_OUT, Evaluation, RunContext
 from ppo_ds.training.state import Selection
 from ppo_ds.training.timing import PhaseTimer
 from tests.ppo.algo_cases import make_experience
@@ -137,6 +137,7 @@ def stand_ins(world, tokenizer, monkeypatch):
         checkpoint_minutes=None,
         keep_best=False,
         patience=None,
+        data=HELD_OUT,
     ):
         monkeypatch.setattr("ppo_ds.training.run.write_report", lambda *_, **__: events.append("report"))
         monkeypatch.setattr("ppo_ds.ppo.trainer.prompt_notes", lambda *_: [])
@@ -153,7 +154,7 @@ def stand_ins(world, tokenizer, monkeypatch):
             tokenizer=tokenizer,
             **models(events, ema, lagged),
             **algorithm(events, parts or {}, pretraining=settings.value.pretrain_rollouts > 0),
-            **evaluation(events, scores, ema),
+            **evaluation(events, scores, ema, data),
             meter=lambda rows, times, metrics: {"perf/rows": float(len(rows))},
             kl_monitor=kl_monitor or KLMonitor(None, stops=False),
         )
@@ -227,15 +228,16 @@ def learning(stage, events):
     return learn
 
 
-def evaluation(events, scores, ema):
+def evaluation(events, scores, ema, data):
     results = iter(scores or ())
 
     def evaluate():
         events.append("evaluate")
         score = next(results)
         return Evaluation(
-            {"eval/score_mean": score, "eval/accuracy": score / 2},
+            {f"{data}/score_mean": score, f"{data}/accuracy": score / 2},
             [{"prompt": "x", "asked": "x", "response": "y", "score": score}] * 20,
+            data,
         )
 
     @contextmanager

@@ -141,6 +141,8 @@ def test_tables_show_what_changed():
 
 
 def test_a_lower_loss_is_an_improvement():
-    table = _score_table({"loss": (2.0, 1.5), "perplexity": (2.0, 2.5), "score_mean": (1.0, None)})
+    table = _score_table(
+        {"loss": (2.0, 1.5), "perplexity": (2.0, 2.5), "score_mean": (1.0, None)}, "Held-out data"
+    )
     assert [cell.style for cell in table.columns[3].cells] == ["green", "", ""]
     assert [str(cell) for cell in table.columns[3].cells] == ["-0.500", "+0.500", "-"]

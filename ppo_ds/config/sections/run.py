@@ -223,7 +223,8 @@ class EvalConfig(Section):
 
     With stage=ppo, the policy responds to the prompts of data.eval_path, and the responses are scored. With
     stage=sft and stage=reward_model, the loss and the accuracy on the rows of data.eval_path are measured.
-    Only stage=ppo uses greedy, correct_above, rewards and win_rate.
+    Only stage=ppo uses greedy, correct_above, rewards,
+    win_rate and train_prompts.
     """
 
     every: Count | None = Field(
@@ -247,6 +248,11 @@ class EvalConfig(Section):
         description="Measures eval/win_rate_vs_ref: the share of held-out prompts to which the policy's "
         "response has a higher score than the reference's, ties counted half. A reference with other weights "
         "than the initial actor responds to the prompts once, at the start.",
+    )
+    train_prompts: Natural = Field(
+        8,
+        description="Without data.eval_path, prompts of the training data that are answered before the first "
+        "step and after the last, for the final report; they never select a checkpoint. 0: none.",
     )
     patience: Count | None = Field(
         None,
