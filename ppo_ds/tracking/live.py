@@ -11,6 +11,7 @@ from typing import Protocol
 from rich.cells import cell_len
 from rich.text import Text
 
+from ppo_ds.tracking.catalogue import find
 from ppo_ds.tracking.formatting import format_duration, format_number
 from ppo_ds.tracking.tracker import Record
 
@@ -36,7 +37,7 @@ METRICS = (
     ("tokens/s", "perf/tokens_per_s", ".0f"),
 )
 KEPT = 12  # values of a metric in its trend, and steps in the estimate of the time that is left
-ALARM_STEPS = 20  # an alarm is shown for so many steps
+ALARM_STEPS = 20  # number of steps for which an alarm is shown
 METRIC_LINES = 3
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -55,7 +56,7 @@ class Work(Protocol):
 
 
 class Activity(Protocol):
-    """What the process is doing, as distributed/heartbeat.py records it."""
+    """State of the heartbeat of this process (distributed/heartbeat.py)."""
 
     @property
     def phase(self) -> str: ...
@@ -109,7 +110,7 @@ class LiveView:
 
     def render(self, columns: int) -> list[Text]:
         """Returns the lines for a terminal with ``columns`` columns."""
-        lines = [self._run_line(columns), self._phase_line(columns), *self._metric_lines(columns)]
+        lines = [self.run_line(columns), self.phase_line(columns), *self.metric_lines(columns)]
         if self._alarm is not None and self._step - self._alarm[0] < ALARM_STEPS:
             lines.append(Text(f"alarm at step {self._alarm[0]}: {self._alarm[1]}", style="bold yellow"))
         for line in lines:
@@ -123,15 +124,15 @@ class LiveView:
         each, steps = fmean(self._durations), self._total - self._step
         return max(each * steps - (self._clock() - self._logged), each * (steps - 1), 0.0)
 
-    def _run_line(self, columns: int) -> Text:
+    def run_line(self, columns: int) -> Text:
         left = self.seconds_left()
         times = f"{format_duration(self._clock() - self._started, whole=True)}, "
         times += "time left not known yet" if left is None else f"{format_duration(left, whole=True)} left"
         start, end = f"{self._stage} ", f" step {self._step}/{self._total}  {times}"
-        bar = self._bar(self._step / max(self._total, 1), columns - len(start) - len(end), "cyan")
+        bar = self.bar(self._step / max(self._total, 1), columns - len(start) - len(end), "cyan")
         return Text.assemble((start, "bold"), bar, end)
 
-    def _phase_line(self, columns: int) -> Text:
+    def phase_line(self, columns: int) -> Text:
         activity = self._activity()
         phase = activity.phase.removeprefix("in the phase ").replace("'", "")
         counts = [f"{work.done}/{work.total} {work.unit}" for work in activity.work if work.total > 1]
@@ -140,12 +141,12 @@ class LiveView:
         if not counts:
             return Text(f"{phase}{end}", style="dim")
         width = min(columns // 4, columns - len(phase) - len(end) - 1)
-        return Text.assemble((f"{phase} ", "dim"), self._bar(fraction(activity.work), width, "green"), end)
+        return Text.assemble((f"{phase} ", "dim"), self.bar(fraction(activity.work), width, "green"), end)
 
-    def _metric_lines(self, columns: int) -> list[Text]:
+    def metric_lines(self, columns: int) -> list[Text]:
         """Lays out the metrics in cells of equal width."""
         cells = [
-            self._cell(label, form, self._history[name], sparks=columns >= 100)
+            self.cell(label, name, form, sparks=columns >= 100)
             for label, name, form in METRICS
             if self._history.get(name)
         ]
@@ -160,14 +161,22 @@ class LiveView:
             lines.append(line)
         return lines
 
-    def _cell(self, label: str, form: str, values: Sequence[float], sparks: bool) -> Text:
+    def cell(self, label: str, name: str, form: str, sparks: bool) -> Text:
+        """Returns a metric with its trend; yellow if the catalogue calls its value unhealthy."""
+        values, metric = self._history[name], find(name)
+        low, high = metric.healthy if metric is not None and metric.healthy is not None else (None, None)
+        healthy = (low is None or values[-1] >= low) and (high is None or values[-1] <= high)
         arrow = ("↓→↑" if self._unicode else "v=^")[trend(values) + 1] if len(values) > 1 else " "
-        parts = [(f"{label} ", "dim"), (format_number(values[-1], form), ""), (f" {arrow}", "cyan")]
+        parts = [
+            (f"{label} ", "dim"),
+            (format_number(values[-1], form), "" if healthy else "yellow"),
+            (f" {arrow}", "cyan"),
+        ]
         if sparks and self._unicode:
             parts.append((f" {sparkline(values):<{KEPT}}", "cyan"))
         return Text.assemble(*parts)
 
-    def _bar(self, done: float, width: int, style: str) -> Text:
+    def bar(self, done: float, width: int, style: str) -> Text:
         """Returns a bar of ``width`` columns, or nothing if there is little room."""
         if width < 5:
             return Text()

@@ -64,7 +64,7 @@ class Screen:
         with self._lock:
             first, self._render = self._render is None, render
             if first:
-                self._start()
+                self.start()
             self.draw()
 
     def say(self, text: str) -> None:
@@ -81,7 +81,7 @@ class Screen:
 
         self.show(render)
 
-    def _start(self) -> None:
+    def start(self) -> None:
         """Replaces the streams of this process and starts the thread that draws."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
@@ -89,8 +89,8 @@ class Screen:
                 self._replaced[name] = (stream, _Above(self, stream))
                 setattr(sys, name, self._replaced[name][1])
         atexit.register(self.close)
-        os.register_at_fork(after_in_child=self._forget)
-        threading.Thread(target=self._refresh, name="screen", daemon=True).start()
+        os.register_at_fork(after_in_child=self.forget)
+        threading.Thread(target=self.refresh, name="screen", daemon=True).start()
 
     def write(self, stream: TextIO, text: str) -> int:
         """Writes ``text`` to ``stream`` above the lines."""
@@ -110,7 +110,7 @@ class Screen:
             # a line without its end may be the progress bar of other code, or a question
             if self._render is None or self._open_line or self._closed.is_set():
                 return
-            columns, rows = self._size()
+            columns, rows = self.size()
             lines = self._render(columns)[: max(rows - 2, 0)]
             drawing = "\r\x1b[K" + "".join(f"\r\n{line}\x1b[K" for line in lines) + "\x1b[J"
             self._stream.write(drawing + (f"\x1b[{len(lines)}A\r" if lines else ""))
@@ -127,7 +127,7 @@ class Screen:
                     setattr(sys, name, before)
             self._replaced.clear()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Makes a forked child draw nothing; its copy of the lock may be held by a thread of the parent."""
         self._lock, self._render, self._drawn = threading.RLock(), None, False
 
@@ -137,7 +137,7 @@ class Screen:
             self._stream.flush()  # before other streams of the same terminal are written to
             self._drawn = False
 
-    def _size(self) -> tuple[int, int]:
+    def size(self) -> tuple[int, int]:
         """Returns the columns and rows of the terminal. The last column stays free, since it may wrap."""
         try:
             columns, rows = os.get_terminal_size(self._stream.fileno())
@@ -145,7 +145,7 @@ class Screen:
             columns, rows = 0, 0
         return (columns or 80) - 1, rows or 24  # some pseudo-terminals have the size 0
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         while not self._closed.wait(REFRESH_SECONDS):
             self.draw()
 

@@ -6,7 +6,8 @@ import pytest
 from rich.cells import cell_len
 
 from ppo_ds.distributed.heartbeat import Heartbeat, Work
-from ppo_ds.tracking.live import LiveView, fraction, sparkline, trend
+from ppo_ds.tracking.catalogue import find
+from ppo_ds.tracking.live import METRICS, LiveView, fraction, sparkline, trend
 
 RECORD = {"reward/score_mean": 0.5, "kl/ref_seq_mean": 2.0, "value/loss": 0.25, "perf/tokens_per_s": 812.4}
 
@@ -100,3 +101,14 @@ def test_an_alarm_is_shown_for_some_steps() -> None:
     assert rows(view, 80)[-1] == "alarm at step 3: KL is 12: raise algo.kl.coef"
     view.log(23, RECORD)
     assert "alarm" not in rows(view, 80)[-1]
+
+
+def test_a_value_outside_its_healthy_range_is_yellow() -> None:
+    assert all(find(name) is not None for _, name, _ in METRICS)
+    low, high = find("value/explained_var").healthy
+    assert (low, high) == (0.0, 1.0)
+    view = LiveView("ppo", 100, Heartbeat)
+    for value, yellow in ((low, False), (high, False), (low - 0.01, True), (high + 0.01, True)):
+        view.log(3, {"value/explained_var": value})
+        styles = {str(span.style) for line in view.render(80) for span in line.spans}
+        assert ("yellow" in styles) == yellow

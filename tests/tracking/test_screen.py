@@ -72,7 +72,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[Scree
     A test calls this at its beginning: pytest replaces the streams between a fixture and its test.
     """
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(Screen, "_refresh", lambda self: None)
+    monkeypatch.setattr(Screen, "refresh", lambda self: None)
     monkeypatch.setattr("ppo_ds.tracking.screen.REDRAW_SECONDS", -1.0)
     with ExitStack() as stack:
 
