@@ -5,6 +5,7 @@ import os
 import sys
 
 import pytest
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -99,7 +100,9 @@ def test_a_run_that_starts_again_before_its_first_checkpoint_replaces_all_steps(
     tracker.samples(0, [ROW], "eval")
     tracker.finish({})
     assert losses(tmp_path) == [(1, 1)]
-    assert len(read(tmp_path).Tensors("samples/eval/text_summary")) == 1
+    # the reader of the other tests hides repeated scalars and histograms, the server's hides texts too
+    shown = plugin_event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert len(shown.Tensors("samples/eval/text_summary")) == 1
 
 
 def test_a_rolled_back_run_replaces_the_steps_too(tmp_path):
