@@ -244,6 +244,23 @@ def test_a_resumed_or_rolled_back_run_continues_the_same_wandb_run(tmp_path, ser
 
 
 @pytest.mark.slow
+def test_alerts_report_and_model_reach_the_server(tmp_path, server, capfd):
+    server.artifacts = {}
+    tracker = online(tmp_path, [1], log_report=True, log_model=True)
+    tracker.event(1, "alarm", "kl/ref_seq_mean 30 is above 20")
+    (tmp_path / "report.html").write_text("<html>")
+    (tmp_path / "model" / "more").mkdir(parents=True)
+    (tmp_path / "model" / "more" / "weights.safetensors").write_bytes(b"0" * 1000)
+    tracker.finish({"exit_reason": "done"})
+    ((run_id, rows),) = server.history.items()
+    assert server.alerts == [("kl/ref_seq_mean 30 is above 20", "step 1: kl/ref_seq_mean 30 is above 20")]
+    assert server.artifacts == {f"report-{run_id}": "report", f"model-{run_id}": "model"}
+    assert server.files["report.html"] == b"<html>"
+    assert server.files["more/weights.safetensors"] == b"0" * 1000
+    assert [row["step"] for row in rows] == [1] and capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
 def test_a_run_that_was_deleted_on_the_server_becomes_a_new_one(tmp_path, server, capfd):
     (tmp_path / "wandb.id").write_text("mine1234\n")
     server.deleted.add("mine1234")

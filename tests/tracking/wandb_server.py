@@ -12,14 +12,15 @@ class Server:
     """Holds the state of the server.
 
     ``history`` maps run ids to received rows, and ``deleted`` contains refused ids. ``views`` maps the names
-    of saved workspaces to what wandb-workspaces has sent. While ``held`` is clear, requests wait; ``waiting``
-    gets their connections.
+    of saved workspaces to what wandb-workspaces has sent. ``alerts`` holds (title, text). Artifacts are
+    refused until ``artifacts`` is a dict; it then maps their names to their types, and ``files`` the names of
+    their files to the contents. While ``held`` is clear, requests wait; ``waiting`` gets their connections.
     """
 
     def __init__(self, url):
         self.url = url
         self.history, self.configs, self.deleted, self.tables = {}, {}, set(), 0
-        self.views = {}
+        self.views, self.alerts, self.artifacts, self.files = {}, [], None, {}
         self.held, self.waiting = Event(), Queue()
         self.held.set()
 
@@ -72,6 +73,11 @@ class Server:
             return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": fresh}}}
         if "createRunFiles" in query:
             return 200, {"data": {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": []}}}
+        if "NotifyScriptableRunAlert" in query:
+            self.alerts.append((variables["title"], variables["text"]))
+            return 200, {"data": {"notifyScriptableRunAlert": {"success": True}}}
+        if self.artifacts is not None and "rtifact" in query:
+            return 200, {"data": self._artifact(query, variables)}
         if "ArtifactType" in query:
             self.tables += 1  # the reply lacks the artifact type, which refuses the table
         return 200, {
@@ -79,6 +85,28 @@ class Server:
                 "viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
             }
         }
+
+    def _artifact(self, query, variables):
+        """Returns the data of a reply to a request about artifacts."""
+        given = variables.get("input", {})
+        if "createArtifact(" in query:
+            self.artifacts[given["artifactCollectionName"]] = given["artifactTypeName"]
+            artifact = {"id": "1", "state": "PENDING", "artifactSequence": {"latestArtifact": None}}
+            return {"createArtifact": {"artifact": artifact}}
+        if "createArtifactManifest(" in query:
+            file = {"id": "1", **self._upload("manifest.json")}
+            return {"createArtifactManifest": {"artifactManifest": {"id": "1", "file": file}}}
+        if "createArtifactFiles(" in query:
+            names = [file["name"] for file in given["artifactFiles"]]
+            parts = {"uploadMultipartUrls": None, "artifact": {"id": "1"}}
+            nodes = [{"storagePath": f"x/{name}", **self._upload(name), **parts} for name in names]
+            return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
+        if "commitArtifact(" in query:
+            return {"commitArtifact": {"artifact": {"id": "1", "digest": "d"}}}
+        return {"project": {"artifact": None}}
+
+    def _upload(self, name):
+        return {"uploadUrl": f"{self.url}/upload/{name}", "uploadHeaders": []}
 
     def _save_view(self, variables):
         """Stores a workspace; like wandb.ai it refuses projects that do not exist. Here p of me exists."""
@@ -139,6 +167,14 @@ def wandb_server():
             self.send_header("Content-Length", str(len(reply)))
             self.end_headers()
             self.wfile.write(reply)
+
+        def do_PUT(self):
+            """Stores an uploaded file."""
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            server.files[self.path.removeprefix("/upload/")] = body
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
         def handle(self):
             try:
