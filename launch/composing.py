@@ -252,14 +252,14 @@ def _in_order(
                 if str(name).removesuffix(".yaml") not in options:
                     wrong.append(
                         f"{argument}: no such {group}; available: "
-                        f"{', '.join(options)}{_other_option(group, str(name), options)}"
+                        f"{', '.join(options)}{other_option(group, str(name), options)}"
                     )
     if wrong:  # further checks would report problems that only follow from the wrong group
         raise UserError(*problems, *wrong)
     return [*sorted(chosen.values(), key=lambda text: not text.startswith("+experiment=")), *keys]
 
 
-def _other_option(group: str, name: str, options: list[str]) -> str:
+def other_option(group: str, name: str, options: list[str]) -> str:
     """Returns ``; did you mean x?`` for the option or the keys that a user of ``group=name`` may mean."""
     if group == "reward" and re.search(r"\.py$|.:\w+$", name):
         path = name if ":" in name else f"{name}:FUNCTION"

@@ -40,8 +40,10 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 from launch.cli import Parser, find_folders, parse_options, to_yaml  # noqa: E402
 from launch.composing import compose_config, resolve_config  # noqa: E402
+from launch.hub import use_caches_without_the_hub  # noqa: E402
 from launch.train import complain, prepare_environment, write_line  # noqa: E402
 from ppo_ds.commands.entry_points import command  # noqa: E402
+from ppo_ds.config.checks.data import hub_names, looks_local  # noqa: E402
 from ppo_ds.config.schema import Config, from_tree, inherit, resolved  # noqa: E402
 from ppo_ds.config.types import replace  # noqa: E402
 from ppo_ds.config.validation import validated  # noqa: E402
@@ -73,6 +75,8 @@ def main(argv: list[str]) -> int:
     try:
         wanted = parse(argv)
         prepare_environment(wanted.config.run.verbose, trains=True)
+        paths = [model.path for model in wanted.models if not looks_local(model.path)]
+        use_caches_without_the_hub([*paths, *hub_names(wanted.config)])
         # slow: imports torch and deepspeed
         from ppo_ds.distributed.world import connect, seed_everything
         from ppo_ds.tools.evaluate import evaluate

@@ -52,14 +52,15 @@ def why_unreachable(url: str, seconds: float) -> str | None:
     The request runs in a thread, since a look-up of a name has no time limit of its own.
     """
     answer: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    threading.Thread(target=lambda: answer.put(_ask(url, seconds)), daemon=True).start()
+    threading.Thread(target=lambda: answer.put(ask(url, seconds)), daemon=True).start()
     try:
         return answer.get(timeout=seconds)
     except queue.Empty:
         return f"no answer within {seconds:g} s"
 
 
-def _ask(url: str, seconds: float) -> str | None:
+def ask(url: str, seconds: float) -> str | None:
+    """Sends one request; returns why it failed, or None for any answer."""
     try:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
     except urllib.error.HTTPError:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ppo_ds.commands.entry_points import command
 from ppo_ds.config.checks.data import looks_local
+from ppo_ds.config.similar_paths import did_you_mean_path
 from ppo_ds.errors import UserError
 
 KINDS = "give a run directory, a model folder, an adapter folder or a Hub name"
@@ -47,7 +48,7 @@ def find_model(argument: str, base: str | None = None) -> NamedModel:
     key, folder = "actor.model.path", Path(argument).expanduser()
     if not folder.exists():
         if looks_local(argument):
-            raise UserError(f"{argument}: no such folder; {KINDS}")
+            raise UserError(f"{argument}: no such folder; {KINDS}{did_you_mean_path(argument)}")
         return NamedModel(argument, argument, key, argument)
     if not folder.is_dir():
         raise UserError(f"{argument}: is a file; {KINDS}")
