@@ -18,6 +18,8 @@ from ppo_ds.errors import UserError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
+NO_ARGUMENTS = "no arguments were given: begin with an experiment, as in +experiment=rlhf (--help lists them)"
+
 
 class Parser(argparse.ArgumentParser):
     """Reports errors of the command line as UserError, like all other errors of the user.
@@ -71,7 +73,8 @@ def load_config(argv: list[str], world_size: int | None = None) -> Config:
     try:
         config = validated(resolve_config(composed), ranks)
     except UserError as error:
-        raise UserError(*problems, *error.problems) from None
+        start = [] if options.overrides else [NO_ARGUMENTS]
+        raise UserError(*problems, *error.problems, *start) from None
     if problems:
         raise UserError(*problems)
     if options.cfg:

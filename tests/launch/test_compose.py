@@ -295,6 +295,12 @@ def test_what_a_user_may_have_meant_is_suggested(argument: str, suggestion: str)
     assert len(lines) == 1 and lines[0].endswith(f"; did you mean {suggestion}?"), lines
 
 
+def test_without_arguments_an_experiment_is_suggested() -> None:
+    *missing, last = complaints()
+    assert all(" is missing: " in line for line in missing)
+    assert last.startswith("no arguments were given: begin with an experiment, as in +experiment=rlhf")
+
+
 def test_mistakes_of_hydra_and_ours_are_reported_together() -> None:
     assert [line.split(":")[0] for line in complaints(*MINIMAL, "foo", "hydra.x=1", "algo.epoch=3")] == [
         "foo",
