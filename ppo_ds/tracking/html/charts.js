@@ -184,13 +184,17 @@ class Chart {
     broadcastCursor(this.steps[Math.min(Math.max(current, 0), this.steps.length - 1)], this);
   }
 
-  /** Shows the text of the tip near pixel `x`. */
+  /** Shows the tip beside pixel `x`, in the half of the chart that the marked points leave free. */
   showTip(x, ...content) {
     this.tip.replaceChildren(...content);
     this.tip.hidden = false;
-    const width = this.tip.offsetWidth;
+    const { offsetWidth: width, offsetHeight: height } = this.tip;
     const left = x + 14 + width > this.width ? x - width - 14 : x + 14;
+    const points = [...this.cursor.querySelectorAll("circle")].map((point) => point.cy.baseVal.value);
+    const mean = points.reduce((sum, y) => sum + y, 0) / points.length;
+    const top = mean < this.height / 2 ? this.inner.bottom - height - 6 : 6;
     this.tip.style.left = `${Math.max(0, Math.min(left, this.width - width))}px`;
+    this.tip.style.top = `${Math.max(6, top)}px`;
   }
 
   hideCursor() {

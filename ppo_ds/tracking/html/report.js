@@ -46,6 +46,7 @@ function headOfOne(run, data) {
   }
   const last = (name) => run.series[name]?.values.at(-1);
   const optional = [
+    ["eval/win_rate_vs_ref", "wins against the reference", formatPercent],
     ["kl/ref_seq_mean", "KL to the reference, nats", (value) => formatNumber(value, 3)],
     ["rollout/resp_len_mean", "tokens per response", (value) => formatNumber(value, 3)],
     ["eval/token_accuracy", "held-out token accuracy", formatPercent],

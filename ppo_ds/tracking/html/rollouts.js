@@ -108,7 +108,6 @@ class Rollouts {
       { class: "rollouts" },
       this.controls,
       this.followed,
-      this.legend,
       el("div", { class: "card answers" }, el("table", {}, this.head, this.body)),
       el("div", { class: "toolbar rollout-foot" }, this.status, el("span", { class: "spring" }), this.more),
     );
@@ -269,7 +268,13 @@ class Rollouts {
         search,
         finish,
         this.keys.some(({ key }) => key === "score") &&
-          el("span", { class: "control score-range" }, bound("low", "at least"), bound("high", "at most")),
+          el(
+            "span",
+            { class: "score-range muted small" },
+            "Score",
+            bound("low", "at least"),
+            bound("high", "at most"),
+          ),
         sortSelect,
       ),
     );
@@ -283,6 +288,7 @@ class Rollouts {
           segmented(options, state.colour ?? "", (key) =>
             this.update({ colour: key || null, limit: state.limit }),
           ),
+          this.legend,
         ),
       );
     }

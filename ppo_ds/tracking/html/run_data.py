@@ -262,8 +262,9 @@ def read_summary(path: Path) -> Record:
 def ended_by(summary: Record, records: Sequence[Record], events: Sequence[Record]) -> str | None:
     """Returns the reason of the end; None without a summary or if the run was started again after it."""
     kinds = [event["kind"] for event in events if event["kind"] in ("started", "resumed", "ended")]
-    last = records[-1]["step"] if records else 0
-    if not summary or kinds[-1:] not in ([], ["ended"]) or summary.get("steps", last) < last:
+    steps = summary.get("steps")
+    older = bool(records) and _is_number(steps) and steps < records[-1]["step"]
+    if not summary or older or kinds[-1:] not in ([], ["ended"]):
         return None
     return str(summary.get("exit_reason"))
 
