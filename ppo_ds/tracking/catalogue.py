@@ -257,11 +257,9 @@ _POLICY = Section(
             "KL from the policy that generated the responses to the policy during the update (k3), averaged "
             "over the optimizer steps.",
             healthy=(0.0, 0.1),
-            reason="rule of thumb; [Spinning "
-            "Up](https://spinningup.openai.com/en/latest/algorithms/ppo.html) "
-            "aims at 0.01 to 0.05 in control tasks; measured: 0.001 to 0.002 with SmolLM2, 0.001 to "
-            "0.03 in the "
-            "quickstart",
+            reason="rule of thumb; "
+            "[Spinning Up](https://spinningup.openai.com/en/latest/algorithms/ppo.html) aims at 0.01 to 0.05 "
+            "in control tasks; measured: 0.001 to 0.002 with SmolLM2, 0.001 to 0.03 in the quickstart",
             remedy=f"{_LOWER_LR.capitalize()}, raise `algo.minibatch_size`, or set "
             "`algo.target_kl` to end the update early.",
         ),
@@ -298,8 +296,7 @@ _POLICY = Section(
             "Share of the tokens whose gradient the clip (`algo.policy.clip_low`, `clip_high`) sets to 0.",
             healthy=(0.0, 0.3),
             reason="rule of thumb; measured in the quickstart: 0.004 to 0.12. gspo clips far more than "
-            "grpo by "
-            "design (Zheng et al. 2025: 0.15)",
+            "grpo by design (Zheng et al. 2025: 0.15)",
             remedy=f"Above: {_LOWER_LR}, or raise `algo.minibatch_size`. Always 0 with several optimizer "
             "steps per rollout: the policy hardly moves, raise `actor.optim.lr`.",
             percent=True,
@@ -654,9 +651,8 @@ _PARITY = Section(
             "Mean absolute difference between the log-probs of generation and of the training engine.",
             healthy=(0.0, 0.05),
             reason="the tests of [NeMo RL](https://docs.nvidia.com/nemo/rl/latest/adding-new-models.html) "
-            "require a mean of exp of the difference below 1.05 to 1.1; measured on the CPU: 2e-7 in "
-            "fp32. The "
-            "check at start-up refuses more than 1e-3 in fp32, 0.02 in fp16 and 0.1 in bf16",
+            "require a mean of exp of the difference below 1.05 to 1.1; measured on the CPU: 2e-7 in fp32. "
+            "The check at start-up refuses more than 1e-3 in fp32, 0.02 in fp16 and 0.1 in bf16",
             remedy="Set `algo.rollout_is.kind`, use `rollout.backend=hf`, or a wider `actor.model.dtype`.",
         ),
         Metric(
@@ -779,9 +775,8 @@ _REWARD_MODEL = Section(
             "share of pairs",
             "Share of the pairs of the step whose preferred text has the higher score; a tie counts half.",
             healthy=(0.5, 1.0),
-            reason="0.5 is chance; on human preferences 0.6 to 0.75 is usual, since people themselves "
-            "agree on "
-            "no more than that share of the pairs (Ouyang et al. 2022: 0.73)",
+            reason="0.5 is chance; on human preferences 0.6 to 0.75 is usual, since people themselves agree "
+            "on no more than that share of the pairs (Ouyang et al. 2022: 0.73)",
             remedy="Raise `scorer.optim.lr`, or check which text of the pairs is preferred. Near 1 on "
             "training pairs with a lower `eval/accuracy`: fewer epochs.",
             percent=True,
