@@ -46,7 +46,7 @@ function describe() {
   const parts = [`${summary.prompts} prompts of ${summary.data}`, how, `at most ${decoding.max_new_tokens} tokens`];
   const sentences = [];
   const largest = (value) => others.reduce((a, b) => (value(b) > value(a) ? b : a));
-  const wins = (model, rate) => `${model} wins ${percent(rate.mean)} of its comparisons with ${first}, ${verdict(rate)}.`;
+  const wins = (model, rate) => `${model} wins ${percent(rate.mean)} of its comparisons with ${first} ${verdict(rate)}.`;
   for (const reward of rewards) {
     const { score, win_rate: winRate } = summary.rewards[reward];
     const format = scoreFormat(score);
@@ -65,11 +65,10 @@ function describe() {
   return [el("p", { class: "eyebrow" }, parts.join("  \u00b7  ")), el("p", { class: "lead" }, sentences.join(" "))];
 }
 
-/** Says whether the interval of a win rate includes 50 %. */
+/** The interval of a win rate in words. */
 function verdict(rate) {
-  if (rate.low > 0.5) return "more than half of them beyond chance";
-  if (rate.high < 0.5) return "less than half of them beyond chance";
-  return "which may be chance (the interval includes 50\u202f%)";
+  const includes = rate.low <= 0.5 && rate.high >= 0.5 ? ", which includes 50\u202f%" : "";
+  return `(${interval(rate, percent)}${includes})`;
 }
 
 /** Formats scores with as many decimals as the narrowest interval needs, at least 2 and at most 6. */
@@ -274,8 +273,9 @@ function promptCard(prompt) {
   const card = el("article", { class: "card prompt" });
   const fill = () => {
     const row = prompt.rows[prompt.chosen];
-    card.replaceChildren(promptHead(prompt, row), sampleButtons(prompt, fill),
-      el("div", { class: "side-by-side" }, models.map((name) => responseColumn(row.responses[name], name))));
+    card.replaceChildren(promptHead(prompt, row));
+    if (prompt.rows.length > 1) card.append(sampleButtons(prompt, fill));
+    card.append(el("div", { class: "side-by-side" }, models.map((name) => responseColumn(row.responses[name], name))));
   };
   fill();
   return card;
@@ -299,17 +299,18 @@ function promptHead(prompt, row) {
     columns.length ? el("div", { class: "columns small" }, columns) : null);
 }
 
-/** Buttons that choose one of several responses; their marks show the score of each model. */
+/** Buttons that choose one of several responses, and the mean scores of all of them. */
 function sampleButtons(prompt, redraw) {
-  if (prompt.rows.length === 1) return null;
   return el("div", { class: "toolbar small", role: "group", "aria-label": "Response" }, el("span", { class: "faint" }, "Response"),
     prompt.rows.map((_, i) => el("button", { class: "chip", "aria-pressed": String(i === prompt.chosen),
-      on: { click: () => { prompt.chosen = i; redraw(); } } }, String(i + 1))));
+      on: { click: () => { prompt.chosen = i; redraw(); } } }, String(i + 1))),
+    view.criterion && !view.criterion.judge ? el("span", { class: "muted number" }, "mean ",
+      models.map((name) => `${name} ${formatNumber(meanScore(prompt, name, view.criterion), 3)}`).join(", ")) : null);
 }
 
 function responseColumn(response, name) {
   const facts = Object.entries(response.scores).map(([reward, value]) =>
-    el("span", { class: "badge accent number", title: reward }, rewards.length > 1 ? `${reward} ${formatNumber(value)}` : `score ${formatNumber(value)}`));
+    el("span", { class: "badge accent number", title: reward }, rewards.length > 1 ? `${reward} ${formatNumber(value, 3)}` : `score ${formatNumber(value, 3)}`));
   facts.push(el("span", { class: "badge number" }, `${response.tokens} ${response.tokens === 1 ? "token" : "tokens"}`));
   if (!response.finished) facts.push(el("span", { class: "badge warn", title: "The response reached the limit of tokens" }, "cut"));
   if (response.log_ratio !== undefined) {
@@ -362,9 +363,10 @@ function controls() {
 document.getElementById("comparison").replaceChildren(
   ...describe(),
   criteria.length ? el("section", {}, el("h2", {}, "Scores"),
-    el("p", { class: "muted" }, "Ranges are 95\u202f% bootstrap intervals over prompts. A win rate counts a tie as half a win."),
+    el("p", { class: "muted" }, "Ranges are 95\u202f% bootstrap intervals over prompts." +
+      (others.length ? " A win rate counts a tie as half a win." : "")),
     el("div", { class: "stack" }, rewards.map(scoreCard), criteria.some(({ judge }) => judge) ? judgeCard() : null,
       Object.keys(summary.pass_at_k ?? {}).map(passCard))) : "",
-  el("section", {}, el("h2", {}, "Responses"), el("div", { class: "stack" }, responseCard())),
-  el("section", {}, el("h2", {}, "Side by side"), el("div", { class: "stack" }, controls(), list, pager)));
+  el("section", {}, el("h2", {}, summary.kl ? `Length, ${summary.kl.name} and speed` : "Length and speed"), el("div", { class: "stack" }, responseCard())),
+  el("section", {}, el("h2", {}, others.length ? "Side by side" : "Responses"), el("div", { class: "stack" }, controls(), list, pager)));
 draw();

@@ -76,6 +76,7 @@ def test_the_page_shows_filters_and_sorts_responses(browser, tmp_path):
         and browser.texts(".answer")[0] == rows[0]["responses"]["a"]["response"]
     )
     assert browser.count(".answer img, .answer b") == 0
+    assert "null" not in browser.text("main")
     assert browser.texts(".prompt .asked")[1] == "p 1" and browser.text(".columns") == "answer 5"
     browser.click(".pager button:last-child")
     browser.wait_for("document.querySelectorAll('.prompt').length === 2")
