@@ -26,7 +26,9 @@ def test_a_stopped_pipeline_goes_on_and_ends_with_a_comparison(tmp_path: Path) -
     process = start(tmp_path, "sums", "reward_model:run.steps=100000")
     try:
         deadline = time.monotonic() + LIMIT
-        while not (folder / "reward_model" / "metrics.jsonl").exists():
+        metrics = folder / "reward_model" / "metrics.jsonl"
+        # the file exists before the run handles signals, its first line does not
+        while not (metrics.exists() and metrics.read_text()):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
