@@ -145,6 +145,11 @@ def test_what_does_not_fit_together(argument: str, line: str) -> None:
     assert found(argument).startswith(line)
 
 
+def test_printed_answers_need_samples() -> None:
+    line = "tracker.print_answers=3: prints one of tracker.samples=0 rows; set tracker.samples=1"
+    assert found("tracker.samples=0", "tracker.print_answers=3") == line
+
+
 def test_a_reference_with_settings_of_its_own_is_not_the_base_of_the_actors_adapters() -> None:
     assert not reference_is_base(compose(*MINIMAL))
     assert reference_is_base(compose(*MINIMAL, "actor.lora.rank=4"))

@@ -200,7 +200,9 @@ def environment_at_import(folder: Path, script: str, *arguments: str, **given: s
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])  # after a line that says what is being imported
+    *started, environment = done.stdout.splitlines()
+    assert started == (["starting   importing torch"] if script == "train.py" else [])
+    return json.loads(environment)
 
 
 def test_settings_of_the_gpu_are_made_before_torch_is_imported(tmp_path: Path) -> None:
