@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 
 MODEL_FILES = ("config.json", "adapter_config.json")
+MOST_ENTRIES = 10_000  # comparing the names of a larger folder would take seconds
 _CUTOFF = 0.6  # least similarity of two names, as in config/text.py
 
 
@@ -63,8 +65,8 @@ def model_sibling(path: str) -> Path | None:
 
 
 def _entries(folder: Path) -> Iterable[Path]:
-    """Returns the entries of a folder, none if it cannot be read. Hidden ones are left out."""
+    """Returns the entries of a folder except hidden ones; none if it cannot be read."""
     try:
-        return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+        return sorted(e for e in islice(folder.iterdir(), MOST_ENTRIES) if not e.name.startswith("."))
     except OSError:
         return []
