@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import islice
@@ -14,7 +15,7 @@ _CUTOFF = 0.6  # least similarity of two names, as in config/text.py
 
 def is_model_folder(path: Path) -> bool:
     """Returns whether a folder has the config file of a model or of an adapter."""
-    return any((path / name).is_file() for name in MODEL_FILES)
+    return any(os.path.isfile(path / name) for name in MODEL_FILES)
 
 
 def did_you_mean_path(path: str) -> str:
@@ -29,7 +30,7 @@ def did_you_mean_path(path: str) -> str:
 def did_you_mean_model(path: str) -> str:
     """Like ``did_you_mean_path``, but suggests a folder, and the model inside it if it is no model itself."""
     found = similar_path(Path(path).expanduser())
-    if found is None or found.is_file():
+    if found is None or os.path.isfile(found):
         return ""
     return f"; did you mean {found if is_model_folder(found) else model_inside(found) or found}?"
 
@@ -45,7 +46,7 @@ def similar_path(path: Path) -> Path | None:
     """Returns the existing path whose names are most similar to those of ``path``, or None."""
     found = Path(path.anchor)
     for name in path.relative_to(path.anchor).parts:
-        if (found / name).exists():
+        if os.path.exists(found / name):  # unlike Path.exists, False if the folder cannot be searched
             found = found / name
             continue
         names = [entry.name for entry in _entries(found)]
