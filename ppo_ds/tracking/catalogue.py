@@ -71,9 +71,8 @@ _REWARD = Section(
             "score",
             "Mean score of the responses of the step, as the reward returned them, before shaping.",
             remedy="It should rise. If it stays flat, read `samples/`, compare `reward/score_std` with "
-            "0, and "
-            "raise `actor.optim.lr`; if it rises while the answers get worse, the reward is being exploited: "
-            "raise `algo.kl.coef` or use another reward.",
+            "0, and raise `actor.optim.lr`; if it rises while the answers get worse, the reward is being "
+            "exploited: raise `algo.kl.coef` or use another reward.",
         ),
         Metric(
             "reward/score_std",
@@ -176,8 +175,7 @@ _KL = Section(
             "KL per token",
             "nats per token",
             "Mean over the tokens of log pi - log pi_ref (k1), before the update. Signed: single steps "
-            "may be "
-            "below 0.",
+            "may be below 0.",
             remedy=f"If it grows without end: raise `algo.kl.coef`, {_LOWER_LR}.",
         ),
         Metric(
@@ -316,8 +314,7 @@ _POLICY = Section(
             "entropy",
             "nats per token",
             "Mean entropy of the policy over the response tokens; an estimate, -log pi of the sampled "
-            "tokens, "
-            "unless `algo.entropy.kind=exact`.",
+            "tokens, unless `algo.entropy.kind=exact`.",
             remedy="If it falls to a few percent of its first value while the score no longer rises, the "
             "policy has collapsed (Cui et al. 2025): raise `algo.policy.clip_high` (DAPO) or "
             "`algo.entropy.coef`, or lower `actor.optim.lr`. If it rises without end, lower "
@@ -350,8 +347,8 @@ _POLICY = Section(
             "policy/aux_loss",
             "load balancing",
             "",
-            "Load-balancing loss of a mixture-of-experts model, before `algo.aux_coef`. It equals "
-            "the number of experts per token if tokens are spread evenly.",
+            "Load-balancing loss of a mixture-of-experts model, before `algo.aux_coef`. It equals the "
+            "number of experts per token if tokens are spread evenly.",
         ),
         Metric(
             "policy/epochs_run",
@@ -438,8 +435,7 @@ _VALUE = Section(
             reason="by definition: below 0 the critic adds variance to the advantages; near 0 in the first "
             "steps of a new value head (quickstart: -0.04 at first, 0.25 at the end)",
             remedy="Raise `critic.optim.lr`, set `algo.value.pretrain_rollouts` or "
-            "`algo.value.warmup_steps`, "
-            "or start the critic from a reward model (`critic.model.path`).",
+            "`algo.value.warmup_steps`, or start the critic from a reward model (`critic.model.path`).",
         ),
         Metric("value/mean", "mean value", "score", "Mean of the values during the update."),
         Metric("value/pred_mean", "mean value before", "score", "Mean of the values before the update."),
@@ -449,9 +445,8 @@ _VALUE = Section(
             "value/grad_norm",
             "gradient norm",
             "",
-            "Norm of the critic's gradient before clipping, averaged over the optimizer steps. null if "
-            "a step "
-            "was skipped.",
+            "Norm of the critic's gradient before clipping, averaged over the optimizer steps. null if a "
+            "step was skipped.",
             remedy="If it grows from step to step, lower `critic.optim.lr`.",
         ),
         Metric("value/lr", "learning rate", "", "Learning rate of the critic in the last optimizer step."),
@@ -1174,8 +1169,7 @@ _MEMORY = Section(
             "reserved on the GPU",
             "GiB",
             "Peak memory that PyTorch reserved on a GPU since the start, the largest over ranks. Not "
-            "tried on "
-            "a GPU.",
+            "tried on a GPU.",
             remedy="As for `mem/alloc_peak_gb`.",
         ),
         Metric(

@@ -207,8 +207,8 @@ RULES = (
         "rollout/resp_len_mean",
         5,
         longer_but_not_better,
-        "above twice the start, while the score is less than a quarter of a standard deviation above "
-        "its start",
+        "above twice the start, while the score is less than a quarter of a standard deviation above its "
+        "start",
         "responses have become more than twice as long, but not better",
         "set algo.reward_shaping.length_penalty or algo.reward_shaping.overlong_buffer",
     ),
