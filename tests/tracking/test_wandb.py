@@ -284,6 +284,9 @@ def test_a_server_that_is_gone_during_the_run(tmp_path, server, capfd):
     (child,) = (one for one in psutil.Process().children() if "wandb_child" in " ".join(one.cmdline()))
     server.close()
     os.killpg(child.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + LIMIT
+    while child.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+        time.sleep(0.01)  # the kernel stops a process only when it is scheduled
     for step in (2, 3):
         tracker.log(step, {"policy/loss": 0.5})
         tracker.samples(step, [ROW])
