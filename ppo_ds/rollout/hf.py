@@ -116,7 +116,7 @@ def generate(
     if limits.min() < limits.max():
         criteria.append(_RowLimits(width, to_device(limits, ids.device)))
     if sampling.stop_strings:
-        criteria.append(_StopStringCriteria(width, StopStrings(sampling.stop_strings, tokenizer)))
+        criteria.append(StopStringCriteria(width, StopStrings(sampling.stop_strings, tokenizer)))
     longest = int(limits.max())
     with counting(longest, "tokens per response") as done:
         if should_stop is not None:
@@ -182,7 +182,7 @@ class LogprobRecorder(LogitsProcessor):
         return torch.stack(self.logprobs, dim=1)
 
 
-class _StopStringCriteria(StoppingCriteria):
+class StopStringCriteria(StoppingCriteria):
     """Ends rows whose decoded response contains a stop string.
 
     The criterion of transformers also matches text that begins in the prompt, and it converts tokens to text

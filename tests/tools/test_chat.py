@@ -1,0 +1,293 @@
+"""Tests the chat: streamed answers, history, commands, interrupts, scores, and what reaches the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from launch.chat import parse, reward_arguments
+from ppo_ds.errors import UserError
+from ppo_ds.models import tiny
+from ppo_ds.models.policy import Policy
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.rollout.base import SamplingParams
+from ppo_ds.rollout.hf import HFGenerator
+from ppo_ds.rollout.streaming import StreamedResponse
+from ppo_ds.tools.chat import Chat, Partner, run_chat
+from ppo_ds.tracking.chat import ChatView, Column, displayable
+from ppo_ds.types import Prompts, Scores
+
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}|{% endfor %}"
+EVIL = "\x1b]0;title\x07\x1b[2Jx\r\u202ey"
+
+
+def sampling(**changes: Any) -> SamplingParams:
+    values = {
+        "max_new_tokens": 6, "min_new_tokens": 0, "temperature": 1.0, "top_p": 1.0, "top_k": 1,
+        "stop_token_ids": (), "stop_strings": (),
+    }  # fmt: skip
+    return SamplingParams(**values | changes)
+
+
+def partner(name: str = "tiny", seed: int = 0, template: str | None = TEMPLATE, **changes: Any) -> Partner:
+    tokenizer = tiny.character_tokenizer("abcsu|")
+    torch.manual_seed(seed)
+    lm = tiny.tiny_llama(tokenizer, hidden_size=16, layers=1, heads=2, max_tokens=64)
+    with torch.no_grad():
+        lm.lm_head.weight.mul_(30.0)  # far from ties
+    tokenizer.hf.chat_template = template
+    policy = Policy(lm.eval(), 1.0)
+    return Partner(name, policy, tokenizer, sampling(**changes), None)
+
+
+def answer_of(one: Partner, text: str) -> str:
+    """Returns the greedy answer to a text, by the decode backend of the training."""
+    (ids,) = one.tokenizer.encode_many([text], special_tokens=one.tokenizer.has_chat_template is False)
+    prompt = torch.tensor([ids])
+    prompts = Prompts(prompt, torch.ones_like(prompt, dtype=torch.bool), torch.tensor([64]), ({},))
+    backend = HFGenerator(lambda: one.policy.lm, tokenizer=one.tokenizer, token_budget=999)
+    rollout = backend(prompts, one.sampling)
+    return one.tokenizer.decode(rollout.response_ids[0][rollout.response_mask[0]].tolist())
+
+
+def chat(*partners: Partner, lines: list[str | type], system: str | None = None) -> tuple[Chat, str]:
+    """Runs a chat with these lines of input; KeyboardInterrupt stands for Ctrl-C at the prompt."""
+    out, remaining = io.StringIO(), list(lines)
+
+    def read() -> str | None:
+        line = remaining.pop(0) if remaining else None
+        if line is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return line
+
+    made = Chat(partners, ChatView(out), seed=0, system=system)
+    run_chat(made, read)
+    return made, out.getvalue()
+
+
+def test_an_answer_is_that_of_the_decode_backend_and_the_history_is_read() -> None:
+    one = partner()
+    made, shown = chat(one, lines=["ab", "c"], system="ba")
+    first = answer_of(one, "sba|uab|")
+    second = answer_of(one, f"sba|uab|a{first}|uc|")
+    assert [message["content"] for message in one.messages] == ["ba", "ab", first, "c", second]
+    assert [message["role"] for message in one.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert f"{first}\n6 tokens · length" in shown and second in shown
+
+
+def test_two_models_have_their_own_answers() -> None:
+    one, two = partner("one", 0), partner("two", 1)
+    _, shown = chat(one, two, lines=["ab"])
+    answers = [answer_of(each, "uab|") for each in (one, two)]
+    assert answers[0] != answers[1] and [each.messages[-1]["content"] for each in (one, two)] == answers
+    assert shown.index(f"one\n{answers[0]}\n") < shown.index(f"two\n{answers[1]}\n")
+
+
+def test_a_base_model_continues_each_message_as_text() -> None:
+    one = partner(template=None)
+    _, _ = chat(one, lines=["ab", "ca"], system="unused")
+    assert [one.messages[1]["content"], one.messages[3]["content"]] == [
+        answer_of(one, "ab"),
+        answer_of(one, "ca"),
+    ]
+
+
+def test_commands(tmp_path: Path) -> None:
+    one, file = partner(), tmp_path / "chat.jsonl"
+    made, shown = chat(
+        one, lines=["/retry", "/save", f"/save {file}", "ab", "/retry", f"/save {file}", f"/save {file}",
+                    "/system ba", "//c", "/nothing", "/help", "", "/quit", "never"],
+    )  # fmt: skip
+    for expected in (
+        "there is no message to answer again", "/save FILE: give the name", "nothing was said yet",
+        f"saved in {file}", f"{file}: exists; choose another name", "system: ba",
+        "/nothing: no such command", "/retry         asks for another answer",
+    ):  # fmt: skip
+        assert expected in shown
+    (row,) = [json.loads(line) for line in file.read_text().splitlines()]
+    first = answer_of(one, "uab|")
+    assert row == {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": first}],
+    }
+    assert [message["content"] for message in one.messages[:2]] == ["ba", "/c"] and made.turns == 3
+
+
+def test_a_line_that_ends_with_a_backslash_continues() -> None:
+    one = partner()
+    chat(one, lines=["a\\", "b\\", "c", "/reset", "b\\"])
+    assert one.messages[0]["content"] == "b\n"
+    chat(other := partner(), lines=["a\\", "b\\", "c"])
+    assert other.messages[0]["content"] == "a\nb\nc"
+
+
+def test_a_seed_repeats_the_chat_and_retry_draws_another_answer() -> None:
+    def sampled() -> list[str]:
+        one = partner(top_k=0, temperature=30.0, max_new_tokens=20)
+        one.policy.temperature = 30.0
+        found = []
+        for lines in (["ab"], ["ab", "/retry"]):
+            one.messages.clear()
+            chat(one, lines=list(lines))
+            found.append(one.messages[-1]["content"])
+        return found
+
+    first = sampled()
+    assert first == sampled() and first[0] != first[1]
+
+
+class Endless:
+    """Stands in for a model that answers "ab" and then goes on until it is stopped."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.ids = tokenizer.encode_many(["ab "], special_tokens=False)[0]
+
+    def parameters(self) -> Any:
+        return iter([torch.zeros(1)])
+
+    def generate(self, input_ids: Any, stopping_criteria: Any, streamer: Any, **_: Any) -> torch.Tensor:
+        streamer.put(input_ids)
+        for token in self.ids:
+            streamer.put(torch.tensor([token]))
+        whole = torch.cat([input_ids, torch.tensor([self.ids])], 1)
+        while not stopping_criteria(whole, None).all():
+            time.sleep(0.01)
+        streamer.end()
+        return whole
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, interrupts, write = partner(), [True], Column.write
+    one.tokenizer = tiny.character_tokenizer("abcsu| ")
+    one.tokenizer.hf.chat_template = TEMPLATE
+    one.policy = SimpleNamespace(lm=Endless(one.tokenizer), max_tokens=64)
+
+    def interrupted(self: Column, piece: str) -> None:
+        write(self, piece)
+        if "ab" in piece and interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Column, "write", interrupted)
+    _, shown = chat(one, lines=[KeyboardInterrupt, "ab"])
+    assert "Ctrl-D or /quit ends the chat" in shown and "ab \n3 tokens · stopped by Ctrl-C" in shown
+    assert one.messages[-1] == {"role": "assistant", "content": "ab "} and not interrupts
+
+
+def test_an_error_in_the_generation_is_raised_in_the_reader() -> None:
+    one = partner()
+
+    def fail(**_: Any) -> None:
+        raise RuntimeError("no forward")
+
+    one.policy.lm.generate = fail
+    stream = StreamedResponse(one.policy.lm, [1], one.sampling, one.tokenizer)
+    assert "".join(stream) == ""
+    with pytest.raises(RuntimeError, match="no forward"):
+        stream.join()
+
+
+def test_a_conversation_that_is_too_long_is_one_line_and_the_chat_goes_on() -> None:
+    one = partner()
+    _, shown = chat(one, lines=["a" * 70, "ab"])
+    assert "tiny: the conversation has 72 tokens, and the model has only 64 positions; /reset begins" in shown
+    assert [message["content"] for message in one.messages] == ["ab", answer_of(one, "uab|")]
+
+
+def test_scores_are_shown_and_an_error_of_a_reward_is_one_line() -> None:
+    def reward(rollout: Any) -> Scores:
+        length = rollout.response_mask.sum(1).float()
+        assert [m["content"] for m in rollout.metadata[0]["messages"]] == ["ab"]
+        return Scores(length / 2, torch.zeros(rollout.response_mask.shape), {"length": length})
+
+    one = partner()
+    one.reward = reward
+    assert "score 3.000 (length 6.000) · 6 tokens" in chat(one, lines=["ab"])[1]
+
+    def broken(rollout: Any) -> Scores:
+        return rollout.metadata[0]["answer"]
+
+    two = partner()
+    two.reward = broken
+    assert "no score: KeyError: 'answer'; a chat has no columns" in chat(two, lines=["ab", "c"])[1]
+    assert len(two.messages) == 4
+
+
+def test_control_characters_are_escaped() -> None:
+    assert displayable(EVIL) == r"\x1b]0;title\x07\x1b[2Jx\r\u202ey"
+    usual = "größer → 漢字\u3000✓\n\tأ\u200cب 👩\u200d👧 a\xa0b"
+    assert displayable(usual) == usual
+    out = io.StringIO()
+    view = ChatView(out)
+    view.note(EVIL)
+    with view.answers([EVIL, "b"]) as columns:
+        for column in columns:
+            column.write(EVIL + "\n")
+            column.end(EVIL)
+    assert (
+        all(line.isprintable() for line in out.getvalue().split("\n")) and "\\x1b]0;title" in out.getvalue()
+    )
+
+
+def test_two_columns_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    out = Terminal()
+    with ChatView(out).answers(["one", "two"]) as columns:
+        columns[0].write("first " + EVIL)
+        columns[0].end("score 1")
+        columns[1].write("second")
+        columns[1].end("score 2")
+    shown = out.getvalue()
+    assert "\x1b]0;title" not in shown and "\x1b[2Jx" not in shown
+    line = next(line for line in reversed(shown.splitlines()) if "first" in line)
+    assert "second" in line
+
+
+@pytest.mark.parametrize(
+    ("reward", "arguments"),
+    [
+        ("length", ["reward=length"]),
+        ("score.py:score", ["reward=function", "reward.path=score.py:score"]),
+        ("org/name", ["reward=model", "reward.model.path=org/name"]),
+    ],
+)
+def test_the_flag_for_the_reward(reward: str, arguments: list[str]) -> None:
+    assert reward_arguments(reward) == arguments
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    models = [str(tmp_path / name) for name in ("one", "two")]
+    wanted = parse([*models, "--greedy", "--reward", "length", "reward.longest=9", "sampling.top_p=0.9"])
+    assert [model.name for model in wanted.models] == ["one", "two"] and wanted.greedy and wanted.with_reward
+    assert wanted.config.reward["longest"] == 9 and wanted.config.sampling.top_p == 0.9
+    assert wanted.config.sampling.max_new_tokens == 512 and not parse(models[:1]).with_reward
+    for arguments, line in (
+        ([], "^MODEL: 0 are given"),
+        ([*models, str(tmp_path)], "^MODEL: 3 are given"),
+        ([str(tmp_path / "none")], "none: no such folder"),
+        ([models[0], "sampling.top_k=x"], "^sampling.top_k=x: must be a whole number"),
+        ([models[0], "--reward", "lenght"], "lenght: no such reward.*did you mean reward=length"),
+    ):
+        with pytest.raises(UserError, match=line):
+            parse(arguments)
