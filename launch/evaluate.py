@@ -157,6 +157,11 @@ def parse(argv: list[str]) -> Evaluation:
     base = next((text.partition("=")[2] for text in overrides if text.startswith("actor.model.path=")), None)
     models = find_models(arguments, base)
     config, has_reward = compose(options, overrides, models[0], own.out, own.judge is not None)
+    if base is None and config.actor.model.trust_remote_code and any(model.adapter for model in models):
+        raise UserError(
+            "actor.model.trust_remote_code=true: does not hold for the base model that an adapter names; "
+            "read its code, then give it as actor.model.path=MODEL"
+        )
     rewards = ({"reward": config.reward} if has_reward else {}) | config.eval.rewards
     if options.cfg:
         print(to_yaml(resolved(config)) if is_main else "", end="")

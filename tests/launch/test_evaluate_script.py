@@ -93,6 +93,12 @@ def test_mistakes_are_one_line_each(models: list[str], tmp_path: Path) -> None:
         "data.eval_path=/nowhere/x: no such file"
     ]
     assert errors(*models, data, *REWARD, "samplng.top_p=1")[0].startswith("samplng.top_p=1: ")
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    trusted = ["base", "lora", data, *REWARD, "actor.model.trust_remote_code=true"]
+    [line] = errors(*trusted)
+    assert line.startswith("actor.model.trust_remote_code=true: does not hold for the base model that")
+    assert parse([*trusted, "actor.model.path=org/base"]).models[1].path == "org/base"
     assert errors("base", "--settings", "s.json")[0].startswith("--settings=s.json: takes no other arguments")
     (tmp_path / "s.json").write_text("{}")
     assert errors("--settings", "s.json")[0].startswith(
