@@ -426,6 +426,7 @@ ALLOWED = {
         "ppo_ds/config/registry.py",
         "import_module",
     ): "the tables' own targets, or a _target_ of the user's config",
+    ("ppo_ds/commands/entry_points.py", "runpy"): "starts a command of this package",
     ("ppo_ds/rewards/user_function.py", "import_module"): "the user's own reward",
     ("ppo_ds/rewards/user_function.py", "spec_from_file_location"): "the same",
     ("ppo_ds/rewards/user_function.py", "exec_module"): "the same",

@@ -72,6 +72,7 @@ def test_a_resumed_run_continues_and_another_run_of_the_same_name_does_not(tmp_p
     assert [step for name, step in rows if name == f"n-{ids['b']}"] == [1]
 
 
+@pytest.mark.slow
 def test_a_local_run_with_a_token_uses_no_network(tmp_path, database, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
     with socket.create_server(("127.0.0.1", 0)) as server:
