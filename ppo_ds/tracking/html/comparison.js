@@ -131,7 +131,7 @@ function judgeCard() {
     percent(found[name].disagreement), `${found[name].position_bias > 0 ? "+" : ""}${round(100 * found[name].position_bias, 1)} points`]);
   return el("div", { class: "card" }, el("h3", {}, `Judge: ${summary.judge.function}`),
     dataTable(["model", `win rate against ${first}`, "orders disagree", "bias to the first place"], body, [1, 2, 3]),
-    el("p", { class: "small muted" }, "Each pair was judged in both orders, and the two preferences were averaged."));
+    el("p", { class: "small muted" }, "Each pair was compared in both orders, and the two preferences were averaged."));
 }
 
 function passCard(reward) {
