@@ -123,6 +123,7 @@ def test_curves_show_values_marks_and_the_healthy_range(page):
 
 
 def test_smoothing_and_log_axis(page):
+    first_reward = points(path_of(page, "Reward"))[0]
     raw = path_of(page, "KL to the reference")
     page.run("document.querySelector('#smoothing').focus()")
     for _ in range(30):
@@ -138,6 +139,8 @@ def test_smoothing_and_log_axis(page):
     expected = low + (mean - values[0]) / (values[-1] - values[0]) * (high - low)
     assert points(smooth)[-1][1] == pytest.approx(expected, abs=0.15)
 
+    page.run("document.querySelector('#smoothing').focus()")
+    assert points(path_of(page, "Reward"))[0] == first_reward  # the start has no bias towards 0
     page.run("document.querySelector('#smoothing').focus()")
     page.press("Home")
     page.click("#log-axis")
