@@ -66,7 +66,11 @@ class Command:
 
 def is_fragment(line: str) -> bool:
     """Returns whether a line consists of settings only, as in ``algo=rloo algo.kl.coef=0.05``."""
-    return bool(line) and all(re.match(r"[+~]?[a-z][\w.@]*=\S", word) for word in words(line))
+    return (
+        not line.endswith("\\")
+        and "=" in line
+        and all(re.match(r"[+~]?[a-z][\w.@]*=\S", word) for word in words(line))
+    )
 
 
 def commands() -> Iterator[Command]:
