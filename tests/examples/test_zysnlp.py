@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from setuptools import Distribution
+import setuptools  # noqa: F401, provides distutils
+
+from distutils.core import run_setup  # isort: skip
 
 import ppo_ds
 from ppo_ds.data.preferences import PreferenceSource
@@ -49,8 +51,7 @@ def test_a_reward_model_can_train_on_the_preferences(tmp_path: Path) -> None:
 
 def test_an_installed_package_has_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    distribution = Distribution()
-    distribution.parse_config_files(["setup.cfg"])
+    distribution = run_setup("setup.py", stop_after="config")
     build = distribution.get_command_obj("build_py")
     build.ensure_finalized()
     files = {package: set(names) for package, _, _, names in build.data_files}

@@ -81,6 +81,7 @@ def run(folder: Path, case: str) -> None:
     train.load_config = lambda argv: SimpleNamespace(
         run=SimpleNamespace(dir=str(folder), verbose=False, dry_run=False, timeout_minutes=minutes)
     )
+    train.hub_names = lambda config: []
     train.main([])
 
 

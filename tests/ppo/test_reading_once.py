@@ -54,7 +54,8 @@ def test_weights_and_numbers_are_those_of_two_passes(on_ranks, rows, objective, 
             for ours, theirs in zip(engine.module.parameters(), other.module.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
         assert (engines[0].module.head - start.head).abs().max() > 1e-3
-        assert all(getattr(completed, f.name) is not None for f in fields(completed))
+        for name in (column.name for column in fields(completed)):
+            assert (getattr(completed, name) is None) == (getattr(rows, name) is None), name
         for name in ("logprobs", "old_logprobs"):
             expected_column = rows.logprobs.masked_fill(~rows.response_mask, 0.0).float()
             torch.testing.assert_close(getattr(completed, name), expected_column, rtol=0, atol=1e-6)

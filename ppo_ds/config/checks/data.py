@@ -120,7 +120,7 @@ def hub_names(config: Config) -> list[str]:
     paths += [config.reference.model.path] if "reference" in sections else []
     rewards = all_rewards(config).values() if "reward" in sections else ()
     paths += [str(model["path"]) for reward in rewards for _, model in reward_models(reward)]
-    paths += _data_paths(config).values()
+    paths += _data_paths(config).values() if "data" in sections else []
     return [path for path in paths if path and not looks_local(path) and not is_prepared(path, config)]
 
 
