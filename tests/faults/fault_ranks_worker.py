@@ -76,12 +76,13 @@ def run(folder: Path, case: str) -> None:
     """Runs launch/train.py with stand-ins for loading and training."""
     minutes = float(os.environ.get("TIMEOUT_MINUTES", "5"))
     sys.modules["ppo_ds.build.run"] = SimpleNamespace(
-        build_run=lambda config, watch, mark_ending: build(folder, case, minutes, watch)
+        build_run=lambda config, watch, **others: build(folder, case, minutes, watch)
     )
     train.load_config = lambda argv: SimpleNamespace(
         run=SimpleNamespace(dir=str(folder), verbose=False, dry_run=False, timeout_minutes=minutes)
     )
     train.hub_names = lambda config: []
+    train.open_screen = lambda: None
     train.main([])
 
 
