@@ -41,7 +41,7 @@ MODEL_REWARD = {
 SHARDED_REWARD = {"reward": {**MODEL_REWARD["reward"], "zero": {"stage": 3}}}
 FROM_ACTOR = {"critic": {"init": "actor", "model": {"path": None}}}
 ONE_STEP = {"run": {"steps": 1}}
-LORA = {"actor": {"lora": {"rank": 4, "lr": 3e-3}}, "critic": {"lora": {"rank": 4}}}
+LORA = {"actor": {"lora": {"rank": 4, "lr": 3e-3}}, "critic": {"lora": {"rank": 4, "lr": None}}}
 # Adam normalises each gradient by its magnitude plus eps. With eps 1e-8, gradients near 0 that consist only
 # of rounding errors change the weights noticeably.
 # A critic with one value for each answer passes its optimum in two steps of 1e-3; its gradient there is a
