@@ -75,6 +75,10 @@ def is_fragment(line: str) -> bool:
 
 def commands() -> Iterator[Command]:
     for page in pages():
+        for span in spans(page):  # commands in the text and in tables, without placeholders such as =NAME
+            complete = not re.search(r"\.\.\.|[= ][A-Z]+( |$)", span)
+            if complete and re.match(r"(deepspeed|torchrun|python|sbatch) .*\.(py|sh) ", span):
+                yield Command(Block(name_of(page), 0, "", (span,), False), span)
         for block in blocks(page):
             for line in block.commands() if block.language in ("", "bash", "text") else ():
                 if re.match(
