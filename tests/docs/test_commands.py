@@ -195,6 +195,24 @@ def test_keys_and_settings_in_the_text_exist(page: Path) -> None:
     assert wrong == []
 
 
+def lines_of(page: str) -> list[str]:
+    """Returns the commands of a page without their comments: those of code blocks, then those of the text."""
+    file = ROOT / page
+    code = [re.sub(r"\s+# .*", "", line) for block in blocks(file) for line in block.commands()]
+    return code + [span for span in spans(file) if re.match(r"(deepspeed|python|sbatch) ", span)]
+
+
+def test_the_chinese_readme_has_the_commands_of_the_english_one() -> None:
+    assert lines_of("README.zh.md") == lines_of("README.md")
+
+
+def test_the_first_run_has_the_commands_of_the_readme() -> None:
+    readme = next(block for block in blocks(ROOT / "README.md") if "my_reward" in "".join(block.lines))
+    own = [re.sub(r"\s+# .*", "", line) for line in readme.commands()]
+    page = "\n".join(lines_of("docs/first_run.md"))
+    assert len(own) > 15 and [line for line in own if line not in page] == []
+
+
 def test_the_commands_are_found() -> None:
     assert len(RUNS) > 15 and len(PIPELINES) > 3 and len(OTHERS) > 15 and len(fragments()) > 5
 

@@ -31,7 +31,8 @@ def test_every_relative_link_has_a_target(page: Path) -> None:
 
 def test_the_pages_are_found() -> None:
     names = {name_of(page) for page in pages()}
-    assert {"README.md", "CONTRIBUTING.md", "docs/index.md", "docs/config.md"} <= names
+    assert {"README.md", "README.zh.md", "CHANGELOG.md", "CONTRIBUTING.md"} <= names
+    assert {"docs/index.md", "docs/config.md"} <= names
     assert sum(len(links(page)) for page in pages()) > 100
 
 
