@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,6 +66,7 @@ def load_config(argv: list[str], world_size: int | None = None) -> Config:
         from launch.help import print_help  # imported only here, since a run does not need it
 
         if is_main:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly in a pipe such as --help | head
             print_help(folders, name, options.help, options.overrides)
         raise SystemExit(0)
     if not (folders.paths[0] / f"{name}.yaml").is_file():
@@ -83,9 +86,14 @@ def load_config(argv: list[str], world_size: int | None = None) -> Config:
     return config
 
 
-def parse_options(argv: list[str], prog: str = "launch/train.py") -> argparse.Namespace:
-    """Parses the flags. ``overrides`` are the other arguments, which Hydra reads; ``help`` is the topic."""
-    parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
+def parse_options(
+    argv: list[str], prog: str = "launch/train.py", parents: Sequence[Parser] = ()
+) -> argparse.Namespace:
+    """Parses the flags, also those of ``parents``.
+
+    ``overrides`` are the other arguments, which Hydra reads; ``help`` is the topic.
+    """
+    parser = Parser(prog=prog, add_help=False, allow_abbrev=False, parents=parents)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", nargs="?", const="")
     parser.add_argument("--cfg", "-c", choices=["job"])

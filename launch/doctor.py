@@ -30,6 +30,7 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 from launch.cli import Parser, load_config  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
 from launch.train import complain, prepare_environment  # noqa: E402
+from ppo_ds.commands.entry_points import with_commands  # noqa: E402
 from ppo_ds.config.checks.data import hub_names  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
 
@@ -68,7 +69,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--assume", nargs="+", action="extend", default=[])
     options, overrides = parser.parse_known_args(argv)
     if {"--help", "-h"} & set(overrides):
-        print(f"{__doc__}\nIt also takes the arguments of launch/train.py:\n")
+        print(f"{with_commands(__doc__)}\nIt also takes the arguments of launch/train.py:\n")
     for name in ("gpus", "gpu_mem", "nodes"):
         value = getattr(options, name)
         if value is not None and not 0 < value <= LARGEST:

@@ -2,7 +2,8 @@
 
 The run may still be training.
 
-Exit code 0: exported; 2: nothing was written, and one line states the reason; 1: any other error.
+Exit code 0: exported, and uploaded with --push; 2: one line states the reason, and nothing was written unless
+the upload failed; 1: any other error.
 """
 
 from __future__ import annotations
@@ -89,14 +90,13 @@ def main(argv: list[str]) -> int:
             trust_remote_code=options.trust_remote_code,
             chat_template=options.chat_template and template_text(options.chat_template),
             name=options.push,
+            adapter=options.adapter,
         )
         print(printable(f"{checkpoint.name}, {role}: {out}"))
         if options.push:
             from ppo_ds.models.upload import push
 
             folder = out / "adapter" if options.adapter else out
-            if not folder.is_dir():
-                raise UserError(f"--adapter: the {role} of {checkpoint} has no LoRA adapter")
             print(f"uploaded: {push(folder, options.push, token, private=not options.public)}")
     except UserError as error:
         return complain(error)

@@ -35,6 +35,7 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 from launch.cli import find_folders, parse_options, to_yaml  # noqa: E402
 from launch.planning import plan_pipeline  # noqa: E402
 from launch.train import complain, take_lock  # noqa: E402
+from ppo_ds.commands.entry_points import with_commands  # noqa: E402
 from ppo_ds.config.schema import resolved  # noqa: E402
 from ppo_ds.distributed.child_groups import ChildGroups  # noqa: E402
 from ppo_ds.distributed.exit import exit_now  # noqa: E402
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
         options = parse_options(argv, prog="launch/pipeline.py")
         folders = find_folders(options)
         if options.help is not None:
-            print(f"{__doc__}\nAvailable pipelines: {', '.join(folders.options('pipeline'))}")
+            print(f"{with_commands(__doc__)}\nAvailable pipelines: {', '.join(folders.options('pipeline'))}")
             return 0
         pipeline, settings = plan_pipeline(folders, options.overrides)
         if options.cfg:

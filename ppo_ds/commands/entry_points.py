@@ -6,6 +6,7 @@ after ``pip install -e .``, they are at the top of the repository.
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -30,3 +31,8 @@ def script(name: str) -> str:
 def command(name: str) -> str:
     """Returns how a user starts the command ``name``: python launch/NAME.py, or ppo-ds-NAME if installed."""
     return f"{PREFIX}{name}" if INSTALLED else f"python {script(name)}"
+
+
+def with_commands(text: str) -> str:
+    """Returns a help text in which every ``python launch/NAME.py`` is written as a user starts it."""
+    return re.sub(r"python launch/(\w+)\.py", lambda found: command(found[1]), text)

@@ -21,7 +21,7 @@ from ppo_ds.engine.checkpoint.reading import read_weights
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.storage.drafts import draft_directory, remove_drafts
-from ppo_ds.tools.model_card import write_card
+from ppo_ds.tools.model_card import remove_local_base, write_card
 from ppo_ds.tools.settings import config_of_settings, refuse_links
 
 # folder names of the export at the end of a run
@@ -76,6 +76,7 @@ def export(
     trust_remote_code: bool = False,
     chat_template: str | None = None,
     name: str | None = None,
+    adapter: bool = False,
 ) -> Path:
     """Writes the model ``role``, a key of FOLDERS, to ``out``, and the actor's adapter to ``out/adapter``.
 
@@ -88,6 +89,7 @@ def export(
         trust_remote_code: Runs the Python code of models that the checkpoint's config trusts.
         chat_template: A Jinja template that replaces the template of the checkpoint's config.
         name: The name on the Hub for the model card, if the model will be uploaded.
+        adapter: Raises UserError, and writes nothing, if the model has no adapter.
 
     Returns:
         The path of the exported folder.
@@ -122,6 +124,10 @@ def export(
             (tokenizer.with_padding(saved["pad_id"]) if saved else tokenizer).save(draft)
             if role == "actor":
                 module.save_adapter(draft / "adapter", module.lm.state_dict())
+            if adapter and not (draft / "adapter").is_dir():
+                raise UserError(f"--adapter: the {role} of {checkpoint} has no LoRA adapter; remove it")
+            if name and (draft / "adapter").is_dir():
+                remove_local_base(draft / "adapter")
             write_card(draft, checkpoint, config, role, name)
             if (draft / "adapter").is_dir():
                 tokenizer.save(draft / "adapter")

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from ppo_ds.config.schema import Config, trained_models
+from ppo_ds.config.checks.data import looks_local
+from ppo_ds.config.schema import Config, learning_rate, trained_models
 from ppo_ds.config.text import show
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tracking.jsonl import read_metrics
@@ -37,6 +38,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForCausalLM.from_pretrained("{name}")
 """
+LOCAL_BASE = (
+    "The base model was a local folder. To load the adapter, first set `base_model_name_or_path` in "
+    "`adapter_config.json` to a path or name of the base model."
+)
 USE = {  # role -> code that loads the model; a critic is for resuming a training only
     "actor": _CAUSAL_LM,
     "ema": _CAUSAL_LM,
@@ -60,7 +65,8 @@ def write_card(folder: Path, checkpoint: Path, config: Config, role: str, name: 
     """Writes README.md and curves.png into an exported model folder.
 
     Paths of this machine are not shown, except for their last part. The results are those of the
-    checkpoint's step.
+    checkpoint's step and of the last evaluation until then, whose step is named. The card of a critic has no
+    results, since all evaluations are those of the policy.
 
     Args:
         folder: The exported folder of the model, or of the adapter.
@@ -71,32 +77,34 @@ def write_card(folder: Path, checkpoint: Path, config: Config, role: str, name: 
     """
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     progress = state["state"].get("progress", {})
-    before, after = progress.get("first_eval") or {}, progress.get("last_eval") or {}
+    before = progress.get("first_eval") or {}
     metrics_file = checkpoint.parent.parent / "metrics.jsonl"
     records = [record for record in read_metrics(metrics_file) if record["step"] <= state["step"]]
     title = (name or config.run.name or folder.name).rpartition("/")[2]
     drawn = plot_curves(metrics_file, folder / CURVES, title=title, before=before)
     base = config_value(config, f"{next(iter(trained_models(config)))}.model.path")
-    data = config.data.path or "several data sets"
+    data = shown(config.data.path, "datasets/") if config.data.path else "several data sets"
     reward = f", with the reward {reward_name(config)}" if config.stage == "ppo" else ""
+    what = "The critic (value model) of " if role == "critic" else ""
     # the fields of https://github.com/huggingface/hub-docs/blob/main/modelcard.md
     front = {
         "base_model": on_hub(base),
         "datasets": on_hub(config.data.path),
         "library_name": "peft" if role == "adapter" else "transformers",
-        "pipeline_tag": "text-classification" if role == "scorer" else "text-generation",
+        "pipeline_tag": {"scorer": "text-classification", "critic": None}.get(role, "text-generation"),
         "tags": ["ppo_ds", "rlhf", config.stage, *(["lora"] if role == "adapter" else [])],
     }
     known = {name: value for name, value in front.items() if value is not None}
     parts = [
         f"---\n{yaml.safe_dump(known, sort_keys=False)}---",
         f"# {title}",
-        f"{shown(base)} after {state['step']} steps of {STAGES[config.stage]} on {shown(data)}{reward}. "
+        f"{what}{shown(base)} after {state['step']} steps of {STAGES[config.stage]} on {data}{reward}. "
         f"Trained with ppo_ds {version('ppo_ds')}.",
+        LOCAL_BASE if role == "adapter" and not on_hub(base) else "",
         f"## Use\n\n```python\n{USE[role].format(name=name or '.')}```" if role in USE else "",
-        "## Results",
-        held_out_table(before, after),
-        last_metrics(records[-1]) if records else "",
+        "## Results" if role != "critic" else "",
+        held_out_table(before, records) if role != "critic" else "",
+        last_metrics(records[-1]) if records and role != "critic" else "",
         f"![Curves of the training run]({CURVES})" if drawn else "",
         "## Settings",
         settings_table(config),
@@ -104,21 +112,40 @@ def write_card(folder: Path, checkpoint: Path, config: Config, role: str, name: 
     write_file(folder / CARD, "\n\n".join(part for part in parts if part) + "\n")
 
 
-def held_out_table(before: Metrics, after: Metrics) -> str:
-    """Returns the metrics of the first and of the last evaluation, or nothing if there are none."""
-    names = [name for name in before if name in after]
-    rows = [f"| {name.removeprefix('eval/')} | {before[name]:.4g} | {after[name]:.4g} |" for name in names]
-    return "\n".join(["| held-out data | before | after |", "|---|--:|--:|", *rows]) if rows else ""
+def remove_local_base(adapter: Path) -> None:
+    """Replaces the base model's path in adapter_config.json by its last part, unless it is on the Hub."""
+    file = adapter / "adapter_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    base = settings.get("base_model_name_or_path") or ""
+    if base and not on_hub(base):
+        write_file(file, json.dumps(settings | {"base_model_name_or_path": Path(base).name}, indent=2) + "\n")
+
+
+def held_out_table(before: Metrics, records: list[dict[str, Any]]) -> str:
+    """Returns the metrics of the evaluation before training and of the last one in ``records``, if any."""
+    for record in reversed(records):
+        names = [name for name in before if name.startswith("eval/") and record.get(name) is not None]
+        rows = [
+            f"| {name.removeprefix('eval/')} | {before[name]:.4g} | {record[name]:.4g} |" for name in names
+        ]
+        if rows:
+            head = f"| held-out data | before | after step {record['step']} |"
+            return "\n".join([head, "|---|--:|--:|", *rows])
+    return ""
 
 
 def last_metrics(record: Metrics) -> str:
     """Returns the table of RUN_METRICS in ``record``, or nothing if it has none of them."""
     rows = [f"| {text} | {record[name]:.4g} |" for name, text in RUN_METRICS if record.get(name) is not None]
-    return "\n".join(["| at the last step | |", "|---|--:|", *rows]) if rows else ""
+    return "\n".join([f"| at step {record['step']} | |", "|---|--:|", *rows]) if rows else ""
 
 
 def settings_table(config: Config) -> str:
     values = {name: config_value(config, name) for name in SETTINGS}
+    for name, role in trained_models(config).items():
+        if role.lora.rank:  # all other weights are frozen
+            values[f"{name}.optim.lr"] = None
+            values[f"{name}.lora.lr"] = float(f"{learning_rate(role):.6g}")
     rows = [f"| `{name}` | {show(value)} |" for name, value in values.items() if value is not None]
     return "\n".join(["| key | value |", "|---|---|", *rows])
 
@@ -143,10 +170,9 @@ def config_value(config: Config, key: str) -> Any:
 
 def on_hub(path: str | None) -> str | None:
     """Returns ``path`` if it is a name on the Hub rather than a path of this machine."""
-    is_name = path is not None and path.count("/") == 1 and not path.startswith((".", "/", "~"))
-    return path if is_name and not Path(path or "").exists() else None
+    return path if path and path.count("/") == 1 and not looks_local(path) else None
 
 
-def shown(path: str) -> str:
-    """Returns a name on the Hub, or the last part of a path."""
-    return f"[{path}](https://huggingface.co/{path})" if on_hub(path) else f"`{Path(path).name}`"
+def shown(path: str, kind: str = "") -> str:
+    """Returns a link to a name on the Hub, or the last part of a path; ``kind`` is datasets/ for data."""
+    return f"[{path}](https://huggingface.co/{kind}{path})" if on_hub(path) else f"`{Path(path).name}`"

@@ -14,7 +14,7 @@ from safetensors.torch import load
 
 from launch import export
 from ppo_ds.config.schema import from_tree, inherit
-from ppo_ds.tools.model_card import write_card
+from ppo_ds.tools.model_card import remove_local_base, write_card
 from tests.support.hub_server import HubServer
 from tests.tools.test_export import STEP, trained, write_run
 
@@ -72,6 +72,7 @@ def test_a_refused_upload_keeps_the_export(
         (["--push", "me/answers"], "", "error: --push=me/answers: HF_TOKEN is not set; create a token"),
         (["--public"], SECRET, "error: --public: needs --push ORG/NAME"),
         (["--adapter"], SECRET, "error: --adapter: needs --push ORG/NAME"),
+        (["--push", "me/answers", "--adapter"], SECRET, "error: --adapter: the actor of"),
     ],
 )
 def test_mistakes_are_found_before_the_export(
@@ -86,18 +87,19 @@ def test_mistakes_are_found_before_the_export(
     run_dir = write_run(tmp_path / "run")
     capsys.readouterr()  # progress bars
     assert export.main([str(run_dir), *arguments]) == 2
-    assert capsys.readouterr().err.startswith(message)
-    assert not (run_dir / "exports").exists()
+    assert message in capsys.readouterr().err
+    assert not list(run_dir.glob("exports/*/*"))
 
 
 def card_of(folder: Path, role: str = "actor", name: str = "me/answers", **tree: Any) -> ModelCard:
     """Writes the card of a checkpoint of step 2, whose run has four steps."""
     run_dir = folder / "run"
     (run_dir / STEP).mkdir(parents=True)
-    progress = {"first_eval": {"eval/score_mean": 0.25}, "last_eval": {"eval/score_mean": 0.5}}
+    progress = {"first_eval": {"eval/score_mean": 0.25}}
     state = {"step": 2, "state": {"progress": progress}}
     (run_dir / STEP / "state.json").write_text(json.dumps(state))
     lines = [{"step": step, "reward/score_mean": step / 10, "kl/ref_seq_mean": None} for step in range(1, 5)]
+    lines[0]["eval/score_mean"], lines[3]["eval/score_mean"] = 0.5, 0.9
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = {
         "actor": {"model": {"path": "org/base"}},
@@ -120,6 +122,7 @@ def test_the_card_shows_results_and_settings_of_the_exported_step(tmp_path: Path
     assert card.data.base_model == "org/base" and card.data.library_name == "transformers"
     assert card.data.pipeline_tag == "text-generation" and card.data.datasets is None
     assert "[org/base](https://huggingface.co/org/base) after 2 steps of PPO on `prompts.jsonl`" in card.text
+    assert "| held-out data | before | after step 1 |" in card.text  # step 2 was not evaluated
     assert "| score_mean | 0.25 | 0.5 |" in card.text
     assert "| mean score of the sampled responses | 0.2 |" in card.text  # of step 2, not of step 4
     assert "KL to the reference" not in card.text  # it was not finite
@@ -135,8 +138,26 @@ def test_the_card_of_an_adapter(tmp_path: Path) -> None:
     assert 'AutoPeftModelForCausalLM.from_pretrained("me/answers")' in card.text
 
 
-def test_the_card_of_a_critic_has_no_code(tmp_path: Path) -> None:
-    assert "```" not in card_of(tmp_path, role="critic").text
+def test_the_card_of_a_critic_has_neither_code_nor_results(tmp_path: Path) -> None:
+    card = card_of(tmp_path, role="critic")
+    assert "The critic (value model) of" in card.text and card.data.pipeline_tag is None
+    assert "```" not in card.text and "Results" not in card.text
+
+
+def test_links_to_data_sets_and_the_rate_of_adapters(tmp_path: Path) -> None:
+    actor = {"model": {"path": "org/base"}, "optim": {"lr": 2e-6}, "lora": {"rank": 4}}
+    card = card_of(tmp_path, data={"path": "org/prompts"}, actor=actor)
+    assert "[org/prompts](https://huggingface.co/datasets/org/prompts)" in card.text
+    assert card.data.datasets == "org/prompts"
+    assert "| `actor.lora.lr` | 2e-05 |" in card.text and "actor.optim.lr" not in card.text
+
+
+def test_an_adapter_does_not_publish_the_path_of_its_base(tmp_path: Path) -> None:
+    file = tmp_path / "adapter_config.json"
+    for base, expected in (("/home/me/base", "base"), ("org/base", "org/base")):
+        file.write_text(json.dumps({"base_model_name_or_path": base, "r": 4}))
+        remove_local_base(tmp_path)
+        assert json.loads(file.read_text()) == {"base_model_name_or_path": expected, "r": 4}
 
 
 def test_the_code_of_a_card_loads_the_model(tmp_path: Path) -> None:
