@@ -396,7 +396,11 @@ def test_a_misplaced_key_does_not_hide_that_the_right_one_is_missing() -> None:
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./model", "../model", "~/no-such-model", "a/b/c"])
-def test_a_model_that_looks_local_must_be_there(path: str) -> None:
+def test_a_model_that_looks_local_must_be_there(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()  # without files nearby that could be suggested
+    monkeypatch.chdir(tmp_path / "here")
     assert ": no such folder" in found(f"actor.model.path={path}")
     part = "reward.parts.q.reward"
     lines = complaints(

@@ -615,6 +615,7 @@ def test_a_whole_run_writes_the_key_nowhere(tmp_path, monkeypatch):
             "reward=remote",
             f"reward.url={service.url}",
             "reward.key_env=JUDGE_KEY",
+            "eval.train_prompts=0",
         ]
         command += [
             f"data.path={rows}",
