@@ -128,6 +128,7 @@ def before_after(
     saved: Mapping[str, str | os.PathLike],
     *,
     trained_on: bool = False,
+    when: str = "",
     stream: TextIO | None = None,
 ) -> None:
     """Prints tables that compare scores and responses before and after the run.
@@ -137,16 +138,18 @@ def before_after(
         samples: Rows with prompt, before, after and score.
         saved: Name -> path of the run's outputs (model, curves, metrics).
         trained_on: Whether the data are prompts of the training instead of held-out data.
+        when: Added to the titles in parentheses: the step of "after", if it is not the last one.
         stream: The output; None: stdout.
     """
     console = open_console(stream)
+    note = f" ({when})" if when else ""
     console.print()
     if scores:
         title = "Training prompts (not held out)" if trained_on else "Held-out data"
-        console.print(_score_table(scores, title))
+        console.print(_score_table(scores, title + note))
     if samples:
         title = "Responses to training prompts" if trained_on else "Sample responses"
-        console.print(_sample_table(samples, title))
+        console.print(_sample_table(samples, title + note))
     for what, where in saved.items():
         console.print(Text.assemble((f"{what:>10}  ", "dim"), str(where)), soft_wrap=True)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ppo_ds.commands.entry_points import command
 from ppo_ds.tracking.html.report import FILE_NAME
 from ppo_ds.tracking.report import before_after, plot_curves
 from ppo_ds.training.stage import HELD_OUT, TRAIN_PROMPTS
@@ -33,9 +34,10 @@ def write_report(
     """Draws curves.png and prints the results and the saved files of a run. Only rank 0 calls it.
 
     A run that was not ``exported`` was interrupted, so its last evaluation is older than its weights. Then
-    the held-out table and the sample responses are omitted. ``checkpoint`` is the line to print on the last
-    checkpoint: its path and a hint on how to resume. ``best`` are the entries of ``TrainState.best_metrics``.
-    The saved files are not printed unless ``lists_files``.
+    the held-out table and the sample responses are omitted. A run that a time limit has ended may also have
+    trained since its last evaluation: the titles of the tables then name the step of the evaluation.
+    ``checkpoint`` is the line to print on the last checkpoint: its path and a hint on how to resume. ``best``
+    are the entries of ``TrainState.best_metrics``. The saved files are not printed unless ``lists_files``.
     """
     before, after = state.first_eval, state.last_eval
     drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)
@@ -61,9 +63,11 @@ def write_report(
         folder = run_dir / "checkpoints" / f"step_{best['best_step']:06d}"
         saved["best"] = (
             f"{folder}   {best['best_by']} {best['best_value']:.4g}; "
-            f"launch/export.py {run_dir} --best writes it as a model folder"
+            f"{command('export')} {run_dir} --best writes it as a model folder"
         )
     if checkpoint:
         saved["checkpoint"] = checkpoint
     files = saved if lists_files else {}
-    before_after(scores, samples, files, trained_on=data == TRAIN_PROMPTS)
+    older = state.last_eval_step is not None and state.last_eval_step < state.step
+    when = f"after: step {state.last_eval_step}; the model has {state.step} steps" if older else ""
+    before_after(scores, samples, files, trained_on=data == TRAIN_PROMPTS, when=when)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class Run:
     alarms: Alarms = field(init=False, default_factory=Alarms)  # used by rank 0
     reason: ExitReason = field(init=False, default="done")
     error: str | None = field(init=False, default=None)  # message of a run that nonfinite or max_kl ends
-    eval_score: float | None = field(init=False, default=None)  # Saver.score_of the last step's evaluation
+    eval_score: float | None = field(init=False, default=None)  # Saver.score_of the last step if it counts
     clock: float = field(init=False, default=0.0)  # rank 0's clock after the last step, in seconds
 
     @property
@@ -152,11 +153,14 @@ class Run:
         if evaluation is None:
             return Evaluation({}, [])
         self.state.last_eval, self.state.last_rows = evaluation.metrics, evaluation.rows[:REPORTED_RESPONSES]
+        self.state.last_eval_step = step
         self.tracker.samples(step, evaluation.rows, split=evaluation.data)
         if evaluation.data != HELD_OUT:
             return Evaluation({}, [])
-        self.eval_score = self.saver.score_of(evaluation)
-        # an evaluation besides the schedule, at a stop, must not change when a resumed run ends
+        # An evaluation besides the schedule, at a stop, selects no checkpoint and does not count, so that a
+        # resumed run has the same best checkpoint and ends at the same step. The last one of the run may.
+        if step == self.stage.total_steps or is_due(step, self.eval_every):
+            self.eval_score = self.saver.score_of(evaluation)
         if self.eval_score is not None and is_due(step, self.eval_every):
             self.state.count_evaluation(self.eval_score)
         return evaluation
@@ -263,8 +267,9 @@ class Run:
         if succeeded:
             self.stage.export(self.context.run_dir)
         error = {"error": self.error} if self.error else {}
+        explanation = self.error or self.about_best()
         self.tracker.event(
-            self.state.step, "ended", f"{self.reason}: {self.error}" if self.error else self.reason
+            self.state.step, "ended", f"{self.reason}: {explanation}" if explanation else self.reason
         )
         best = self.state.best_metrics(self.saver.selection)
         results = self.state.heldout_metrics(self.heldout) | best
@@ -285,7 +290,30 @@ class Run:
             )
             if self.error:
                 log.error("error: %s", censored(self.error))
+            elif explanation:
+                log.warning("%s: %s", self.reason, explanation)
         return self.reason
+
+    def about_best(self) -> str:
+        """Returns why eval.patience has ended the run, and whether the first evaluation was the best one."""
+        state, selection = self.state, self.saver.selection
+        best, first, parts = state.best_metrics(selection), state.first_eval or {}, []
+        if self.reason == "early_stop":
+            parts.append(
+                f"no better {selection.metric} in {state.evals_without_improvement} evaluation(s) in a row "
+                f"(eval.patience={selection.patience})"
+            )
+        if best:
+            found = f"the best is {best['best_value']:.4g} at step {state.best_step}"
+            untrained = selection.score(first) if selection.metric in first else -math.inf
+            if state.best_score is not None and untrained >= state.best_score:
+                parts.append(
+                    f"no {selection.metric} was better than the {first[selection.metric]:.4g} before the "
+                    f"training; {found}"
+                )
+            elif parts:
+                parts.append(found)
+        return "; ".join(parts)
 
     def fail(self, error: BaseException) -> None:
         """Closes the trackers of a run that ``error`` has ended. Not a collective."""

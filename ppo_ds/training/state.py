@@ -79,6 +79,7 @@ class TrainState:
     evals_without_improvement: int = 0  # evaluations in a row
     first_eval: Metrics | None = None
     last_eval: Metrics | None = None
+    last_eval_step: int | None = None  # None also in checkpoints of earlier versions
     first_rows: list[dict[str, Any]] = field(default_factory=list)
     last_rows: list[dict[str, Any]] = field(default_factory=list)
     # metrics of the last step if a stop request interrupted its evaluation

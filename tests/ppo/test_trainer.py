@@ -18,7 +18,7 @@ from ppo_ds.training.state import EXIT_CODES, Selection, TrainState
 from tests.ppo.trainer_cases import named, stand_ins
 
 # fields of TrainState that checkpoints of earlier versions lack
-NEW_IN_PROGRESS = ("best_step", "best_rule", "evals_without_improvement")
+NEW_IN_PROGRESS = ("best_step", "best_rule", "evals_without_improvement", "last_eval_step")
 
 
 @pytest.fixture
@@ -110,6 +110,20 @@ def test_an_aborted_run_shows_no_old_evaluation(tmp_path, capsys, exported):
     write_report(tmp_path, "a dry run", state, exported=exported, checkpoint="c", lists_files=False)
     shown = capsys.readouterr().out
     assert ("Held-out data" in shown) == exported and str(tmp_path) not in shown and "checkpoint" not in shown
+
+
+@pytest.mark.parametrize(("step", "older"), [(6, True), (7, False), (None, False)])
+def test_the_tables_name_the_step_of_an_older_evaluation(tmp_path, capsys, step, older):
+    """A time limit ends a run without an evaluation; checkpoints of earlier versions lack its step."""
+    (tmp_path / "metrics.jsonl").touch()
+    rows = [{"prompt": "p", "asked": "p", "response": "r", "score": 1.0}]
+    metrics = {"eval/accuracy": 0.5}
+    state = TrainState(step=7, first_eval=metrics, last_eval=metrics, first_rows=rows, last_rows=rows)
+    state.last_eval_step = step
+    write_report(tmp_path, "a run", state, exported=True)
+    words = " ".join(capsys.readouterr().out.split())
+    for title in ("Held-out data", "Sample responses"):
+        assert (f"{title} (after: step 6; the model has 7 steps)" in words) == older
 
 
 @pytest.mark.parametrize(("every", "steps"), [(None, [3]), (0, []), (1, [1, 2, 3]), (2, [2, 3]), (3, [3])])
@@ -299,6 +313,46 @@ def test_a_run_that_is_stopped_and_resumed_ends_early_at_the_same_step(loop, sto
         last.saver.checkpoints.load = lambda path, models, copies: resumed.saver.state_dict()
         last.saver.resume("somewhere")
         assert (last.fit(), last.state.step) == (reason, {2: 6, 3: 8, 9: 12}[patience])
+
+
+def test_the_evaluation_of_a_stop_besides_the_schedule_selects_no_checkpoint(loop):
+    options = {"eval_every": 2, "keep_best": True, "patience": 1, "total_steps": 12}
+    run, _ = loop(scores=[0.0, 0.5, 0.8, 0.7], **options)
+    assert (run.fit(), run.state.step, run.state.best_step) == ("early_stop", 6, 4)
+    stopped, events = loop(scores=[0.0, 0.5, 0.9], stop_at_step=3, **options)
+    stopped.fit()
+    assert stopped.state.best_step == 2 and ("save", 3, False) in events
+    resumed, _ = loop(scores=[0.8, 0.7], **options)
+    resumed.saver.checkpoints.load = lambda path, models, copies: stopped.saver.state_dict()
+    resumed.saver.resume("somewhere")
+    assert (resumed.fit(), resumed.state.step, resumed.state.best_step) == ("early_stop", 6, 4)
+
+
+def test_the_evaluation_after_the_last_step_can_be_the_best(loop):
+    run, events = loop(scores=[0.0, 0.5, 0.9], eval_every=2, keep_best=True)
+    assert run.fit() == "done" and run.state.best_step == 3 and ("save", 3, True) in events
+
+
+def test_an_early_stop_is_explained(loop, caplog):
+    for first, best in (
+        (0.1, "the best is 0.5 at step 2"),
+        (0.6, "no eval/score_mean was better than the 0.6 before the training; the best is 0.5 at step 2"),
+        (float("nan"), "the best is 0.5 at step 2"),
+    ):
+        caplog.clear()
+        run, _ = loop(scores=[first, 0.4, 0.5, 0.3], eval_every=1, keep_best=True, patience=1, total_steps=9)
+        run.fit()
+        why = f"early_stop: no better eval/score_mean in 1 evaluation(s) in a row (eval.patience=1); {best}"
+        assert [record.getMessage() for record in caplog.records] == [why]
+        assert run.tracker.told[-1] == (3, "ended", why)
+
+
+def test_a_run_says_that_no_evaluation_was_better_than_the_first(loop, caplog):
+    run, _ = loop(scores=[0.6, 0.5, 0.4, 0.3], eval_every=1, keep_best=True)
+    assert run.fit() == "done"
+    assert [record.getMessage() for record in caplog.records] == [
+        "done: no eval/score_mean was better than the 0.6 before the training; the best is 0.5 at step 1"
+    ]
 
 
 def test_another_metric_on_resume_forgets_the_best_checkpoint(loop):
