@@ -39,6 +39,8 @@ def main(argv: list[str]) -> int:
         target = options.output or (runs[0] / "report.html" if len(runs) == 1 else Path("compared.html"))
         if options.output and not target.parent.is_dir():
             raise UserError(f"--output={target}: no such directory {target.parent}")
+        if target.is_dir():
+            raise UserError(f"--output={target}: is a directory; name a file: {target / 'report.html'}")
         from ppo_ds.tracking.html.report import write_report  # after the arguments: slow to import
 
         write_report(runs, target)

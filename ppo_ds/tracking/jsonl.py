@@ -93,7 +93,7 @@ class JsonlTracker:
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Reads the steps of a ``metrics.jsonl`` in order; returns [] if there is no file.
 
-    A line that was cut off when the run was killed is left out.
+    A line that was cut off when the run was killed, or that has a number of thousands of digits, is left out.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
@@ -103,7 +103,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)

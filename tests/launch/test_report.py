@@ -30,6 +30,7 @@ def test_one_run_and_several(tmp_path, monkeypatch, capsys):
         (["nowhere"], "nowhere: no such run directory"),
         (["empty"], "empty: no run directory: it has no metrics.jsonl"),
         (["empty", "-o", "nowhere/page.html"], "--output=nowhere/page.html: no such directory nowhere"),
+        (["empty", "-o", "empty"], "--output=empty: is a directory; name a file: empty/report.html"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(tmp_path, monkeypatch, capsys, arguments, message):

@@ -2,6 +2,8 @@
 
 const SERIES_COLOURS = 8;
 const HEIGHT = 190;
+const PRINTED_WIDTH = 320; // pixels of a chart in one of two columns on paper
+const PRINTED_WIDE = 660;
 const MARGIN = { top: 12, right: 12, bottom: 24, left: 46 };
 const MARK_LABELS = { resumed: "resumed", rolled_back: "rolled back", alarm: "alarm", warning: "warning" };
 
@@ -31,10 +33,10 @@ function niceTicks(low, high, count, whole = false) {
   return ticks;
 }
 
-/** Returns powers of ten between `low` and `high`, with 2 and 5 in between if there are few. */
+/** Returns powers of ten between `low` and `high`, with 2 and 5 or round steps in between if there are few. */
 function logTicks(low, high) {
   const decades = Math.log10(high / low);
-  const factors = decades < 1.2 ? [1, 2, 5] : decades < 3 ? [1, 3] : [1];
+  const factors = decades < 3 ? [1, 2, 5] : [1];
   const every = Math.max(1, Math.ceil(decades / 5));
   const ticks = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
@@ -42,7 +44,7 @@ function logTicks(low, high) {
     for (const factor of factors) ticks.push(factor * 10 ** power);
   }
   const inside = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
-  return inside.length > 1 ? inside : [low, high];
+  return inside.length > 2 ? inside : niceTicks(low, high, 4);
 }
 
 /** Returns the exponential moving average without the bias of its start, as TensorBoard draws it. */
@@ -93,6 +95,18 @@ function nearestIndex(steps, step) {
   return low > 0 && step - steps[low - 1] < steps[low] - step ? low - 1 : low;
 }
 
+/**
+ * Returns the index of the value that a curve has at `step`: its last point up to there. Returns -1 before its
+ * first point, and after its last point if another one was due.
+ */
+function indexAt(steps, step) {
+  if (!steps.length || step < steps[0]) return -1;
+  const nearest = nearestIndex(steps, step);
+  const i = steps[nearest] > step ? nearest - 1 : nearest;
+  const ended = i === steps.length - 1 && step > steps[i] && step - steps[i] >= steps[i] - (steps[i - 1] ?? steps[i]);
+  return ended ? -1 : i;
+}
+
 /** Returns the smallest and the largest number, ignoring null; [0, 1] if there is none. */
 function extent(values) {
   let low = Infinity;
@@ -139,9 +153,8 @@ class Chart {
     };
   }
 
-  /** Draws the chart again if it is visible. */
-  redraw() {
-    const width = Math.round(this.element.clientWidth);
+  /** Draws the chart again if it is visible, `width` pixels wide. */
+  redraw(width = Math.round(this.element.clientWidth)) {
     if (!this.visible || width < 60) return;
     this.width = width;
     this.picture.setAttribute("viewBox", `0 0 ${width} ${this.height}`);
@@ -223,11 +236,15 @@ const whenResized = new ResizeObserver((entries) => {
     if (Math.round(entry.contentRect.width) !== chart.width) chart.redraw();
   }
 });
+// A printed chart is drawn for the width that it has on paper, so that its labels keep their size.
 addEventListener("beforeprint", () => {
   for (const chart of charts) {
     chart.visible = true;
-    chart.redraw();
+    chart.redraw(chart.element.closest(".wide") ? PRINTED_WIDE : PRINTED_WIDTH);
   }
+});
+addEventListener("afterprint", () => {
+  for (const chart of charts) chart.redraw();
 });
 
 /** Shows the cursor at `step` in all visible charts, with values in `source` only; null hides it. */
@@ -278,9 +295,10 @@ class LineChart extends Chart {
 
   /** The lowest and highest value of the axis. */
   domain(log) {
-    const bounds = this.shown.flatMap(({ values, spread }) =>
-      spread ? [...values, ...spread.flat()] : values,
-    );
+    const bounds = this.shown.flatMap(({ values, spread }) => {
+      if (log) return [...values, ...smoothed(values, view.smoothing)]; // a mean with zeros can be lower
+      return spread ? [...values, ...spread.flat()] : values;
+    });
     let [low, high] = extent(log ? bounds.filter((value) => value > 0) : bounds);
     if (log) return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
     const span = high - low;
@@ -398,15 +416,16 @@ class LineChart extends Chart {
     const log = this.log;
     const lines = [el("div", { class: "tip-head" }, `Step ${formatNumber(step, 9)}`)];
     for (const series of this.shown) {
-      if (!series.steps.length) continue;
-      const i = nearestIndex(series.steps, step);
+      const i = indexAt(series.steps, step);
+      if (i < 0) continue;
       const value = series.values[i];
       if (!(log && value <= 0)) {
         this.cursor.append(
           svg("circle", { cx: this.x(series.steps[i]), cy: this.y(value), r: 3.4, fill: series.colour }),
         );
       }
-      lines.push(tipLine(series.colour, series.label, this.format(value)));
+      const older = series.steps[i] === step ? "" : ` (step ${formatNumber(series.steps[i], 9)})`;
+      lines.push(tipLine(series.colour, `${series.label}${older}`, this.format(value)));
     }
     if (!withValues) return;
     for (const mark of this.spec.marks) {

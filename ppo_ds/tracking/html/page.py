@@ -78,6 +78,8 @@ def render_page(
 </head>
 <body>
 <main>
+<noscript><p class="card">This page shows its content with JavaScript, which is off. It needs no network.</p>
+</noscript>
 <header class="page-head">
 <h1>{html.escape(title)}</h1>
 <button class="theme-switch" data-theme-switch title="Light or dark"

@@ -42,7 +42,7 @@ function headOfOne(run, data) {
     const text = result.share
       ? `${sign}${formatNumber(100 * change, 3)} points`
       : `${sign}${formatNumber(change, 3)}`;
-    figures.push([resultValue(result, result.after), data.metrics[result.name]?.label ?? result.name, text]);
+    figures.push([resultValue(result, result.after), result.label, text]);
   }
   const last = (name) => run.series[name]?.values.at(-1);
   const optional = [
@@ -82,7 +82,7 @@ function headOfOne(run, data) {
 }
 
 function headOfSeveral(data) {
-  const header = ["Run", "Status", "Steps", "Time", "Result before", "after", "KL"];
+  const header = ["Run", "Status", "Steps", "Time", "Result", "Before", "After", "KL"];
   const rows = data.runs.map((run, i) => {
     const [status, kind] = statusOf(run, data.running);
     const dot = el("span", { class: "dot" });
@@ -95,6 +95,7 @@ function headOfSeveral(data) {
       el("td", {}, el("span", { class: `badge ${kind}` }, status)),
       el("td", { class: "number" }, formatNumber(run.lastStep, 9)),
       el("td", { class: "number" }, formatDuration(run.seconds ?? NaN)),
+      el("td", {}, result?.label ?? MISSING),
       el("td", { class: "number" }, result ? resultValue(result, result.before) : MISSING),
       el("td", { class: "number" }, result ? resultValue(result, result.after) : MISSING),
       el("td", { class: "number" }, formatNumber(run.series["kl/ref_seq_mean"]?.values.at(-1), 3)),
@@ -115,7 +116,7 @@ function headOfSeveral(data) {
           el(
             "tr",
             {},
-            header.map((text, i) => el("th", { class: i > 1 ? "number" : "" }, text)),
+            header.map((text, i) => el("th", { class: i > 1 && text !== "Result" ? "number" : "" }, text)),
           ),
         ),
         el("tbody", {}, rows),

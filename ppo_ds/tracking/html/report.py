@@ -10,7 +10,7 @@ from typing import Any
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tracking.catalogue import SECTIONS, Panel, find, matches, overview_panels, panel_metrics
 from ppo_ds.tracking.html.page import asset, render_page
-from ppo_ds.tracking.html.result import describe_result, result_of
+from ppo_ds.tracking.html.result import common_results, describe_result, result_of
 from ppo_ds.tracking.html.run_data import SAMPLE_BYTES, read_run
 
 FILE_NAME = "report.html"
@@ -32,8 +32,9 @@ def write_report(run_dirs: Sequence[Path], target: Path, *, running: bool = Fals
 def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> str:
     """Returns the report of runs that ``read_run`` has read as an HTML page."""
     names = sorted({name for run in runs for name in run["series"]})
-    for run, unique in zip(runs, unique_names(runs), strict=True):
-        run |= {"name": unique, "sentences": describe_result(run, running=running), "result": result_of(run)}
+    for run, unique, metric in zip(runs, unique_names(runs), common_results(runs), strict=True):
+        sentences = describe_result(run, running=running, metric=metric)
+        run |= {"name": unique, "sentences": sentences, "result": result_of(run, metric)}
     data = {
         "runs": runs,
         "running": running,
@@ -73,20 +74,24 @@ def metric_data(name: str) -> dict[str, Any]:
 
 def sections_of(names: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the sections that have data. Metrics without a panel have a card of their own."""
-    sections, listed = [], set()
-    for section in SECTIONS:
-        panels = [
+    panels = {
+        section.title: [
             (panel, metrics)
             for panel in section.panels
             if (metrics := panel_metrics(panel, names))
             and matches(next(iter(panel.metrics)), next(iter(metrics)))
             and not panel.stacked
         ]
-        cards = [_card(panel, metrics) for panel, metrics in panels]
-        in_panels = {name for _, metrics in panels for name in metrics}
+        for section in SECTIONS
+    }
+    # a panel may show metrics of several sections, such as the learning rates of the actor and the critic
+    listed = {name for shown in panels.values() for _, metrics in shown for name in metrics}
+    sections = []
+    for section in SECTIONS:
+        cards = [_card(panel, metrics) for panel, metrics in panels[section.title]]
         own = [name for name in names if (metric := find(name)) and metric in section.metrics]
-        cards += [_single(name) for name in own if name not in in_panels]
-        listed |= {*own, *in_panels}
+        cards += [_single(name) for name in own if name not in listed]
+        listed |= set(own)
         if cards:
             sections.append({"title": section.title, "prefix": section.prefix, "cards": cards})
     if others := [_single(name) for name in names if name not in listed]:

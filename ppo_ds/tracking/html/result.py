@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 ENDS = {
@@ -22,39 +22,77 @@ NO_END = (
     "{time} after its start"
 )
 MAX_ERROR = 300  # characters of an error that are shown
-# the first metric that a run has is its result: name, what it is, whether it is a share, unit
+# the first metric that a run has is its result: name, short label, what it is, whether it is a share, unit
 RESULTS = {
     "ppo": (
-        ("eval/accuracy", "the share of correct responses to held-out prompts", True, ""),
-        ("eval/score_mean", "the mean score on held-out prompts", False, ""),
-        ("reward/score_mean", "the mean score of the responses", False, ""),
+        (
+            "eval/accuracy",
+            "held-out accuracy",
+            "the share of correct responses to held-out prompts",
+            True,
+            "",
+        ),
+        ("eval/score_mean", "held-out score", "the mean score on held-out prompts", False, ""),
+        (
+            "train_prompts/accuracy",
+            "accuracy on training prompts",
+            "the share of correct responses to training prompts",
+            True,
+            "",
+        ),
+        (
+            "train_prompts/score_mean",
+            "score on training prompts",
+            "the mean score on training prompts",
+            False,
+            "",
+        ),
+        ("reward/score_mean", "mean score", "the mean score of the responses", False, ""),
     ),
     "sft": (
-        ("eval/loss", "the held-out loss", False, " nats per token"),
-        ("sft/loss", "the training loss", False, " nats per token"),
+        ("eval/loss", "held-out loss", "the held-out loss", False, " nats per token"),
+        ("sft/loss", "training loss", "the training loss", False, " nats per token"),
     ),
     "reward_model": (
-        ("eval/accuracy", "the share of held-out pairs in the right order", True, ""),
-        ("rm/accuracy", "the share of training pairs in the right order", True, ""),
+        ("eval/accuracy", "held-out accuracy", "the share of held-out pairs in the right order", True, ""),
+        ("rm/accuracy", "training accuracy", "the share of training pairs in the right order", True, ""),
     ),
 }
 SMALL_CHANGE = 0.01  # relative changes below it are described as no change
+SMALL_KL = 5e-4  # nats, below which three decimals show 0
 ENDS_AVERAGED = 5  # steps at each end over which training metrics are averaged
 
 
-def describe_result(run: dict[str, Any], *, running: bool) -> list[str]:
+def describe_result(run: dict[str, Any], *, running: bool, metric: str | None = None) -> list[str]:
     """Returns how a run of ``read_run`` ended, what it reached, and what deserves attention."""
-    return [how_it_ended(run, running), what_it_reached(run), what_needs_attention(run)]
+    return [how_it_ended(run, running), what_it_reached(run, metric), what_needs_attention(run)]
 
 
-def result_of(run: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the main metric of a run, with its values at the beginning and the end, or None."""
-    for name, what, share, unit in RESULTS.get(run["stage"], RESULTS["ppo"]):
-        curve = run["series"].get(name)
-        if curve:
-            before, after = first_and_last(curve["values"], held_out=name.startswith("eval/"))
+def common_results(runs: Sequence[dict[str, Any]]) -> list[str | None]:
+    """Returns the metric that is the result of each run: the first one that all runs of its stage have."""
+    common = {}
+    for stage in {run["stage"] for run in runs}:
+        measured = [set(result_values(run)) for run in runs if run["stage"] == stage]
+        names = [name for name, *_ in RESULTS.get(stage, RESULTS["ppo"])]
+        common[stage] = next((name for name in names if all(name in one for one in measured)), None)
+    return [common[run["stage"]] for run in runs]
+
+
+def result_values(run: dict[str, Any]) -> dict[str, list[float]]:
+    """Returns the values of all metrics that can be the result of a run."""
+    return run["trainPrompts"] | {name: curve["values"] for name, curve in run["series"].items()}
+
+
+def result_of(run: dict[str, Any], metric: str | None = None) -> dict[str, Any] | None:
+    """Returns ``metric`` or else the main metric of a run, with its values at both ends, or None."""
+    values = result_values(run)
+    for name, label, what, share, unit in RESULTS.get(run["stage"], RESULTS["ppo"]):
+        if name in values and metric in (None, name):
+            averaged = not name.startswith(("eval/", "train_prompts/"))
+            before, after = first_and_last(values[name], averaged=averaged)
             return {
                 "name": name,
+                "label": label,
                 "what": what,
                 "share": share,
                 "unit": unit,
@@ -64,9 +102,9 @@ def result_of(run: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def first_and_last(values: list[float], *, held_out: bool) -> tuple[float, float]:
-    """Returns the first and the last value. Training metrics are averaged over some steps at both ends."""
-    count = 1 if held_out else max(1, min(ENDS_AVERAGED, len(values) // 4))
+def first_and_last(values: list[float], *, averaged: bool) -> tuple[float, float]:
+    """Returns the first and the last value; ``averaged`` takes the mean of some values at both ends."""
+    count = max(1, min(ENDS_AVERAGED, len(values) // 4)) if averaged else 1
     return sum(values[:count]) / count, sum(values[-count:]) / count
 
 
@@ -81,15 +119,14 @@ def how_it_ended(run: dict[str, Any], running: bool) -> str:
     return f"{end}: {str(error)[:MAX_ERROR]}." if error and reason and not running else f"{end}."
 
 
-def what_it_reached(run: dict[str, Any]) -> str:
-    result = result_of(run)
+def what_it_reached(run: dict[str, Any], metric: str | None = None) -> str:
+    result = result_of(run, metric)
     if result is None:
         return "It has no result to show, because it has logged no score and no loss."
     shown: Callable[[float], str] = percent if result["share"] else number
     what, before, after = result["what"], result["before"], result["after"]
     what = what[0].upper() + what[1:]
-    values = run["series"][result["name"]]["values"]
-    if len(values) == 1:
+    if len(result_values(run)[result["name"]]) == 1:
         return f"{what} is {shown(after)}{result['unit']}; it was measured once."
     if abs(after - before) <= SMALL_CHANGE * max(abs(before), abs(after)):
         return f"{what} stayed at {shown(after)}{result['unit']}."
@@ -108,7 +145,8 @@ def what_needs_attention(run: dict[str, Any]) -> str:
         alarm = "one alarm fired" if len(alarms) == 1 else f"{len(alarms)} alarms fired"
     series = run["series"]
     if "kl/ref_seq_mean" in series:
-        kl = number(series["kl/ref_seq_mean"]["values"][-1])
+        nats = series["kl/ref_seq_mean"]["values"][-1]
+        kl = number(nats) if nats >= SMALL_KL else "about 0"  # an estimate from samples can be negative
         length = series.get("rollout/resp_len_mean")
         tokens = f", with responses of {number(length['values'][-1])} tokens" if length else ""
         return f"The policy is {kl} nats per response away from the reference{tokens}; {alarm}."

@@ -170,7 +170,7 @@ class Rollouts {
     const { state, run } = this;
     const recorded = new Set(run.samples.rows.map((row) => row.split));
     const splits = [...recorded].sort((a, b) => (b === "train") - (a === "train") || a.localeCompare(b));
-    const names = { train: "Training", eval: "Held out" };
+    const names = { train: "Training", eval: "Held out", train_prompts: "Training prompts" };
     const runSelect =
       this.runs.length > 1 &&
       el(
@@ -636,7 +636,7 @@ class Rollouts {
             el(
               "p",
               { class: "faint small" },
-              `Score by step (${split === "eval" ? "held out" : "training"})`,
+              `Score by step (${{ train: "training", eval: "held out" }[split] ?? "training prompts"})`,
             ),
             chart.element,
           ]

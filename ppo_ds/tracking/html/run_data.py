@@ -23,6 +23,8 @@ MAX_STEPS_OF_SAMPLES = 48  # steps whose samples are shown, for each split
 MAX_PROMPT = 6_000  # characters
 MAX_RESPONSE = 20_000  # characters
 SAMPLE_BYTES = 3_000_000  # of all runs of a page
+LARGEST = 1e100  # larger values are left out; sums of them would not be finite
+HELD_OUT = "eval"  # the split and the prefix of metrics on held-out data
 NOT_METRICS = {"step", "time", "episodes", "tokens"}
 
 Record = dict[str, Any]
@@ -39,16 +41,18 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
     """
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
-    records = read_metrics(run_dir / "metrics.jsonl")
-    events = read_events(run_dir / "events.jsonl")
+    records = [record for record in read_metrics(run_dir / "metrics.jsonl") if _is_number(record["step"])]
+    events = current_events(read_events(run_dir / "events.jsonl"))
     files = sample_files(run_dir)
     if not records and not events and not any(files.values()):
         raise UserError(f"{run_dir}: no run directory: it has no metrics.jsonl, samples/ or events.jsonl")
     settings = read_settings(run_dir / "config.yaml")
-    summary = read_summary(run_dir / "summary.json")
+    summary = read_json(run_dir / "summary.json")
     ended = ended_by(summary, records, events)
     section = settings.get("run")
     run = section if isinstance(section, dict) else {}
+    seconds = [summary.get("wall_s") if ended else None, records[-1].get("time") if records else None]
+    first = first_evaluation(run_dir, files.get(HELD_OUT, []), settings, summary)
     return {
         "name": str(run.get("name") or run_dir.resolve().name),
         "directory": str(run_dir),
@@ -56,11 +60,11 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
         "plannedSteps": run.get("steps"),
         "summary": summary,
         "endedBy": ended,
-        "seconds": (summary.get("wall_s") if ended else None)
-        or (records[-1].get("time") if records else None),
+        "seconds": next((value for value in seconds if _is_number(value)), None),
         "lastStep": records[-1]["step"] if records else 0,
         "settings": flattened(settings),
-        "series": curves(records, summary),
+        "series": curves(records, first),
+        "trainPrompts": train_prompts(summary) if ended else {},
         "stacks": stacks(records),
         "events": events if len(events) <= MAX_EVENTS else [events[0], *events[1 - MAX_EVENTS :]],
         "samples": read_samples(files, sample_bytes),
@@ -77,14 +81,68 @@ def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
+# -- events --------------------------------------------------------------------------------------------------
+
+
+def current_events(events: Sequence[Record]) -> list[Record]:
+    """Leaves out alarms of steps that a resume or a rollback repeated, so that no alarm is counted twice."""
+    kept, repeated_after = [], math.inf
+    for event in reversed(events):
+        if event["kind"] in ("resumed", "rolled_back"):
+            repeated_after = min(repeated_after, event["step"])
+        if event["kind"] != "alarm" or event["step"] <= repeated_after:
+            kept.append(event)
+    return kept[::-1]
+
+
+# -- evaluations ---------------------------------------------------------------------------------------------
+
+
+def first_evaluation(
+    run_dir: Path, files: Sequence[tuple[int, Path]], settings: Record, summary: Record
+) -> dict[str, float]:
+    """Returns the held-out metrics before training, which metrics.jsonl does not have.
+
+    They are in the summary, or, if the run has not ended, in its newest checkpoint. Without both, the score
+    and the accuracy of stage=ppo are computed from the samples of step 0, ``files[0]``.
+    """
+    first = {
+        f"{HELD_OUT}/{found[1].removeprefix('pair_')}": value
+        for key, value in summary.items()
+        if (found := re.fullmatch(r"heldout_(\w+)_before", key))
+    }
+    if not first:
+        states = sorted((run_dir / "checkpoints").glob("step_*/state.json"))
+        saved = read_json(states[-1]).get("state") if states else None
+        progress = saved.get("progress") if isinstance(saved, dict) else None
+        metrics = progress.get("first_eval") if isinstance(progress, dict) else None
+        first = metrics if isinstance(metrics, dict) else {}
+    if not first and settings.get("stage") == "ppo" and files and files[0][0] == 0:
+        rows, bound = read_rows(files[0][1]), flattened(settings).get("eval.correct_above")
+        scores = [row["score"] for row in rows if _is_number(row.get("score"))]
+        if rows and len(scores) == len(rows):
+            first = {f"{HELD_OUT}/score_mean": sum(scores) / len(scores)}
+            if _is_number(bound):
+                first[f"{HELD_OUT}/accuracy"] = sum(score > bound for score in scores) / len(scores)
+    return {name: value for name, value in first.items() if _is_number(value)}
+
+
+def train_prompts(summary: Record) -> dict[str, list[float]]:
+    """Returns the metrics on training prompts before and after a run that has no held-out prompts."""
+    values = {}
+    for key, before in summary.items():
+        found = re.fullmatch(r"train_prompts_(\w+)_before", key)
+        after = summary.get(f"train_prompts_{found[1]}_after") if found else None
+        if found and _is_number(before) and _is_number(after):
+            values[f"train_prompts/{found[1]}"] = [before, after]
+    return values
+
+
 # -- curves --------------------------------------------------------------------------------------------------
 
 
-def curves(records: Sequence[Record], summary: Record) -> dict[str, dict[str, list[float]]]:
-    """Returns the steps and values of every metric, at most MAX_POINTS of each.
-
-    The held-out metrics before training, which only the summary has, are added as step 0.
-    """
+def curves(records: Sequence[Record], first: dict[str, float]) -> dict[str, dict[str, list[float]]]:
+    """Returns the steps and values of every metric, at most MAX_POINTS of each, with ``first`` as step 0."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         for name, value in record.items():
@@ -92,10 +150,8 @@ def curves(records: Sequence[Record], summary: Record) -> dict[str, dict[str, li
                 steps, values = points.setdefault(name, ([], []))
                 steps.append(record["step"])
                 values.append(value)
-    for key, value in summary.items():
-        found = re.fullmatch(r"heldout_(\w+)_before", key)
-        name = f"eval/{found[1].removeprefix('pair_')}" if found else ""
-        if name in points and _is_number(value) and points[name][0][0] > 0:
+    for name, value in first.items():
+        if name in points and points[name][0][0] > 0:
             points[name][0].insert(0, 0)
             points[name][1].insert(0, value)
     return {
@@ -126,7 +182,7 @@ def stacks(records: Sequence[Record]) -> list[dict[str, Any]]:
     (times,) = (panel for panel in PANELS if panel.stacked)
 
     def column(name: str) -> list[float]:
-        return [record.get(name) or 0.0 for record in records]
+        return [record[name] if _is_number(record.get(name)) else 0.0 for record in records]
 
     phases = {label: column(name) for name, label in times.metrics.items()}
     allocated, reserved = column("mem/alloc_peak_gb"), column("mem/reserved_peak_gb")
@@ -134,8 +190,8 @@ def stacks(records: Sequence[Record]) -> list[dict[str, Any]]:
     gpu = {"allocated": allocated, "reserved, not allocated": unused}
     areas = [
         _stack("Phases of a step", "s", records, phases),
-        _stack("Peak memory of the GPU", "GB", records, gpu),
-        _stack("Memory of the host", "GB", records, {"resident": column("mem/host_rss_gb")}),
+        _stack("Peak memory of the GPU", "GiB", records, gpu),
+        _stack("Memory of the host", "GiB", records, {"resident": column("mem/host_rss_gb")}),
     ]
     return [area for area in areas if area["parts"]]
 
@@ -207,7 +263,7 @@ def read_rows(path: Path) -> list[Record]:
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
             continue
         if isinstance(row, dict):
             rows.append(row)
@@ -250,13 +306,13 @@ def read_settings(path: Path) -> Record:
     return settings if isinstance(settings, dict) else {}
 
 
-def read_summary(path: Path) -> Record:
-    """Returns the summary, or {} if the run has not ended or the file is damaged."""
+def read_json(path: Path) -> Record:
+    """Returns the object of a JSON file, or {} if the file is missing or damaged."""
     try:
-        summary = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, json.JSONDecodeError):
+        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
         return {}
-    return summary if isinstance(summary, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def ended_by(summary: Record, records: Sequence[Record], events: Sequence[Record]) -> str | None:
@@ -275,7 +331,8 @@ def guess_stage(records: Iterable[Record]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Returns whether a value is a number that can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def _rounded(value: float) -> float:

@@ -80,6 +80,7 @@ def test_a_page_refers_to_nothing_outside_itself():
         assert not attrs.get("src") and attrs.get("href", "data:").startswith("data:"), (tag, attrs)
         assert not any(name.startswith("on") or name == "style" for name in attrs), (tag, attrs)
     style = "".join(text for tag, _, text in page.texts if tag == "style")
+    assert "noscript" in [tag for tag, _ in page.tags]
     assert "url(" not in style and "@import" not in style
 
 

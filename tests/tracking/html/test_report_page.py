@@ -6,10 +6,12 @@ Each test ends with the check that the console has no error and that nothing was
 import base64
 import io
 import json
+import re
 
 import matplotlib.image
 import pytest
 
+from ppo_ds.tracking.html.page import asset
 from ppo_ds.tracking.html.report import write_report
 from tests.support.browser import Browser, find_chromium
 from tests.tracking.html.runs import NASTY, lines, make_ppo_run, sample
@@ -120,6 +122,67 @@ def test_curves_show_values_marks_and_the_healthy_range(page):
 
     page.click("#marks")
     assert page.count(f"{kl} .mark") == 0
+
+
+def cursor_labels(page, card, steps):
+    """Returns the labels of the values at the first steps of a chart; moves the cursor with the keyboard."""
+    path_of(page, card)
+    chart = f'.chart[data-title="{card}"]'
+    page.run(f"document.querySelector('{chart} .plot').focus()")
+    for _ in range(steps):
+        page.press("ArrowLeft")
+    labels = {}
+    while len(labels) < steps:
+        step = page.text(f"{chart} .tip-head").split()[1]
+        labels[int(step)] = page.texts(f"{chart} .tip-line span:not(.dot)")
+        page.press("ArrowRight")
+    return labels
+
+
+def test_the_cursor_shows_no_value_of_another_step_as_its_own(show, tmp_path):
+    runs = [make_ppo_run(tmp_path / name, name=name, steps=steps) for name, steps in (("a", 20), ("b", 12))]
+    labels = cursor_labels(show(*runs), "Reward", 14)
+    assert labels[12] == ["a", "b"] and labels[13] == labels[14] == ["a"]  # b has ended
+
+    records = [{"step": i, "sft/loss": 3.0 / i} for i in range(1, 8)]
+    for i in (2, 4):
+        records[i - 1]["eval/loss"] = 2.0
+    lines(tmp_path / "sft" / "metrics.jsonl", records)
+    (tmp_path / "sft" / "config.yaml").write_text("stage: sft\n")
+    labels = cursor_labels(show(tmp_path / "sft"), "Loss", 7)
+    held_out = {step: [label for label in found if "held out" in label] for step, found in labels.items()}
+    assert held_out == {
+        1: [], 2: ["held out"], 3: ["held out (step 2)"], 4: ["held out"], 5: ["held out (step 4)"],
+        6: [], 7: [],
+    }  # fmt: skip
+
+
+def test_ticks_of_a_log_axis(page):
+    ranges = [[100, 115], [0.09, 0.31], [1, 30], [0.5, 400], [1e-6, 1e6]]
+    text = "logTicks(low, high).map((tick) => Number(tick.toPrecision(3)))"
+    script = f"{asset('dom.js')} {asset('charts.js')} return {ranges}.map(([low, high]) => {text})"
+    ticks = page.run(f"(() => {{ {script} }})()")
+    assert ticks == [
+        [100, 105, 110, 115],
+        [0.1, 0.2, 0.3],
+        [1, 2, 5, 10, 20],
+        [0.5, 1, 2, 5, 10, 20, 50, 100, 200],
+        [1e-6, 1e-3, 1, 1e3, 1e6],
+    ]
+
+
+def test_a_smoothed_curve_with_zeros_stays_on_its_log_axis(show, tmp_path):
+    """The mean of a curve with zeros is below its smallest positive value."""
+    values = [0.0, 0.0, 0.0, 1.0, 2.0, 1.0, 2.0, 1.0]
+    records = [{"step": i + 1, "reward/score_mean": value} for i, value in enumerate(values)]
+    lines(tmp_path / "run" / "metrics.jsonl", records)
+    page = show(tmp_path / "run")
+    page.run("document.querySelector('#smoothing').focus()")
+    for _ in range(45):
+        page.press("ArrowRight")
+    page.click("#log-axis")
+    heights = [y for _, y in points(path_of(page, "Reward"))]
+    assert len(heights) == 5 and all(12 <= y <= 190 - 24 for y in heights)
 
 
 def test_smoothing_and_log_axis(page):
@@ -309,9 +372,15 @@ def test_a_narrow_window_and_a_printed_page(show, tmp_path):
     page.run("document.querySelectorAll('.rollouts select')[0].value = 'score'")
     page.run("document.querySelectorAll('.rollouts select')[0].dispatchEvent(new Event('change'))")
     assert [text.split()[-1] for text in column(page, "score")] == ["0.77", "0.52", "0.27", "0.02"]
+    page.move_to("tr.answer td.prompt")
+    cell = "getComputedStyle(document.querySelector('tr.answer:hover td')).backgroundColor"
+    assert page.run(cell) == "rgba(0, 0, 0, 0)"  # the row is coloured as a whole, without gaps
     page.resize(1280, 900)
     pdf = base64.b64decode(page.send("Page.printToPDF", printBackground=True)["data"])
     assert pdf.startswith(b"%PDF") and len(pdf) > 20_000
+    # the 8 settings, charts in two columns, and answers: without the layout for paper it has more pages
+    assert len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 6
+    assert page.run("getComputedStyle(document.querySelector('#time .grid')).display") == "grid"
 
 
 def test_several_runs_are_overlaid(show, tmp_path):

@@ -7,8 +7,8 @@ import pytest
 
 from ppo_ds.errors import UserError
 from ppo_ds.tracking.html import run_data
-from ppo_ds.tracking.html.report import render_report
-from ppo_ds.tracking.html.result import describe_result, duration, percent
+from ppo_ds.tracking.html.report import render_report, sections_of
+from ppo_ds.tracking.html.result import common_results, describe_result, duration, percent, result_of
 from ppo_ds.tracking.html.run_data import evenly, flattened, read_run, stacks, thinned
 from tests.tracking.html.runs import lines, make_ppo_run, ppo_metrics, sample
 
@@ -97,6 +97,98 @@ def test_a_killed_run_with_files_that_were_cut_off(tmp_path):
     assert run["lastStep"] == 19 and len(run["events"]) == 3 and run["settings"] == {}
     assert len([row for row in run["samples"]["rows"] if row["step"] == 20]) == 3
     render_report([run])
+
+
+def test_the_evaluation_before_training_of_a_run_that_was_killed(tmp_path):
+    """It is read from the newest checkpoint, and without one computed from the samples of step 0."""
+    run_dir = make_ppo_run(tmp_path / "run", summary=False)
+    scores = [0.0, 0.25, 1.0, 0.75]
+    rows = [sample(0, 0, tokens=False) | {"score": score} for score in scores]
+    lines(run_dir / "samples" / "eval_step_000000.jsonl", rows)
+    with (run_dir / "config.yaml").open("a") as file:
+        file.write("eval: {correct_above: 0.5}\n")
+    series = read_run(run_dir)["series"]
+    assert series["eval/score_mean"]["steps"] == [0, 10, 20] and series["eval/score_mean"]["values"][0] == 0.5
+    assert series["eval/accuracy"]["values"] == [0.5, 0.6, 0.8]
+    for step, accuracy in ((10, 0.125), (20, 0.375)):
+        state = {"state": {"progress": {"first_eval": {"eval/accuracy": accuracy, "eval/score_mean": None}}}}
+        lines(run_dir / "checkpoints" / f"step_{step:06d}" / "state.json", [state])
+    series = read_run(run_dir)["series"]
+    assert series["eval/accuracy"]["values"][0] == 0.375 and series["eval/score_mean"]["steps"] == [10, 20]
+    (run_dir / "checkpoints" / "step_000020" / "state.json").write_text('{"state": [')
+    assert read_run(run_dir)["series"]["eval/accuracy"]["values"][0] == 0.5  # damaged, so the samples again
+
+
+def test_alarms_of_repeated_steps_are_counted_once(tmp_path):
+    run_dir = make_ppo_run(tmp_path / "run")
+    kinds = [
+        (3, "alarm"), (6, "alarm"), (8, "warning"), (9, "alarm"), (5, "resumed"), (6, "alarm"),
+        (12, "alarm"), (14, "alarm"), (12, "rolled_back"), (14, "alarm"), (20, "ended"),
+    ]  # fmt: skip
+    events = [{"step": step, "time": 1.0, "kind": kind, "text": "t"} for step, kind in kinds]
+    lines(run_dir / "events.jsonl", events)
+    run = read_run(run_dir)
+    assert [event["step"] for event in run["events"] if event["kind"] == "alarm"] == [3, 6, 12, 14]
+    assert [event["kind"] for event in run["events"] if event["kind"] != "alarm"] == [
+        "warning", "resumed", "rolled_back", "ended",
+    ]  # fmt: skip
+    assert describe_result(run, running=False)[2].endswith("; 4 alarms fired.")
+
+
+def make_run_without_held_out_prompts(run_dir):
+    records = [{"step": i, "reward/score_mean": float(i), "kl/ref_seq_mean": -0.003} for i in range(1, 9)]
+    lines(run_dir / "metrics.jsonl", records)
+    summary = {"exit_reason": "done", "steps": 8, "wall_s": "x"}
+    summary |= {"train_prompts_score_mean_before": 1.5, "train_prompts_score_mean_after": 2.5}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    return run_dir
+
+
+def test_a_run_without_held_out_prompts_reports_on_training_prompts(tmp_path):
+    sentences = describe_result(read_run(make_run_without_held_out_prompts(tmp_path / "run")), running=False)
+    assert sentences[1] == "The mean score on training prompts rose from 1.50 to 2.50."
+    assert sentences[2].startswith("The policy is about 0 nats per response away from the reference;")
+
+
+def test_runs_are_compared_by_a_metric_that_all_of_a_stage_have(tmp_path):
+    first, second = (read_run(make_ppo_run(tmp_path / name)) for name in ("a", "b"))
+    third = read_run(make_run_without_held_out_prompts(tmp_path / "c"))
+    assert common_results([first, second]) == ["eval/accuracy"] * 2
+    assert common_results([first, third]) == ["reward/score_mean"] * 2
+    assert result_of(first, "reward/score_mean")["label"] == "mean score"
+    assert describe_result(first, running=False, metric="reward/score_mean")[1].startswith("The mean score")
+    sft = third | {"stage": "sft", "series": {"sft/loss": {"steps": [1], "values": [2.0]}}}
+    assert common_results([first, sft]) == ["eval/accuracy", "sft/loss"]
+    assert common_results([first, third | {"series": {}, "trainPrompts": {}}]) == [None, None]
+
+
+def test_absurd_numbers_are_left_out(tmp_path):
+    """Numbers of 5,000 digits cannot be read, those of 400 digits are no float, and a step must be small."""
+    parts = ["9" * 5000, "9" * 400, "1e999", "1e300", '"many"', "NaN", "true"]
+    records = [f'{{"step": {i + 1}, "time": {part}, "a/b": {part}, "time/step": {part}, "time/eval": {part}}}'
+               for i, part in enumerate(parts)]  # fmt: skip
+    (tmp_path / "run").mkdir()
+    text = "\n".join(['{"step": ' + "9" * 400 + "}", '{"step": 1, "a/b": 2}', *records])
+    (tmp_path / "run" / "metrics.jsonl").write_text(text)
+    lines(tmp_path / "run" / "samples" / "step_000001.jsonl", [{"score": 10**400}])
+    (tmp_path / "run" / "summary.json").write_text('{"exit_reason": "done", "wall_s": 1e999}')
+    run = read_run(tmp_path / "run")
+    assert run["series"] == {"a/b": {"steps": [1], "values": [2.0]}} and run["seconds"] is None
+    assert "</html>" in render_report([run])
+
+
+def test_each_metric_is_in_one_section():
+    names = ["policy/grad_norm", "policy/lr", "value/grad_norm", "value/lr", "value/loss"]
+    shown = [
+        (section["prefix"], name)
+        for section in sections_of(names)
+        for card in section["cards"]
+        for name in card["metrics"]
+    ]
+    assert sorted(name for _, name in shown) == sorted(names)
+    assert ("policy", "value/lr") in shown
+    # without the metric that leads the panel, the learning rate of the critic has a card of its own
+    assert [section["prefix"] for section in sections_of(["value/lr"])] == ["value"]
 
 
 def test_values_that_are_null_or_of_a_wrong_type_are_left_out(tmp_path):
