@@ -252,7 +252,7 @@ def score(
         found = reward.evaluate(rollout) if isinstance(reward, WeightedReward) else reward(rollout)
     except KeyboardInterrupt:
         return "score: stopped by Ctrl-C"
-    except Exception as error:  # a user's function may raise anything; the chat goes on
+    except Exception as error:  # a user's function may raise anything; the chat continues
         hint = "; a chat has no columns of a data set" if isinstance(error, KeyError) else ""
         return f"no score: {type(error).__name__}: {printable(str(error))[:200]}{hint}"
     parts = ", ".join(f"{name} {float(column[0]):.3f}" for name, column in found.components.items())

@@ -1,17 +1,18 @@
 """Builds a workspace of Weights & Biases from the catalogue of metrics.
 
-It has one section for each prefix of metrics, with the panels of ``report.html``, the histograms that only
-dashboards show, and the tables of sample responses. The library wandb-workspaces comes with the extra
-``dashboards``.
+It has one section for each prefix of metrics, with the panels of ``report.html``, a panel for each metric
+that is in none of them, and the histograms that only dashboards show. A last section has the tables of
+responses. The library wandb-workspaces comes with the extra ``dashboards``.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ppo_ds.errors import UserError
-from ppo_ds.tracking.catalogue import SECTIONS, Panel, find
+from ppo_ds.tracking.catalogue import METRICS, PANELS, SECTIONS, Metric, Panel, find, matches
 
 # prefix -> histograms that PPO logs for dashboards, with the titles of their panels
 HISTOGRAMS = {
@@ -20,7 +21,7 @@ HISTOGRAMS = {
     "policy": {"policy/ratio_hist": "Ratios of the tokens (2: and above)"},
     "rollout": {"rollout/resp_len_hist": "Lengths of the responses"},
 }
-TABLES = ("samples/train", "samples/eval")
+TABLES = ("samples/train", "samples/eval", "samples/train_prompts")
 OPEN = ("reward", "eval", "kl", "policy")  # prefixes of the sections that are open at first
 
 
@@ -53,12 +54,12 @@ def build_sections() -> list[Any]:
 
     sections = []
     for section in SECTIONS:
-        panels = [_line_plot(panel) for panel in section.panels]
+        panels = [_line_plot(panel) for panel in (*section.panels, *single_panels(section.metrics))]
         histograms = HISTOGRAMS.get(section.prefix, {})
         panels += [wr.LinePlot(title=title, x="step", y=[name]) for name, title in histograms.items()]
         if panels:
             made = ws.Section(
-                name=f"{section.title} ({section.prefix}/)",
+                name=f"{section.title} ({section.prefix}/)" if section.prefix else section.title,
                 panels=panels,
                 is_open=section.prefix in OPEN,
                 panel_settings=ws.SectionPanelSettings(x_axis="step"),
@@ -66,6 +67,16 @@ def build_sections() -> list[Any]:
             sections.append(made)
     tables = [wr.WeavePanelSummaryTable(table_name=name, layout=wr.Layout(w=24, h=12)) for name in TABLES]
     return [*sections, ws.Section(name="Responses", panels=tables, is_open=True)]
+
+
+def single_panels(metrics: Iterable[Metric]) -> list[Panel]:
+    """Returns a panel for each metric that no panel of the catalogue shows; ``step`` is the axis of all."""
+    shown = {"step"}.union(*(panel.metrics for panel in PANELS))
+    return [
+        Panel(metric.label[:1].upper() + metric.label[1:], metric.unit, {metric.name: ""})
+        for metric in metrics
+        if not any(matches(metric.name, name) for name in shown)
+    ]
 
 
 def _line_plot(panel: Panel) -> Any:
@@ -86,8 +97,26 @@ def _line_plot(panel: Panel) -> Any:
 
 
 def pattern_of(family: str) -> str:
-    """Returns a regular expression for the metrics of a family, such as ``eval/<name>_mean``."""
-    return "^" + re.sub(r"<\w+>", ".+", family) + "$"
+    """Returns a regular expression for the metrics of a family, such as ``eval/<name>_mean``.
+
+    Like ``panel_metrics``, it leaves out the names of other metrics, such as eval/score_mean.
+    """
+    before, after = re.split(r"<\w+>", family)
+    known = [name for name in METRICS if "<" not in name and matches(family, name)]
+    return f"^{before}{_other_than([name[len(before) : len(name) - len(after)] for name in known])}{after}$"
+
+
+def _other_than(texts: Sequence[str]) -> str:
+    """Returns a regular expression for all texts but ``texts`` and the empty one.
+
+    It has no lookahead, since wandb does not document whether its expressions allow it.
+    """
+    starts = {text[0]: [other[1:] for other in texts if other[:1] == text[0]] for text in texts if text}
+    if not starts:
+        return ".+"
+    longer = [f"{start}{_other_than(rests)}" for start, rests in starts.items()]
+    ends = [start for start, rests in starts.items() if "" not in rests]
+    return "(?:" + "|".join([f"[^{''.join(starts)}].*", *longer, *ends]) + ")"
 
 
 def _healthy_range(panel: Panel) -> str:

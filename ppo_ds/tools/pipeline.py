@@ -138,7 +138,7 @@ def run_pipeline(pipeline: Pipeline, groups: ChildGroups, say: Callable[[str], N
         if finished and not pipeline.dry_run:
             write_record(pipeline.folder, job.name, inputs, done=True)
         if groups.stop_signal is not None:
-            say(f"pipeline   {title}: stopped by {groups.stop_signal.name}; the same command goes on")
+            say(f"pipeline   {title}: stopped by {groups.stop_signal.name}; the same command continues")
             return 130 if groups.interrupted else 143
         if not finished:
             return report_end(title, code, exit_reason(job, before), say)
@@ -159,7 +159,7 @@ def report_end(title: str, code: int, reason: str | None, say: Callable[[str], N
     if reason is None:
         say(f"error: {title}: ended without a result although its exit code is 0; start the pipeline again")
         return 1
-    say(f"pipeline   {title}: ended early (exit_reason {reason}); the same command goes on")
+    say(f"pipeline   {title}: ended early (exit_reason {reason}); the same command continues")
     return 0
 
 

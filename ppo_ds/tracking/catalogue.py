@@ -1,8 +1,8 @@
 """Lists every metric that a run logs, with its meaning and healthy range, and the panels that show them.
 
 `curves.png`, `report.html`, the dashboards and docs/metrics.md are made from this list. A test checks that
-every metric that a stage logs is in it. `python -m ppo_ds.tracking.metrics_page > docs/metrics.md` generates
-the page.
+every metric that a stage logs is in it. `python -m ppo_ds.training.metrics_page > docs/metrics.md`
+generates the page.
 
 A healthy range is where a run usually stays if it learns. Most ranges are rules of thumb: ``reason`` names
 the source or says so. A value outside its range is a reason to look, not an error.
@@ -163,10 +163,12 @@ _KL = Section(
             "KL per response",
             "nats per response",
             "Mean over the responses of log pi - log pi_ref, summed over the tokens (k1 of Schulman's "
-            "[Approximating KL divergence](http://joschu.net/blog/kl-approx.html)), before the update.",
-            healthy=(0.0, 10.0),
-            reason="[TRL's training FAQ](https://huggingface.co/docs/trl/how_to_train): between 0 and 10. A "
-            "rule of thumb for RLHF with a reward model; long answers and verifiable rewards may exceed it",
+            "[Approximating KL divergence](http://joschu.net/blog/kl-approx.html)), before the update. "
+            "Signed: single steps may be below 0.",
+            healthy=(None, 10.0),
+            reason="[TRL's training FAQ](https://huggingface.co/docs/trl/how_to_train): between 0 and 10; "
+            "noise below 0 is usual at the start. A rule of thumb for RLHF with a reward model; long answers "
+            "and verifiable rewards may exceed it",
             remedy=f"Above: raise `algo.kl.coef`, {_LOWER_LR}. Below 0 for many steps: generation and "
             "training disagree, see `parity/*`, or `sampling.top_p` and `sampling.top_k` cut the policy.",
         ),
@@ -438,7 +440,14 @@ _VALUE = Section(
             "`algo.value.warmup_steps`, or start the critic from a reward model (`critic.model.path`).",
         ),
         Metric("value/mean", "mean value", "score", "Mean of the values during the update."),
-        Metric("value/pred_mean", "mean value before", "score", "Mean of the values before the update."),
+        Metric(
+            "value/pred_mean",
+            "mean value before",
+            "score",
+            "Mean of the values before the update.",
+            remedy="It should follow `value/return_mean`. A gap that stays means that the critic lags behind "
+            "or is biased: raise `critic.optim.lr`, or set `algo.value.pretrain_rollouts`.",
+        ),
         Metric("value/return_mean", "mean return", "score", "Mean of the returns that the critic learns."),
         Metric("value/return_std", "spread of returns", "score", "Standard deviation of the returns."),
         Metric(
@@ -712,6 +721,9 @@ _SFT = Section(
             "token accuracy",
             "share of tokens",
             "Share of the learned tokens to which the model gives the highest probability.",
+            remedy="It should rise as `sft/loss` falls; its level depends on the texts. If it rises while "
+            "`eval/token_accuracy` falls, the model learns its training texts by heart: fewer epochs, or a "
+            "lower `actor.optim.lr`. If it stays flat, raise `actor.optim.lr`.",
             percent=True,
         ),
         Metric(
@@ -842,7 +854,13 @@ _EVAL = Section(
             "accuracy",
             "share",
             "stage=ppo: share of the held-out responses with a score above `eval.correct_above`. "
-            "stage=reward_model: share of the held-out pairs whose preferred text has the higher score.",
+            "stage=reward_model: share of the held-out pairs whose preferred text has the higher score; a "
+            "tie counts half.",
+            remedy="stage=ppo: it should rise; if it falls while `reward/score_mean` rises, the policy "
+            "overfits the training prompts or exploits the reward. stage=reward_model: 0.5 is chance, and "
+            "0.6 to 0.75 is usual on human preferences (see `rm/accuracy`). Near 0.5: raise "
+            "`scorer.optim.lr` or add pairs; below it: check which text of the pairs is preferred; far below "
+            "`rm/accuracy`: fewer epochs.",
             percent=True,
         ),
         Metric("eval/resp_len_mean", "response length", "tokens", "Mean length of the held-out responses."),
@@ -893,6 +911,7 @@ _EVAL = Section(
             "token accuracy",
             "share of tokens",
             "Share of the learned tokens of held-out rows to which the model gives the highest probability.",
+            remedy="As for `eval/loss`: if it falls while `sft/token_accuracy` rises, the model overfits.",
             percent=True,
         ),
         Metric(
@@ -915,7 +934,14 @@ _EVAL = Section(
             remedy="Raise `reward_model.max_tokens`.",
             percent=True,
         ),
-        Metric("eval/margin_mean", "margin", "score", "Mean score of preferred - rejected, held out."),
+        Metric(
+            "eval/margin_mean",
+            "margin",
+            "score",
+            "Mean score of preferred - rejected, held out.",
+            remedy="It should be above 0. If it stays flat while `rm/margin_mean` grows, the model overfits: "
+            "fewer epochs.",
+        ),
         Metric("eval/margin_std", "spread of margins", "score", "Standard deviation of the margins."),
         Metric(
             "eval/margin_p<percent>",
@@ -989,14 +1015,24 @@ _PERFORMANCE = Section(
             "tokens per second",
             "tokens/s",
             "Tokens of prompts and responses per second of the step, over all ranks, without padding.",
+            remedy="It should stay about level while lengths do. If it falls, `time/*` shows which phase has "
+            "grown, and docs/performance.md what to change.",
         ),
         Metric(
             "perf/tokens_per_s_gpu",
             "tokens per second and rank",
             "tokens/s",
             "`perf/tokens_per_s` divided by the number of ranks.",
+            remedy="For comparing runs with different numbers of ranks. Much lower with more ranks: "
+            "communication or a slow rank, see `health/rank_time_spread_s`.",
         ),
-        Metric("perf/samples_per_s", "samples per second", "samples/s", "Samples per second of the step."),
+        Metric(
+            "perf/samples_per_s",
+            "samples per second",
+            "samples/s",
+            "Samples per second of the step.",
+            remedy="If it falls while `perf/tokens_per_s` does not, the responses have become longer.",
+        ),
         Metric(
             "perf/gen_tokens_per_s",
             "generated per second",
@@ -1019,6 +1055,7 @@ _PERFORMANCE = Section(
             "use of the critic's update",
             "share of the peak",
             "As `perf/mfu_actor`, for the critic.",
+            remedy="As for `perf/mfu_actor`.",
             percent=True,
         ),
         Metric(
@@ -1026,6 +1063,7 @@ _PERFORMANCE = Section(
             "use of the update",
             "share of the peak",
             "As `perf/mfu_actor`, for the reward model (stage=reward_model).",
+            remedy="As for `perf/mfu_actor`.",
             percent=True,
         ),
         Metric(
@@ -1034,6 +1072,7 @@ _PERFORMANCE = Section(
             "share of the peak",
             "Bytes that generation must read at least, per second of generation, as a share of the memory "
             "bandwidth that the run measured at its start.",
+            remedy="If it is low, too few responses are generated at a time: raise `memory.rollout_tokens`.",
             percent=True,
         ),
         Metric(

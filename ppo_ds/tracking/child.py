@@ -1,8 +1,9 @@
-"""Runs the library of a tracker in a child process, so that no failure of it can stop or delay training.
+"""Runs the library of a tracker in a child process, so that no failure of it can stop training.
 
 Such a library may wait at a prompt, for a server that never replies, or in an exit hook. It therefore runs in
-a child process without a terminal (``child_main.py``), to which a thread sends records through a pipe. Every
-wait for the child has a timeout, after which the child is killed.
+a child process without a terminal (``child_main.py``), to which a thread sends records through a pipe. The
+training waits for the child only when the run starts and when it ends. Each of these waits has a timeout,
+after which the child is killed.
 """
 
 from __future__ import annotations

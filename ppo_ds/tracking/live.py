@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Protocol
 from rich.cells import cell_len
 from rich.text import Text
 
-from ppo_ds.tracking.catalogue import find
+from ppo_ds.tracking.catalogue import find, outside
 from ppo_ds.tracking.formatting import format_duration, format_number
 from ppo_ds.tracking.tracker import Record
 
@@ -19,7 +20,7 @@ from ppo_ds.tracking.tracker import Record
 METRICS = (
     ("reward", "reward/score_mean", ".3f"),
     ("held out", "eval/score_mean", ".3f"),
-    ("accuracy", "eval/accuracy", ".1%"),
+    ("held-out accuracy", "eval/accuracy", ".1%"),
     ("KL", "kl/ref_seq_mean", ".3f"),
     ("entropy", "policy/entropy", ".3f"),
     ("clipfrac", "policy/clipfrac", ".1%"),
@@ -134,7 +135,7 @@ class LiveView:
 
     def phase_line(self, columns: int) -> Text:
         activity = self._activity()
-        phase = activity.phase.removeprefix("in the phase ").replace("'", "")
+        phase = phase_in_words(activity.phase)
         counts = [f"{work.done}/{work.total} {work.unit}" for work in activity.work if work.total > 1]
         seconds = format_duration(max(self._clock() - activity.since, 0.0), whole=True)
         end = "  ".join(["", *counts, seconds])
@@ -144,11 +145,16 @@ class LiveView:
         return Text.assemble((f"{phase} ", "dim"), self.bar(fraction(activity.work), width, "green"), end)
 
     def metric_lines(self, columns: int) -> list[Text]:
-        """Lays out the metrics in cells of equal width."""
+        """Lays out the metrics in cells of equal width.
+
+        Like the overview of the report, it leaves out the held-out score if there is an accuracy, which shows
+        the same information on a better scale.
+        """
         cells = [
             self.cell(label, name, form, sparks=columns >= 100)
             for label, name, form in METRICS
             if self._history.get(name)
+            and not (name == "eval/score_mean" and "eval/accuracy" in self._history)
         ]
         width = max((cell_len(cell.plain) for cell in cells), default=0) + 2
         per_line = max(columns // max(width, 1), 1)
@@ -164,8 +170,7 @@ class LiveView:
     def cell(self, label: str, name: str, form: str, sparks: bool) -> Text:
         """Returns a metric with its trend; yellow if the catalogue calls its value unhealthy."""
         values, metric = self._history[name], find(name)
-        low, high = metric.healthy if metric is not None and metric.healthy is not None else (None, None)
-        healthy = (low is None or values[-1] >= low) and (high is None or values[-1] <= high)
+        healthy = metric is None or not outside(metric, values[-1])
         arrow = ("↓→↑" if self._unicode else "v=^")[trend(values) + 1] if len(values) > 1 else " "
         parts = [
             (f"{label} ", "dim"),
@@ -183,6 +188,20 @@ class LiveView:
         full = round(min(max(done, 0.0), 1.0) * width)
         filled, empty = ("━", "─") if self._unicode else ("#", "-")
         return Text.assemble((filled * full, style), (empty * (width - full), "dim"))
+
+
+def phase_in_words(phase: str) -> str:
+    """Replaces the code name of a phase of the heartbeat by the label of its time in the catalogue.
+
+    "in the phase 'update_critic'" becomes "update of the critic", and "after the phase 'update_critic'"
+    becomes "after update of the critic".
+    """
+
+    def label(match: re.Match[str]) -> str:
+        metric = find(f"time/{match[1]}")
+        return metric.label if metric is not None else match[1].replace("_", " ")
+
+    return re.sub(r"the phase '(\w+)'", label, phase).removeprefix("in ")
 
 
 def fraction(work: Sequence[Work]) -> float:

@@ -20,18 +20,6 @@ CHILD = Path(__file__).with_name("wandb_child.py")
 DELETED = "created and deleted"  # the server's message for the id of a deleted run, which cannot be reused
 START_MARGIN = 15.0  # extra seconds, so that wandb can report its own start timeout with the cause
 UPLOAD_RATE = 10e6  # bytes per second: the slowest upload of a model that finish waits for
-# metrics whose extreme values are shown in the table of runs, beside the last value
-SUMMARIES = {
-    "reward/score_mean": "last,max",
-    "eval/score_mean": "last,max",
-    "eval/accuracy": "last,max",
-    "eval/loss": "last,min",
-    "kl/ref_seq_mean": "last,max",
-    "policy/entropy": "last,min",
-    "policy/clipfrac": "last,max",
-    "value/explained_var": "last,max",
-    "mem/reserved_peak_gb": "last,max",
-}
 
 
 class WandbTracker(ChildTracker):
@@ -96,7 +84,6 @@ class WandbTracker(ChildTracker):
             "id": run_id,
             "dir": str(self.run_dir),
             "init_timeout": self._start_timeout,
-            "summaries": SUMMARIES,
             "config": config,
         }
         return self.launch(CHILD, options, self._start_timeout + START_MARGIN)

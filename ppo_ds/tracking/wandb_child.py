@@ -76,15 +76,12 @@ def start(options: dict[str, Any]) -> tuple[WandbClient, str]:
     """Starts a run; returns it with its address, or with the command that uploads an offline run."""
     import wandb
 
-    summaries = options.pop("summaries")
     settings = wandb.Settings(init_timeout=options.pop("init_timeout"), console="off", silent=True)
     run = wandb.init(**options, resume="allow", settings=settings)
     # A resumed or rolled-back run repeats steps. wandb's own step counter cannot go back, and wandb drops
     # what is logged below it, so the metric "step" is the axis instead.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    for name, summary in summaries.items():
-        run.define_metric(name, step_metric="step", summary=summary)
     online = options["mode"] == "online"
     return WandbClient(run), run.url if online else f"to upload: wandb sync {run.settings.sync_dir}"
 

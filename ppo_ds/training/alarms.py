@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WINDOW = 5  # steps of a mean
+# standard errors; over 1,000 steps of pure noise, the highest and the lowest mean differ by about 6.5
+NOISE = 8.0
 
 
 @dataclass
@@ -24,8 +26,13 @@ class Series:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     lowest: float = math.inf
     highest_mean: float = -math.inf  # of WINDOW consecutive values
+    changes: int = 0  # from one value to the next
+    sum_of_changes: float = 0.0  # of their absolute values
 
     def add(self, value: float) -> None:
+        if self.recent:
+            self.changes += 1
+            self.sum_of_changes += abs(value - self.recent[-1])
         if len(self.first) < WINDOW:
             self.first.append(value)
         self.recent.append(value)
@@ -39,12 +46,30 @@ class Series:
         return sum(self.recent) / WINDOW if len(self.recent) == WINDOW else None
 
     @property
+    def mean_error(self) -> float:
+        """The standard error of ``mean``, estimated from the changes between consecutive values.
+
+        For normal values, the mean absolute change is 2/sqrt(pi) times their standard deviation. Unlike that
+        standard deviation, it contains little of a trend or of a single jump.
+        """
+        return math.sqrt(math.pi) / 2 * self.sum_of_changes / max(self.changes, 1) / math.sqrt(WINDOW)
+
+    @property
     def start(self) -> float | None:
         """The mean of the first WINDOW values; None while there are fewer."""
         return sum(self.first) / WINDOW if len(self.first) == WINDOW else None
 
 
 Past = Mapping[str, Series]  # the finite values of each metric that the rules read, the current step included
+
+
+def last_value(name: str, past: Past) -> str:
+    return f"{name}={past[name].recent[-1]:.4g}"
+
+
+def mean_and_best_mean(name: str, past: Past) -> str:
+    mean, best = past[name].mean, past[name].highest_mean
+    return f"{name}={mean:.4g} as the mean of {WINDOW} steps, {best:.4g} at best"
 
 
 @dataclass(frozen=True)
@@ -61,10 +86,11 @@ class Rule:
     condition: str  # the same in words
     problem: str
     advice: str
+    state: Callable[[str, Past], str] = last_value  # receives the metric; returns it in words
 
-    def text(self, value: float) -> str:
+    def text(self, past: Past) -> str:
         times = f"{self.steps} {'evaluations' if self.metric.startswith('eval/') else 'steps'} in a row"
-        return f"{self.problem}: {self.metric}={value:.4g} ({times}); {self.advice}"
+        return f"{self.problem}: {self.state(self.metric, past)} ({times}); {self.advice}"
 
 
 def above(limit: float) -> Callable[[float, Past], bool]:
@@ -99,11 +125,20 @@ def longer_but_not_better(length: float, past: Past) -> bool:
 
 
 def score_fell(score: float, past: Past) -> bool:
-    """Compares the mean of the last steps with that of the best ones, in units of the first spread."""
+    """Compares the mean of the last steps with that of the best ones.
+
+    The fall must exceed the first spread. With few responses per step, means vary by chance: the fall must
+    also exceed NOISE standard errors of such a mean.
+    """
     scores, spread = past["reward/score_mean"], past["reward/score_std"].start
     if scores.mean is None or spread is None:
         return False
-    return scores.mean < scores.highest_mean - spread
+    return scores.highest_mean - scores.mean > max(spread, NOISE * scores.mean_error)
+
+
+def worse_than_chance_on_pairs(share: float, past: Past) -> bool:
+    """Only a reward model logs rm/accuracy; the eval/accuracy of PPO is the share of correct answers."""
+    return share < 0.45 and len(past["rm/accuracy"].recent) > 0
 
 
 def loss_grew(loss: float, past: Past) -> bool:
@@ -135,9 +170,11 @@ RULES = (
         "reward/score_mean",
         3,
         score_fell,
-        "mean of 5 steps below the best mean of 5 steps by more than the first `reward/score_std`",
+        "mean of 5 steps below the best mean of 5 steps by more than the start of `reward/score_std` and by "
+        "more than 8 standard errors of such a mean",
         "the score has fallen by more than the spread of the first scores",
         f"{_SMALLER_UPDATES}, or raise algo.kl.coef",
+        mean_and_best_mean,
     ),
     Rule(
         "kl/ref_token_mean",
@@ -245,6 +282,14 @@ RULES = (
         "check which text of a pair is preferred, or lower scorer.optim.lr",
     ),
     Rule(
+        "eval/accuracy",
+        3,  # evaluations
+        worse_than_chance_on_pairs,
+        "below 0.45, with stage=reward_model",
+        "the reward model ranks held-out pairs worse than chance does",
+        "check which text of a pair is preferred, or lower scorer.optim.lr",
+    ),
+    Rule(
         "eval/loss",
         2,  # evaluations
         lambda loss, past: loss > 1.05 * past["eval/loss"].lowest,
@@ -284,7 +329,7 @@ class Alarms:
         for name, value in values.items():
             self.past[name].add(value)
         return [
-            rule.text(values[rule.metric])
+            rule.text(self.past)
             for rule in RULES
             if rule.metric in values and self.raises(rule, values[rule.metric])
         ]

@@ -23,11 +23,11 @@ EXIT_CODES: dict[ExitReason, int] = {
 }
 
 RESUME_HINTS: dict[ExitReason, str] = {  # how a run that ended early continues from its last checkpoint
-    "signal": "the same command goes on (run.resume=auto)",
-    "max_kl": "the same command goes on (run.resume=auto)",
-    "time_limit": "the same command goes on (run.resume=auto)",
-    "early_stop": "the same command with a larger eval.patience goes on (run.resume=auto)",
-    "stop_at_step": "the same command without run.stop_at_step goes on (run.resume=auto)",
+    "signal": "the same command continues (run.resume=auto)",
+    "max_kl": "the same command continues (run.resume=auto)",
+    "time_limit": "the same command continues (run.resume=auto)",
+    "early_stop": "the same command with a larger eval.patience continues (run.resume=auto)",
+    "stop_at_step": "the same command without run.stop_at_step continues (run.resume=auto)",
 }
 
 

@@ -45,7 +45,7 @@ def test_it_continues_where_it_stopped_and_may_change_the_number_of_ranks(tmp_pa
     assert first.returncode == 0, first.stdout + first.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"] == "stop_at_step"
     assert (
-        "checkpoint  run/checkpoints/step_000002   the same command without run.stop_at_step goes on"
+        "checkpoint  run/checkpoints/step_000002   the same command without run.stop_at_step continues"
         in first.stdout
     )
     second = launch("python", *SMALL, "run.steps=4", cwd=tmp_path)

@@ -68,7 +68,7 @@ def test_reasons_to_end(loop, stop, plan, reason, steps):
     assert bool(named(events, "export")) == (reason != "signal")
 
 
-AGAIN = "run/step_1   the same command goes on (run.resume=auto)"
+AGAIN = "run/step_1   the same command continues (run.resume=auto)"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ AGAIN = "run/step_1   the same command goes on (run.resume=auto)"
         (
             dict(stop_at_step=1),
             True,
-            "run/step_1   the same command without run.stop_at_step goes on (run.resume=auto)",
+            "run/step_1   the same command without run.stop_at_step continues (run.resume=auto)",
         ),
         (dict(stop=("signal",)), False, None),  # there is no checkpoint yet
         (dict(stop=(None, "signal"), checkpoint_every=0), False, None),
@@ -103,10 +103,10 @@ def test_an_aborted_run_shows_no_old_evaluation(tmp_path, capsys, exported):
     state = TrainState(
         first_eval={"eval/accuracy": 0.5}, last_eval={"eval/accuracy": 0.75}, first_rows=rows, last_rows=rows
     )
-    write_report(tmp_path, "a run", state, exported=exported, checkpoint="run/step_1   goes on")
+    write_report(tmp_path, "a run", state, exported=exported, checkpoint="run/step_1   continues")
     shown = capsys.readouterr().out
     assert ("Held-out data" in shown) == ("Sample responses" in shown) == exported
-    assert "checkpoint  run/step_1   goes on" in shown
+    assert "checkpoint  run/step_1   continues" in shown
     write_report(tmp_path, "a dry run", state, exported=exported, checkpoint="c", lists_files=False)
     shown = capsys.readouterr().out
     assert ("Held-out data" in shown) == exported and str(tmp_path) not in shown and "checkpoint" not in shown
@@ -307,7 +307,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_early_at_the_same_step(loop, sto
     resumed.saver.checkpoints.load = lambda path, models, copies: stopped.saver.state_dict()
     resumed.saver.resume("somewhere")
     assert resumed.fit() == "early_stop" and resumed.state.step == 6
-    # the next start ends at once, and goes on with more patience
+    # the next start ends at once, and continues with more patience
     for patience, reason in ((2, "early_stop"), (3, "early_stop"), (9, "done")):
         last, _ = loop(scores=[0.2, 0.1, 0.1], **options | {"patience": patience})
         last.saver.checkpoints.load = lambda path, models, copies: resumed.saver.state_dict()

@@ -10,7 +10,8 @@ import pytest
 
 from launch.dashboard import main
 from ppo_ds.tools.dashboard import HISTOGRAMS, TABLES, build_sections, pattern_of
-from ppo_ds.tracking.catalogue import METRICS, PANELS, SECTIONS, matches
+from ppo_ds.tracking.catalogue import METRICS, PANELS, SECTIONS, matches, panel_metrics
+from ppo_ds.training.stage import HELD_OUT, TRAIN_PROMPTS
 from tests.support.environment import ROOT
 from tests.tracking.wandb_server import wandb_server
 
@@ -30,8 +31,8 @@ def panels():
 
 
 def test_there_is_a_section_for_each_prefix_in_the_order_of_the_report(panels):
-    expected = [f"{one.title} ({one.prefix}/)" for one in SECTIONS if one.panels]
-    assert list(panels) == [*expected, "Responses"]
+    expected = [f"{one.title} ({one.prefix}/)" for one in SECTIONS if one.prefix]
+    assert list(panels) == [*expected, "Progress", "Responses"]
 
 
 def test_every_panel_of_the_catalogue_is_there(panels):
@@ -55,13 +56,25 @@ def test_histograms_are_in_the_section_of_their_prefix(panels):
         assert set(histograms) <= shown
 
 
+def test_every_metric_is_in_a_panel_of_its_own_or_of_the_catalogue(panels):
+    shown = [name for config in configs(panels) for name in config["metrics"]]
+    families = [config["metricRegex"] for config in configs(panels) if "metricRegex" in config]
+    assert {name for name in METRICS if "<" not in name} - {"step"} <= set(shown)
+    alone = {name for name in METRICS if not any(name in panel.metrics for panel in PANELS)}
+    assert {"reward/score_std", "sft/nll", "episodes"} <= alone
+    assert all(shown.count(name) == 1 for name in alone - {"step"} if "<" not in name)
+    unlisted = [name for name in METRICS if "<" in name and pattern_of(name) not in families]
+    assert all(any(matches(family, name) for name in shown) for family in unlisted)  # its members are listed
+
+
 def configs(panels):
     return [panel["config"] for section in list(panels.values())[:-1] for panel in section]
 
 
 def test_tables_of_responses(panels):
     texts = [json.dumps(panel) for panel in panels["Responses"]]
-    assert [name in text for name, text in zip(TABLES, texts, strict=True)] == [True, True]
+    assert [name in text for name, text in zip(TABLES, texts, strict=True)] == [True, True, True]
+    assert {f"samples/{split}" for split in ("train", HELD_OUT, TRAIN_PROMPTS)} == set(TABLES)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +87,20 @@ def test_tables_of_responses(panels):
 def test_a_family_is_found_by_its_pattern(family, name):
     assert re.search(pattern_of(family), name) and matches(family, name)
     assert not re.search(pattern_of(family), f"x{name}")
+
+
+def test_a_family_does_not_include_other_metrics():
+    """Compares with panel_metrics on all beginnings of known names and on changes of their letters."""
+    family, known = "eval/<name>_mean", ["score", "resp_len", "margin"]
+    panel = next(panel for panel in PANELS if family in panel.metrics)
+    parts = {
+        word[:end] + more for word in known for end in range(len(word) + 1) for more in ("", "x", "r", "_")
+    }
+    names = [f"eval/{part}_mean" for part in parts]
+    found = [name for name in names if re.search(pattern_of(family), name)]
+    assert found == list(panel_metrics(panel, names)) and len(found) == len(parts) - 4
+    assert not any(re.search(pattern_of(family), f"eval/{word}_mean") for word in known)
+    assert "(?!" not in pattern_of(family)
 
 
 @pytest.mark.parametrize("argument", ["p", "me/", "/p", "me/p/x"])

@@ -87,7 +87,7 @@ def test_a_stage_that_ends_early_ends_the_pipeline_with_its_exit_code(tmp_path: 
     (tmp_path / "sft.action").write_text("time_limit")
     code, started, lines = run()
     assert (code, started) == (0, ["sft"])
-    assert lines[-1].endswith("ended early (exit_reason time_limit); the same command goes on")
+    assert lines[-1].endswith("ended early (exit_reason time_limit); the same command continues")
 
 
 def test_an_exit_code_0_without_a_result_is_an_error(tmp_path: Path, run) -> None:
@@ -195,7 +195,7 @@ def test_a_stop_signal_is_passed_on_and_the_pipeline_waits_for_all_ranks(
         output, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 143, output
     assert json.loads((tmp_path / "sft" / "summary.json").read_text()) == {"exit_reason": "signal"}
-    assert f"stopped by {number.name}; the same command goes on" in output
+    assert f"stopped by {number.name}; the same command continues" in output
     assert (tmp_path / "starts").read_text() == "sft\n"
     (tmp_path / "sft.action").unlink()
     assert run()[:2] == (0, ["sft", "ppo"])

@@ -76,6 +76,8 @@ def test_ranges_include_their_ends():
     metric = METRICS["policy/clipfrac"]
     assert [outside(metric, value) for value in (-0.1, 0.0, 0.3, 0.31)] == [True, False, False, True]
     assert not outside(METRICS["policy/loss"], 1e9)
+    signed = METRICS["kl/ref_seq_mean"]
+    assert [outside(signed, value) for value in (-0.2, 10.0, 10.1)] == [False, False, True]
     assert matches("a/<x>_b", "a/c.d_b") and not matches("a.b", "acb")
 
 

@@ -7,7 +7,7 @@ from rich.cells import cell_len
 
 from ppo_ds.distributed.heartbeat import Heartbeat, Work
 from ppo_ds.tracking.catalogue import find
-from ppo_ds.tracking.live import METRICS, LiveView, fraction, sparkline, trend
+from ppo_ds.tracking.live import METRICS, LiveView, fraction, phase_in_words, sparkline, trend
 
 RECORD = {"reward/score_mean": 0.5, "kl/ref_seq_mean": 2.0, "value/loss": 0.25, "perf/tokens_per_s": 812.4}
 
@@ -52,9 +52,25 @@ def test_the_phase_and_its_work() -> None:
         "in the phase 'generate'", 990.0, work=(Work(0, 1, "groups"), Work(16, 32, "responses"))
     )
     view = LiveView("ppo", 10, lambda: state, clock=clock)
-    assert rows(view, 60)[1] == f"generate {'━' * 8}{'─' * 7}  16/32 responses  10 s"
+    assert rows(view, 60)[1] == f"generation {'━' * 8}{'─' * 7}  16/32 responses  10 s"
     state = Heartbeat("after the phase 'generate'", 998.0)
-    assert rows(view, 60)[1] == "after the phase generate  2 s"
+    assert rows(view, 60)[1] == "after generation  2 s"
+
+
+def test_phases_are_shown_in_words() -> None:
+    assert phase_in_words("in the phase 'update_critic'") == "update of the critic"
+    assert phase_in_words("after the phase 'old_logprobs'") == "after old log-probs"
+    assert phase_in_words("in the phase 'new_phase'") == "new phase"
+    assert phase_in_words("loading the model") == "loading the model"
+
+
+def test_the_held_out_score_is_left_out_beside_an_accuracy() -> None:
+    view = LiveView("ppo", 10, Heartbeat)
+    view.log(1, {"eval/score_mean": 0.5})
+    assert "held out 0.500" in "\n".join(rows(view, 120))
+    view.log(2, {"eval/score_mean": 0.5, "eval/accuracy": 0.5})
+    text = "\n".join(rows(view, 120))
+    assert "held-out accuracy 50.0%" in text and "held out" not in text
 
 
 def test_work_inside_work() -> None:

@@ -11,7 +11,7 @@ import pytest
 from ppo_ds.config.reference import keys_of, sections_of
 from ppo_ds.config.schema import Config
 from ppo_ds.tracking.catalogue import METRICS, find
-from ppo_ds.training.alarms import METRICS_READ, RULES, Alarms
+from ppo_ds.training.alarms import METRICS_READ, RULES, Alarms, Series
 
 HEALTHY = {
     "reward/score_mean": 0.5,
@@ -30,6 +30,7 @@ HEALTHY = {
     "health/skipped_steps": 0.0,
     "sft/loss": 1.0,
     "rm/accuracy": 0.7,
+    "eval/accuracy": 0.7,
     "eval/loss": 1.0,
 }
 # metric -> the values of a run that fails; other metrics stay healthy
@@ -50,6 +51,7 @@ FAILURES = {
     "health/skipped_steps": [1.0, 2.0, 4.0],
     "sft/loss": [1.6, 2.0, 3.0],
     "rm/accuracy": [0.3] * 20,
+    "eval/accuracy": [0.3] * 3,
     "eval/loss": [1.1, 1.2],
 }
 
@@ -100,6 +102,39 @@ def test_noise_of_single_steps_raises_nothing(seed):
     assert raised(records) == []
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_means_of_few_responses_raise_nothing(seed):
+    """Means of 4 responses with a standard deviation of 0.5 vary by 0.25."""
+    draw = random.Random(seed)
+    means = [draw.gauss(0.5, 0.25) for _ in range(1000)]
+    windows = [sum(means[i : i + 5]) / 5 for i in range(996)]
+    assert max(windows) - min(windows) > 0.5  # more than the spread of the scores
+    assert raised([{"reward/score_mean": mean, "reward/score_std": 0.5} for mean in means]) == []
+
+
+def test_a_fall_of_the_score_is_seen_in_the_noise_of_few_responses():
+    draw = random.Random(0)
+    levels = [1.5] * 50 + [0.0] * 10
+    records = [{"reward/score_mean": draw.gauss(mean, 0.25), "reward/score_std": 0.5} for mean in levels]
+    ((step, metric),) = raised(records)
+    assert metric == "reward/score_mean" and 52 < step < 60
+
+
+def test_the_alarm_of_a_fallen_score_names_both_means():
+    alarms = Alarms()
+    texts = [text for record in failing("reward/score_mean") for text in alarms.check(record)]
+    # the last five scores are 0, -0.5 and three times -1
+    assert len(texts) == 1 and ": reward/score_mean=-0.7 as the mean of 5 steps, 0.5 at best (" in texts[0]
+
+
+def test_a_low_share_of_correct_answers_of_ppo_raises_nothing():
+    records = [HEALTHY | {"eval/accuracy": 0.1} for _ in range(10)]
+    assert [metric for _, metric in raised(records)] == ["eval/accuracy"]
+    for record in records:
+        del record["rm/accuracy"]
+    assert raised(records) == []
+
+
 def test_a_quickstart_that_was_measured_raises_nothing():
     """The run has three times the quickstart's learning rate, so that its KL and its ratios are large."""
     columns = json.loads((Path(__file__).parent / "quickstart_metrics.json").read_text())
@@ -127,9 +162,17 @@ def test_a_resumed_run_raises_the_same_alarms():
 
 
 def test_texts_are_one_line_with_the_metric_the_value_and_a_key():
+    past = {name: Series() for name in METRICS_READ}
+    for series in past.values():
+        for _ in range(5):
+            series.add(0.123456)
     for rule in RULES:
-        text = rule.text(0.123456)
-        assert f": {rule.metric}=0.1235 (" in text and "\n" not in text and find(rule.metric) is not None
+        text = rule.text(past)
+        assert (
+            re.search(rf": {rule.metric}=0\.1235( as the mean of 5 steps, 0\.1235 at best)? \(", text)
+            and "\n" not in text
+            and find(rule.metric) is not None
+        )
         assert re.search(r"[a-z_]+\.[a-z_.]+", rule.advice), rule.metric
 
 

@@ -100,7 +100,7 @@ def test_curves_show_values_marks_and_the_healthy_range(page):
     assert (middle - low) / (high - low) == pytest.approx((0.25 - 1 / 400) / (1 - 1 / 400), abs=0.01)
     assert page.text(f"{kl} .latest") == "12"
     assert page.count(f"{kl} rect.healthy") == 1
-    assert page.text(f"{kl} .state") == "Outside the healthy range of KL per response: 0 to 10"
+    assert page.text(f"{kl} .state") == "Outside the healthy range of KL per response: at most 10"
     assert "algo.kl.coef" in page.text(f"{kl} .remedy")
     marks = page.run(f"[...document.querySelectorAll('{kl} .mark')].map(mark => mark.dataset.step)")
     assert marks == ["8", "12", "15"]
