@@ -7,7 +7,7 @@ those of launch/train.py, of which sampling.*, reward.*, actor.model.* (dtype, t
 data.system, data.chat_template* and run.seed have an effect. sampling.max_new_tokens is 512 unless it is set.
 Options:
 
-    --reward REWARD   shows the score of each answer: a group such as length, a function FILE.py:fn, or the
+    --reward REWARD   shows the score of each answer: a group such as format, a function FILE.py:fn, or the
                       folder or Hub name ORG/NAME of a reward model; reward=... and reward.KEY=... set it too
     --greedy          takes the most likely token instead of sampling
 
@@ -91,8 +91,7 @@ def parse(argv: list[str]) -> Wanted:
     parser = Parser(prog="launch/chat.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--reward")
     parser.add_argument("--greedy", action="store_true")
-    own, rest = parser.parse_known_args(argv)
-    options = parse_options(rest, prog="launch/chat.py")
+    options = parse_options(argv, prog="launch/chat.py", parents=[parser])
     if options.help is not None:
         print(__doc__, end="")
         raise SystemExit(0)
@@ -105,12 +104,17 @@ def parse(argv: list[str]) -> Wanted:
         )
     base = next((text.partition("=")[2] for text in overrides if text.startswith("actor.model.path=")), None)
     models = find_models(arguments, base)
-    chosen = reward_arguments(own.reward) if own.reward else []
+    chosen = reward_arguments(options.reward) if options.reward else []
     # a chat reads no data, but every config needs some
     config, with_reward = compose(
         options, ["data.path=org/none", *chosen, *overrides], models[0], RUN_DIR, reward_optional=True
     )
-    return Wanted(config, models, with_reward, own.greedy)
+    if config.actor.model.revision is not None:
+        raise UserError(
+            f"actor.model.revision={config.actor.model.revision}: a chat loads the newest revision; download "
+            "this one (hf download NAME --revision REVISION) and give its folder as MODEL"
+        )
+    return Wanted(config, models, with_reward, options.greedy)
 
 
 def reward_arguments(reward: str) -> list[str]:
@@ -138,7 +142,8 @@ def line_reader() -> Callable[[], str | None]:
 
     def ask() -> str | None:
         try:
-            return input("> ")
+            # bytes that the locale cannot decode arrive as surrogates, which no tokenizer accepts
+            return input("> ").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         except EOFError:
             print()
             return None

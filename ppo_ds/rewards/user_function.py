@@ -17,6 +17,7 @@ from types import CodeType, ModuleType
 from typing import Any
 from zlib import crc32
 
+from ppo_ds.config.similar_paths import did_you_mean_path
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.values import described, is_float32
 
@@ -152,7 +153,7 @@ def _import_source(source: str, setting: str) -> ModuleType:
     is_file = source.endswith(".py")
     file = Path(source).expanduser().resolve()
     if is_file and not file.is_file():
-        raise UserError(f"{setting}: no such file: {file}")
+        raise UserError(f"{setting}: no such file: {file}{did_you_mean_path(str(file))}")
     # sys.path contains the launch script's folder, not the current one. The user's folder is appended, so
     # that its files never hide an installed package. It is not removed, because functions may import modules
     # when they are called.

@@ -18,16 +18,20 @@ import torch
 
 from ppo_ds.build.data import stop_ids
 from ppo_ds.build.ppo import build_sampling
+from ppo_ds.build.preflight import OWN, function_rewards
 from ppo_ds.build.reward_models import RewardModels, build_reward
 from ppo_ds.build.token_budgets import CPU_LIMITS
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import Config, reward_models
 from ppo_ds.config.sections.models import ModelConfig
+from ppo_ds.config.targets import bind
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import freeze
 from ppo_ds.errors import UserError, printable
 from ppo_ds.models.download import HubModel, download_files, download_weights
+from ppo_ds.models.loading import config_of
 from ppo_ds.models.policy import Policy, load_policy
 from ppo_ds.models.tokenizer import Message, Tokenizer, load_tokenizer
+from ppo_ds.rewards.user_function import load_function
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.rollout.base import SamplingParams, truncate_at_stop
 from ppo_ds.rollout.streaming import StreamedResponse
@@ -134,6 +138,9 @@ class Chat:
                 self.system = rest.strip()
                 self.reset()
             self.view.note(f"system: {self.system}" if self.system else "no system message")
+            for partner in self.partners if self.system else []:
+                if not partner.tokenizer.has_chat_template:
+                    self.view.note(f"{partner.name} has no chat template: it reads no system message")
         elif name == "/retry":
             self.retry()
         elif name == "/save":
@@ -259,6 +266,18 @@ def score(
     return f"score {float(found.sums[0]):.3f}" + (f" ({printable(parts)})" if parts else "")
 
 
+def check_reward(section: dict[str, Any], tokenizers: Sequence[Tokenizer]) -> None:
+    """Raises UserError for a mistake in the reward, without loading the weights of its models."""
+    for key, function in function_rewards(section, "reward"):
+        load_function(function["path"], f"{key}.path")
+    models = list(reward_models(section))
+    for key, model in models:
+        config_of(ModelConfig(**model), f"{key}.path")
+    if not models and section["_target_"].startswith(OWN):
+        for tokenizer in tokenizers:
+            bind(section, "reward")(tokenizer=tokenizer, reduce=lambda tensor: tensor)
+
+
 def load_partners(
     config: Config,
     world: World,
@@ -268,16 +287,20 @@ def load_partners(
     greedy: bool,
     note: Callable[[str], None],
 ) -> list[Partner]:
-    """Loads the models, their tokenizers and the reward. Raises UserError."""
+    """Loads the models, their tokenizers and the reward.
+
+    Raises UserError, if possible before any weights are loaded.
+    """
     actor, data = config.actor.model, config.data
     paths = dict.fromkeys(path for model in models for path in (model.path, model.tokenizer_path))
     hub = [HubModel(models[0].key, path, None, actor.trust_remote_code) for path in paths]
     download_files(hub, world)
-    download_weights([entry for entry in hub if entry.path in {model.path for model in models}], world)
-    load_frozen, partners = RewardModels(world, note), []
-    for model in models:
-        note(f"loading    {model.name}: {model.adapter or model.path}")
-        tokenizer = load_tokenizer(
+    sections = [
+        ModelConfig(**actor.model_dump() | {"path": model.path, "gradient_checkpointing": False})
+        for model in models
+    ]
+    tokenizers = [
+        load_tokenizer(
             model.tokenizer_path,
             None,
             actor.trust_remote_code,
@@ -285,9 +308,16 @@ def load_partners(
             data.chat_template_kwargs,
             key=model.key,
         )
-        section = ModelConfig(
-            **actor.model_dump() | {"path": model.path, "revision": None, "gradient_checkpointing": False}
-        )
+        for model in models
+    ]
+    for section, model in zip(sections, models, strict=True):
+        config_of(section, model.key)  # raises UserError if there is no such model
+    if with_reward:
+        check_reward(config.reward, tokenizers)
+    download_weights([entry for entry in hub if entry.path in {model.path for model in models}], world)
+    load_frozen, partners = RewardModels(world, note), []
+    for model, section, tokenizer in zip(models, sections, tokenizers, strict=True):
+        note(f"loading    {model.name}: {model.adapter or model.path}")
         temperature = config.sampling.temperature
         policy = load_policy(section, temperature=temperature, key=model.key, adapter=model.adapter)
         if tokenizer.id_bound > policy.vocab_size:
@@ -315,8 +345,8 @@ def load_partners(
         )
         if not tokenizer.has_chat_template:
             note(
-                f"{model.name} has no chat template: it continues each message as plain text, without the "
-                "earlier ones"
+                f"{model.name} has no chat template: it continues each message as plain text, without a "
+                "system message and without the earlier messages"
             )
     return partners
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.chat import parse, reward_arguments
+from launch.chat import line_reader, parse, reward_arguments
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from ppo_ds.models.policy import Policy
@@ -20,9 +21,10 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.rollout.streaming import StreamedResponse
-from ppo_ds.tools.chat import Chat, Partner, run_chat
+from ppo_ds.tools.chat import Chat, Partner, load_partners, run_chat
 from ppo_ds.tracking.chat import ChatView, Column, displayable
 from ppo_ds.types import Prompts, Scores
+from tests.ppo.conftest import ThreadWorld
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}|{% endfor %}"
 EVIL = "\x1b]0;title\x07\x1b[2Jx\r\u202ey"
@@ -103,6 +105,14 @@ def test_a_base_model_continues_each_message_as_text() -> None:
         answer_of(one, "ab"),
         answer_of(one, "ca"),
     ]
+
+
+def test_a_base_model_is_said_to_ignore_the_system_message() -> None:
+    line = "base has no chat template: it reads no system message"
+    one, two = partner("base", template=None), partner("tuned")
+    assert chat(one, two, lines=["/system", "/system ba", "/system"])[1].split("\n") == [
+        "no system message", "system: ba", line, "system: ba", line, ""
+    ]  # fmt: skip
 
 
 def test_commands(tmp_path: Path) -> None:
@@ -287,7 +297,59 @@ def test_the_command_line(tmp_path: Path) -> None:
         ([*models, str(tmp_path)], "^MODEL: 3 are given"),
         ([str(tmp_path / "none")], "none: no such folder"),
         ([models[0], "sampling.top_k=x"], "^sampling.top_k=x: must be a whole number"),
+        ([models[0], "actor.model.revision=v1"], "^actor.model.revision=v1: a chat loads the newest"),
         ([models[0], "--reward", "lenght"], "lenght: no such reward.*did you mean reward=length"),
     ):
         with pytest.raises(UserError, match=line):
             parse(arguments)
+
+
+def test_bytes_that_the_terminal_cannot_decode_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With LC_ALL=C, input() returns such bytes as lone surrogates."""
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda prompt: "hi \udcff there \udcc3\udcbc ü")
+    assert line_reader()() == "hi \ufffd there ü ü"
+
+
+def test_all_arguments_are_checked_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("ppo_ds.tools.chat.load_policy", refuse)
+    for name in ("one", "two"):
+        model = partner().policy.lm
+        tiny.character_tokenizer("abcsu|").hf.save_pretrained(tmp_path / name)
+        model.config.save_pretrained(tmp_path / name)
+    (tmp_path / "score.py").write_text("def score(prompts, responses, rows):\n    return [0.0]\n")
+    good = [str(tmp_path / "one"), str(tmp_path / "two")]
+
+    def load(*arguments: str) -> None:
+        wanted = parse([*good, *arguments])
+        load_partners(
+            wanted.config,
+            ThreadWorld(0, 1, threading.Barrier(1), [None]),
+            wanted.models,
+            with_reward=wanted.with_reward,
+            greedy=False,
+            note=lambda line: None,
+        )
+
+    for arguments, line in (
+        (["--reward", "length"], "^reward.longest is missing"),
+        (["--reward", f"{tmp_path}/scoore.py:score"], "no such file: .*; did you mean .*/score.py"),
+        (["--reward", f"{tmp_path}/score.py:scor"], "has no scor"),
+    ):
+        with pytest.raises(UserError, match=line):
+            load(*arguments)
+    for arguments in (
+        [],
+        ["--reward", "length", "reward.longest=9"],
+        ["--reward", f"{tmp_path}/score.py:score"],
+    ):
+        with pytest.raises(AssertionError, match="a model is loaded"):
+            load(*arguments)
+    (tmp_path / "two" / "config.json").write_text("{")
+    with pytest.raises(UserError, match="two"):
+        load()
