@@ -107,7 +107,7 @@ def parse(argv: list[str]) -> Wanted:
     chosen = reward_arguments(options.reward) if options.reward else []
     # a chat reads no data, but every config needs some
     config, with_reward = compose(
-        options, ["data.path=org/none", *chosen, *overrides], models[0], RUN_DIR, reward_optional=True
+        options, ["data.path=org/none", *chosen, *overrides], models, RUN_DIR, reward_optional=True
     )
     if config.actor.model.revision is not None:
         raise UserError(

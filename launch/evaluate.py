@@ -20,7 +20,7 @@ deepspeed, torchrun and plain python can start the program, with the same result
 docs/evaluation.md describes the results.
 
 Exit code 0: done; 2: the arguments, the config, the data, a model folder or a result of a reward or the judge
-is wrong; 1: any other error.
+is wrong; 130: interrupted; 1: any other error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any
 
 HERE = Path(__file__).resolve().parent
 # As in train.py: makes the repository importable, and keeps launch/ itself off the path.
@@ -41,7 +42,7 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 from launch.cli import Parser, find_folders, parse_options, to_yaml  # noqa: E402
 from launch.composing import compose_config, resolve_config  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
-from launch.train import complain, prepare_environment, write_line  # noqa: E402
+from launch.train import complain, prepare_environment, problem_lines, report, write_line  # noqa: E402
 from ppo_ds.commands.entry_points import command  # noqa: E402
 from ppo_ds.config.checks.data import hub_names, looks_local  # noqa: E402
 from ppo_ds.config.schema import Config, from_tree, inherit, resolved  # noqa: E402
@@ -53,6 +54,9 @@ from ppo_ds.storage.drafts import write_file  # noqa: E402
 from ppo_ds.tools.comparison import table  # noqa: E402
 from ppo_ds.tools.model_argument import NamedModel, find_models  # noqa: E402
 from ppo_ds.tools.pipeline import RESULT  # noqa: E402
+
+if TYPE_CHECKING:
+    from ppo_ds.distributed.watchdog import Watchdog
 
 MAX_NEW_TOKENS = 512  # unless sampling.max_new_tokens is set
 UNUSED_REWARD = {"_target_": "ppo_ds.rewards.rules.LengthReward", "longest": 1}
@@ -74,36 +78,59 @@ class Evaluation:
 def main(argv: list[str]) -> int:
     try:
         wanted = parse(argv)
+        create_folder(wanted.out)
         prepare_environment(wanted.config.run.verbose, trains=True)
         paths = [model.path for model in wanted.models if not looks_local(model.path)]
         use_caches_without_the_hub([*paths, *hub_names(wanted.config)])
-        # slow: imports torch and deepspeed
-        from ppo_ds.distributed.world import connect, seed_everything
-        from ppo_ds.tools.evaluate import evaluate
-        from ppo_ds.tools.pairwise_judge import PairwiseJudge
-
-        judge = PairwiseJudge(wanted.judge) if wanted.judge else None
-        run = wanted.config.run
-        world = connect(run.timeout_minutes, run.verbose, run.threads)
-        seed_everything(run.seed)
-        note = write_line if world.is_main else lambda line: None
-        result = evaluate(
-            wanted.config,
-            world,
-            wanted.models,
-            wanted.rewards,
-            samples=wanted.samples,
-            judge=judge,
-            note=note,
-        )
     except UserError as error:
         return complain(error)
+    # slow: imports torch
+    from ppo_ds.distributed.watchdog import Watchdog
+
+    watch = Watchdog()
+    try:
+        run_evaluation(wanted, watch)
+    except UserError as error:
+        return refuse(error, watch)
     except RunError as error:
-        return complain(UserError(str(error)))
+        return refuse(UserError(str(error)), watch)
+    except BaseException as error:  # including KeyboardInterrupt and sys.exit() in user code
+        return report(error, watch, None)
+    return 0
+
+
+def refuse(error: UserError, watch: Watchdog) -> int:
+    """Prints the problems, ends the other ranks if they are connected, and returns exit code 2."""
+    return watch.fail(problem_lines(error), str(error), 2, own=True) if watch.started else complain(error)
+
+
+def run_evaluation(wanted: Evaluation, watch: Watchdog) -> None:
+    """Connects the ranks, evaluates and writes the results. The watchdog ends all ranks if one fails."""
+    # slow: imports deepspeed
+    from ppo_ds.distributed.store import RankStore
+    from ppo_ds.distributed.world import connect, seed_everything
+    from ppo_ds.tools.evaluate import evaluate
+    from ppo_ds.tools.pairwise_judge import PairwiseJudge
+
+    judge = PairwiseJudge(wanted.judge) if wanted.judge else None
+    run = wanted.config.run
+    world = connect(run.timeout_minutes, run.verbose, run.threads)
+    watch.start(world, RankStore())
+    seed_everything(run.seed)
+    result = evaluate(
+        wanted.config,
+        world,
+        wanted.models,
+        wanted.rewards,
+        samples=wanted.samples,
+        judge=judge,
+        note=write_line if world.is_main else lambda line: None,
+    )
     if world.is_main:
         write_results(wanted, result.summary, result.rows, result.tokens_per_second)
+    world.barrier()  # the watchdog must watch until all ranks are done
+    watch.stop()
     world.close()
-    return 0
 
 
 def write_results(
@@ -118,7 +145,6 @@ def write_results(
     if not wanted.from_pipeline:
         paths = {model.name: str(model.adapter or model.path) for model in wanted.models}
         summary = {"models": paths, **summary, "tokens_per_second": speeds}
-    wanted.out.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     write_file(wanted.out / "evaluation.jsonl", lines)
     write_file(wanted.out / "evaluation.html", comparison_page(summary, rows))
@@ -149,6 +175,7 @@ def parse(argv: list[str]) -> Evaluation:
         raise UserError(f"--samples={own.samples}: must be at least 1")
     arguments = [text for text in options.overrides if is_model(text)]
     overrides = [text for text in options.overrides if not is_model(text)]
+    check_folder(own.out)
     if not arguments:
         raise UserError(
             f"MODEL is missing: give one or more models to compare, such as {command('evaluate')} "
@@ -156,7 +183,14 @@ def parse(argv: list[str]) -> Evaluation:
         )
     base = next((text.partition("=")[2] for text in overrides if text.startswith("actor.model.path=")), None)
     models = find_models(arguments, base)
-    config, has_reward = compose(options, overrides, models[0], own.out, own.judge is not None)
+    if own.judge is not None and len(models) == 1:
+        raise UserError(f"--judge={own.judge}: compares two models; give another MODEL, or remove --judge")
+    if base is not None and base not in used_paths(models) and not any(model.adapter for model in models):
+        raise UserError(
+            f"actor.model.path={base}: is not evaluated, since it only names the base model of adapters; "
+            f"give {base} as a MODEL, without actor.model.path="
+        )
+    config, has_reward = compose(options, overrides, models, own.out, own.judge is not None)
     if base is None and config.actor.model.trust_remote_code and any(model.adapter for model in models):
         raise UserError(
             "actor.model.trust_remote_code=true: does not hold for the base model that an adapter names; "
@@ -170,13 +204,42 @@ def parse(argv: list[str]) -> Evaluation:
     return Evaluation(config, models, rewards, own.out, samples, own.judge)
 
 
+def check_folder(out: Path) -> None:
+    """Raises UserError if ``out``, the value of --out, cannot be a folder."""
+    for folder in (out, *out.parents):
+        if folder.exists():
+            if not folder.is_dir():
+                raise UserError(f"--out={out}: {folder} is a file; give a folder for the results")
+            return
+
+
+def create_folder(out: Path) -> None:
+    """Creates the folder of the results; raises UserError if no file can be written in it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--out={out}: cannot be written ({error.strerror}); give another folder for the results"
+        ) from error
+
+
 def is_model(argument: str) -> bool:
     """Returns whether an argument names a model; otherwise it is an argument for Hydra."""
     return Path(argument).exists() or ("=" not in argument and argument[:1] not in "+~")
 
 
+def used_paths(models: list[NamedModel]) -> set[str]:
+    return {path for model in models for path in (model.path, model.tokenizer_path)}
+
+
 def compose(
-    options: argparse.Namespace, overrides: list[str], first: NamedModel, out: Path, reward_optional: bool
+    options: argparse.Namespace,
+    overrides: list[str],
+    models: list[NamedModel],
+    out: Path,
+    reward_optional: bool,
 ) -> tuple[Config, bool]:
     """Composes and checks the config of an evaluation, and returns whether it has a reward."""
     folders = find_folders(options)
@@ -189,7 +252,7 @@ def compose(
         tree["reward"] = UNUSED_REWARD
     unused = ""
     with suppress(TypeError, AttributeError):  # a section that is not a mapping, which the checks report
-        unused = complete(tree, first, out)
+        unused = complete(tree, models, out)
     try:
         config = validated(tree, 1)
     except UserError as error:
@@ -202,13 +265,17 @@ def compose(
     return config, has_reward
 
 
-def complete(tree: dict[str, Any], first: NamedModel, out: Path) -> str:
+def complete(tree: dict[str, Any], models: list[NamedModel], out: Path) -> str:
     """Sets the keys of a config that only training needs, and the defaults of an evaluation.
 
     The checks of a run want training data and, for eval.rewards, held-out prompts: if the evaluation has only
     one of data.path and data.eval_path, the other one gets its value. Returns the one that is not used.
     """
-    tree["actor"]["model"].setdefault("path", first.path)
+    actor = tree["actor"]["model"]
+    if actor.get("path") not in used_paths(models):  # an experiment's own model, which need not exist
+        if actor.get("path") is not None:
+            actor["revision"] = None  # of that model
+        actor["path"] = models[0].path
     tree["rollout"].setdefault("prompts_per_step", 1)
     tree["sampling"].setdefault("max_new_tokens", MAX_NEW_TOKENS)
     if tree["run"]["steps"] is None and tree["run"]["epochs"] is None:
@@ -247,6 +314,10 @@ def read_settings(path: Path) -> Evaluation:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    try:
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:  # Ctrl-C while the libraries are imported
+        write_line("error: interrupted")
+        code = 130
     # a normal interpreter exit may crash in threads of the libraries although the run succeeded
     exit_now(code)

@@ -22,7 +22,7 @@ from ppo_ds.build.ppo_models import Models, estimate_memory, load_models
 from ppo_ds.build.preflight import preflight, try_functions
 from ppo_ds.build.shared import eval_weights, slow_dtypes
 from ppo_ds.build.token_budgets import settle
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import Config, all_rewards
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.warnings import warnings
 from ppo_ds.distributed.world import seed_everything
@@ -132,7 +132,8 @@ def read_data(config: Config, context: RunContext) -> tuple[Inputs, tuple[int, .
     stops = stop_ids(config, inputs.tokenizer)
     preflight(config, inputs)
     # on one rank only, since a user's function may have side effects
-    context.world.on_all(lambda: try_functions(config, inputs) if context.world.is_main else None)
+    rewards = all_rewards(config)
+    context.world.on_all(lambda: try_functions(rewards, inputs) if context.world.is_main else None)
     hides_stops = bool(masked_stop_ids(config.algo.train_on_eos, stops, inputs.tokenizer.pad_id))
     note(
         *inputs.notes(config.eval.max_prompts),

@@ -6,8 +6,8 @@ earlier.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 from ppo_ds.build.data import Inputs, read_inputs
 from ppo_ds.build.roles import CLASSIFIER
@@ -29,6 +29,15 @@ CHAT_SCORER = "ppo_ds.rewards.get_score.get_score_reward"
 FUNCTION = "ppo_ds.rewards.function.FunctionReward"
 # rewards of ppo_ds are cheap to build for a check; a reward of another package may load a model
 OWN = "ppo_ds.rewards."
+
+
+class ScoredInputs(Protocol):
+    """A tokenizer and the prompts whose responses are scored."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    def examples(self) -> list[tuple[str, Row]]: ...
+    def check_rows(self, check: Callable[[Row], object]) -> None: ...
 
 
 def check_inputs(config: Config, world: World, *, prepared: bool) -> None:
@@ -61,19 +70,25 @@ def preflight(config: Config, inputs: Inputs) -> None:
     Not a collective: all ranks read the same files.
     """
     check_vocabularies(config, inputs.tokenizer)
-    for reward, whole in all_rewards(config).items():
+    check_rewards(all_rewards(config), inputs)
+
+
+def check_rewards(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -> None:
+    """Raises UserError if a reward cannot work with the data. ``rewards`` are sections by their keys."""
+    for reward, whole in rewards.items():
         for key, section in _rewards(whole, reward):
             check_reward(section, key, inputs)
 
 
-def try_functions(config: Config, inputs: Inputs) -> None:
+def try_functions(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -> None:
     """Calls each reward function once, and raises UserError if it raises or returns no valid scores.
 
-    The function gets one prompt for each order of roles in each data set, with trial responses. Other rewards
-    are not called: a service may charge for a request, and models are not loaded yet.
+    ``rewards`` are sections by their keys. The function gets one prompt for each order of roles in each data
+    set, with trial responses. Other rewards are not called: a service may charge for a request, and models
+    are not loaded yet.
     """
     rows = [row for _, row in inputs.examples()]
-    for reward, whole in all_rewards(config).items():
+    for reward, whole in rewards.items():
         for key, section in function_rewards(whole, reward):
             bind(section, key)(tokenizer=inputs.tokenizer).try_on(rows)
 
@@ -118,7 +133,7 @@ def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str,
             yield from _rewards(inner, f"{key}.{name}")
 
 
-def check_reward(section: dict[str, Any], key: str, inputs: Inputs) -> None:
+def check_reward(section: dict[str, Any], key: str, inputs: ScoredInputs) -> None:
     """Checks a reward model by its config and tokenizer, and any other reward by reading all rows."""
     if section["_target_"] == CLASSIFIER:
         options = {name: section[name] for name in ("template", "append_eos", "normalize") if name in section}

@@ -114,7 +114,8 @@ class RewardModels:
         placement = identity, zero.stage, zero.offload_params
         if placement in self._loaded:
             first = self._loaded[placement]
-            self._note(f"sharing    {key}: the same as {first.key}, in memory once")
+            if key != first.key:  # an evaluation builds a reward once for each tokenizer
+                self._note(f"sharing    {key}: the same as {first.key}, in memory once")
             return first.module, first.scorer
         module, scorer = frozen_engine(lambda: load(model, key=key), zero, model.dtype, self._world)
         self._loaded[placement] = LoadedModel(key, model, zero, module, scorer, _shape(load, module))

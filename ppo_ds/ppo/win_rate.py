@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.distributed.world import World
+from ppo_ds.ops.outcomes import WORTH, outcome_shares
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.types import Prompts, Rollout
 
@@ -76,13 +77,10 @@ class ReferenceResponses:
 def win_rate(rows: Rows, others: Rows) -> float:
     """Returns the share of rows whose score is higher than that of the other row; ties count half.
 
-    Equal responses are ties even if their scores differ: the score of a reward model depends slightly on the
-    other rows of its batch, and a judge may be random.
+    Equal responses are ties; see ops/outcomes.py.
     """
-    wins = [
-        0.5
-        if own["response"] == other["response"]
-        else 0.5 * (float(own["score"] > other["score"]) + float(own["score"] >= other["score"]))
-        for own, other in zip(rows, others, strict=True)
-    ]
-    return sum(wins) / len(wins)
+    wins = 0.0
+    for own, other in zip(rows, others, strict=True):
+        shares = outcome_shares([own["score"]], [other["score"]], [own["response"]], [other["response"]])
+        wins += sum(share * worth for share, worth in zip(shares, WORTH, strict=True))
+    return wins / len(rows)

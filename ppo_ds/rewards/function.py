@@ -173,7 +173,8 @@ class FunctionReward(SlowTextReward):
             return list(call((prompts, [responses.texts[row] for row in rows], raw_rows)))
         except InvalidScore as error:
             if error.row is None:
-                raise RewardError(f"{self._name} {error}") from None
+                remedy = f"; {error.remedy}" if error.remedy else ""
+                raise RewardError(f"{self._name} {error}{remedy}") from None
             where = self._where(responses, rows[error.row])
             raise RewardError(f"{self._name} {error} for {where}; {error.remedy}") from None
         except NoScore as error:

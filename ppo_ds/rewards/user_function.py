@@ -43,7 +43,7 @@ def read_scores(result: Any, count: int) -> list[Score]:
     """
     values = _plain(result)
     if not isinstance(values, (list, tuple)):
-        raise InvalidScore(f"returned {described(result)}; it must return a list of {count} floats")
+        raise InvalidScore(f"returned {described(result)}", remedy=f"it must return a list of {count} floats")
     if len(values) != count:
         raise InvalidScore(f"returned {len(values)} scores for {count} responses")
     return [_read_score(value, row) for row, value in enumerate(values)]

@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from ppo_ds.ops.outcomes import WORTH, outcome_shares
+
 RESAMPLES = 10_000
 LEVEL = 0.95
 CHUNK = 2**20  # numbers that are resampled at a time
 
-Estimate = dict[str, float]  # "mean", "low" and "high": an estimate and its confidence interval
 Values = Sequence[float] | Sequence[Sequence[float]]  # one value per prompt, or one per prompt and response
+Texts = Sequence[str] | Sequence[Sequence[str]]
+Estimate = dict[str, float]  # "mean", "low" and "high": an estimate and its confidence interval
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -35,36 +38,55 @@ def estimate(values: Sequence[float]) -> Estimate:
     return {"mean": float(given.mean()), "low": float(low), "high": float(high)}
 
 
-def wins(scores: Values, others: Values) -> list[float]:
+def wins(
+    scores: Values, others: Values, texts: Texts | None = None, other_texts: Texts | None = None
+) -> list[float]:
     """Returns for each prompt the share of pairs of responses in which the first scores higher.
 
-    A tie counts half. ``scores`` and ``others`` are the scores of two models' responses to the same prompts.
-    With several responses per prompt, each response of one model is compared with each of the other.
+    A tie counts half, and responses with equal texts are ties. ``scores`` and ``others`` are the scores of
+    two models' responses to the same prompts. With several responses per prompt, each response of one model
+    is compared with each of the other.
     """
-    return (outcomes(scores, others) @ [1.0, 0.5, 0.0]).tolist()
+    return (outcomes(scores, others, texts, other_texts) @ WORTH).tolist()
 
 
-def outcomes(scores: Values, others: Values) -> np.ndarray:
-    """Returns for each prompt the shares of pairs of responses that are won, tied and lost, [prompts, 3]."""
+def outcomes(
+    scores: Values, others: Values, texts: Texts | None = None, other_texts: Texts | None = None
+) -> np.ndarray:
+    """Returns for each prompt the shares of pairs of responses that are won, tied and lost, [prompts, 3].
+
+    Without texts only scores count.
+    """
     assert len(scores) == len(others), f"{len(scores)} and {len(others)} prompts"
-    ours = np.asarray(scores, dtype=np.float64).reshape(len(scores), -1, 1)
-    theirs = np.asarray(others, dtype=np.float64).reshape(len(others), 1, -1)
-    shares = [found.mean((1, 2)) for found in (ours > theirs, ours == theirs, ours < theirs)]
-    return np.stack(shares, axis=1)
+    ours, theirs = (
+        np.asarray(values, dtype=np.float64).reshape(len(scores), -1) for values in (scores, others)
+    )
+    if texts is None or other_texts is None:
+        texts, other_texts = np.full(ours.shape, "own").tolist(), np.full(theirs.shape, "other").tolist()
+    own_texts, their_texts = (
+        np.asarray(of_model, dtype=object).reshape(len(scores), -1).tolist()
+        for of_model in (texts, other_texts)
+    )
+    groups = zip(ours.tolist(), theirs.tolist(), own_texts, their_texts, strict=True)
+    return np.array([outcome_shares(*group) for group in groups])
 
 
-def compare(scores: Mapping[str, Values]) -> dict[str, Any]:
+def compare(scores: Mapping[str, Values], texts: Mapping[str, Texts] | None = None) -> dict[str, Any]:
     """Compares models by the scores of their responses to the same prompts.
 
     Returns the mean score of each model ("score"), the win rate of each model against each model before it
     ("win_rate"), all with intervals, and the shares of won, tied and lost pairs against the first model
-    ("against_first").
+    ("against_first"). ``texts`` are the responses, of which equal ones are ties.
     """
-    names = list(scores)
+    names, texts = list(scores), texts or {}
+
+    def pair(name: str, other: str) -> tuple[Values, Values, Texts | None, Texts | None]:
+        return scores[name], scores[other], texts.get(name), texts.get(other)
+
     return {
         "score": {name: estimate(prompt_means(values)) for name, values in scores.items()},
         "win_rate": {
-            name: {other: estimate(wins(scores[name], scores[other])) for other in names[:i]}
+            name: {other: estimate(wins(*pair(name, other))) for other in names[:i]}
             for i, name in enumerate(names)
             if i
         },
@@ -72,7 +94,7 @@ def compare(scores: Mapping[str, Values]) -> dict[str, Any]:
             name: dict(
                 zip(
                     ("won", "tied", "lost"),
-                    outcomes(scores[name], scores[names[0]]).mean(0).tolist(),
+                    outcomes(*pair(name, names[0])).mean(0).tolist(),
                     strict=True,
                 )
             )

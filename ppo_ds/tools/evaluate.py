@@ -6,16 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ppo_ds.build.preflight import check_rewards, try_functions
 from ppo_ds.build.reward_models import RewardModels, build_reward
 from ppo_ds.build.token_budgets import CPU_LIMITS, largest_scoring
 from ppo_ds.config.schema import Config
+from ppo_ds.data.prompts import PromptSource
 from ppo_ds.distributed.world import World
+from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.evaluation import last_message
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.tools.comparison import Estimate, compare, estimate, pass_rates, prompt_means
 from ppo_ds.tools.model_argument import NamedModel
 from ppo_ds.tools.pairwise_judge import PairwiseJudge
-from ppo_ds.tools.responses import Responses, respond
+from ppo_ds.tools.responses import Reader, Responses, read_prompts, respond
 from ppo_ds.training.token_budgets import TokenBudget
 from ppo_ds.types import Reward, Row
 
@@ -66,7 +69,9 @@ def evaluate(
         judge: Judges each pair of a model's response and the first model's response to the same prompt.
         note: Receives lines about the progress.
     """
-    found = respond(config, world, models, samples, note)
+    readers = read_prompts(config, world, models, samples)
+    check_functions(world, readers, rewards, judge)
+    found = respond(config, world, models, readers, samples, note)
     scores = score_responses(config, world, found, rewards, note)
     rows, metadata = result_rows(found, scores)
     if judge is not None:
@@ -75,6 +80,10 @@ def evaluate(
     everything = [row for part in world.gather_objects(rows) for row in part]
     everything.sort(key=lambda row: (row["number"], row["sample"]))
     first = found[models[0].name].reader
+    texts = {
+        model.name: by_prompt(everything, model.name, lambda response: response["response"])
+        for model in models
+    }
     summary = {
         "data": first.source.path,
         "prompts": len({row["number"] for row in everything}),
@@ -84,7 +93,7 @@ def evaluate(
             "seed": config.run.seed,
             **config.sampling.model_dump(),
         },
-        "rewards": {reward: compare(values_of(everything, models, reward)) for reward in rewards},
+        "rewards": {reward: compare(values_of(everything, models, reward), texts) for reward in rewards},
         "responses": response_statistics(everything, models),
     }
     summary |= accuracy(everything, models, rewards, config.eval.correct_above)
@@ -92,6 +101,49 @@ def evaluate(
     if judge is not None:
         summary["judge"] = judge_statistics(everything, models, judge)
     return Comparison(summary, everything, speeds(world, found))
+
+
+def check_functions(
+    world: World,
+    readers: Mapping[str, Reader],
+    rewards: Mapping[str, dict[str, Any]],
+    judge: PairwiseJudge | None,
+) -> None:
+    """Raises UserError if a reward or the judge cannot work with the prompts, before models are loaded.
+
+    Reward functions and the judge are called once, with trial responses. A collective.
+    """
+    sections = {reward_key(name): section for name, section in rewards.items()}
+
+    def check() -> None:
+        for reader in {id(reader): reader for reader in readers.values()}.values():
+            inputs = PromptInputs(reader.tokenizer, reader.source)
+            check_rewards(sections, inputs)
+            try_functions(sections, inputs)
+        if judge is not None:
+            judge.try_on(next(iter(readers.values())).batches[0].prompts.metadata[0])
+
+    # on one rank only, since a user's function may have side effects
+    world.on_all(lambda: check() if world.is_main else None)
+
+
+def reward_key(name: str) -> str:
+    """Returns the config key of a reward."""
+    return name if name == "reward" else f"eval.rewards.{name}"
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """The prompts as a model's tokenizer reads them, for the checks of rewards."""
+
+    tokenizer: Tokenizer
+    source: PromptSource
+
+    def examples(self) -> list[tuple[str, Row]]:
+        return self.source.examples()
+
+    def check_rows(self, check: Callable[[Row], object]) -> None:
+        self.source.check_rows(check)
 
 
 def score_responses(
@@ -105,6 +157,7 @@ def score_responses(
 
     Rewards get the tokenizer of the model that they score, and share their own models.
     """
+    note = once(note)  # the same lines for each tokenizer
     load_frozen = RewardModels(world, note)
     score_tokens = config.memory.score_tokens
     score_budget = TokenBudget(
@@ -117,6 +170,7 @@ def score_responses(
         for key, reader in readers.items():
             reward = build_reward(
                 section,
+                key=reward_key(name),
                 tokenizer=reader.tokenizer,
                 load_frozen=load_frozen,
                 score_tokens=score_budget,
@@ -139,6 +193,18 @@ def score_responses(
         }
         for model, responses in found.items()
     }
+
+
+def once(note: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns ``note`` without repeated lines."""
+    seen = set[str]()
+
+    def note_new(line: str) -> None:
+        if line not in seen:
+            seen.add(line)
+            note(line)
+
+    return note_new
 
 
 def result_rows(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ppo_ds.commands.entry_points import command
 from ppo_ds.config.checks.data import looks_local
-from ppo_ds.config.similar_paths import did_you_mean_path
+from ppo_ds.config.hub_cache import in_hub_cache
+from ppo_ds.config.similar_paths import did_you_mean_path, model_sibling, similar_path
 from ppo_ds.errors import UserError
 
 KINDS = "give a run directory, a model folder, an adapter folder or a Hub name"
@@ -45,10 +46,17 @@ def find_models(arguments: Sequence[str], base: str | None = None) -> list[Named
 
 def find_model(argument: str, base: str | None = None) -> NamedModel:
     """Finds the model of one argument; raises UserError if a local folder contains none."""
-    key, folder = "actor.model.path", Path(argument).expanduser()
+    key, folder = "MODEL", Path(argument).expanduser()
+    if not argument.strip():
+        raise UserError(f"MODEL={argument!r}: is empty; {KINDS}")
     if not folder.exists():
         if looks_local(argument):
             raise UserError(f"{argument}: no such folder; {KINDS}{did_you_mean_path(argument)}")
+        if (sibling := similar_model(argument)) and not in_hub_cache(argument):
+            raise UserError(
+                f"{argument}: no such folder; did you mean {sibling}? (a Hub model whose name is similar to "
+                f"a local folder must be in the cache first: hf download {argument})"
+            )
         return NamedModel(argument, argument, key, argument)
     if not folder.is_dir():
         raise UserError(f"{argument}: is a file; {KINDS}")
@@ -59,7 +67,7 @@ def find_model(argument: str, base: str | None = None) -> NamedModel:
     if (folder / "adapter_config.json").is_file():
         path = base or base_of_adapter(folder)
         own = folder if (folder / "tokenizer_config.json").is_file() else path
-        return NamedModel(short_name(folder), path, key, str(own), folder)
+        return NamedModel(short_name(folder), path, "actor.model.path", str(own), folder)
     if any((folder / name).exists() for name in ("checkpoints", "config.yaml", "state.json")):
         raise UserError(
             f"{argument}: contains no finished model; export a checkpoint with {command('export')} "
@@ -68,6 +76,14 @@ def find_model(argument: str, base: str | None = None) -> NamedModel:
     raise UserError(
         f"{argument}: contains no model (no config.json, adapter_config.json or model/config.json); {KINDS}"
     )
+
+
+def similar_model(argument: str) -> Path | None:
+    """Returns a model folder or a run directory whose path is similar to that of a missing one, or None."""
+    if sibling := model_sibling(argument):
+        return sibling
+    similar = similar_path(Path(argument))
+    return similar if similar and (similar / "model" / "config.json").is_file() else None
 
 
 def base_of_adapter(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ from typing import Any
 
 from ppo_ds.config.text import show
 from ppo_ds.errors import UserError
-from ppo_ds.rewards.user_function import InvalidScore, is_async, load_function, read_scores
+from ppo_ds.rewards.function import LISTED_KEYS, TRIAL_RESPONSE
+from ppo_ds.rewards.user_function import InvalidScore, is_async, load_function, read_scores, where_raised
 from ppo_ds.rewards.values import quoted
 from ppo_ds.types import Row
 
 PARAMETERS = ("prompts", "responses_a", "responses_b", "rows")
-REMEDY = "it must return one number from 0 to 1 for each pair, 1 if response a is better"
+REMEDY = "it must return a list with one number from 0 to 1 for each pair, 1 if response a is better"
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,17 @@ class PairwiseJudge:
         swapped = [1 - value for value in self._preferences(prompts, others, responses, rows)]
         return [Verdict((a + b) / 2, a, b) for a, b in zip(in_order, swapped, strict=True)]
 
+    def try_on(self, row: Row) -> None:
+        """Calls the function with trial responses to one prompt; raises UserError if it fails."""
+        try:
+            self([row["prompt_text"]], [TRIAL_RESPONSE], [""], [row])
+        except UserError as error:
+            keys = ", ".join(list(row)[:LISTED_KEYS])
+            raise UserError(
+                f"{error.problems[0]}; this was a call before the start with the trial responses "
+                f"{TRIAL_RESPONSE!r} and '' (keys of the row: {keys})"
+            ) from None
+
     def _preferences(self, *arguments: Sequence[Any]) -> list[float]:
         """Calls the function once and checks what it returns; raises UserError for invalid preferences."""
         call = partial(self._function, *(deepcopy(list(argument)) for argument in arguments))
@@ -74,6 +87,10 @@ class PairwiseJudge:
         except InvalidScore as error:
             where = "" if error.row is None else f" for the prompt {quoted(prompts[error.row])}"
             raise UserError(f"--judge={self.path}: {error}{where}; {REMEDY}") from None
+        except (Exception, SystemExit) as error:
+            line = " ".join(traceback.format_exception_only(error)[-1].split())
+            place = where_raised(error, self._function)
+            raise UserError(f"--judge={self.path}: raised {line} at {place}; correct the function") from error
         for prompt, value in zip(prompts, found, strict=True):
             if isinstance(value, list) or not 0 <= value <= 1:
                 raise UserError(

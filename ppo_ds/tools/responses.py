@@ -8,7 +8,7 @@ the same for any number of ranks, each group with a seed of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -78,18 +78,18 @@ def respond(
     config: Config,
     world: World,
     models: Sequence[NamedModel],
+    readers: Mapping[str, Reader],
     samples: int | None,
     note: Callable[[str], None],
 ) -> dict[str, Responses]:
     """Returns this rank's responses of each model, in the order of ``models``. A collective.
 
-    ``samples`` is the number of sampled responses to each prompt; None: one greedy response. The log-probs of
+    ``readers`` are those of ``read_prompts``. ``samples`` is the number of sampled responses to each prompt;
+    None: one greedy response. The log-probs of
     the responses are computed for the models that have the vocabulary of the first one, at the sampling
     temperature. The first model is loaded last, so that it is loaded only once.
     """
     hub = hub_models(config, models)
-    download_files(hub, world)
-    readers = read_prompts(config, world, models, samples)
     first, found = models[0], dict[str, Responses]()
     comparable = [
         model.name for model in models[1:] if same_vocabulary(readers[model.name], readers[first.name])
@@ -128,7 +128,11 @@ def hub_models(config: Config, models: Sequence[NamedModel]) -> list[HubModel]:
 def read_prompts(
     config: Config, world: World, models: Sequence[NamedModel], samples: int | None
 ) -> dict[str, Reader]:
-    """Loads the tokenizer and the prompts of each model; models with the same tokenizer share them."""
+    """Loads the tokenizer and the prompts of each model; models with the same tokenizer share them.
+
+    A collective, which downloads the files that this needs.
+    """
+    download_files(hub_models(config, models), world)
     actor, data = config.actor.model, config.data
     readers: dict[str, Reader] = {}
     for model in models:
@@ -143,7 +147,11 @@ def read_prompts(
             data.chat_template_kwargs,
             key=model.key,
         )
-        source = build_compared(config, tokenizer, world)
+        try:
+            source = build_compared(config, tokenizer, world)
+        except UserError as error:
+            own = f" (with the tokenizer of {model.name})" if len(models) > 1 else ""
+            raise UserError(*(f"{problem}{own}" for problem in error.problems)) from None
         batches = make_batches(config, source, world, samples)
         longest = source.longest + config.sampling.max_new_tokens
         readers[path] = Reader(tokenizer, source, batches, longest)

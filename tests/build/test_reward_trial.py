@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from ppo_ds.build.data import Inputs, read_inputs
 from ppo_ds.build.preflight import try_functions
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import Config, all_rewards
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
 from tests.config.commands import compose
@@ -62,7 +62,7 @@ class Trial:
         """Returns the error line, with paths relative to the folder, or None."""
         config, inputs = self.prepare(body, *arguments, rows=rows)
         try:
-            try_functions(config, inputs)
+            try_functions(all_rewards(config), inputs)
         except UserError as error:
             assert len(error.problems) == 1 and "\n" not in error.problems[0]
             return error.problems[0].replace(f"{self.folder}/", "")
@@ -221,7 +221,7 @@ def test_the_random_states_do_not_change(trial: Trial) -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = draw()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    try_functions(config, inputs)
+    try_functions(all_rewards(config), inputs)
     assert draw() == expected
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.evaluate import main, parse
+from launch.evaluate import create_folder, main, parse
 from ppo_ds.config.schema import resolved
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
@@ -107,6 +107,23 @@ def test_mistakes_are_one_line_each(models: list[str], tmp_path: Path) -> None:
     assert errors("--settings", "gone.json")[0].startswith(
         "--settings=gone.json: cannot be read (FileNotFound"
     )
+
+
+def test_options_that_would_be_lost_are_refused(models: list[str], tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text("")
+    given = [*models, "data.path=held.jsonl", *REWARD]
+    for out in ("judge.py", "judge.py/deeper"):
+        assert errors(*given, "--out", out) == [
+            f"--out={out}: judge.py is a file; give a folder for the results"
+        ]
+    with pytest.raises(UserError, match="^--out=/proc/here: cannot be written"):
+        create_folder(Path("/proc/here"))
+    [line] = errors("base", "data.path=held.jsonl", "--judge", "judge.py:f")
+    assert line == "--judge=judge.py:f: compares two models; give another MODEL, or remove --judge"
+    [line] = errors("base", "data.path=held.jsonl", *REWARD, "actor.model.path=tuned/model")
+    assert line.startswith("actor.model.path=tuned/model: is not evaluated, since it only names the base")
+    assert parse(["base", "data.path=held.jsonl", *REWARD, "actor.model.path=base/model"]).models
+    assert parse(["base", "+experiment=quickstart", "data.path=held.jsonl", *REWARD]).models
 
 
 def test_help_names_all_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,17 @@ def test_each_response_is_compared_with_each_other_response() -> None:
     assert found["against_first"] == {"b": {"won": 0.25, "tied": 0.75, "lost": 0.0}}
 
 
+def test_equal_responses_tie_whatever_their_scores() -> None:
+    """The scores of a reward model depend slightly on the other rows of a batch."""
+    scores = {"a": [0.5, 0.5], "b": [0.5 + 1e-7, 0.7]}
+    found = compare(scores, {"a": ["x", "y"], "b": ["x", "z"]})
+    assert found["win_rate"]["b"]["a"]["mean"] == 0.75
+    assert found["against_first"] == {"b": {"won": 0.5, "tied": 0.5, "lost": 0.0}}
+    assert compare(scores)["win_rate"]["b"]["a"]["mean"] == 1.0
+    texts = [["x", "y"]], [["y", "w"]]  # of the four pairs, (y, y) ties
+    assert outcomes([[1.0, 2.0]], [[0.0, 3.0]], *texts).tolist() == [[0.25, 0.25, 0.5]]
+
+
 def test_the_interval_resamples_prompts_and_not_responses() -> None:
     """Eight responses to each of two prompts are two independent values, not sixteen."""
     of_means = compare({"a": [0.0, 1.0]})["score"]["a"]

@@ -140,6 +140,54 @@ def test_a_model_with_another_vocabulary_is_refused(folder: Path, world, tmp_pat
         )
 
 
+@pytest.mark.parametrize(
+    ("reward", "line"),
+    [
+        ({"path": "nofile.py:f"}, "eval.rewards.x.path=nofile.py:f: no such file"),
+        (
+            {"path": "wrong.py:text"},
+            "eval.rewards.x.path=.* returned 'x' .str.; it must return a list of 2 floats",
+        ),
+        (
+            {"path": "wrong.py:raises"},
+            "eval.rewards.x.path=.* raised KeyError: 'gone' at .*wrong.py:5, in a call",
+        ),
+        ({"_target_": "ppo_ds.rewards.rules.LengthReward"}, "eval.rewards.x.longest"),
+    ],
+    ids=["missing", "text", "raises", "incomplete"],
+)
+def test_wrong_rewards_are_refused_before_a_model_is_loaded(
+    folder: Path, world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: dict[str, str], line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ppo_ds.tools.responses.load_policy", lambda *_, **__: pytest.fail("loaded a model"))
+    (tmp_path / "wrong.py").write_text(
+        "def text(prompts, responses, rows):\n    return 'x'\n\n"
+        "def raises(prompts, responses, rows):\n    return [row['gone'] for row in rows]\n"
+    )
+    config = config_of(folder)
+    models = [named(name, folder / name, str(folder / name)) for name in ("base", "tuned")]
+    section = {"_target_": "ppo_ds.rewards.function.FunctionReward"} | reward
+    with pytest.raises(UserError, match=line):
+        evaluate(config, world, models, {"reward": config.reward, "x": section})
+
+
+def test_lines_of_rewards_are_printed_once_for_several_tokenizers(folder: Path, world) -> None:
+    config = config_of(folder)
+    models = [named(name, folder / name, str(folder / name)) for name in ("base", "tuned")]
+    lines: list[str] = []
+    evaluate(config, world, models, {"reward": config.reward}, note=lines.append)
+    assert len(lines) == len(set(lines))
+
+
+def test_a_template_error_names_the_model(folder: Path, world, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    config = config_of(folder, f"data.path={tmp_path}/chats.jsonl", f"data.eval_path={tmp_path}/chats.jsonl")
+    models = [named(name, folder / name, str(folder / name)) for name in ("base", "tuned")]
+    with pytest.raises(UserError, match=r"no chat template.* \(with the tokenizer of base\)$"):
+        evaluate(config, world, models, {"reward": config.reward})
+
+
 # -- several responses, the KL, other tokenizers ----------------------------------------------------------
 
 

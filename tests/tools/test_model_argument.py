@@ -76,6 +76,18 @@ def test_a_folder_without_a_model_is_one_line(tmp_path: Path, make, line: str) -
     assert len(caught.value.problems) == 1 and line in caught.value.problems[0]
 
 
+def test_a_misspelled_or_empty_model_is_refused_before_the_hub_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model(tmp_path / "tiny" / "model"), model(tmp_path / "outputs" / "tuned" / "model")
+    for wrong, meant in (("tiny/modle", "tiny/model"), ("outputs/tunde", "outputs/tuned")):
+        with pytest.raises(UserError, match=f"^{wrong}: no such folder; did you mean {meant}?"):
+            find_models(["tiny/model", wrong])
+    with pytest.raises(UserError, match="^MODEL='': is empty; give a run directory"):
+        find_models([""])
+
+
 def test_a_model_that_is_given_twice_is_refused(tmp_path: Path) -> None:
     path = str(model(tmp_path / "a"))
     with pytest.raises(UserError, match="a: is given twice"):

@@ -32,6 +32,12 @@ def too_many(prompts, responses_a, responses_b, rows):
 def percent(prompts, responses_a, responses_b, rows):
     return [1, 55]
 
+def number(prompts, responses_a, responses_b, rows):
+    return 0.5
+
+def fails(prompts, responses_a, responses_b, rows):
+    return [row["gone"] for row in rows]
+
 def three(prompts, responses, rows):
     return []
 """
@@ -71,9 +77,11 @@ def test_both_orders_are_averaged(judge) -> None:
     [
         (
             "too_many",
-            "returned 3 scores for 2 responses; it must return one number from 0 to 1 for each pair",
+            "returned 3 scores for 2 responses; it must return a list with one number from 0 to 1 for each",
         ),
-        ("percent", "returned 55.0 for the prompt 'q'; it must return one number from 0 to 1"),
+        ("percent", "returned 55.0 for the prompt 'q'; it must return a list with one number from 0 to 1"),
+        ("number", "returned '0.5' .float.; it must return a list with one number"),
+        ("fails", r"raised KeyError: 'gone' at .*judges.py:27; correct the function"),
         (
             "three",
             r"is called as fn\(prompts, responses_a, responses_b, rows\), but takes \(prompts, responses",
@@ -85,3 +93,12 @@ def test_a_wrong_judge_is_one_line(judge, name: str, line: str) -> None:
     with pytest.raises(UserError, match=f"^--judge=.*judges.py:{name}: .*{line}") as caught:
         judge(name)(["p", "q"], ["a", "b"], ["c", "d"], ROWS)
     assert len(caught.value.problems) == 1
+
+
+def test_a_trial_call_has_the_first_row(judge) -> None:
+    row = {"prompt_text": "p", "answer": "x"}
+    judge("unsure").try_on(row)
+    with pytest.raises(
+        UserError, match=r"KeyError: 'gone'.* before the start .*\(keys of the row: prompt_text, a"
+    ):
+        judge("fails").try_on(row)

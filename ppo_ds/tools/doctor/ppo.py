@@ -115,7 +115,7 @@ def check_inputs(config: Config, report: Report) -> CheckedInputs:
 
         def check_rewards() -> None:
             preflight(config, inputs)
-            try_functions(config, inputs)
+            try_functions(all_rewards(config), inputs)
 
         report.attempt("reward", check_rewards, lambda _: "ok (weights are not checked)")
     evaluated = 0 if held_out is None else min(len(held_out), config.eval.max_prompts or len(held_out))

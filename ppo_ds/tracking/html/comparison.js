@@ -17,6 +17,9 @@ const percent = (value) => `${(100 * value).toFixed(1)}\u202f%`;
 const interval = (found, format) => `${format(found.low)} to ${format(found.high)}`;
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
+/** A text with escapes for the controls that change the direction of the text after them. */
+const visible = (text) => text.replace(/[\u202a-\u202e\u2066-\u2069]/g, (control) => `\\u${control.charCodeAt(0).toString(16)}`);
+
 function modelLabel(name) {
   const dot = el("span", { class: "dot" });
   dot.style.color = color(name);
@@ -46,9 +49,10 @@ function describe() {
   const parts = [`${summary.prompts} prompts of ${summary.data}`, how, `at most ${decoding.max_new_tokens} tokens`];
   const sentences = [];
   const largest = (value) => others.reduce((a, b) => (value(b) > value(a) ? b : a));
-  const wins = (model, rate) => `${model} wins ${percent(rate.mean)} of its comparisons with ${first} ${verdict(rate)}.`;
+  const wins = (model, rate) => `the win rate of ${model} against ${first} is ${percent(rate.mean)} ${verdict(rate)}`;
+  const counts = ({ won, tied, lost }) => `ties count half: ${percent(won)} won, ${percent(tied)} tied, ${percent(lost)} lost`;
   for (const reward of rewards) {
-    const { score, win_rate: winRate } = summary.rewards[reward];
+    const { score, win_rate: winRate, against_first: shares } = summary.rewards[reward];
     const format = scoreFormat(score);
     if (!others.length) {
       sentences.push(`${first} has a mean score of ${format(score[first].mean)} (${reward}).`);
@@ -56,11 +60,11 @@ function describe() {
     }
     const best = largest((model) => score[model].mean);
     sentences.push(`By ${reward}, ${best} scores ${format(score[best].mean)} and ${first} ` +
-      `${format(score[first].mean)}; ${wins(best, winRate[best][first])}`);
+      `${format(score[first].mean)}; ${wins(best, winRate[best][first])}; ${counts(shares[best])}.`);
   }
   if (summary.judge && others.length) {
     const best = largest((model) => summary.judge.models[model].win_rate.mean);
-    sentences.push(`By the judge, ${wins(best, summary.judge.models[best].win_rate)}`);
+    sentences.push(`By the judge, ${wins(best, summary.judge.models[best].win_rate)}.`);
   }
   return [el("p", { class: "eyebrow" }, parts.join("  \u00b7  ")), el("p", { class: "lead" }, sentences.join(" "))];
 }
@@ -118,7 +122,7 @@ function scoreCard(reward) {
   const { score, win_rate: winRate, against_first: shares } = summary.rewards[reward];
   const [plot, low, high] = intervalPlot(score);
   const format = scoreFormat(score);
-  const scale = el("span", { class: "scale" }, el("span", {}, formatNumber(low, 2)), el("span", {}, formatNumber(high, 2)));
+  const scale = el("span", { class: "scale" }, el("span", {}, format(low)), el("span", {}, format(high)));
   const header = ["model", "mean score", scale, ...(others.length ? [`win rate against ${first}`, "won, tied, lost"] : [])];
   const body = models.map((name) => [modelLabel(name), withInterval(score[name], format), plot(name),
     ...(others.length ? [withInterval(winRate[name]?.[first], percent), name === first ? MISSING : outcomeBar(shares[name])] : [])]);
@@ -224,11 +228,12 @@ function groupByPrompt() {
   return [...found.values()];
 }
 
-/** The share of comparisons that `name` wins against the first model on a prompt; a tie counts half. */
+/** The share of comparisons that `name` wins against the first model on a prompt; a tie counts half.
+ *  Equal responses are ties, as in ops/outcomes.py. */
 function winShare(prompt, name, criterion) {
   if (criterion.judge) return mean(prompt.rows.map((row) => row.responses[name].judge.preference));
-  const scores = (model) => prompt.rows.map((row) => row.responses[model].scores[criterion.name]);
-  const pairs = scores(name).flatMap((a) => scores(first).map((b) => (a > b ? 1 : a === b ? 0.5 : 0)));
+  const found = (model) => prompt.rows.map((row) => [row.responses[model].scores[criterion.name], row.responses[model].response]);
+  const pairs = found(name).flatMap(([a, text]) => found(first).map(([b, other]) => (a === b || text === other ? 0.5 : a > b ? 1 : 0)));
   return mean(pairs);
 }
 
@@ -291,11 +296,11 @@ function promptHead(prompt, row) {
     }
   }
   const columns = Object.entries(row.columns ?? {}).map(([name, value]) =>
-    el("span", { class: "column" }, el("span", { class: "faint" }, `${name} `), typeof value === "string" ? value : JSON.stringify(value)));
+    el("span", { class: "column" }, el("span", { class: "faint" }, `${name} `), visible(typeof value === "string" ? value : JSON.stringify(value))));
   return el("div", { class: "prompt-head" },
     el("div", { class: "toolbar" }, el("span", { class: "faint small number" }, `#${prompt.number + 1}`), badges),
-    el("div", { class: "text asked" }, row.asked),
-    row.prompt === row.asked ? null : el("details", { class: "small" }, el("summary", {}, "The prompt as the model reads it"), el("pre", { class: "text mono" }, row.prompt)),
+    el("div", { class: "text asked" }, visible(row.asked)),
+    row.prompt === row.asked ? null : el("details", { class: "small" }, el("summary", {}, "The prompt as the model reads it"), el("pre", { class: "text mono" }, visible(row.prompt))),
     columns.length ? el("div", { class: "columns small" }, columns) : null);
 }
 
@@ -317,7 +322,7 @@ function responseColumn(response, name) {
     facts.push(el("span", { class: "badge number", title: `log p(${name}) - log p(${first}) of this response, in nats` }, `log ratio ${round(response.log_ratio, 2)}`));
   }
   if (response.judge) facts.push(el("span", { class: "badge number", title: `preference over ${first}; 1: always` }, `judge ${formatNumber(response.judge.preference)}`));
-  const text = response.response ? el("div", { class: "text answer" }, response.response) : el("div", { class: "faint answer" }, "(empty)");
+  const text = response.response ? el("div", { class: "text answer" }, visible(response.response)) : el("div", { class: "faint answer" }, "(empty)");
   const column = el("div", { class: "response" }, el("div", { class: "response-head" }, modelLabel(name), el("div", { class: "facts" }, facts)), text);
   column.style.setProperty("--model-color", color(name));
   return column;

@@ -68,15 +68,19 @@ def test_the_page_shows_filters_and_sorts_responses(browser, tmp_path):
     scores = {1: (0.0, 1.0), 2: (3.0, 0.0)}
     rows = [row(i, 0, scores.get(i, (1.0, 1.0)), texts=(f"one {i}", f"two {i}")) for i in range(12)]
     rows[0]["responses"]["a"]["response"] = "<img src=x onerror=alert(1)><b>bold</b>"
+    rows[0]["asked"] = "ab\u202ecd"
     (tmp_path / "page.html").write_text(comparison_page(summary_of(rows), rows))
     browser.open(tmp_path / "page.html")
-    assert "b scores 0.92 and a 1.08; b wins 50.0" in browser.text(".lead").replace("\u202f", " ")
+    lead = browser.text(".lead").replace("\u202f", " ")
+    assert "b scores 0.92 and a 1.08; the win rate of b against a is 50.0 %" in lead
+    assert "ties count half: 8.3 % won, 83.3 % tied, 8.3 % lost." in lead
     assert (
         browser.count(".prompt") == 10
         and browser.texts(".answer")[0] == rows[0]["responses"]["a"]["response"]
     )
     assert browser.count(".answer img, .answer b") == 0
     assert "null" not in browser.text("main")
+    assert browser.texts(".prompt .asked")[0] == "ab\\u202ecd"
     assert browser.texts(".prompt .asked")[1] == "p 1" and browser.text(".columns") == "answer 5"
     browser.click(".pager button:last-child")
     browser.wait_for("document.querySelectorAll('.prompt').length === 2")

@@ -1,0 +1,27 @@
+"""Outcomes of comparisons of responses by their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+WORTH = (1.0, 0.5, 0.0)  # of a won, a tied and a lost comparison in a win rate
+
+
+def outcome_shares(
+    scores: Sequence[float], others: Sequence[float], texts: Sequence[str], other_texts: Sequence[str]
+) -> tuple[float, float, float]:
+    """Returns the shares of pairs of responses to one prompt that are won, tied and lost.
+
+    Each response of one model is compared with each of the other. A pair with equal texts is a tie even if
+    its scores differ: the score of a reward model depends slightly on the other rows of its batch, and a
+    judge may be random.
+    """
+    won = tied = 0
+    for score, text in zip(scores, texts, strict=True):
+        for other, other_text in zip(others, other_texts, strict=True):
+            if score == other or text == other_text:
+                tied += 1
+            elif score > other:
+                won += 1
+    pairs = len(scores) * len(others)
+    return won / pairs, tied / pairs, (pairs - won - tied) / pairs
