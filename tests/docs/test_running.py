@@ -39,7 +39,7 @@ def test_the_commands_of_the_pages_run(tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": "",
     }
     found = running_blocks()
-    assert len(found) >= 5
+    assert len(found) >= 15
     for block in found:
         if (tmp_path / "tiny" / "model").exists():
             shutil.copytree(tmp_path / "tiny" / "model", tmp_path / QUICKSTART, dirs_exist_ok=True)
