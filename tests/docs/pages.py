@@ -61,13 +61,15 @@ def prose(page: Path) -> tuple[str, ...]:
 
 def _split(page: Path) -> tuple[list[str], list[Block]]:
     text, found, code = [], [], []
-    fence, language, indent, start = "", "", "", 0
+    fence, language, indent, start, ended = "", "", "", 0, 0
     lines = page.read_text(encoding="utf-8").splitlines()
 
     def close() -> None:
-        above = next((line for line in reversed(text[: start - 1]) if line.strip()), "")
+        nonlocal ended
+        above = next((line for line in reversed(text[ended : start - 1]) if line.strip()), "")
         found.append(Block(name_of(page), start + 1, language, tuple(code), above.strip() == RUNS))
         code.clear()
+        ended = len(text)
 
     for number, line in enumerate([*lines, ""]):
         opening = _FENCE.match(line)

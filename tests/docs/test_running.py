@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, Block, blocks, pages
+from tests.docs.pages import ROOT, RUNS, Block, blocks, pages
 
 # The page whose commands create the model and the data for all others.
 FIRST = ROOT / "docs" / "recipes" / "README.md"
@@ -25,6 +25,16 @@ LIMIT = 600  # seconds of one block
 def running_blocks() -> list[Block]:
     ordered = sorted(pages(), key=lambda page: (page != FIRST, page.parent != FIRST.parent, page))
     return [block for page in ordered for block in blocks(page) if block.runs]
+
+
+def test_a_block_below_a_running_block_does_not_run_itself(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{RUNS}\n```bash\ntrue\n```\n\n```text\noutput\n```\n\n{RUNS}\n\n```bash\ntrue\n```\n")
+    assert [(block.lines, block.runs) for block in blocks(page)] == [
+        (("true",), True),
+        (("output",), False),
+        (("true",), True),
+    ]
 
 
 @pytest.mark.slow
