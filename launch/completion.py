@@ -26,7 +26,7 @@ def complete(parser: argparse.ArgumentParser, conf: Path) -> None:
     folders = Folders((conf,))
     for action in parser._actions:
         if action.dest == "overrides":
-            action.completer = lambda prefix, **_: list(overrides(prefix, folders))  # type: ignore[attr-defined]
+            setattr(action, "completer", lambda prefix, **_: list(overrides(prefix, folders)))  # noqa: B010
     argcomplete.autocomplete(parser)
 
 
