@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 from ppo_ds.build.data import Inputs
 from ppo_ds.build.ppo_models import Models
@@ -103,8 +104,10 @@ def reference_responses(
             repeatable=not sharded,
         )
     path = section.path if loaded else actor.path
+    resume = config.run.resume
     return ReferenceResponses(
         file=context.run_dir / FILE,
+        earlier=None if resume in ("auto", "never", "restart") else Path(resume).parent.parent / FILE,
         settings={
             "reference": str(path).removeprefix(f"{config.run.dir}/"),
             "revision": section.revision if loaded else actor.revision,

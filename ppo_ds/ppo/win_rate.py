@@ -30,6 +30,8 @@ class ReferenceResponses:
     """
 
     file: Path
+    # of the run whose checkpoint this run begins with, if it is in another directory
+    earlier: Path | None = None
     settings: dict[str, Any]  # JSON: what the responses and scores depend on, besides the prompts
     world: World
     is_initial_actor: bool  # whether the reference has the initial weights of the actor
@@ -50,8 +52,7 @@ class ReferenceResponses:
         """Keeps the rows of all ranks, which every rank passes, for this run and for its next start."""
         self.rows = [{key: row[key] for key in KEPT} for row in rows]
         if self.world.is_main:
-            content = {"settings": self.settings, "rows": self.rows}
-            write_file(self.file, json.dumps(content, ensure_ascii=False, default=str))
+            self._write(self.rows)
         return self.rows
 
     def warn(self) -> None:
@@ -65,13 +66,27 @@ class ReferenceResponses:
         self.warned = True
 
     def _read(self) -> Rows | None:
+        """Returns the rows of the file, or else of the earlier run, whose file is then copied."""
+        for file in (self.file, self.earlier):
+            rows = self._read_file(file) if file is not None else None
+            if rows is not None:
+                if file is self.earlier:
+                    self._write(rows)
+                return rows
+        return None
+
+    def _read_file(self, file: Path) -> Rows | None:
         try:
-            content = json.loads(self.file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
             rows = [{key: row[key] for key in KEPT} for row in content["rows"]]
             known = json.loads(json.dumps(self.settings, default=str))
             return rows if content["settings"] == known else None
         except (OSError, ValueError, TypeError, LookupError):  # no file, or a damaged one
             return None
+
+    def _write(self, rows: Rows) -> None:
+        content = {"settings": self.settings, "rows": rows}
+        write_file(self.file, json.dumps(content, ensure_ascii=False, default=str))
 
 
 def win_rate(rows: Rows, others: Rows) -> float:
