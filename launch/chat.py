@@ -32,7 +32,7 @@ from launch.cli import Parser, parse_options  # noqa: E402
 from launch.evaluate import compose, is_model  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
 from launch.train import complain, prepare_environment  # noqa: E402
-from ppo_ds.commands.entry_points import command  # noqa: E402
+from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
 from ppo_ds.config.checks.data import looks_local  # noqa: E402
 from ppo_ds.config.schema import Config, reward_models  # noqa: E402
 from ppo_ds.distributed.exit import exit_now  # noqa: E402
@@ -93,7 +93,7 @@ def parse(argv: list[str]) -> Wanted:
     parser.add_argument("--greedy", action="store_true")
     options = parse_options(argv, prog="launch/chat.py", parents=[parser])
     if options.help is not None:
-        print(__doc__, end="")
+        print(with_commands(__doc__), end="")
         raise SystemExit(0)
     arguments = [text for text in options.overrides if is_model(text)]
     overrides = [text for text in options.overrides if not is_model(text)]

@@ -43,7 +43,7 @@ from launch.cli import Parser, find_folders, parse_options, to_yaml  # noqa: E40
 from launch.composing import compose_config, resolve_config  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
 from launch.train import complain, prepare_environment, problem_lines, report, write_line  # noqa: E402
-from ppo_ds.commands.entry_points import command  # noqa: E402
+from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
 from ppo_ds.config.checks.data import hub_names, looks_local  # noqa: E402
 from ppo_ds.config.schema import Config, from_tree, inherit, resolved  # noqa: E402
 from ppo_ds.config.types import replace  # noqa: E402
@@ -161,21 +161,20 @@ def parse(argv: list[str]) -> Evaluation:
     parser.add_argument("--samples", type=int)
     parser.add_argument("--judge")
     parser.add_argument("--out", type=Path, default=Path("outputs", "evaluation"))
-    own, rest = parser.parse_known_args(argv)
-    options = parse_options(rest, prog="launch/evaluate.py")
+    options = parse_options(argv, prog="launch/evaluate.py", parents=[parser])
     is_main = os.environ.get("RANK", "0") == "0"
     if options.help is not None:
-        print(__doc__ if is_main else "", end="")
+        print(with_commands(__doc__) if is_main else "", end="")
         raise SystemExit(0)
-    if own.settings is not None:
-        if options.overrides or own.samples or own.judge:
-            raise UserError(f"--settings={own.settings}: takes no other arguments; remove them")
-        return read_settings(own.settings)
-    if own.samples is not None and own.samples < 1:
-        raise UserError(f"--samples={own.samples}: must be at least 1")
+    if options.settings is not None:
+        if options.overrides or options.samples or options.judge:
+            raise UserError(f"--settings={options.settings}: takes no other arguments; remove them")
+        return read_settings(options.settings)
+    if options.samples is not None and options.samples < 1:
+        raise UserError(f"--samples={options.samples}: must be at least 1")
     arguments = [text for text in options.overrides if is_model(text)]
     overrides = [text for text in options.overrides if not is_model(text)]
-    check_folder(own.out)
+    check_folder(options.out)
     if not arguments:
         raise UserError(
             f"MODEL is missing: give one or more models to compare, such as {command('evaluate')} "
@@ -183,14 +182,16 @@ def parse(argv: list[str]) -> Evaluation:
         )
     base = next((text.partition("=")[2] for text in overrides if text.startswith("actor.model.path=")), None)
     models = find_models(arguments, base)
-    if own.judge is not None and len(models) == 1:
-        raise UserError(f"--judge={own.judge}: compares two models; give another MODEL, or remove --judge")
+    if options.judge is not None and len(models) == 1:
+        raise UserError(
+            f"--judge={options.judge}: compares two models; give another MODEL, or remove --judge"
+        )
     if base is not None and base not in used_paths(models) and not any(model.adapter for model in models):
         raise UserError(
             f"actor.model.path={base}: is not evaluated, since it only names the base model of adapters; "
             f"give {base} as a MODEL, without actor.model.path="
         )
-    config, has_reward = compose(options, overrides, models, own.out, own.judge is not None)
+    config, has_reward = compose(options, overrides, models, options.out, options.judge is not None)
     if base is None and config.actor.model.trust_remote_code and any(model.adapter for model in models):
         raise UserError(
             "actor.model.trust_remote_code=true: does not hold for the base model that an adapter names; "
@@ -200,8 +201,8 @@ def parse(argv: list[str]) -> Evaluation:
     if options.cfg:
         print(to_yaml(resolved(config)) if is_main else "", end="")
         raise SystemExit(0)
-    samples = own.samples or (None if config.eval.greedy else 1)
-    return Evaluation(config, models, rewards, own.out, samples, own.judge)
+    samples = options.samples or (None if config.eval.greedy else 1)
+    return Evaluation(config, models, rewards, options.out, samples, options.judge)
 
 
 def check_folder(out: Path) -> None:

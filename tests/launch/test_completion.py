@@ -49,6 +49,7 @@ def test_a_key_is_completed_one_part_at_a_time() -> None:
         ("train", "ppo-ds-train +experiment=rlhf_70b_", "rlhf_70b_lora"),
         ("train", "ppo-ds-train --config-d", "--config-dir"),
         ("export", "ppo-ds-export --role em", "ema"),
+        ("evaluate", "ppo-ds-evaluate --sam", "--samples"),
         ("chat", "ppo-ds-chat --gr", "--greedy"),
         ("chat", "ppo-ds-chat MODEL algo.kl.est", "algo.kl.estimator="),
     ],
