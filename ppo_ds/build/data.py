@@ -137,16 +137,7 @@ def build_prompts(config: Config, tokenizer: Tokenizer, world: World | None = No
     """Loads ``data.path``, or the sets of ``data.mix``; ``data.max_samples`` limits each set."""
     data = config.data
     if not data.mix:
-        return _prompts(
-            config,
-            tokenizer,
-            data,
-            path=data.path,
-            split=data.split,
-            max_samples=data.max_samples,
-            key="data.path",
-            world=world,
-        )
+        return _prompts_of_path(config, tokenizer, world)
     loaders = [
         partial(
             _prompts,
@@ -187,6 +178,12 @@ def build_compared(config: Config, tokenizer: Tokenizer, world: World | None = N
         return held_out
     if data.path is None:
         raise UserError("data.path is missing: the evaluation needs prompts in data.eval_path or data.path")
+    return _prompts_of_path(config, tokenizer, world)
+
+
+def _prompts_of_path(config: Config, tokenizer: Tokenizer, world: World | None) -> PromptSource:
+    """Loads ``data.path``, limited by ``data.max_samples``."""
+    data = config.data
     return _prompts(
         config,
         tokenizer,
