@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torch import Tensor
+
 from ppo_ds.build.shared import all_packed, training_steps
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
@@ -15,7 +17,7 @@ from ppo_ds.config.registry import (
     resolve,
 )
 from ppo_ds.config.schema import Config, learns_values, rollout_size, value_position
-from ppo_ds.config.sections.algo import AlgoConfig, GAEConfig, RolloutISConfig
+from ppo_ds.config.sections.algo import AlgoConfig, GAEConfig, KLConfig, RolloutISConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel
@@ -88,7 +90,7 @@ def experience_maker(
         compute_old_logprobs=not old_logprobs_from_update(config),
         masked_stop_ids=masked_stop_ids(algo.train_on_eos, stop_token_ids, pad_id),
         shaper=ScoreShaper(algo.reward_shaping, world),
-        charged_kl=resolve(KL_ESTIMATORS[algo.kl.estimator]) if algo.kl.place == "reward" else None,
+        charged_kl=_kl_estimator(algo.kl) if algo.kl.place == "reward" else None,
         score_position=_score_position(algo),
         estimate_advantages=advantage_estimator(algo, algo.gae, config.rollout.samples_per_prompt),
         whitening=_whitening(algo),
@@ -142,6 +144,12 @@ def masked_stop_ids(
     if train_on_eos is None:
         return tuple(stop for stop in stop_token_ids if stop == pad_id)
     return () if train_on_eos else stop_token_ids
+
+
+def _kl_estimator(kl: KLConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns the estimator of algo.kl, which takes the log-probs of the policy and of the reference."""
+    estimator = resolve(KL_ESTIMATORS[kl.estimator])
+    return estimator if kl.clamp is None else partial(estimator, clamp=kl.clamp)
 
 
 def _score_position(algo: AlgoConfig) -> ScorePosition:
@@ -198,7 +206,7 @@ def learner(
             sums_over_tokens=loss.sums_over_tokens,
             clip=algo.policy,
             entropy=algo.entropy,
-            kl=resolve(KL_ESTIMATORS[algo.kl.estimator]) if algo.kl.place == "loss" else None,
+            kl=_kl_estimator(algo.kl) if algo.kl.place == "loss" else None,
             aux_coef=(actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef,
             agg=aggregation,
             level=algo.action_level,

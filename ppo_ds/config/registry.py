@@ -63,7 +63,7 @@ class PolicyLossEntry(Entry):
 class KLEstimatorEntry(Entry):
     """An estimator of the KL to the reference, called as (logprobs, ref_logprobs) -> [B,R].
 
-    Shapes: B responses, R response tokens.
+    With algo.kl.clamp it also gets the keyword argument ``clamp``. Shapes: B responses, R response tokens.
     """
 
     # False if its value is that of another estimator and only the gradient differs

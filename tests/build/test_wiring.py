@@ -122,6 +122,8 @@ NORM = "algo.loss.agg=token_sum_norm"
         (IN_LOSS, [], REWARDS),
         ("algo.kl.estimator=k2", [], REWARDS),
         ("algo.kl.estimator=k2", [IN_LOSS], {"actor"}),
+        ("algo.kl.clamp=0.3", [], REWARDS),
+        ("algo.kl.clamp=0.3", [IN_LOSS], {"actor"}),
         ("algo.kl.coef=0.3", [], REWARDS),
         ("algo.kl.coef=0.3", [IN_LOSS], {"actor"}),
         ("algo.train_on_eos=false", [], {"response_mask"} | REWARDS),

@@ -181,6 +181,10 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0.1",
         ),
         (
+            ["algo.kl.clamp=10", "algo.kl.place=none"],
+            "algo.kl.clamp=10: limits a penalty that algo.kl.place=none does not compute",
+        ),
+        (
             ["health.max_kl=2", "algo.kl.place=none"],
             "health.max_kl=2: without a reference no KL is measured",
         ),

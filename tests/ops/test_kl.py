@@ -1,9 +1,13 @@
 """Tests KL estimators and controllers: goldens, exact expectations, extreme values."""
 
+import math
+from functools import partial
+
 import pytest
 import torch
 
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController, approx_kl
+from ppo_ds.ops.losses import kl_loss
 from tests.ops.golden import assert_no_stale_entries, check, gradient, leaf, outputs
 
 PEER_CLAMP = 10.0  # OpenRLHF limits every estimator to +-10, verl k3 only
@@ -139,6 +143,22 @@ def test_worked_by_hand():
     )
     assert approx_kl(x, ref, "k1", clamp=0.3).item() == 0.3
     assert approx_kl(ref, x, "k1", clamp=0.3).item() == -0.3
+
+
+def test_a_clamp_bounds_one_token_in_a_loss():
+    """Where the reference is 12 nats more likely, k3 is e^12 - 13 and its gradient 1 - e^12 (NeMo RL: 10, 0).
+
+    The other token has d = 1: k3 = 1/e and the gradient 1 - 1/e.
+    """
+    ref, mask = torch.tensor([[-1.0, -2.0]]).double(), torch.ones(1, 2).bool()
+    found = {}
+    for clamp in (None, 10.0):
+        x = leaf(torch.tensor([[-13.0, -1.0]]).double())
+        loss = kl_loss(x, ref, mask, estimator=partial(approx_kl, estimator="k3", clamp=clamp))
+        found[clamp] = [loss.item(), *gradient(loss, x)[0].tolist()]
+    other, slope = math.exp(-1) / 2, (1 - math.exp(-1)) / 2
+    assert found[None] == pytest.approx([162741.7914 / 2 + other, (1 - math.exp(12)) / 2, slope])
+    assert found[10.0] == pytest.approx([5 + other, 0, slope])
 
 
 def test_only_the_policy_gets_gradients_and_low_precision_is_widened():

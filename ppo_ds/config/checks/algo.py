@@ -66,6 +66,11 @@ def check_kl(config: Config, ranks: int) -> Iterator[str]:
             f"algo.kl.controller={kl.controller}: changes a coefficient that algo.kl.place=none does not "
             "use; set algo.kl.place to reward or loss"
         )
+    if kl.clamp is not None and kl.place == "none":
+        yield (
+            f"algo.kl.clamp={kl.clamp:g}: limits a penalty that algo.kl.place=none does not compute; set "
+            "algo.kl.place to reward or loss, or algo.kl.clamp to null"
+        )
     if kl.place == "reward" and not KL_ESTIMATORS[kl.estimator].in_reward:
         yield (
             f"algo.kl.estimator={kl.estimator}: differs from {kl.estimator[:-1]} only in its gradient, so "
