@@ -1,0 +1,114 @@
+"""Tests the memory of a vLLM engine with sizes worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ppo_ds.ops.memory import Shape
+from ppo_ds.ops.vllm_memory import (
+    BATCHED_TOKENS,
+    COMMUNICATOR,
+    GRAPHS,
+    SEQUENCES,
+    VllmMemory,
+    parallel_problem,
+    parallel_sizes,
+    vllm_activation_bytes,
+    vllm_cache_bytes,
+    vllm_memory,
+    vllm_weight_bytes,
+)
+
+# Qwen2.5-72B: two embeddings of 152,064 x 8,192; in each of 80 layers the queries and the output (8,192 x
+# 8,192), keys and values (8,192 x 1,024), three matrices of 8,192 x 29,568, biases and norms
+EMBEDDING = 152_064 * 8192
+LAYER = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 29_568 + (8192 + 2 * 1024) + 2 * 8192
+PARAMETERS = 2 * EMBEDDING + 80 * LAYER + 8192
+QWEN_72B = Shape(
+    parameters=PARAMETERS,
+    trained=PARAMETERS,
+    largest_trained=EMBEDDING,
+    largest_tensor=EMBEDDING,
+    head=EMBEDDING,
+    tied=False,
+    vocabulary=152_064,
+    layers=80,
+    hidden=8192,
+    inner=29_568,
+    gated=True,
+    heads=64,
+    width=8192,
+    kv_width=1024,
+)
+
+
+def test_eight_ranks_hold_an_eighth_of_the_weights_each() -> None:
+    assert PARAMETERS == 72_706_203_648  # as the model card says
+    assert vllm_weight_bytes(QWEN_72B, 1, 2) == 145_412_407_296
+    assert vllm_weight_bytes(QWEN_72B, 8, 2) == 18_176_550_912
+
+
+def test_adapters_are_merged_into_the_weights() -> None:
+    adapted = replace(QWEN_72B, parameters=PARAMETERS + 8_000_000, trained=8_000_000)
+    assert vllm_weight_bytes(adapted, 8, 2) == 18_176_550_912
+
+
+def test_more_ranks_than_key_heads_repeat_the_heads() -> None:
+    # 16 ranks and 8 heads: each rank has one head, 1/8 instead of 1/16 of the keys' and values' matrices
+    repeated = 2 * 80 * 8192 * 1024 // 16
+    assert vllm_weight_bytes(QWEN_72B, 16, 2) == 2 * (PARAMETERS // 16 + repeated)
+    tokens = 49_152
+    assert vllm_cache_bytes(QWEN_72B, tokens, 16, 2) == 2 * vllm_cache_bytes(QWEN_72B, tokens, 8, 2)
+
+
+def test_the_cache_of_a_rank_is_as_large_as_without_tensor_parallelism() -> None:
+    # 2 tensors x 80 layers x 1,024 numbers of 2 bytes are 320 KiB for each token
+    for ranks in (1, 2, 4, 8):
+        assert vllm_cache_bytes(QWEN_72B, 32 * 1536, ranks, 2) == 32 * 1536 * 320 * 1024
+
+
+def test_activations_of_a_prefill_and_of_sampling() -> None:
+    # three hidden states and an eighth of three MLP states in bf16; logits in bf16, in fp32 and three copies
+    prefill = BATCHED_TOKENS * 2 * (3 * 8192 + 3 * 29_568 // 8)
+    sampling = SEQUENCES * 152_064 * (2 + 4 + 12)
+    assert vllm_activation_bytes(QWEN_72B, 8, 2, sampled=12) == max(prefill, sampling) == sampling
+    assert vllm_activation_bytes(replace(QWEN_72B, vocabulary=1000), 8, 2, sampled=12) == prefill
+
+
+def test_sleeping_frees_weights_and_cache() -> None:
+    memory = VllmMemory(weights=1000, kv_cache=200, activations=30, kept=4)
+    assert memory.awake == 1234
+    assert [memory.between(level) for level in (0, 1, 2)] == [1204, 4, 4]
+    assert [memory.host(level) for level in (0, 1, 2)] == [0, 1000, 0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "on_gpu", "kept"), [(8, True, GRAPHS + COMMUNICATOR), (1, True, GRAPHS), (8, False, 0)]
+)
+def test_graphs_and_communicator_are_kept(ranks: int, on_gpu: bool, kept: int) -> None:
+    found = vllm_memory(QWEN_72B, tensor_parallel=ranks, kv_cache=5, each=2, sampled=12, on_gpu=on_gpu)
+    assert (found.kept, found.kv_cache) == (kept, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "reason"),
+    [
+        ({}, 8, None),
+        ({}, 16, None),
+        ({}, 3, "64 attention heads"),
+        ({"kv_width": 768}, 4, "6 key-value heads"),
+        ({"inner": 29_569}, 8, "29569 neurons"),
+    ],
+)
+def test_sizes_that_vllm_cannot_divide(changes: dict[str, int], ranks: int, reason: str | None) -> None:
+    found = parallel_problem(replace(QWEN_72B, **changes), ranks)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_sizes_of_groups_divide_the_ranks_and_the_model() -> None:
+    # Qwen2.5-7B: 28 heads, 4 of the keys, 18,944 = 512 x 37 neurons
+    small = replace(QWEN_72B, hidden=3584, heads=28, width=3584, kv_width=512, inner=18_944)
+    assert parallel_sizes(small, 8) == [1, 2, 4]
+    assert parallel_sizes(QWEN_72B, 8) == [1, 2, 4, 8]
