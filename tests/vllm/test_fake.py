@@ -1,0 +1,154 @@
+"""The fake vLLM of the ordinary tests has the signatures of the real one and decodes as transformers does."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support import fake_vllm
+
+PROMPTS = ((3, 5, 7, 9), (11, 13), (20,) * 9)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny Llama and the directory where it is saved."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    lm, path = LlamaForCausalLM(config).eval(), tmp_path_factory.mktemp("model")
+    with torch.no_grad():  # a distribution that is far from uniform
+        lm.lm_head.weight.mul_(20)
+    lm.save_pretrained(path)
+    return lm, str(path)
+
+
+@pytest.fixture
+def llm(model):
+    """An engine with the weights of ``model``."""
+    lm, path = model
+    llm = fake_vllm.LLM(path, dtype="float32", max_model_len=32, logprobs_mode="processed_logprobs")
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(lm.named_parameters())})
+    return llm
+
+
+def decode(llm, **sampling):
+    params = [fake_vllm.SamplingParams(seed=i, logprobs=0, **sampling) for i in range(len(PROMPTS))]
+    return llm.generate([{"prompt_token_ids": list(row)} for row in PROMPTS], params, use_tqdm=False)
+
+
+def drawn_logprobs(lm, prompt, tokens, temperature=1.0):
+    """Computes the log-probs of ``tokens`` after ``prompt`` in one forward of transformers."""
+    with torch.no_grad():
+        logits = lm(torch.tensor([list(prompt) + list(tokens)])).logits[0] / temperature
+    rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    return rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def test_greedy_output_is_that_of_transformers(model, llm):
+    for prompt, out in zip(PROMPTS, decode(llm, temperature=0.0, max_tokens=8), strict=True):
+        ids = torch.tensor([prompt])
+        expected = model[0].generate(ids, do_sample=False, max_new_tokens=8, pad_token_id=0)[0, len(prompt) :]
+        assert out.outputs[0].token_ids == expected.tolist()
+
+
+def test_logprobs_are_those_of_the_temperature(model, llm):
+    for prompt, out in zip(PROMPTS, decode(llm, temperature=0.7, max_tokens=8), strict=True):
+        completion = out.outputs[0]
+        found = [
+            row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)
+        ]
+        expected = drawn_logprobs(model[0], prompt, completion.token_ids, temperature=0.7)
+        torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=0)
+
+
+def test_seeds_determine_the_draws_whatever_else_is_decoded(llm):
+    together = [out.outputs[0].token_ids for out in decode(llm, max_tokens=8)]
+    alone = llm.generate(
+        [{"prompt_token_ids": list(PROMPTS[1])}], [fake_vllm.SamplingParams(seed=1, max_tokens=8)]
+    )
+    assert alone[0].outputs[0].token_ids == together[1]
+    assert together == [out.outputs[0].token_ids for out in decode(llm, max_tokens=8)]
+
+
+def test_a_stop_token_ends_a_response_and_is_part_of_it(llm):
+    free = decode(llm, temperature=0.0, max_tokens=8)[0].outputs[0]
+    assert free.finish_reason == "length"
+    stop = free.token_ids[2]
+    first = free.token_ids.index(stop)
+    ended = decode(llm, temperature=0.0, max_tokens=8, stop_token_ids=[stop])[0].outputs[0]
+    assert ended.token_ids == free.token_ids[: first + 1]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
+    late = decode(llm, temperature=0.0, max_tokens=8, stop_token_ids=[stop], min_tokens=8)[0].outputs[0]
+    assert len(late.token_ids) == 8 and stop not in late.token_ids[:7]
+
+
+def test_weights_that_are_not_given_stay_and_sleep_discards_all(model, llm):
+    lm, _ = model
+    before = decode(llm, temperature=0.0, max_tokens=8)
+    changed = [(name, tensor * 1.5) for name, tensor in lm.named_parameters() if "lm_head" not in name]
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(changed)})
+    assert "lm_head.weight" not in llm.syncs[-1]
+    head = dict(llm.llm_engine.model.named_parameters())["lm_head.weight"]
+    assert torch.equal(head, lm.lm_head.weight)
+    llm.sleep(2)
+    with pytest.raises(RuntimeError, match="asleep"):
+        decode(llm, temperature=0.0, max_tokens=8)
+    llm.llm_engine.abort_request(list(llm.llm_engine.requests))
+    llm.wake_up()
+    assert head.isnan().all()
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(lm.named_parameters())})
+    after = decode(llm, temperature=0.0, max_tokens=8)
+    assert [out.outputs[0].token_ids for out in after] == [out.outputs[0].token_ids for out in before]
+
+
+def parameters(function):
+    return [p for p in inspect.signature(function).parameters.values() if p.name not in ("self", "kwargs")]
+
+
+def test_signatures_are_those_of_vllm():
+    """Every parameter of the fake exists in vLLM, of the same kind, with the same default, in the same order."""
+    vllm = pytest.importorskip("vllm", reason="vllm is not installed; make test-vllm installs it")
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.logprobs import Logprob
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    pairs = [
+        (fake_vllm.LLM, vllm.LLM, ("__init__", "generate", "collective_rpc", "sleep", "wake_up", "reset_prefix_cache")),
+        (
+            fake_vllm.LLMEngine,
+            LLMEngine,
+            ("add_request", "abort_request", "step", "has_unfinished_requests", "get_num_unfinished_requests"),
+        ),
+    ]  # fmt: skip
+    for fake, real, names in pairs:
+        for name in names:
+            compare(parameters(getattr(fake, name)), parameters(getattr(real, name)), name)
+    for fake, real in (
+        (fake_vllm.SamplingParams, vllm.SamplingParams),
+        (fake_vllm.CompletionOutput, CompletionOutput),
+        (fake_vllm.RequestOutput, RequestOutput),
+        (fake_vllm.Logprob, Logprob),
+    ):
+        named = {p.name: p for p in parameters(real)}
+        compare(parameters(fake), [named[p.name] for p in parameters(fake)], fake.__name__)
+    assert fake_vllm.ENGINE_ARGUMENTS <= {argument.name for argument in dataclasses.fields(EngineArgs)}
+    assert fake_vllm.__version__ == vllm.__version__.split("+")[0]
+
+
+def compare(fake, real, where):
+    """Asserts that the parameters ``fake`` are among ``real`` in the same order, with kinds and defaults."""
+    real_names = [p.name for p in real]
+    assert [p.name for p in fake] == [name for name in real_names if name in {p.name for p in fake}], where
+    positional = [p.name for p in fake if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == real_names[: len(positional)] or where in ("SamplingParams", "CompletionOutput"), (
+        where
+    )
+    for own in fake:
+        theirs = real[real_names.index(own.name)]
+        assert (own.kind, own.default) == (theirs.kind, theirs.default), f"{where}: {own.name}"
