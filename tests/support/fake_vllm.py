@@ -4,8 +4,8 @@ The ordinary tests install it with ``monkeypatch.setitem(sys.modules, "vllm", fa
 an environment of its own. tests/vllm/test_fake.py compares its signatures with those of the real module.
 
 Differences from vLLM: every step runs the whole sequences again, without a cache, and tensor parallelism and
-detokenization are not simulated. ``sleep`` overwrites the weights with NaN at level 2, as discarded memory may
-hold anything, and decoding while asleep raises. vLLM on a CPU ignores ``sleep``.
+detokenization are not simulated. ``sleep`` overwrites the weights with NaN at level 2, because discarded
+memory may hold anything, and decoding while asleep raises. vLLM on a CPU ignores ``sleep``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ ENGINE_ARGUMENTS = {
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",
-    "swap_space",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -170,7 +169,7 @@ class LLMEngine:
         if len(ids) >= self.max_model_len:
             raise ValueError(
                 f"The decoder prompt (length {len(ids)}) is longer than the maximum model length of "
-                f"{self.max_model_len}. Make sure that `max_model_len` is no smaller than the number of tokens."
+                f"{self.max_model_len}. Make sure that `max_model_len` is no smaller."
             )
         generator = None if params.seed is None else torch.Generator().manual_seed(params.seed)
         self.requests[request_id] = Request(request_id, ids, params, generator)
@@ -332,7 +331,7 @@ class LLM:
 
     @torch.no_grad()
     def _reload(self, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies weights by their names in the checkpoint; the weights that are not given stay as they are."""
+        """Copies weights by their names in the checkpoint; weights that are not given stay as they are."""
         targets = dict(self.llm_engine.model.named_parameters())
         names = []
         for name, tensor in weights_iterator:

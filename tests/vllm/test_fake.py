@@ -59,10 +59,9 @@ def test_greedy_output_is_that_of_transformers(model, llm):
 def test_logprobs_are_those_of_the_temperature(model, llm):
     for prompt, out in zip(PROMPTS, decode(llm, temperature=0.7, max_tokens=8), strict=True):
         completion = out.outputs[0]
-        found = [
-            row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)
-        ]
-        expected = drawn_logprobs(model[0], prompt, completion.token_ids, temperature=0.7)
+        tokens = completion.token_ids
+        found = [row[token].logprob for row, token in zip(completion.logprobs, tokens, strict=True)]
+        expected = drawn_logprobs(model[0], prompt, tokens, temperature=0.7)
         torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=0)
 
 
@@ -111,21 +110,16 @@ def parameters(function):
 
 
 def test_signatures_are_those_of_vllm():
-    """Every parameter of the fake exists in vLLM, of the same kind, with the same default, in the same order."""
+    """Every parameter of the fake exists in vLLM with the same kind and default, in the same order."""
     vllm = pytest.importorskip("vllm", reason="vllm is not installed; make test-vllm installs it")
     from vllm.engine.arg_utils import EngineArgs
     from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    pairs = [
-        (fake_vllm.LLM, vllm.LLM, ("__init__", "generate", "collective_rpc", "sleep", "wake_up", "reset_prefix_cache")),
-        (
-            fake_vllm.LLMEngine,
-            LLMEngine,
-            ("add_request", "abort_request", "step", "has_unfinished_requests", "get_num_unfinished_requests"),
-        ),
-    ]  # fmt: skip
+    llm_calls = ("__init__", "generate", "collective_rpc", "sleep", "wake_up", "reset_prefix_cache")
+    engine_calls = ("add_request", "abort_request", "step", "has_unfinished_requests")
+    pairs = ((fake_vllm.LLM, vllm.LLM, llm_calls), (fake_vllm.LLMEngine, LLMEngine, engine_calls))
     for fake, real, names in pairs:
         for name in names:
             compare(parameters(getattr(fake, name)), parameters(getattr(real, name)), name)
@@ -135,20 +129,24 @@ def test_signatures_are_those_of_vllm():
         (fake_vllm.RequestOutput, RequestOutput),
         (fake_vllm.Logprob, Logprob),
     ):
-        named = {p.name: p for p in parameters(real)}
-        compare(parameters(fake), [named[p.name] for p in parameters(fake)], fake.__name__)
+        # objects of these classes are created with keyword arguments
+        named = {parameter.name: parameter for parameter in parameters(real)}
+        known = [named[own.name] for own in parameters(fake)]
+        compare(parameters(fake), known, fake.__name__, positional=False)
     assert fake_vllm.ENGINE_ARGUMENTS <= {argument.name for argument in dataclasses.fields(EngineArgs)}
     assert fake_vllm.__version__ == vllm.__version__.split("+")[0]
 
 
-def compare(fake, real, where):
-    """Asserts that the parameters ``fake`` are among ``real`` in the same order, with kinds and defaults."""
-    real_names = [p.name for p in real]
-    assert [p.name for p in fake] == [name for name in real_names if name in {p.name for p in fake}], where
-    positional = [p.name for p in fake if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert positional == real_names[: len(positional)] or where in ("SamplingParams", "CompletionOutput"), (
-        where
-    )
+def compare(fake, real, where, positional=True):
+    """Asserts that the parameters ``fake`` are among ``real`` in the same order, with kinds and defaults.
+
+    Positional parameters must also be the first of ``real``, unless ``positional`` is False.
+    """
+    names = [own.name for own in fake]
+    assert names == [theirs.name for theirs in real if theirs.name in names], where
+    if positional:
+        first = [own.name for own in fake if own.kind is own.POSITIONAL_OR_KEYWORD]
+        assert first == [theirs.name for theirs in real][: len(first)], where
     for own in fake:
-        theirs = real[real_names.index(own.name)]
+        (theirs,) = (parameter for parameter in real if parameter.name == own.name)
         assert (own.kind, own.default) == (theirs.kind, theirs.default), f"{where}: {own.name}"
