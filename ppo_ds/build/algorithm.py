@@ -218,6 +218,7 @@ def learner(
         ptx_texts=ptx_texts,
         whitening=_whitening(algo),
         norm=algo.loss.norm or config.sampling.max_new_tokens,
+        mask_truncated=algo.loss.mask_truncated,
         epochs=algo.epochs,
         minibatch_size=algo.minibatch_size or rollout_size(config),
         token_budget=int(config.memory.train_tokens),

@@ -70,6 +70,7 @@ class Learner:
     ptx_texts: Iterator[Sequences] | None  # yields the texts of one optimizer step, for all ranks
     whitening: Whitening
     norm: int  # for the aggregation token_sum_norm: its divisor for each response
+    mask_truncated: bool = False  # excludes responses cut at the length limit from all losses
     # batches
     epochs: int
     minibatch_size: int  # rows of one optimizer step, over all ranks
@@ -112,6 +113,8 @@ class Learner:
             minibatch = experience.select(rows)
             advantages = self.whitening.whiten_minibatch(minibatch.advantages, minibatch.response_mask)
             minibatch = replace(minibatch, advantages=advantages)
+            if self.mask_truncated:
+                minibatch = without_truncated(minibatch)
             plan = microbatch_rows(minibatch, self.token_budget, self.world, self.packed)
             micros = [minibatch.select(part).trimmed() for part in plan]
             metrics.add_parts({"perf/pad_frac_update": padding(micros, self.packed)})
@@ -324,3 +327,13 @@ class Learner:
         self.health.record_skip(NonFiniteStep((what,), minibatch, rows, row, rank, kl_coef, critic_only))
         unknown = {name: math.nan for name in UNKNOWN if steps[name.partition("/")[0]]}
         return unknown | step_metrics(steps) | {"policy/epochs_run": 0.0, "policy/early_stopped": 0.0}
+
+
+def without_truncated(rows: Experience) -> Experience:
+    """Removes the responses that did not end with a stop from the masks of the losses (Yu et al. 2025).
+
+    The rows stay, so that the size of a minibatch does not change. Models still attend to their tokens.
+    """
+    ended = rows.finished[:, None]
+    states = None if rows.value_mask is None else rows.value_mask & ended
+    return replace(rows, response_mask=rows.response_mask & ended, value_mask=states)

@@ -161,6 +161,7 @@ NORM = "algo.loss.agg=token_sum_norm"
         ("algo.policy.clip_high=0.3", [], {"actor"}),
         ("algo.policy.dual_clip=3", [], {"actor"}),
         ("algo.loss.agg=seq_mean_token_sum", [], LEARNED),
+        ("algo.loss.mask_truncated=true", [], LEARNED),
         ("algo.loss.norm=33", [NORM], LEARNED),
         ("algo.loss.norm=10", [NORM], set()),  # the default: sampling.max_new_tokens
         (ENTROPY, [SAMPLE], {"actor"}),

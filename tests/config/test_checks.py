@@ -181,6 +181,10 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0.1",
         ),
         (
+            ["algo.loss.mask_truncated=true", "algo.gae.bootstrap_truncated=true"],
+            "algo.gae.bootstrap_truncated=true: changes the returns of truncated responses, which",
+        ),
+        (
             ["algo.kl.clamp=10", "algo.kl.place=none"],
             "algo.kl.clamp=10: limits a penalty that algo.kl.place=none does not compute",
         ),

@@ -241,11 +241,12 @@ def by_hand(
     steps=None,
     shared=False,
     left_out=None,
+    mask_truncated=False,
 ):
     """Runs the same optimizer steps token by token on unpadded rows.
 
     Only the first ``steps`` are run, except the step with index ``left_out``. With ``shared`` the policy's
-    value head computes the values.
+    value head computes the values. With ``mask_truncated`` rows that are not finished are left out.
     """
     shape, vshape = POLICY | (policy or {}), VALUE | (value or {})
     actor, critic = TinyPolicy(V, 1, shared=shared), TinyCritic(1, 2)
@@ -254,7 +255,7 @@ def by_hand(
     order = shuffled(len(rows), epochs, minibatch_size, seed)[:steps]
     for part in [part for i, part in enumerate(order) if i != left_out]:
         surrogate, entropies, kls, errors, squares = [], [], [], [], []
-        for i in part.tolist():
+        for i in [i for i in part.tolist() if rows.finished[i] or not mask_truncated]:
             inputs = ids, _, r = unpadded(rows, i)
             logprobs, entropy, own = actor(*inputs, with_entropy=True)[:3]
             values = own if shared else critic(*inputs)

@@ -275,3 +275,40 @@ def test_advantages_whitened_by_the_minibatch(on_ranks, rows, ranks, unbiased):
             for ours, theirs in zip(engine.module.parameters(), module.parameters(), strict=True):
                 # looser, since whitening is in float32
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# -- truncated responses -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agg", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 20), (2, 1), (4, 10_000)])
+def test_truncated_responses_are_in_no_loss(on_ranks, rows, agg, ranks, budget):
+    """Two rows of the first and one of the second minibatch are cut; the means are over the other rows."""
+    (first, second), settings = shuffled(8, 1, 4, seed=3), dict(policy=dict(agg=agg), value=dict(agg=agg))
+    finished = torch.ones(8, dtype=torch.bool)
+    finished[torch.cat([first[:2], second[3:]])] = False
+    rows = replace(rows, finished=finished)
+    expected = by_hand(rows, epochs=1, mask_truncated=True, **settings)
+    for seen, *engines in on_ranks(
+        ranks,
+        lambda world: learned(world, rows, epochs=1, mask_truncated=True, budget=budget, **settings),
+    ):
+        same(engines, expected)
+        assert seen["value/mean"] == seen["value/mean"] and seen["policy/loss"] != 0
+
+
+def test_a_minibatch_of_truncated_responses_has_no_gradient(world, rows):
+    rows = replace(rows, finished=torch.zeros(8, dtype=torch.bool))
+    seen, *engines = learned(world, rows, epochs=1, mask_truncated=True, budget=20)
+    same(engines, [TinyPolicy(V, 1), TinyCritic(1, 2)])
+    assert seen["policy/grad_norm"] == 0 and engines[0].steps == 2
+
+
+def test_truncated_responses_count_in_the_whitening_of_a_minibatch(world, rows):
+    """The statistics are those of all rows, and only the rows that ended are trained."""
+    finished = torch.tensor([True, False, True, True, True, False, True, True])
+    rows, whitening = replace(rows, finished=finished), replace(AS_IT_IS, over="minibatch")
+    whole = whitening.whiten_minibatch(rows.advantages, rows.response_mask)
+    settings = dict(epochs=1, minibatch_size=8, mask_truncated=True)
+    _, *engines = learned(world, rows, whitening=whitening, **settings)
+    same(engines, by_hand(replace(rows, advantages=whole), **settings))

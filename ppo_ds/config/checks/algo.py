@@ -96,6 +96,11 @@ def check_loss(config: Config, ranks: int) -> Iterator[str]:
             f"algo.loss.norm={algo.loss.norm}: only used with algo.loss.agg=token_sum_norm "
             f"(it is {algo.loss.agg})"
         )
+    if algo.loss.mask_truncated and algo.gae.bootstrap_truncated:
+        yield (
+            "algo.gae.bootstrap_truncated=true: changes the returns of truncated responses, which "
+            "algo.loss.mask_truncated=true excludes from the losses; set one of them to false"
+        )
     if algo.rollout_is.kind != "none" and algo.action_level == "sequence":
         yield (
             f"algo.rollout_is.kind={algo.rollout_is.kind}: weights tokens, so algo.action_level must be token"

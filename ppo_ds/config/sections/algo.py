@@ -121,6 +121,11 @@ class LossConfig(Section):
         None,
         description="Tokens per response in the divisor of token_sum_norm; null: sampling.max_new_tokens.",
     )
+    mask_truncated: bool = Field(
+        False,
+        description="Excludes responses cut at the length limit from all losses (DAPO's overlong filtering); "
+        "their scores still count in baselines and in whitening.",
+    )
 
 
 class RewardShapingConfig(Section):
