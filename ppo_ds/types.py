@@ -95,6 +95,9 @@ class Sequences(_Rows):
     # [B,R] bool: True for the tokens in the loss, which are actions of the policy (see algo.train_on_eos) or
     # trained tokens of a text
     response_mask: Tensor = field(metadata=_R)
+    # [B,R] bool: True for attended tokens that an environment added between two turns of the policy; None
+    # without an environment (environments/multi_turn.py)
+    feedback_mask: Tensor | None = field(default=None, kw_only=True, metadata=_R)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,6 +138,13 @@ class Sequences(_Rows):
         """Number of attended tokens after the prompt, [B] long."""
         return self.response_attention.sum(1)
 
+    @property
+    def generated_lengths(self) -> Tensor:
+        """Number of tokens that the policy generated, [B] long: all but the feedback of an environment."""
+        if self.feedback_mask is None:
+            return self.response_lengths
+        return self.response_lengths - self.feedback_mask.sum(1)
+
     def to(self, device: torch.device) -> Self:
         """Returns the same rows with all tensors on ``device``."""
         return replace(self, **{name: to_device(column, device) for name, column in self.tensors().items()})
@@ -168,15 +178,25 @@ def to_device(column: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Rollout(Sequences):
-    """Prompts with the responses that the policy generated."""
+    """Prompts with the responses that the policy generated.
 
-    # [B] bool: True if the response ended with a stop, False if it reached its limit or the backend cut it
+    With an environment, a response holds all turns of the policy and the feedback between them.
+    """
+
+    # [B] bool: True if the response ended with a stop, False if it reached its limit or the backend cut it.
+    # With an environment: True if the environment ended the episode
     finished: Tensor = field(metadata=_B)
     limits: Tensor = field(metadata=_B)  # [B] long: the maximum number of tokens of each response
     # [B,R] float32: log-probs computed by the decode backend, 0 outside the mask. They are used for the
     # parity check, the metrics parity/* and algo.rollout_is. Old log-probs come from the training engine.
     logprobs: Tensor = field(metadata=_R)
     metadata: tuple[Row, ...]  # B rows, the metadata of the prompts
+
+    # the rewards and the ends of the episodes of an environment; None without one
+    # [B,R] float32: the reward of each turn, at the last token of the turn
+    turn_rewards: Tensor | None = field(default=None, kw_only=True, metadata=_R)
+    # B reasons, each one of environments.multi_turn.ENDS
+    episode_ends: tuple[str, ...] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -256,6 +276,9 @@ class Experience(Sequences):
     returns: Tensor | None = field(default=None, metadata=_S)  # [B,S]
     # [B,S] bool: the states whose value is trained
     value_mask: Tensor | None = field(default=None, metadata=_S)
+
+    # B reasons why the episodes of an environment ended; None without one
+    episode_ends: tuple[str, ...] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ MUTABLE = (
     *(
         "run.threads",
         "run.verbose",
+        "rollout.environment.trial",
+        "rollout.environment.workers",
         "memory.*",
         "checkpoint.*",
         "health.*",
@@ -78,6 +80,9 @@ IMMUTABLE = (
         "critic.share_trunk",
         "rollout.prompts_per_step",
         "rollout.samples_per_prompt",
+        "rollout.environment.arguments*",
+        "rollout.environment.max_turns",
+        "rollout.environment.path",
         "data.*",
         "prepare.*",
     ),
@@ -117,6 +122,7 @@ OPEN_SECTIONS = (
     "critic.deepspeed",
     "scorer.deepspeed",
     "data.chat_template_kwargs",
+    "rollout.environment.arguments",
 )
 Settings = Mapping[str, Any]  # The result of schema.resolved, possibly read back from JSON or YAML.
 Change = tuple[str, Any, Any]  # key, old value, new value

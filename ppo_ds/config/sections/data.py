@@ -9,6 +9,23 @@ from ppo_ds.config.registry import DECODE_BACKENDS
 from ppo_ds.config.types import Count, Natural, Number, OneOf, Positive, Section, Text
 
 
+class EnvironmentConfig(Section):
+    """Environment of multi-turn responses: it answers each turn of the policy until the episode is done."""
+
+    path: Text | None = Field(
+        None,
+        description="Class of the environment, as pkg.mod:Class or file.py:Class; null: responses have a "
+        "single turn.",
+    )
+    arguments: dict[Any, Any] = Field({}, description="Keyword arguments of the class.")
+    max_turns: Count = Field(8, description="Limit on the turns of the policy in one response.")
+    timeout_seconds: Positive = Field(60.0, description="Time limit of one call of reset or step.")
+    workers: Count = Field(8, description="Simultaneous calls of environments on each rank.")
+    trial: bool = Field(
+        True, description="Tries the environment on one row of the data before models are loaded."
+    )
+
+
 class RolloutConfig(Section):
     """Number of responses in a PPO step, and the decode backend that generates them."""
 
@@ -18,6 +35,7 @@ class RolloutConfig(Section):
         "auto",
         description="Decode backend; auto: the fastest that supports the model and agrees with training.",
     )
+    environment: EnvironmentConfig
 
 
 class SamplingConfig(Section):
