@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,8 +66,11 @@ def load_config(argv: list[str], world_size: int | None = None) -> Config:
         from launch.help import print_help  # imported only here, since a run does not need it
 
         if is_main:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly in a pipe such as --help | head
-            print_help(folders, name, options.help, options.overrides)
+            try:
+                print_help(folders, name, options.help, options.overrides)
+                sys.stdout.flush()
+            except BrokenPipeError:  # the reader has ended, as in --help | head
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         raise SystemExit(0)
     if not (folders.paths[0] / f"{name}.yaml").is_file():
         raise UserError(f"--config-name={options.config_name}: no {name}.yaml in {folders.paths[0]}")

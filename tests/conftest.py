@@ -1,8 +1,9 @@
 """Configures the suite: one thread per test process, and groups of tests that share a `pytest -n` process."""
 
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,21 @@ def pytest_runtest_setup() -> None:
     """Sets torch to one thread before each test, because code under test may change it."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+# With another handler, a later test ends this process: Python ignores SIGPIPE, so that a write to a closed
+# connection raises an exception.
+HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    """Fails a test that leaves a signal handler of its own, and restores the handler."""
+    yield
+    changed = [number for number, handler in HANDLERS.items() if signal.getsignal(number) != handler]
+    for number in changed:
+        signal.signal(number, HANDLERS[number])
+    assert not changed, f"the test has changed the handlers of {[number.name for number in changed]}"
 
 
 @pytest.hookimpl(optionalhook=True)

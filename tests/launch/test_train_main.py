@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,8 +33,8 @@ class Left(BaseException):
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Returns a function that runs main() with the given fit() or build_run() and returns the exit code."""
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Yields a function that runs main() with the given fit() or build_run() and returns the exit code."""
     monkeypatch.chdir(tmp_path)
 
     def exit_now(code: int) -> None:
@@ -61,7 +64,10 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         finally:
             run_exit_actions()
 
-    return run
+    handler = signal.getsignal(signal.SIGINT)
+    yield run
+    signal.signal(signal.SIGINT, handler)  # a failed run ignores Ctrl-C while it ends
+    faulthandler.cancel_dump_traceback_later()  # the timer of a hang, which would end this process
 
 
 def test_the_reason_to_stop_is_the_exit_code(run: Any) -> None:

@@ -101,6 +101,20 @@ def test_a_wrong_config_is_refused_before_anything_heavy_is_imported(tmp_path: P
     assert done.stdout.split() == ["2", "[]"], done.stderr
 
 
+def test_help_ends_quietly_if_its_reader_has_ended() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing) as closed:
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), "--help"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # -- the lock of the run directory, and the port ---------------------------------------------------
 
 NO_LIBRARIES = f"""
