@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ppo_ds.build.engines import Needs, add_lora, frozen_engine, trained_engine
+from ppo_ds.config.registry import has_own_weights
 from ppo_ds.config.schema import Config, reference_is_base
 from ppo_ds.config.sections.models import ActorConfig, ModelConfig
 from ppo_ds.distributed.world import World
@@ -85,7 +86,8 @@ def build_actor(
         needs.check(policy, config.actor.model.path, "actor.model.path")
         return policy
 
-    make = partial(HybridActor, make_inference_copy=unsharded_twin, timer=timed)
+    copy = None if has_own_weights(config.rollout.backend) else unsharded_twin
+    make = partial(HybridActor, make_inference_copy=copy, timer=timed)
     return trained_engine(load, make, config.actor, "actor", world, optimizer_steps)
 
 

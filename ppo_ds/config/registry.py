@@ -93,6 +93,8 @@ class DecodeBackendEntry(Entry):
     refusal: str | None = field(default=None, kw_only=True)
     # True once the backend was measured to be faster than the backends below it in the table
     in_auto: bool = field(default=False, kw_only=True)
+    # True if the backend has weights of its own, which it receives at each switch to generation
+    own_weights: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -327,6 +329,11 @@ STAGES = {
         ),
     ),
 }
+
+
+def has_own_weights(backend: str) -> bool:
+    """Returns whether the decode backend of a config has weights of its own; ``auto`` never chooses it."""
+    return backend in DECODE_BACKENDS and DECODE_BACKENDS[backend].own_weights
 
 
 def resolve(entry: Entry) -> Callable[..., Any]:

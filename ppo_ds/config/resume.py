@@ -57,6 +57,8 @@ MUTABLE = (
         "*.model.gradient_checkpointing",
         "*.zero.offload_*",
         "actor.zero.generation_gather",
+        "rollout.vllm.kv_cache_gb",
+        "rollout.vllm.sleep",
         "reference.zero.*",
     ),
 )

@@ -14,24 +14,32 @@ them directly for decoding. With ZeRO-3 there are two modes (actor.zero.generati
 - layers: the sharded model itself decodes, and each forward gathers one layer after the other
   (engine/layerwise_generation.py). This is for models that do not fit on one device. All ranks must then run
   the same number of forwards (lockstep).
+
+An inference engine that has weights of its own (rollout.backend=vllm) needs neither. It receives all weights
+at each switch to generation, one decoder layer at a time, for every ZeRO stage.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ppo_ds.engine.gather import GATHER_ELEMENTS, chunked
 from ppo_ds.engine.layerwise_generation import layer_by_layer
 from ppo_ds.engine.memory_budget import GIB, MemoryBudget, describe_plan, free_bytes, plan_generation
 from ppo_ds.engine.optimizer_offload import OptimizerOffload
 from ppo_ds.engine.trained import TrainedModel, whole_numel
-from ppo_ds.models.lora import plain_weights
+from ppo_ds.models.checkpoint_names import checkpoint_tensors
+from ppo_ds.models.lora import PlainWeight, plain_weights
+
+# A context in which an inference engine generates with the given weights, by their names in a checkpoint.
+Engine = Callable[[Iterator[tuple[str, Tensor]]], AbstractContextManager[None]]
 
 
 class HybridActor(TrainedModel):
@@ -41,21 +49,26 @@ class HybridActor(TrainedModel):
         self,
         module: nn.Module,
         *,
-        make_inference_copy: Callable[[nn.Module, torch.device], nn.Module],
+        make_inference_copy: Callable[[nn.Module, torch.device], nn.Module] | None,
         timer: Callable[[str], AbstractContextManager[None]],
         gather_elements: int = GATHER_ELEMENTS,
         **engine: Any,
     ):
         """Wraps ``module`` in an engine and, with ZeRO-3, creates the inference copy.
 
-        ``make_inference_copy`` returns an unsharded causal LM without weights. ``timer("switch")`` is a
-        context that measures the time of each switch. Weights are gathered in chunks, each of which ends once
-        it has ``gather_elements`` elements.
+        ``make_inference_copy`` returns an unsharded causal LM without weights. None means that an inference
+        engine with weights of its own generates; ``connect`` receives it. ``timer("switch")`` is a context
+        that measures the time of each switch. Weights are gathered in chunks, each of which ends once it has
+        ``gather_elements`` elements.
         """
         super().__init__(module, **engine)
         self._timer = timer
         self._gather_elements = gather_elements
-        self._copy = make_inference_copy(self.module.lm, self.world.device) if self.zero_stage == 3 else None
+        self._copy: nn.Module | None = None
+        if make_inference_copy is not None and self.zero_stage == 3:
+            self._copy = make_inference_copy(self.module.lm, self.world.device)
+        self._has_engine = make_inference_copy is None
+        self._engine: Engine | None = None
         self._offloads: list[OptimizerOffload] = []  # one per model with states offloaded in generation
         self._switched_bytes = 0
         self._depth = 0
@@ -67,12 +80,12 @@ class HybridActor(TrainedModel):
 
         A collective, to be called when all models are in memory. Until then, weights are gathered whole and
         nothing is offloaded. ``generation_gather`` and ``offload_states`` are the settings of actor.zero.
-        ``decoding_bytes`` is the size of the KV cache and the activations of decoding. Returns a line for the
-        start-up banner.
+        ``decoding_bytes`` is the size of the KV cache and the activations of decoding, and of the weights of
+        an inference engine. Returns a line for the start-up banner.
         """
         offloads = [OptimizerOffload(model) for model in (self, critic) if model is not None]
         future = sum(offload.future_bytes for offload in offloads)
-        sharded = self.zero_stage == 3
+        sharded = self.zero_stage == 3 and not self._has_engine
         weights = self._weight_bytes if sharded else 0
         layer = 0
         if sharded:
@@ -100,7 +113,7 @@ class HybridActor(TrainedModel):
     @property
     def lockstep(self) -> bool:
         """True if all ranks must run the same number of forwards of ``lm`` (ZeRO-3 by layers)."""
-        return self.zero_stage == 3 and self._copy is None
+        return self.zero_stage == 3 and self._copy is None and not self._has_engine
 
     @property
     def lockstep_max(self) -> Callable[[int], int] | None:
@@ -115,6 +128,30 @@ class HybridActor(TrainedModel):
         """
         assert self._depth > 0, "the actor generates only inside generation_mode()"
         return self.module.lm if self._copy is None else self._copy
+
+    def connect(self, engine: Engine) -> None:
+        """Makes ``engine`` generate: ``generation_mode`` enters ``engine(self.weights())``.
+
+        If memory is freed outside of this context, it is free during training.
+        """
+        assert self._has_engine and self._depth == 0
+        self._engine = engine
+
+    @torch.no_grad()
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name and the value of each weight of the causal LM, as an export would write them.
+
+        Adapters are merged, and tied weights are yielded once. At most the weights of one decoder layer, or
+        chunks of ``gather_elements``, are in memory besides the model. A collective with ZeRO-3: every rank
+        must read all weights.
+        """
+        layers = by_layer(plain_weights(self.module.lm))
+        for chunk in chunked(layers, _layer_numel, self._gather_elements):
+            sources = [source for layer in chunk for source in layer]
+            parameters = [parameter for source in sources for parameter in source.parameters]
+            with deepspeed.zero.GatheredParameters(parameters, enabled=self.zero_stage == 3):
+                tensors = {source.name: source.merged(self.world.device) for source in sources}
+            yield from checkpoint_tensors(self.module.lm, tensors)
 
     @contextmanager
     def generation_mode(self) -> Iterator[None]:
@@ -160,6 +197,9 @@ class HybridActor(TrainedModel):
                     switch.enter_context(layer_by_layer(offload, self.module.lm, self._count_weights))
                 elif self._copy is not None:
                     switch.enter_context(self._filled(self._copy))
+                elif self._engine is not None:
+                    self._count_weights()
+                    switch.enter_context(self._engine(self.weights()))
             yield
 
     @property
@@ -188,3 +228,19 @@ class HybridActor(TrainedModel):
         finally:
             for parameter in copy.parameters():
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+
+def by_layer(weights: list[PlainWeight]) -> list[list[PlainWeight]]:
+    """Groups consecutive weights of one decoder layer, whose names have the same first number.
+
+    Other weights are groups of one.
+    """
+    groups: dict[str, list[PlainWeight]] = {}
+    for weight in weights:
+        layer = re.match(r"(?:.*?\.)?\d+\.", weight.name)
+        groups.setdefault(layer[0] if layer else weight.name, []).append(weight)
+    return list(groups.values())
+
+
+def _layer_numel(layer: list[PlainWeight]) -> int:
+    return sum(whole_numel(parameter) for source in layer for parameter in source.parameters)

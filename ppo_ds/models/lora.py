@@ -114,6 +114,7 @@ def without_adapters(module: nn.Module) -> AbstractContextManager[None]:
 class PlainWeight:
     """Parameter of the model without adapters, and the adapted layer that it belongs to, if any."""
 
+    name: str  # in the model without adapters
     base: nn.Parameter
     layer: LoraLayer | None
 
@@ -143,8 +144,9 @@ def plain_modules(module: nn.Module, seen: set[int] | None = None) -> Iterator[n
 def plain_weights(module: nn.Module) -> list[PlainWeight]:
     """Returns the parameters of the model without adapters in the order of ``parameters()``."""
     adapted = {id(layer.get_base_layer().weight): layer for layer in adapter_layers(module).values()}
+    names = {id(p): name.replace(".base_layer.", ".") for name, p in module.named_parameters()}
     parameters = {id(p): p for plain in plain_modules(module) for p in plain.parameters(recurse=False)}
-    return [PlainWeight(parameter, adapted.get(key)) for key, parameter in parameters.items()]
+    return [PlainWeight(names[key], parameter, adapted.get(key)) for key, parameter in parameters.items()]
 
 
 def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -86,6 +86,7 @@ def make(
     borrow: bool = False,
     gather_elements: int = GATHER_ELEMENTS,
     eps: float = 1e-6,
+    engine: bool = False,
 ) -> HybridActor:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -100,7 +101,8 @@ def make(
         lm.model.norm = Borrower(lm.model.norm, lm.model.layers[0].input_layernorm)
     return HybridActor(
         Policy(lm, temperature=1.0),
-        make_inference_copy=(lambda *_: None) if borrow else unsharded_twin,  # cannot copy a Borrower
+        # cannot copy a Borrower
+        make_inference_copy=None if engine else (lambda *_: None) if borrow else unsharded_twin,
         timer=lambda _: nullcontext(),
         gather_elements=gather_elements,
         world=world,

@@ -26,6 +26,26 @@ class EnvironmentConfig(Section):
     )
 
 
+class VLLMConfig(Section):
+    """Settings of rollout.backend=vllm; they have no effect with other backends."""
+
+    tensor_parallel: Count = Field(
+        1, description="Ranks that share one copy of the weights; they generate their responses together."
+    )
+    kv_cache_gb: Positive | None = Field(
+        None,
+        description="GiB of the KV cache on each rank; null: enough for memory.rollout_tokens.",
+    )
+    sleep: Annotated[int | str, OneOf((0, 1, 2), also=("auto",))] = Field(
+        "auto",
+        description="During training, 0: weights and cache stay on the GPU; 1: weights move to CPU memory; "
+        "2: both are freed; auto: 2 on a GPU, 0 on a CPU.",
+    )
+    enforce_eager: bool = Field(
+        False, description="Decodes without compilation and CUDA graphs; always so on a CPU."
+    )
+
+
 class RolloutConfig(Section):
     """Number of responses in a PPO step, and the decode backend that generates them."""
 
@@ -36,6 +56,7 @@ class RolloutConfig(Section):
         description="Decode backend; auto: the fastest that supports the model and agrees with training.",
     )
     environment: EnvironmentConfig
+    vllm: VLLMConfig
 
 
 class SamplingConfig(Section):
