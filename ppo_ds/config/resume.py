@@ -97,6 +97,8 @@ IMMUTABLE = (
         "algo.advantage.*",
         "algo.policy.loss",
         "algo.loss.agg",
+        "algo.rollout_is.kind",
+        "algo.rollout_is.level",
     ),
     *(
         "algo.kl.place",

@@ -37,6 +37,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     reward.check_prepare: (),
     algo.check_kl: ("rollout", "algo"),
     algo.check_loss: ("sampling", "algo"),
+    algo.check_rollout_is: ("algo",),
     algo.check_values: ("critic", "algo"),
     algo.check_critic_training: ("critic", "algo"),
     algo.check_groups: ("rollout", "algo"),

@@ -30,7 +30,7 @@ from ppo_ds.ops.masked import Reduce, keep, masked_mean, masked_sum
 LossAgg = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"]
 Ratio = Literal["token", "sequence", "sequence_mean"]
 PolicyKind = Literal["ppo", "gspo", "cispo", "reinforce"]
-ISWeights = Literal["tis", "icepop", "seq_mask_tis"]
+ISWeights = Literal["tis", "icepop", "seq_mask_tis", "truncate", "mask"]
 
 
 @dataclass
@@ -294,29 +294,52 @@ def clamped_log_ratio(differences: Tensor, mask: Tensor, ratio: Ratio, clamp: fl
 
 @torch.no_grad()
 def rollout_is_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: ISWeights, low: float, high: float
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    kind: ISWeights,
+    low: float,
+    high: float,
+    level: Ratio = "token",
 ) -> Tensor:
     """Computes importance weights [B,T] that correct for the sampling engine's log-probs; 0 where mask = 0.
 
-    With w = exp(old - rollout) per token:
+    With w = exp(old - rollout) per token, and W = w at level "token", the product of a response's w at
+    "sequence", their geometric mean at "sequence_mean":
 
-        tis           w, limited to [low, high]
-        icepop        w if it lies in [low, high], else 0
+        truncate      W, limited to [low, high]
+        mask          W if it lies in [low, high], else 0
+        tis           truncate at level "token"
+        icepop        mask at level "token"
         seq_mask_tis  w, but 0 for responses whose geometric mean of w lies outside [low, high]
     """
-    log_weights = keep(old_logprobs, mask) - keep(rollout_logprobs, mask)
-    weights = log_weights.clamp(-20.0, 20.0).exp()
+    bounded = bounded_is_ratio(old_logprobs, rollout_logprobs, mask, kind, level)
     match kind:
-        case "tis":
-            weights = weights.clamp(low, high)
-        case "icepop":
-            weights = torch.where((weights >= low) & (weights <= high), weights, 0.0)
+        case "tis" | "truncate":
+            weights = bounded.clamp(low, high)
+        case "icepop" | "mask":
+            weights = torch.where((bounded >= low) & (bounded <= high), bounded, 0.0)
         case "seq_mask_tis":
-            mean = masked_mean(log_weights, mask, dim=1).exp()[:, None]
-            weights = torch.where((mean >= low) & (mean <= high), weights, 0.0)
+            log_weights = keep(old_logprobs, mask) - keep(rollout_logprobs, mask)
+            weights = log_weights.clamp(-20.0, 20.0).exp()
+            weights = torch.where((bounded >= low) & (bounded <= high), weights, 0.0)
         case _:
-            raise ValueError(f"unknown importance weights {kind!r}: tis, icepop or seq_mask_tis")
+            raise ValueError(
+                f"unknown importance weights {kind!r}: tis, icepop, seq_mask_tis, truncate or mask"
+            )
     return keep(weights, mask)
+
+
+@torch.no_grad()
+def bounded_is_ratio(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: ISWeights, level: Ratio = "token"
+) -> Tensor:
+    """Computes the ratio [B,T] of each token that rollout_is_weights compares with its bounds."""
+    log_weights = keep(old_logprobs, mask) - keep(rollout_logprobs, mask)
+    if kind == "seq_mask_tis":
+        return masked_mean(log_weights, mask, dim=1).exp()[:, None].expand_as(log_weights)
+    has_level = kind in ("truncate", "mask")
+    return clamped_log_ratio(log_weights, mask, level if has_level else "token", 20.0).exp()
 
 
 def value_loss(

@@ -20,7 +20,8 @@ from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
-from ppo_ds.ops.losses import rollout_is_weights
+from ppo_ds.ops.kl import approx_kl
+from ppo_ds.ops.losses import bounded_is_ratio, rollout_is_weights
 from ppo_ds.ops.masked import masked_sum
 from ppo_ds.ppo.advantages import AdvantageEstimator, ScorePosition, Whitening
 from ppo_ds.ppo.batching import all_gather_rows, scatter_states, scatter_tokens
@@ -81,10 +82,11 @@ class ExperienceMaker:
             if self.charged_kl is not None:
                 kl_penalty = kl_coef * self.charged_kl(logprobs, ref_logprobs)
             rewards = self.score_position.rewards(scores, kl_penalty, rollout)
-            weights = torch.ones(mask.shape)
-            if self.rollout_is.kind != "none":
-                kind, low, high = self.rollout_is.kind, self.rollout_is.low, self.rollout_is.high
-                weights = rollout_is_weights(logprobs, rollout.logprobs, mask, kind, low, high)
+            section, weights = self.rollout_is, torch.ones(mask.shape)
+            if section.kind != "none":
+                weights = rollout_is_weights(
+                    logprobs, rollout.logprobs, mask, section.kind, section.low, section.high, section.level
+                )
             estimate = self.estimate_advantages(rewards, values, scores, rollout)
             advantages = self.whitening.whiten_rollout(
                 estimate.advantages, mask, self.group_size, self.world.sum
@@ -128,10 +130,21 @@ class ExperienceMaker:
             component = torch.tensor([parts[name] for parts in rollout.components])
             sums.add_mean(f"reward/component/{name}_mean", component)
         if self.rollout_is.kind != "none":
-            sums.add_mean("parity/weight_mean", experience.weights, rollout.response_mask)
+            self.add_weight_metrics(sums, experience)
         sums.add_mean_and_std("adv", advantages, rollout.response_mask)
         sums.add_max("adv/max_abs", advantages.abs().max())
         return sums.reduced(self.world)
+
+    def add_weight_metrics(self, sums: MetricSums, experience: Experience) -> None:
+        """Adds the metrics of the importance weights of algo.rollout_is."""
+        mask, section = experience.response_mask, self.rollout_is
+        columns = experience.logprobs, experience.decode_logprobs
+        bounded = bounded_is_ratio(*columns, mask, section.kind, section.level)
+        sums.add_mean("parity/weight_mean", experience.weights, mask)
+        sums.add_mean("parity/weight_outside_frac", (bounded < section.low) | (bounded > section.high), mask)
+        # samples come from the decode backend, so d = log-prob of decoding - log-prob of training
+        decode_to_training = approx_kl(experience.decode_logprobs, experience.logprobs, "k3")
+        sums.add_mean("parity/k3_token_mean", decode_to_training, mask)
 
     def forward_models(
         self, rollout: Rollout

@@ -687,6 +687,25 @@ _PARITY = Section(
             reason="its expectation is 1 without truncation; rule of thumb",
             remedy="Generation differs from training: see `parity/logp_abs_diff_mean`.",
         ),
+        Metric(
+            "parity/weight_outside_frac",
+            "weights outside the bounds",
+            "share of tokens",
+            "Share of the tokens whose importance weight, or whose response's, is outside "
+            "`algo.rollout_is.low` and `.high`, and is truncated or masked.",
+            healthy=(0.0, 0.1),
+            reason="rule of thumb",
+            remedy="Generation differs from training: see `parity/logp_abs_diff_mean`. The product of a "
+            "long response leaves any bounds: use `algo.rollout_is.level=sequence_mean` or `token`.",
+        ),
+        Metric(
+            "parity/k3_token_mean",
+            "KL of generation to training",
+            "nats per token",
+            "Mean over the tokens of the estimator k3 of the KL of the decode backend's distribution to the "
+            "training engine's, with `algo.rollout_is`.",
+            remedy="See `parity/logp_abs_diff_mean`.",
+        ),
     ),
     (
         Panel(
@@ -696,6 +715,13 @@ _PARITY = Section(
         ),
         Panel("Ratio of the first minibatch", "pi / pi_old", {"parity/ratio_first_minibatch_max": "largest"}),
         Panel("Importance weight", "", {"parity/weight_mean": "mean"}),
+        Panel(
+            "Importance weights outside the bounds",
+            "share of tokens",
+            {"parity/weight_outside_frac": "outside"},
+            percent=True,
+        ),
+        Panel("KL of generation to training", "nats per token", {"parity/k3_token_mean": "k3"}),
     ),
 )
 

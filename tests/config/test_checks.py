@@ -231,6 +231,25 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             ["algo.action_level=sequence", "algo.gae.bootstrap_truncated=true"],
             "algo.gae.bootstrap_truncated=true: only used with algo.action_level=token",
         ),
+        (
+            ["algo.rollout_is.kind=truncate", "algo.action_level=sequence"],
+            "algo.rollout_is.kind=truncate: weights tokens, so algo.action_level must be token, or "
+            "algo.rollout_is.level sequence or sequence_mean",
+        ),
+        (
+            ["algo.rollout_is.kind=seq_mask_tis", "algo.action_level=sequence"],
+            "algo.rollout_is.kind=seq_mask_tis: weights tokens, so algo.action_level must be token",
+        ),
+        (
+            ["algo.rollout_is.kind=tis", "algo.rollout_is.level=sequence"],
+            "algo.rollout_is.level=sequence: only used with algo.rollout_is.kind=truncate or mask (it is "
+            "tis)",
+        ),
+        (
+            ["algo.rollout_is.level=sequence_mean"],
+            "algo.rollout_is.level=sequence_mean: only used with algo.rollout_is.kind=truncate or mask (it "
+            "is none)",
+        ),
         (["algo.rollout_is.low=3"], "algo.rollout_is.low=3: must be at most algo.rollout_is.high=2"),
         (
             ["algo.reward_shaping.overlong_buffer=9"],

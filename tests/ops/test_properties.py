@@ -301,8 +301,9 @@ def test_10_float32_stays_finite_for_extreme_ratios(kind):
         loss = kl_loss(x, old, torch.ones(2, 9), estimator)
         assert loss.isfinite() and gradient(loss, x).isfinite().all(), estimator
     weights = [
-        rollout_is_weights(old + d, old, torch.ones(2, 9), k, 0.5, 2.0)
-        for k in ("tis", "icepop", "seq_mask_tis")
+        rollout_is_weights(old + d, old, torch.ones(2, 9), k, 0.5, 2.0, level)
+        for k in ("tis", "icepop", "seq_mask_tis", "truncate", "mask")
+        for level in ("token", "sequence", "sequence_mean")
     ]
     assert all(w.isfinite().all() for w in weights)
 

@@ -55,6 +55,7 @@ STANDARD = {
     "reward_shaping.overlong_factor": 1.0,
     "reward_shaping.length_penalty": 0.0,
     "rollout_is.kind": "none",
+    "rollout_is.level": "token",
     "rollout_is.low": 0.5,
     "rollout_is.high": 2.0,
     "dynamic_sampling.enabled": False,

@@ -4,6 +4,7 @@ The switches are masked end tokens, a lagging old policy, critics of all kinds, 
 after an update.
 """
 
+import math
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -264,6 +265,42 @@ def test_importance_weights(world):
     )
     wider, _ = maker(world, rollout_is=RolloutISConfig(kind="seq_mask_tis", low=0.5, high=2.2))(rollout, 0.5)
     assert [round(w, 4) for w in wider.weights[mask].tolist()] == [3, 1.5, 0]
+
+
+@pytest.mark.parametrize(
+    ("section", "mean", "outside"),
+    [
+        (dict(kind="tis"), 4 / 3, 2 / 3),  # weights 2, 1.5 and 0.5
+        (dict(kind="mask"), 0.5, 2 / 3),  # 0, 1.5 and 0
+        (dict(kind="seq_mask_tis"), 0.0, 1.0),
+        (dict(kind="truncate", level="sequence", high=4.0), 8.5 / 3, 1.0),  # products 4.5 and 0.25: 4, 4, 0.5
+        # geometric means sqrt(4.5) = 2.12, which is kept, and 0.25
+        (dict(kind="mask", level="sequence_mean", high=2.2), 2 * 4.5**0.5 / 3, 1 / 3),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_metrics_of_importance_weights(on_ranks, ranks, section, mean, outside):
+    """The ratios are 3 and 1.5 in the first response, and 0.25 in the second, on one rank or on two.
+
+    k3 is w - 1 - ln w.
+    """
+    gaps = torch.tensor([[3.0, 1.5], [0.25, 1.0]]).log()
+
+    def work(world):
+        rollout = answers([2, 1], tokens=[[1, 2], [3]])
+        rollout = replace(rollout, logprobs=torch.tensor([[-0.1, -0.2], [-0.3, 0.0]]) - gaps)
+        mine = torch.arange(2).chunk(world.size)[world.rank]
+        rollout = replace(
+            rollout.select(mine).trimmed(), components=tuple(rollout.components[i] for i in mine.tolist())
+        )
+        return maker(world, rollout_is=RolloutISConfig(**section))(rollout, 0.5)
+
+    k3 = sum(w - 1 - math.log(w) for w in (3.0, 1.5, 0.25)) / 3
+    for made, seen in on_ranks(ranks, work):
+        assert seen["parity/weight_mean"] == pytest.approx(mean, abs=1e-6)
+        assert seen["parity/weight_outside_frac"] == pytest.approx(outside)
+        assert seen["parity/k3_token_mean"] == pytest.approx(k3, abs=1e-6)
+        assert float(made.weights[made.response_mask].mean()) == pytest.approx(mean, abs=1e-6)
 
 
 # -- after the update ----------------------------------------------------------------------------------------

@@ -101,20 +101,29 @@ def check_loss(config: Config, ranks: int) -> Iterator[str]:
             "algo.gae.bootstrap_truncated=true: changes the returns of truncated responses, which "
             "algo.loss.mask_truncated=true excludes from the losses; set one of them to false"
         )
-    if algo.rollout_is.kind != "none" and algo.action_level == "sequence":
-        yield (
-            f"algo.rollout_is.kind={algo.rollout_is.kind}: weights tokens, so algo.action_level must be token"
-        )
-    if algo.rollout_is.low > algo.rollout_is.high:
-        yield (
-            f"algo.rollout_is.low={algo.rollout_is.low:g}: must be at most "
-            f"algo.rollout_is.high={algo.rollout_is.high:g}"
-        )
     if algo.reward_shaping.overlong_buffer is not None and algo.reward_shaping.overlong_buffer > limit:
         yield (
             f"algo.reward_shaping.overlong_buffer={algo.reward_shaping.overlong_buffer:g}: must be at most "
             f"sampling.max_new_tokens={limit}"
         )
+
+
+def check_rollout_is(config: Config, ranks: int) -> Iterator[str]:
+    """Yields an error line for each conflict of the importance weights for the decode backend."""
+    weights = config.algo.rollout_is
+    has_level = weights.kind in ("truncate", "mask")
+    if weights.level != "token" and not has_level:
+        yield (
+            f"algo.rollout_is.level={weights.level}: only used with algo.rollout_is.kind=truncate or mask "
+            f"(it is {weights.kind})"
+        )
+    if weights.kind != "none" and weights.level == "token" and config.algo.action_level == "sequence":
+        other = ", or algo.rollout_is.level sequence or sequence_mean" if has_level else ""
+        yield (
+            f"algo.rollout_is.kind={weights.kind}: weights tokens, so algo.action_level must be token{other}"
+        )
+    if weights.low > weights.high:
+        yield f"algo.rollout_is.low={weights.low:g}: must be at most algo.rollout_is.high={weights.high:g}"
 
 
 def check_values(config: Config, ranks: int) -> Iterator[str]:

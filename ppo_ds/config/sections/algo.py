@@ -160,8 +160,16 @@ class RewardShapingConfig(Section):
 class RolloutISConfig(Section):
     """Importance weights for a decode backend whose log-probs differ from the training engine's."""
 
-    kind: Literal["none", "tis", "icepop", "seq_mask_tis"] = Field(
-        "none", description="Truncated weights, masked weights, or truncated weights with masked sequences."
+    kind: Literal["none", "tis", "icepop", "seq_mask_tis", "truncate", "mask"] = Field(
+        "none",
+        description="truncate: weights limited to [low, high]; mask: 0 outside of it; both at "
+        "algo.rollout_is.level. tis, icepop: truncate, mask of tokens. seq_mask_tis: weights of tokens, 0 in "
+        "responses whose geometric mean is outside.",
+    )
+    level: Literal["token", "sequence", "sequence_mean"] = Field(
+        "token",
+        description="Unit of a weight of truncate and mask: a token, or a response with the product "
+        "(sequence) or the geometric mean (sequence_mean) of its tokens' weights.",
     )
     low: NonNegative = Field(0.5, description="Lower limit of the weights.")
     high: Positive = Field(2.0, description="Upper limit of the weights.")

@@ -177,6 +177,9 @@ def losses(make: Make) -> None:
         kl_loss(make(ROWS, WIDTH), old, mask, "k2", aggregation, TOTALS).backward()
     for kind in ("tis", "icepop", "seq_mask_tis"):
         rollout_is_weights(old, given, mask, kind, 0.5, 2.0)
+    for kind in ("truncate", "mask"):
+        for level in ("token", "sequence", "sequence_mean"):
+            rollout_is_weights(old, given, mask, kind, 0.5, 2.0, level)
 
 
 def pairs(make: Make) -> None:
