@@ -697,6 +697,7 @@ _PARITY = Section(
             reason="rule of thumb",
             remedy="Generation differs from training: see `parity/logp_abs_diff_mean`. The product of a "
             "long response leaves any bounds: use `algo.rollout_is.level=sequence_mean` or `token`.",
+            percent=True,
         ),
         Metric(
             "parity/k3_token_mean",
