@@ -28,8 +28,7 @@ HERE = Path(__file__).resolve().parent
 # As in train.py: makes the repository importable, and keeps launch/ itself off the path.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from launch.cli import Parser, parse_options  # noqa: E402
-from launch.evaluate import compose, is_model  # noqa: E402
+from launch.cli import Parser, compose_for_models, is_model, parse_options  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
 from launch.train import complain, prepare_environment  # noqa: E402
 from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
@@ -106,7 +105,7 @@ def parse(argv: list[str]) -> Wanted:
     models = find_models(arguments, base)
     chosen = reward_arguments(options.reward) if options.reward else []
     # a chat reads no data, but every config needs some
-    config, with_reward = compose(
+    config, with_reward = compose_for_models(
         options, ["data.path=org/none", *chosen, *overrides], models, RUN_DIR, reward_optional=True
     )
     if config.actor.model.revision is not None:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,11 +16,15 @@ import yaml
 from launch.composing import Folders, compose_config, resolve_config
 from ppo_ds.commands.entry_points import INSTALLED, command
 from ppo_ds.config.schema import Config, resolved
+from ppo_ds.config.types import replace
 from ppo_ds.config.validation import validated
 from ppo_ds.errors import UserError
+from ppo_ds.tools.model_argument import NamedModel
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
+MAX_NEW_TOKENS = 512  # unless sampling.max_new_tokens is set
+UNUSED_REWARD = {"_target_": "ppo_ds.rewards.rules.LengthReward", "longest": 1}
 NO_ARGUMENTS = "no arguments were given: begin with an experiment, as in +experiment=rlhf (--help lists them)"
 
 
@@ -126,6 +131,79 @@ def find_folders(options: argparse.Namespace) -> Folders:
             raise UserError(f"{flag}={folder}: no such directory")
     paths = [Path(path).resolve() for path in (options.config_path, options.config_dir, CONF) if path]
     return Folders(tuple(dict.fromkeys(paths)))
+
+
+# ---- evaluate.py and chat.py, whose arguments begin with models
+
+
+def is_model(argument: str) -> bool:
+    """Returns whether an argument names a model; otherwise it is an argument for Hydra."""
+    return Path(argument).exists() or ("=" not in argument and argument[:1] not in "+~")
+
+
+def used_paths(models: list[NamedModel]) -> set[str]:
+    return {path for model in models for path in (model.path, model.tokenizer_path)}
+
+
+def compose_for_models(
+    options: argparse.Namespace,
+    overrides: list[str],
+    models: list[NamedModel],
+    out: Path,
+    reward_optional: bool,
+) -> tuple[Config, bool]:
+    """Composes and checks the config of an evaluation or a chat, and returns whether it has a reward.
+
+    ``models`` are those of the command line, ``out`` is the folder of the results. Raises UserError with all
+    problems.
+    """
+    folders = find_folders(options)
+    composed, problems = compose_config(folders, options.config_name.removesuffix(".yaml"), overrides)
+    tree = resolve_config(composed)
+    if tree.get("stage", "ppo") != "ppo":
+        raise UserError(f"stage={tree['stage']}: an evaluation needs stage=ppo, whose sampling it uses")
+    has_reward = bool(tree.get("reward"))
+    if reward_optional and not has_reward:
+        tree["reward"] = UNUSED_REWARD
+    unused = ""
+    with suppress(TypeError, AttributeError):  # a section that is not a mapping, which the checks report
+        unused = complete_for_models(tree, models, out)
+    try:
+        config = validated(tree, 1)
+    except UserError as error:
+        own = [line for line in error.problems if not (unused and line.startswith(f"{unused}="))]
+        raise UserError(*problems, *own) from None
+    if problems:
+        raise UserError(*problems)
+    if unused == "data.eval_path":
+        config = replace(config, data=replace(config.data, eval_path=None))
+    return config, has_reward
+
+
+def complete_for_models(tree: dict[str, Any], models: list[NamedModel], out: Path) -> str:
+    """Sets the keys of a config that only training needs, and the defaults of an evaluation.
+
+    The checks of a run want training data and, for eval.rewards, held-out prompts: if the evaluation has only
+    one of data.path and data.eval_path, the other one gets its value. Returns the one that is not used.
+    """
+    actor = tree["actor"]["model"]
+    if actor.get("path") not in used_paths(models):  # an experiment's own model, which need not exist
+        if actor.get("path") is not None:
+            actor["revision"] = None  # of that model
+        actor["path"] = models[0].path
+    tree["rollout"].setdefault("prompts_per_step", 1)
+    tree["sampling"].setdefault("max_new_tokens", MAX_NEW_TOKENS)
+    if tree["run"]["steps"] is None and tree["run"]["epochs"] is None:
+        tree["run"]["steps"] = 1
+    tree["run"] |= {"dir": str(out), "resume": "auto", "dry_run": False}
+    tree["eval"]["every"], tree["checkpoint"]["keep_best"], tree["prepare"] = None, False, None
+    data = tree["data"]
+    if data["eval_path"] is None:
+        data["eval_path"] = data["path"]
+        return "data.eval_path"
+    if not data["mix"]:
+        data["path"] = data["eval_path"]
+    return "data.path"
 
 
 def to_yaml(tree: dict[str, Any]) -> str:

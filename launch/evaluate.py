@@ -25,11 +25,9 @@ is wrong; 130: interrupted; 1: any other error.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -39,15 +37,12 @@ HERE = Path(__file__).resolve().parent
 # As in train.py: makes the repository importable, and keeps launch/ itself off the path.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from launch.cli import Parser, find_folders, parse_options, to_yaml  # noqa: E402
-from launch.composing import compose_config, resolve_config  # noqa: E402
+from launch.cli import Parser, compose_for_models, is_model, parse_options, to_yaml, used_paths  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
 from launch.train import complain, prepare_environment, problem_lines, report, write_line  # noqa: E402
 from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
 from ppo_ds.config.checks.data import hub_names, looks_local  # noqa: E402
 from ppo_ds.config.schema import Config, from_tree, inherit, resolved  # noqa: E402
-from ppo_ds.config.types import replace  # noqa: E402
-from ppo_ds.config.validation import validated  # noqa: E402
 from ppo_ds.distributed.exit import exit_now  # noqa: E402
 from ppo_ds.errors import RunError, UserError, printable  # noqa: E402
 from ppo_ds.storage.drafts import write_file  # noqa: E402
@@ -57,9 +52,6 @@ from ppo_ds.tools.pipeline import RESULT  # noqa: E402
 
 if TYPE_CHECKING:
     from ppo_ds.distributed.watchdog import Watchdog
-
-MAX_NEW_TOKENS = 512  # unless sampling.max_new_tokens is set
-UNUSED_REWARD = {"_target_": "ppo_ds.rewards.rules.LengthReward", "longest": 1}
 
 
 @dataclass(frozen=True)
@@ -191,7 +183,9 @@ def parse(argv: list[str]) -> Evaluation:
             f"actor.model.path={base}: is not evaluated, since it only names the base model of adapters; "
             f"give {base} as a MODEL, without actor.model.path="
         )
-    config, has_reward = compose(options, overrides, models, options.out, options.judge is not None)
+    config, has_reward = compose_for_models(
+        options, overrides, models, options.out, options.judge is not None
+    )
     if base is None and config.actor.model.trust_remote_code and any(model.adapter for model in models):
         raise UserError(
             "actor.model.trust_remote_code=true: does not hold for the base model that an adapter names; "
@@ -224,72 +218,6 @@ def create_folder(out: Path) -> None:
         raise UserError(
             f"--out={out}: cannot be written ({error.strerror}); give another folder for the results"
         ) from error
-
-
-def is_model(argument: str) -> bool:
-    """Returns whether an argument names a model; otherwise it is an argument for Hydra."""
-    return Path(argument).exists() or ("=" not in argument and argument[:1] not in "+~")
-
-
-def used_paths(models: list[NamedModel]) -> set[str]:
-    return {path for model in models for path in (model.path, model.tokenizer_path)}
-
-
-def compose(
-    options: argparse.Namespace,
-    overrides: list[str],
-    models: list[NamedModel],
-    out: Path,
-    reward_optional: bool,
-) -> tuple[Config, bool]:
-    """Composes and checks the config of an evaluation, and returns whether it has a reward."""
-    folders = find_folders(options)
-    composed, problems = compose_config(folders, options.config_name.removesuffix(".yaml"), overrides)
-    tree = resolve_config(composed)
-    if tree.get("stage", "ppo") != "ppo":
-        raise UserError(f"stage={tree['stage']}: an evaluation needs stage=ppo, whose sampling it uses")
-    has_reward = bool(tree.get("reward"))
-    if reward_optional and not has_reward:
-        tree["reward"] = UNUSED_REWARD
-    unused = ""
-    with suppress(TypeError, AttributeError):  # a section that is not a mapping, which the checks report
-        unused = complete(tree, models, out)
-    try:
-        config = validated(tree, 1)
-    except UserError as error:
-        own = [line for line in error.problems if not (unused and line.startswith(f"{unused}="))]
-        raise UserError(*problems, *own) from None
-    if problems:
-        raise UserError(*problems)
-    if unused == "data.eval_path":
-        config = replace(config, data=replace(config.data, eval_path=None))
-    return config, has_reward
-
-
-def complete(tree: dict[str, Any], models: list[NamedModel], out: Path) -> str:
-    """Sets the keys of a config that only training needs, and the defaults of an evaluation.
-
-    The checks of a run want training data and, for eval.rewards, held-out prompts: if the evaluation has only
-    one of data.path and data.eval_path, the other one gets its value. Returns the one that is not used.
-    """
-    actor = tree["actor"]["model"]
-    if actor.get("path") not in used_paths(models):  # an experiment's own model, which need not exist
-        if actor.get("path") is not None:
-            actor["revision"] = None  # of that model
-        actor["path"] = models[0].path
-    tree["rollout"].setdefault("prompts_per_step", 1)
-    tree["sampling"].setdefault("max_new_tokens", MAX_NEW_TOKENS)
-    if tree["run"]["steps"] is None and tree["run"]["epochs"] is None:
-        tree["run"]["steps"] = 1
-    tree["run"] |= {"dir": str(out), "resume": "auto", "dry_run": False}
-    tree["eval"]["every"], tree["checkpoint"]["keep_best"], tree["prepare"] = None, False, None
-    data = tree["data"]
-    if data["eval_path"] is None:
-        data["eval_path"] = data["path"]
-        return "data.eval_path"
-    if not data["mix"]:
-        data["path"] = data["eval_path"]
-    return "data.path"
 
 
 def read_settings(path: Path) -> Evaluation:
