@@ -27,16 +27,17 @@ from ppo_ds.config.targets import bind
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import freeze
 from ppo_ds.errors import UserError, printable
-from ppo_ds.models.download import HubModel, download_files, download_weights
+from ppo_ds.models.download import download_files, download_weights
 from ppo_ds.models.loading import config_of
-from ppo_ds.models.policy import Policy, load_policy
-from ppo_ds.models.tokenizer import Message, Tokenizer, load_tokenizer
+from ppo_ds.models.policy import Policy
+from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.rewards.user_function import load_function
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.rollout.base import SamplingParams, truncate_at_stop
 from ppo_ds.rollout.streaming import StreamedResponse
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tools.model_argument import NamedModel
+from ppo_ds.tools.policies import hub_models, load_decoder, model_section, tokenizer_of
 from ppo_ds.tracking.chat import ChatView
 from ppo_ds.training.token_budgets import TokenBudget
 from ppo_ds.types import Prompts, Reward
@@ -291,43 +292,20 @@ def load_partners(
 
     Raises UserError, if possible before any weights are loaded.
     """
-    actor, data = config.actor.model, config.data
-    paths = dict.fromkeys(path for model in models for path in (model.path, model.tokenizer_path))
-    hub = [HubModel(models[0].key, path, None, actor.trust_remote_code) for path in paths]
+    hub = hub_models(config, models)
     download_files(hub, world)
-    sections = [
-        ModelConfig(**actor.model_dump() | {"path": model.path, "gradient_checkpointing": False})
-        for model in models
-    ]
-    tokenizers = [
-        load_tokenizer(
-            model.tokenizer_path,
-            None,
-            actor.trust_remote_code,
-            data.chat_template,
-            data.chat_template_kwargs,
-            key=model.key,
-        )
-        for model in models
-    ]
-    for section, model in zip(sections, models, strict=True):
-        config_of(section, model.key)  # raises UserError if there is no such model
+    tokenizers = [tokenizer_of(config, model) for model in models]
+    for model in models:
+        config_of(model_section(config, model), model.key)  # raises UserError if there is no such model
     if with_reward:
         check_reward(config.reward, tokenizers)
     download_weights([entry for entry in hub if entry.path in {model.path for model in models}], world)
     load_frozen, partners = RewardModels(world, note), []
-    for model, section, tokenizer in zip(models, sections, tokenizers, strict=True):
+    for model, tokenizer in zip(models, tokenizers, strict=True):
         note(f"loading    {model.name}: {model.adapter or model.path}")
-        temperature = config.sampling.temperature
-        policy = load_policy(section, temperature=temperature, key=model.key, adapter=model.adapter)
-        if tokenizer.id_bound > policy.vocab_size:
-            raise UserError(
-                f"{model.name}: the tokenizer of {model.tokenizer_path} has ids up to "
-                f"{tokenizer.id_bound - 1}, but the model's embedding has only {policy.vocab_size} rows; use "
-                "a model and a tokenizer that belong together"
-            )
+        policy = load_decoder(config, model, tokenizer)
         freeze(policy, world=world, offload=False, deepspeed_config=None)
-        sampling = build_sampling(config, stop_ids(config, tokenizer), temperature)
+        sampling = build_sampling(config, stop_ids(config, tokenizer), config.sampling.temperature)
         reward = None
         if with_reward:
             reward = build_reward(

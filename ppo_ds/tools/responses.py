@@ -9,31 +9,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ppo_ds.build.data import build_compared, stop_ids
 from ppo_ds.build.ppo import build_sampling
-from ppo_ds.build.roles import ppo_needs
 from ppo_ds.build.token_budgets import largest_decoding, largest_scoring
 from ppo_ds.config.registry import DECODE_BACKENDS, import_target, resolve
 from ppo_ds.config.schema import Config
-from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.data.prompts import PromptSource
 from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.frozen import FrozenModel, freeze
 from ppo_ds.engine.rng import fork_rng
 from ppo_ds.errors import UserError
-from ppo_ds.models.download import HubModel, download_files, download_weights
-from ppo_ds.models.policy import Policy, load_policy
+from ppo_ds.models.download import download_files, download_weights
+from ppo_ds.models.policy import Policy
 from ppo_ds.models.size import shape_of
-from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
+from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.batching import plan_forwards
 from ppo_ds.ppo.batching import scatter_tokens
 from ppo_ds.rollout.base import Generator
 from ppo_ds.tools.model_argument import NamedModel
+from ppo_ds.tools.policies import hub_models, load_decoder, tokenizer_of
 from ppo_ds.training.batching import forward_rows
 from ppo_ds.types import Prompts, Rollout
 
@@ -98,7 +97,7 @@ def respond(
         note(f"evaluation  {model.name}: responses of {model.adapter or model.path}")
         download_weights([entry for entry in hub if entry.path == model.path], world)
         reader = readers[model.name]
-        policy = load_model(config, model, reader)
+        policy = load_decoder(config, model, reader.tokenizer, reader.longest)
         frozen = freeze(policy, world=world, offload=False, deepspeed_config=None)
         rollouts, seconds = generate(config, world, policy, reader, greedy=samples is None)
         found[model.name] = Responses(reader, rollouts, seconds)
@@ -115,16 +114,6 @@ def respond(
     return {model.name: found[model.name] for model in models}
 
 
-def hub_models(config: Config, models: Sequence[NamedModel]) -> list[HubModel]:
-    """Returns the entries of all models and tokenizers for their download."""
-    actor = config.actor.model
-    return [
-        HubModel(model.key, path, actor.revision if path == actor.path else None, actor.trust_remote_code)
-        for model in models
-        for path in dict.fromkeys((model.path, model.tokenizer_path))
-    ]
-
-
 def read_prompts(
     config: Config, world: World, models: Sequence[NamedModel], samples: int | None
 ) -> dict[str, Reader]:
@@ -133,20 +122,12 @@ def read_prompts(
     A collective, which downloads the files that this needs.
     """
     download_files(hub_models(config, models), world)
-    actor, data = config.actor.model, config.data
     readers: dict[str, Reader] = {}
     for model in models:
         path = model.tokenizer_path
         if path in readers:
             continue
-        tokenizer = load_tokenizer(
-            path,
-            actor.revision if path == actor.path else None,
-            actor.trust_remote_code,
-            data.chat_template,
-            data.chat_template_kwargs,
-            key=model.key,
-        )
+        tokenizer = tokenizer_of(config, model)
         try:
             source = build_compared(config, tokenizer, world)
         except UserError as error:
@@ -189,21 +170,6 @@ def make_batches(config: Config, source: PromptSource, world: World, samples: in
 def same_vocabulary(reader: Reader, other: Reader) -> bool:
     """Returns whether two tokenizers use the same ids for the same tokens."""
     return reader is other or reader.tokenizer.hf.get_vocab() == other.tokenizer.hf.get_vocab()
-
-
-def load_model(config: Config, model: NamedModel, reader: Reader) -> Policy:
-    """Loads a policy. Raises UserError if it cannot read its tokenizer's ids, or the longest row."""
-    actor = config.actor.model
-    own = {} if model.path == actor.path else {"revision": None}
-    section = ModelConfig(**actor.model_dump() | {"path": model.path, "gradient_checkpointing": False} | own)
-    policy = load_policy(
-        section, temperature=config.sampling.temperature, key=model.key, adapter=model.adapter
-    )
-    needs = ppo_needs(reader.tokenizer.id_bound, reader.longest)
-    if model.tokenizer_path != actor.path:
-        needs = replace(needs, tokenizer_of=model.name)
-    needs.check(policy, model.path, model.key)
-    return policy
 
 
 @torch.no_grad()

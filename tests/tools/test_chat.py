@@ -317,7 +317,7 @@ def test_all_arguments_are_checked_before_a_model_is_loaded(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("ppo_ds.tools.chat.load_policy", refuse)
+    monkeypatch.setattr("ppo_ds.tools.policies.load_policy", refuse)
     for name in ("one", "two"):
         model = partner().policy.lm
         tiny.character_tokenizer("abcsu|").hf.save_pretrained(tmp_path / name)

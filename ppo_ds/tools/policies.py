@@ -1,0 +1,71 @@
+"""Loads the policies that tools decode with, and their tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ppo_ds.build.roles import ppo_needs
+from ppo_ds.config.schema import Config
+from ppo_ds.config.sections.models import ModelConfig
+from ppo_ds.models.download import HubModel
+from ppo_ds.models.policy import Policy, load_policy
+from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
+from ppo_ds.tools.model_argument import NamedModel
+
+
+def hub_models(config: Config, models: Sequence[NamedModel]) -> list[HubModel]:
+    """Returns the entries of all models and tokenizers for their download."""
+    trusted = config.actor.model.trust_remote_code
+    return [
+        HubModel(model.key, path, revision_of(config, path), trusted)
+        for model in models
+        for path in dict.fromkeys((model.path, model.tokenizer_path))
+    ]
+
+
+def revision_of(config: Config, path: str) -> str | None:
+    """Returns the revision of a model or tokenizer: actor.model.revision if it is the actor's."""
+    return config.actor.model.revision if path == config.actor.model.path else None
+
+
+def model_section(config: Config, model: NamedModel) -> ModelConfig:
+    """Returns the settings that a model is loaded with: those of actor.model, with its own path."""
+    own = {
+        "path": model.path,
+        "revision": revision_of(config, model.path),
+        "gradient_checkpointing": False,
+    }
+    return ModelConfig(**config.actor.model.model_dump() | own)
+
+
+def tokenizer_of(config: Config, model: NamedModel) -> Tokenizer:
+    """Loads the tokenizer of a model, with the chat template of the config."""
+    path, data = model.tokenizer_path, config.data
+    return load_tokenizer(
+        path,
+        revision_of(config, path),
+        config.actor.model.trust_remote_code,
+        data.chat_template,
+        data.chat_template_kwargs,
+        key=model.key,
+    )
+
+
+def load_decoder(config: Config, model: NamedModel, tokenizer: Tokenizer, positions: int = 1) -> Policy:
+    """Loads a policy at the sampling temperature.
+
+    Raises UserError if it has no embedding for an id of the tokenizer, or cannot read rows of ``positions``
+    tokens.
+    """
+    policy = load_policy(
+        model_section(config, model),
+        temperature=config.sampling.temperature,
+        key=model.key,
+        adapter=model.adapter,
+    )
+    needs = ppo_needs(tokenizer.id_bound, positions)
+    if model.tokenizer_path != config.actor.model.path:
+        needs = replace(needs, tokenizer_of=model.name)
+    needs.check(policy, model.path, model.key)
+    return policy
