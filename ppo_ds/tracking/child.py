@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -29,10 +30,10 @@ from ppo_ds.types import Histogram
 MAX_PENDING = 10_000  # unread messages after which the child counts as hung
 
 
-class ChildTracker:
+class ChildTracker(ABC):
     """Sends the records of a run to a child process; a failure gives a one-line warning.
 
-    A subclass starts the child in ``start`` and may override ``finish``.
+    A subclass may override ``finish``.
     """
 
     label: str  # name of the library in warnings
@@ -45,8 +46,9 @@ class ChildTracker:
         self._finish_timeout = finish_timeout  # seconds
         self._child: Child | None = None
 
+    @abstractmethod
     def start(self, config: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """Starts the child by ``launch``, or continues without it after a warning."""
 
     def launch(self, script: Path, options: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Starts a child and returns its first reply; kills the child if it could not start the library."""
@@ -75,7 +77,7 @@ class ChildTracker:
     def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
         self.send({"step": step, "histograms": {name: asdict(one) for name, one in histograms.items()}})
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> None:  # noqa: B027 - no subclass needs to override it
         """Does nothing: the libraries cannot remove steps, and show repeated steps twice."""
 
     def finish(self, summary: dict[str, Any]) -> None:
