@@ -9,6 +9,7 @@ from functools import partial
 from ppo_ds.config.schema import Config, rollout_size, trained_models
 from ppo_ds.config.sections.data import DataConfig, MixtureConfig
 from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
+from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.mixture import MixedSource, collect_user_errors
 from ppo_ds.data.prompts import PromptSource, PromptStream, Source
 from ppo_ds.distributed.world import World
@@ -38,6 +39,12 @@ class Inputs:
     @property
     def _sources(self) -> list[Source]:
         return [self.source, *([self.held_out] if self.held_out else [])]
+
+    @property
+    def fingerprints(self) -> list[Fingerprint]:
+        """The fingerprints of all data sets."""
+        texts = [self.ptx.source.fingerprint] if self.ptx else []
+        return [fingerprint for source in self._sources for fingerprint in source.fingerprints] + texts
 
     @property
     def longest_prompt(self) -> int:

@@ -106,6 +106,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
         ema=models.ema,
         lagged=models.lagged,
         prompts=inputs.prompts,
+        data=inputs.fingerprints,
         collect=build_collector(config, context, models, generator, sampling),
         make_experience=make_experience,
         make_pretraining_experience=pretraining(config, make_experience)

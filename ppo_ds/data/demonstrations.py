@@ -136,7 +136,7 @@ class DemonstrationSource:
         self._rows = load_rows(
             path, split=split, revision=revision, max_rows=max_samples, key=key, world=world
         )
-        demonstrations = parse_rows(world, self._rows, self._parse, f"{key}={path}")
+        demonstrations, self.fingerprint = parse_rows(world, self._rows, self._parse, key, path)
         self._kept = array("I")  # the index of each kept row
         self._ids = TokenRows()  # token ids of the kept rows
         self._learned = TokenRows("B")  # 1 for each learned token of the kept rows

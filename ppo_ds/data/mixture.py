@@ -8,6 +8,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
+from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.order import SEED_OFFSET, Interleaved, Order, WeightedRoundRobin
 from ppo_ds.data.prompts import PromptSource, collate_prompts
 from ppo_ds.errors import UserError
@@ -47,6 +48,10 @@ class MixedSource:
     def report(self) -> dict[str, int]:
         """The reports of all sets, added up by name."""
         return {name: sum(source.report[name] for source in self.sources) for name in self.sources[0].report}
+
+    @property
+    def fingerprints(self) -> list[Fingerprint]:
+        return [fingerprint for source in self.sources for fingerprint in source.fingerprints]
 
     @property
     def longest(self) -> int:

@@ -208,7 +208,7 @@ class PreferenceSource:
             path, split=split, revision=revision, max_rows=max_samples, key=key, world=world
         )
         parse = partial(parse_preferences, format=format)
-        parsed = parse_rows(world, self._file_rows, parse, f"{key}={path}")
+        parsed, self.fingerprint = parse_rows(world, self._file_rows, parse, key, path)
         self.template: Template = self._check_template(parsed)
         self._ids = TokenRows()  # pair i: the preferred text at 2 i, the rejected one at 2 i + 1
         self._margins, self.subsets = array("d"), list[str | None]()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
+from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.messages import Prompt, parse_max_new_tokens, parse_prompt, prompt_format
 from ppo_ds.data.order import Order, Passes
 from ppo_ds.data.rows import load_rows, map_rows, parse_rows
@@ -97,7 +98,7 @@ class PromptSource:
         self._limits = array("L")  # the limit of response tokens of each kept prompt
         # maps the roles of a chat, or () for a text, to the first kept prompt with these roles
         self._first_with_roles: dict[tuple[str, ...], int] = {}
-        parsed = parse_rows(world, self._rows, self._parse, f"{key}={path}")
+        parsed, self._fingerprint = parse_rows(world, self._rows, self._parse, key, path)
         prompts = [row.prompt for row in parsed]
         names = [row.name for row in parsed if row.name is not None]
         counts = Counter(rows=len(parsed), same_id=len(names) - len(set(names)))
@@ -149,6 +150,11 @@ class PromptSource:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def fingerprints(self) -> list[Fingerprint]:
+        """The fingerprint of the data set, in a list as those of a mixture."""
+        return [self._fingerprint]
 
     @property
     def longest(self) -> int:
@@ -224,6 +230,8 @@ class Source(Protocol):
     def path(self) -> str: ...
     @property
     def report(self) -> dict[str, int]: ...
+    @property
+    def fingerprints(self) -> list[Fingerprint]: ...
     def __len__(self) -> int: ...
     @property
     def longest(self) -> int: ...

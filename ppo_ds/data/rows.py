@@ -8,7 +8,6 @@ ranks would share. All values of a CSV file are text.
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 import os
@@ -27,6 +26,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 
+from ppo_ds.data.fingerprint import Fingerprint, RowDigest
 from ppo_ds.data.sharing import on_all, refuse_different
 from ppo_ds.errors import UserError
 from ppo_ds.types import Row
@@ -163,22 +163,23 @@ def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | 
     raise UserError(*problems)
 
 
-def parse_rows(world: World | None, rows: Rows, parse: Callable[[Row], T], source: str) -> list[T]:
+def parse_rows(
+    world: World | None, rows: Rows, parse: Callable[[Row], T], key: str, path: str
+) -> tuple[list[T], Fingerprint]:
     """Parses all rows on every rank; a collective if ``world`` has several ranks.
 
-    Raises the UserErrors of ``map_rows`` on every rank, and UserError if the ranks have read different rows.
-    ``source`` is KEY=PATH for that error.
+    Returns the results and the fingerprint of the rows. Raises the UserErrors of ``map_rows`` on every rank,
+    and UserError if the ranks have read different rows. ``key`` is the config key of ``path``.
     """
-    digest = hashlib.blake2b()
+    digest = RowDigest()
 
     def parse_one(row: Row) -> T:
-        if world is not None and world.size > 1:
-            digest.update(repr(row).encode(errors="surrogatepass"))
+        digest.add(row)
         return parse(row)
 
     parsed = on_all(world, lambda: map_rows(rows, parse_one))
-    refuse_different(world, digest.hexdigest(), source)
-    return parsed
+    refuse_different(world, digest.hexdigest(), f"{key}={path}")
+    return parsed, Fingerprint(key, path, len(rows), digest.hexdigest())
 
 
 def _data_files(path: str, key: str) -> list[Path] | None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.config.sections.finetune import RewardModelConfig
+from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.preferences import PreferenceSource, PreferenceStream
 from ppo_ds.data.prompts import prompt_id
 from ppo_ds.engine.trained import TrainedModel
@@ -187,6 +188,11 @@ class RewardModelTrainer:
     @property
     def models(self) -> Mapping[str, TrainedModel]:
         return {"scorer": self.scorer}
+
+    @property
+    def data(self) -> list[Fingerprint]:
+        sources = [self.pairs.source] + ([self.held_out] if self.held_out else [])
+        return [source.fingerprint for source in sources]
 
     @property
     def weight_copies(self) -> Mapping[str, WeightCopy]:

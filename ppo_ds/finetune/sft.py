@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ppo_ds.config.sections.finetune import SFTConfig
 from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
+from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.prompts import prompt_id
 from ppo_ds.distributed import heartbeat
 from ppo_ds.engine.hybrid import HybridActor
@@ -256,6 +257,11 @@ class SFTTrainer:
     @property
     def models(self) -> Mapping[str, TrainedModel]:
         return {"actor": self.actor}
+
+    @property
+    def data(self) -> list[Fingerprint]:
+        sources = [self.rows.source] + ([self.held_out] if self.held_out else [])
+        return [source.fingerprint for source in sources]
 
     @property
     def weight_copies(self) -> Mapping[str, WeightCopy]:

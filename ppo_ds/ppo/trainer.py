@@ -22,13 +22,14 @@ Departures from the paper:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ppo_ds.config.sections.algo import AlgoConfig
+from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
@@ -75,6 +76,7 @@ class PPOTrainer:
 
     # algorithm
     prompts: Iterator[Prompts]
+    data: Sequence[Fingerprint]
     collect: RolloutCollector
     make_experience: ExperienceMaker
     # computes returns with lambda 1; None without algo.value.pretrain_rollouts

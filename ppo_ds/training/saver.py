@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.config.sections.run import CheckpointConfig
+from ppo_ds.data.fingerprint import changed_rows
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.rng import rng_snapshot
 from ppo_ds.errors import UserError
@@ -103,6 +104,8 @@ class Saver:
                 "them as they were (stage=ppo: algo.kl.controller, algo.ptx and the kind of reward), or "
                 "start in another run.dir"
             )
+        for line in changed_rows(state["progress"].get("data", {}), self.stage.data, path):
+            self.context.banner.warn(line)
         self.load_state_dict(state)
         self.saved_step, self.last_checkpoint = self.state.step, path
 
@@ -140,12 +143,14 @@ class Saver:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        progress = asdict(self.state) | {"skips": self.context.health.skips}
+        data = {fingerprint.key: fingerprint.saved() for fingerprint in self.stage.data}
+        progress = asdict(self.state) | {"skips": self.context.health.skips, "data": data}
         return {"progress": progress, **self.stage.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         progress = dict(state["progress"])
         skips = progress.pop("skips")
+        progress.pop("data", None)  # compared in ``resume``
         self.state = TrainState(**progress)
         self.state.select_by(self.selection.rule)
         self.context.health.restore(skips, self.state.step + 1)

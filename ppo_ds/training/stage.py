@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
@@ -83,6 +84,7 @@ class Stage(Stateful, Protocol):
 
     models: Mapping[str, TrainedModel]  # saved in every checkpoint
     weight_copies: Mapping[str, WeightCopy]  # saved in every checkpoint
+    data: Sequence[Fingerprint]  # of all data sets; every checkpoint saves them
     total_steps: int
     # metric name -> function that returns the count since its last call; called once per step
     counters: Mapping[str, Callable[[], float]]

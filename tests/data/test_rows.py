@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ppo_ds.data.rows import load_rows
+from ppo_ds.data.rows import load_rows, parse_rows
 from ppo_ds.errors import UserError
 
 ROWS = [
@@ -32,6 +32,26 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
     write_all(tmp_path)
     rows = load_rows(str(tmp_path / name), split="ignored", revision="ignored")
     assert list(rows) == ROWS and rows[1] == ROWS[1] and len(rows) == 2
+
+
+def fingerprint(path):
+    """Returns the fingerprint of the rows of a file."""
+    return parse_rows(None, load_rows(str(path)), dict, "data.path", str(path))[1]
+
+
+def test_a_fingerprint_depends_on_the_rows_only(tmp_path):
+    write_all(tmp_path)
+    found = [fingerprint(tmp_path / name) for name in ("a.jsonl", "b.json", "c.parquet", "d.csv")]
+    assert len({each.digest for each in found}) == 1 and {each.rows for each in found} == {2}
+
+
+@pytest.mark.parametrize(
+    "changed", [ROWS[::-1], [*ROWS, ROWS[0]], [ROWS[0], ROWS[1] | {"answer": "3"}], ROWS[:1]]
+)
+def test_a_fingerprint_depends_on_every_row_and_their_order(tmp_path, changed):
+    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    (tmp_path / "b.json").write_text(json.dumps(changed))
+    assert fingerprint(tmp_path / "a.json").digest != fingerprint(tmp_path / "b.json").digest
 
 
 def test_locations(tmp_path):

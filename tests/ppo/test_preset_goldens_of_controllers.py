@@ -49,6 +49,7 @@ def coefficients(world, config, kls, n_steps):
     )
     stage = PPOTrainer(
         context=context(world, ()),
+        data=[],
         algo=config.algo,
         seed=config.run.seed,
         total_steps=len(kls),

@@ -145,6 +145,7 @@ def stand_ins(world, tokenizer, monkeypatch):
         events = []
         stage = PPOTrainer(
             context=context(world, stop),
+            data=[],
             algo=settings,
             seed=7,
             total_steps=total_steps,

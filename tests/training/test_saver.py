@@ -1,12 +1,16 @@
 """Tests which steps of a run get a checkpoint, with a stand-in that only records the steps."""
 
+import json
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from ppo_ds.config.sections.run import CheckpointConfig
+from ppo_ds.data.fingerprint import Fingerprint
+from ppo_ds.tracking.banner import Banner
 from ppo_ds.training.health import Health
 from ppo_ds.training.saver import Saver
 from ppo_ds.training.state import Selection, TrainState
@@ -30,7 +34,7 @@ class Notes:
 def saved(skips=(), scores=(), seconds=1.0, **settings):
     """Runs six steps; ``skips`` are steps whose optimizer step is skipped, ``scores`` are (step, score)."""
     health, notes = Health(max_skips=100), Notes()
-    stage = SimpleNamespace(models={}, weight_copies={}, state_dict=dict)
+    stage = SimpleNamespace(models={}, weight_copies={}, data=[], state_dict=dict)
     context = SimpleNamespace(health=health, timer=lambda phase: nullcontext())
     config = CheckpointConfig(**{"every": 0, "minutes": None, "keep_best": False} | settings)
     saver = Saver(context=context, stage=stage, checkpoints=notes, config=config, selection=SELECTION)
@@ -66,3 +70,60 @@ def test_each_better_evaluation():
     assert found.steps == found.best == [1, 3]
     found = saved(scores=scores, keep_best=True, every=3)
     assert found.steps == [1, 3, 6] and found.best == [1, 3]
+
+
+class OneCheckpoint:
+    """Stands in for checkpoints that are read, and records the state that was saved last."""
+
+    def save(self, step, models, state, *, best, copies):
+        self.state = json.loads(json.dumps(state))
+        return Path(f"step_{step}")
+
+    def load(self, path, models, copies):
+        return self.state
+
+
+def resumed(checkpoints, data):
+    """Returns a saver of a stage that has read ``data``, after a resume, and the lines of its banner."""
+    banner = Banner()
+    stage = SimpleNamespace(
+        models={}, weight_copies={}, data=data, state_dict=dict, load_state_dict=lambda state: None
+    )
+    context = SimpleNamespace(health=Health(max_skips=3), timer=lambda phase: nullcontext(), banner=banner)
+    config = CheckpointConfig(every=1, minutes=None, keep_best=False)
+    saver = Saver(context=context, stage=stage, checkpoints=checkpoints, config=config, selection=SELECTION)
+    if hasattr(checkpoints, "state"):
+        saver.resume(Path("step_1"))
+    return saver, banner.render().splitlines()
+
+
+TRAIN = Fingerprint("data.path", "prompts.jsonl", 100, "one")
+
+
+def test_a_resume_warns_if_the_rows_have_changed():
+    checkpoints = OneCheckpoint()
+    held_out = Fingerprint("data.eval_path", "eval.jsonl", 8, "held")
+    saver, _ = resumed(checkpoints, [TRAIN, held_out])
+    saver.state = TrainState(step=1)
+    saver.save_if_due(None, 0.0)
+
+    assert resumed(checkpoints, [replace(TRAIN, path="moved.jsonl"), held_out])[1] == []
+    longer, other = replace(TRAIN, rows=120, digest="two"), replace(held_out, digest="new")
+    assert resumed(checkpoints, [longer, other])[1] == [
+        "warning    data.path=prompts.jsonl: its rows have changed since step_1 (100 rows then, 120 now); "
+        "the current pass continues in another order, which repeats rows and leaves out others",
+        "warning    data.eval_path=eval.jsonl: its rows have changed since step_1 (8 rows then, 8 now); "
+        "scores before and after cannot be compared",
+    ]
+    edited = replace(TRAIN, digest="two")
+    assert resumed(checkpoints, [edited, held_out])[1] == [
+        "warning    data.path=prompts.jsonl: its rows have changed since step_1 (100 rows then, 100 now); "
+        "the run continues with the new rows, in the same order"
+    ]
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_fingerprints():
+    checkpoints = OneCheckpoint()
+    checkpoints.state = {"progress": asdict(TrainState(step=4)) | {"skips": 0}}
+    saver, lines = resumed(checkpoints, [TRAIN])
+    assert saver.state.step == 4 and lines == []

@@ -40,6 +40,7 @@ class ToyStage:
             weight_decay=0.0,
         )
         self.models, self.weight_copies, self.counters = {"regression": self.model}, {}, {}
+        self.data = []
         self.offset = 0.0  # offset of the targets; a state besides weights and random states
         seed_everything(config.run.seed + 1 + context.world.rank)
 

@@ -1,0 +1,61 @@
+"""Fingerprints of data sets, by which a resumed run notices that the rows of a file have changed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ppo_ds.types import Row
+
+EVALUATION = "data.eval_path"  # key of the held-out rows
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Identifies the rows that a run has read of one data set."""
+
+    key: str  # the config key of the path
+    path: str
+    rows: int
+    digest: str  # of the contents of all rows in their order, wherever the file lies
+
+    def saved(self) -> dict[str, Any]:
+        """Returns the part that a checkpoint saves, under the key."""
+        return {"rows": self.rows, "digest": self.digest}
+
+
+class RowDigest:
+    """Computes the digest of rows, one after the other."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, row: Row) -> None:
+        self._hash.update(repr(row).encode(errors="surrogatepass"))
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def changed_rows(before: Mapping[str, Any], now: Sequence[Fingerprint], checkpoint: object) -> Iterator[str]:
+    """Yields a warning for each data set whose rows are not those of the checkpoint.
+
+    This is no error, since a curriculum may append or replace rows between two starts. ``before`` holds what
+    the checkpoint has saved of each data set by its key; checkpoints of earlier versions have saved nothing.
+    """
+    for data in now:
+        saved = before.get(data.key)
+        if saved is None or saved == data.saved():
+            continue
+        if data.key == EVALUATION:
+            effect = "scores before and after cannot be compared"
+        elif saved["rows"] == data.rows:
+            effect = "the run continues with the new rows, in the same order"
+        else:
+            effect = "the current pass continues in another order, which repeats rows and leaves out others"
+        yield (
+            f"{data.key}={data.path}: its rows have changed since {checkpoint} ({saved['rows']} rows then, "
+            f"{data.rows} now); {effect}"
+        )
