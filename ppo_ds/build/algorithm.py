@@ -25,6 +25,7 @@ from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
 from ppo_ds.ops.losses import token_mean
+from ppo_ds.ops.masked import Reduce
 from ppo_ds.ppo.advantages import (
     AdvantageEstimator,
     ScorePosition,
@@ -92,7 +93,7 @@ def experience_maker(
         shaper=ScoreShaper(algo.reward_shaping, world),
         charged_kl=_kl_estimator(algo.kl) if algo.kl.place == "reward" else None,
         score_position=_score_position(algo),
-        estimate_advantages=advantage_estimator(algo, algo.gae, config.rollout.samples_per_prompt),
+        estimate_advantages=advantage_estimator(algo, algo.gae, config.rollout.samples_per_prompt, world.sum),
         whitening=_whitening(algo),
         group_size=config.rollout.samples_per_prompt,
         rollout_is=algo.rollout_is,
@@ -105,18 +106,22 @@ def experience_maker(
     )
 
 
-def advantage_estimator(algo: AlgoConfig, gae: GAEConfig, group_size: int) -> AdvantageEstimator:
-    """Builds the advantage estimator of `algo.advantage.estimator`, with ``gae`` in place of `algo.gae`."""
+def advantage_estimator(
+    algo: AlgoConfig, gae: GAEConfig, group_size: int, reduce: Reduce
+) -> AdvantageEstimator:
+    """Builds the advantage estimator of `algo.advantage.estimator`, with ``gae`` in place of `algo.gae`.
+
+    ``reduce`` sums a tensor over all ranks.
+    """
     entry, position = ADVANTAGE_ESTIMATORS[algo.advantage.estimator], _score_position(algo)
+    compute = partial(resolve(entry), reduce=reduce) if entry.over_ranks else resolve(entry)
     if entry.needs_critic and algo.action_level == "sequence":
         return partial(estimate_one_step, value_position=value_position(algo), score_position=position)
     if entry.needs_critic:
-        return partial(estimate_by_critic, compute=resolve(entry), gae=gae, score_position=position)
+        return partial(estimate_by_critic, compute=compute, gae=gae, score_position=position)
     if entry.needs_group:
-        return partial(
-            estimate_by_group, compute=resolve(entry), group_size=group_size, score_position=position
-        )
-    return partial(estimate_by_token, compute=resolve(entry), gamma=gae.gamma, score_position=position)
+        return partial(estimate_by_group, compute=compute, group_size=group_size, score_position=position)
+    return partial(estimate_by_token, compute=compute, gamma=gae.gamma, score_position=position)
 
 
 def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
@@ -126,7 +131,9 @@ def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
     bootstrapping. Forwards that do not affect the returns are omitted.
     """
     algo = config.algo
-    estimate = advantage_estimator(algo, GAEConfig(gamma=algo.gae.gamma, lam=1.0), maker.group_size)
+    estimate = advantage_estimator(
+        algo, GAEConfig(gamma=algo.gae.gamma, lam=1.0), maker.group_size, maker.world.sum
+    )
     maker = replace(maker, estimate_advantages=estimate)
     if maker.charged_kl is not None:
         return maker

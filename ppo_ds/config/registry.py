@@ -33,11 +33,13 @@ class AdvantageEstimatorEntry(Entry):
     advantages, returns [B,S]
     needs_group   (scores [B], group_ids [B], lengths=[B]) -> advantages [B], one per response
     neither       (rewards [B,S], mask [B,S], gamma) -> advantages [B,S]
+    over_ranks    also the keyword argument ``reduce``, which sums a tensor over all ranks
     """
 
     needs_critic: bool = field(default=False, kw_only=True)
     needs_group: bool = field(default=False, kw_only=True)  # two or more responses per prompt
     divides_by_std: bool = field(default=False, kw_only=True)  # whitening would divide a second time
+    over_ranks: bool = field(default=False, kw_only=True)  # needs statistics over the responses of all ranks
 
     @property
     def action_levels(self) -> tuple[str, ...]:
@@ -162,6 +164,15 @@ ADVANTAGE_ESTIMATORS = {
         "Score minus the group's mean (Liu et al. 2025).",
         options={"kind": "dr_grpo"},
         needs_group=True,
+    ),
+    "lite_ppo": AdvantageEstimatorEntry(
+        _GROUP,
+        "Score minus the group's mean, divided by the standard deviation of all scores (Lite PPO, arXiv "
+        "2508.08221).",
+        options={"kind": "lite_ppo"},
+        needs_group=True,
+        divides_by_std=True,
+        over_ranks=True,
     ),
     "opo": AdvantageEstimatorEntry(
         _GROUP,

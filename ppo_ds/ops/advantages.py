@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppo_ds.ops.masked import Reduce, keep, masked_mean_var, masked_whiten, widen
 
-GroupBaseline = Literal["rloo", "grpo", "dr_grpo", "mean", "opo", "none"]
+GroupBaseline = Literal["rloo", "grpo", "dr_grpo", "lite_ppo", "mean", "opo", "none"]
 
 
 @torch.no_grad()
@@ -87,18 +87,21 @@ def group_advantages(
     eps: float = 1e-6,
     lengths: Tensor | None = None,
     singleton: Literal["error", "score", "zero"] = "error",
+    reduce: Reduce | None = None,
 ) -> Tensor:
     """Compares each score with the scores of its group, the responses to one prompt: [B], [B] -> [B].
 
     rloo           score - mean of the other scores (Ahmadian et al. 2024)
     grpo           (score - mean) / (std + eps), unbiased std (Shao et al. 2024)
     dr_grpo, mean  score - mean (Liu et al. 2025)
+    lite_ppo       (score - mean) / (std of the scores of all groups + eps), unbiased std (arXiv 2508.08221)
     opo            score - mean weighted by ``lengths`` [B] (Hao et al. 2025)
     none           the score
 
     Args:
         singleton: Treatment of a prompt with a single response: raise ValueError ("error"), keep its score
             ("score", verl) or return 0 ("zero", NeMo).
+        reduce: Sums a tensor over all ranks, for the statistics over all groups.
     """
     if kind == "none":
         return widen(scores).detach()
@@ -120,6 +123,9 @@ def group_advantages(
             advantages = centred * count / others
         case "grpo":
             advantages = centred / ((group_sum(centred.square()) / others).sqrt() + eps)
+        case "lite_ppo":
+            _, variance, _ = masked_mean_var(x, torch.ones_like(x), reduce=reduce)
+            advantages = centred / (variance.sqrt() + eps)
         case "dr_grpo" | "mean":
             advantages = centred
         case "opo":
@@ -127,7 +133,9 @@ def group_advantages(
             weights = lengths.double()
             advantages = x - group_sum(weights * x) / group_sum(weights).clamp(min=1)
         case _:
-            raise ValueError(f"unknown group advantage {kind!r}: rloo, grpo, dr_grpo, mean, opo or none")
+            raise ValueError(
+                f"unknown group advantage {kind!r}: rloo, grpo, dr_grpo, lite_ppo, mean, opo or none"
+            )
     return torch.where(alone, x if singleton == "score" else 0.0, advantages).to(widen(scores).dtype)
 
 

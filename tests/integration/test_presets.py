@@ -14,8 +14,11 @@ from tests.integration.launching import ROOT, launch
 from tests.support.ranks import RankServer
 
 PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
-CRITIC_FREE = {"rloo", "grpo", "dr_grpo", "reinforce_pp", "dapo", "gspo"}
-WITHOUT_KL = {"dr_grpo", "dapo", "gspo"}  # presets without a KL, and so without a reference
+CRITIC_FREE = {
+    *("rloo", "grpo", "dr_grpo", "reinforce_pp", "dapo", "gspo"),
+    *("lite_ppo", "reinforce_pp_baseline"),
+}
+WITHOUT_KL = {"dr_grpo", "dapo", "gspo", "lite_ppo"}  # presets without a KL, and so without a reference
 # Presets that keep a mistake of the system they follow, with a few words of the reason in the start-up
 # warning.
 WARNED = {
@@ -153,6 +156,8 @@ LEARNING = {
     "grpo": GROUPS,
     "rloo": GROUPS,
     "dapo": GROUPS,
+    "lite_ppo": GROUPS,
+    "reinforce_pp_baseline": GROUPS,
     "dr_grpo": [*GROUPS, "actor.optim.lr=2e-4"],
     "gspo": [*GROUPS, "actor.optim.lr=2e-4", "algo.policy.clip_low=0.1", "algo.policy.clip_high=0.13"],
     "minimind": ["algo.minibatch_size=512", "actor.optim.lr=3e-4", "critic.optim.lr=1e-4"],

@@ -234,7 +234,20 @@ def test_equal_scores_have_no_advantage_however_they_round():
         assert group_advantages(scores, torch.zeros(7, dtype=torch.long), kind).abs().max() < 1e-8
 
 
-@pytest.mark.parametrize("kind", ["rloo", "grpo", "dr_grpo", "mean", "opo"])
+def test_the_standard_deviation_of_all_scores_divides():
+    """The group means are 2 and 7, and the mean of all scores is 4.5.
+
+    TRL's scale_rewards="batch" has the same numbers, with an eps of 1e-4.
+    """
+    scores, groups = torch.tensor([1.0, 3.0, 5.0, 9.0]).double(), torch.tensor([0, 0, 1, 1])
+    made = group_advantages(scores - 0.5, groups, "lite_ppo", eps=0.0)  # a constant changes nothing
+    variance = sum((x - 4.5) ** 2 for x in (1, 3, 5, 9)) / 3
+    torch.testing.assert_close(made, torch.tensor([-1.0, 1.0, -2.0, 2.0]).double() / variance**0.5)
+    equal = group_advantages(torch.full((4,), 0.1), groups, "lite_ppo")
+    assert equal.abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("kind", ["rloo", "grpo", "dr_grpo", "lite_ppo", "mean", "opo"])
 def test_groups_of_one(kind):
     scores, groups, lengths = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1]), torch.ones(3)
     with pytest.raises(ValueError, match="one response has no baseline"):

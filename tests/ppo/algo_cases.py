@@ -51,10 +51,11 @@ def gae(level="token", position=None, place=ON_THE_LAST, gamma=1.0, lam=1.0, **c
     )
 
 
-def critic_free(kind, gamma=1.0, group_size=1, place=ON_THE_LAST):
-    """Makes an estimator of config/registry.py that needs no critic."""
+def critic_free(kind, gamma=1.0, group_size=1, place=ON_THE_LAST, reduce=None):
+    """Makes an estimator of config/registry.py that needs no critic. ``reduce`` sums over all ranks."""
     entry = ADVANTAGE_ESTIMATORS[kind]
-    bound = dict(compute=resolve(entry), score_position=place)
+    compute = partial(resolve(entry), reduce=reduce) if entry.over_ranks else resolve(entry)
+    bound = dict(compute=compute, score_position=place)
     if entry.needs_group:
         return partial(estimate_by_group, **bound, group_size=group_size)
     return partial(estimate_by_token, **bound, gamma=gamma)

@@ -14,6 +14,7 @@ STANDARD = {
     "minibatch_size": 6,  # null: the whole rollout, which has 6 responses here
     "kl.place": "reward",
     "kl.estimator": "k1",
+    "kl.clamp": None,
     "kl.coef": 0.05,
     "kl.controller": "fixed",
     "kl.target": 6.0,
@@ -45,6 +46,7 @@ STANDARD = {
     "entropy.kind": "exact",
     "loss.agg": "token_mean",
     "loss.norm": None,
+    "loss.mask_truncated": False,
     "reward_shaping.score_position": "last_token",
     "reward_shaping.clip": 5.0,
     "reward_shaping.normalize": "none",
@@ -206,6 +208,15 @@ DEPARTURES = {
         "policy.clip_low": 3e-4,
         "policy.clip_high": 4e-4,
         "loss.agg": "seq_mean_token_mean",
+    },
+    "lite_ppo": WITHOUT_CRITIC | {"advantage.estimator": "lite_ppo", "kl.place": "none"},
+    "reinforce_pp_baseline": {
+        "advantage.estimator": "dr_grpo",
+        "kl.place": "loss",
+        "kl.estimator": "k2",
+        "kl.coef": 1e-5,
+        "reward_shaping.clip": 10.0,
+        "epochs": 1,
     },
     "reinforce_pp": {
         "advantage.estimator": "reinforce",

@@ -193,7 +193,7 @@ GROUPS = {
     "verl.rloo_vectorized.*": ("rloo", "algo.kl.coef=0"),
     "verl.opo.*": ("grpo", "algo.advantage.estimator=opo"),
     "verl.gpg.*": ("dr_grpo",),  # GPG's factor, the number of responses over those with a score, is 1 here
-    "verl.reinforce_pp_baseline.*": ("dr_grpo", *WHITENED),
+    "verl.reinforce_pp_baseline.*": ("reinforce_pp_baseline", "algo.advantage.unbiased=true"),
     "verl.reinforce_pp.advantages": ("reinforce_pp", KL_0_1),
     "verl.reinforce_pp.returns": ("reinforce_pp", KL_0_1, RAW),  # these returns are the rewards-to-go
     "openrlhf.reinforce.advantages": ("reinforce_pp", KL_0_1, "algo.advantage.unbiased=false"),
@@ -239,6 +239,15 @@ def test_rloo_subtracts_the_kl_of_the_response_from_its_score(world):
         close(found[i], golden - 0.05 * (kl[i] - sum(others) / 3))
 
 
+def test_lite_ppo_divides_by_the_deviation_of_all_scores(world):
+    """Written in numpy from arXiv 2508.08221; TRL computes the same with scale_rewards="batch"."""
+    (case,) = cases("group_advantages.json")
+    found = per_answer(run_of(world, case, "lite_ppo").experience.advantages, case.mask)
+    scores = case.scores.numpy()
+    means = scores.reshape(-1, 4).mean(1).repeat(4)
+    close(found, (scores - means) / scores.std(ddof=1))
+
+
 def test_reinforce_pp_uses_its_own_kl_coefficient(world):
     """The golden has the coefficient 0.1 and the preset 0.01.
 
@@ -254,7 +263,7 @@ def test_reinforce_pp_uses_its_own_kl_coefficient(world):
             )
 
 
-@pytest.mark.parametrize("preset", ["rloo", "grpo", "dr_grpo", "dapo", "gspo"])
+@pytest.mark.parametrize("preset", ["rloo", "grpo", "dr_grpo", "dapo", "gspo", "lite_ppo"])
 def test_groups_of_one_are_refused(preset):
     with pytest.raises(UserError) as error:
         composed(preset, samples=1)

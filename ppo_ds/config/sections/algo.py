@@ -17,12 +17,12 @@ class KLConfig(Section):
 
     place: Literal["reward", "loss", "none"] = Field("reward", description="Where the penalty is applied.")
     estimator: Annotated[str, OneOf(KL_ESTIMATORS)] = Field("k1", description="Estimator of the KL.")
+    coef: NonNegative = Field(0.05, description="Coefficient of the penalty, or its initial value.")
     clamp: Positive | None = Field(
         None,
         description="Limits the KL of each token to [-clamp, clamp]; beyond it the KL has no gradient, "
         "except for k1+ and k3+; null: off.",
     )
-    coef: NonNegative = Field(0.05, description="Coefficient of the penalty, or its initial value.")
     controller: Literal["fixed", "adaptive", "threshold"] = Field(
         "fixed", description="How the coefficient changes with the measured KL."
     )
