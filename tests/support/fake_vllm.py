@@ -1,7 +1,7 @@
 """A module with the parts of vLLM that ppo_ds uses, decoding with a transformers model on the CPU.
 
-The ordinary tests install it with ``monkeypatch.setitem(sys.modules, "vllm", fake_vllm)``, because vLLM needs
-an environment of its own. tests/vllm/test_fake.py compares its signatures with those of the real module.
+The ordinary tests use it through ``install``, because vLLM needs an environment of its own.
+tests/vllm/test_fake.py compares its signatures with those of the real module.
 
 Differences from vLLM: every step runs the whole sequences again, without a cache, and tensor parallelism and
 detokenization are not simulated. ``sleep`` overwrites the weights with NaN at level 2, because discarded
@@ -10,12 +10,15 @@ memory may hold anything, and decoding while asleep raises. vLLM on a CPU ignore
 
 from __future__ import annotations
 
+import enum
 import random
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -41,6 +44,18 @@ ENGINE_ARGUMENTS = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this module the one that ``import vllm`` and ``import vllm.sampling_params`` return."""
+    for name in ("vllm", "vllm.sampling_params"):
+        monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
+
+
+class RequestOutputKind(enum.Enum):
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 @dataclass
 class SamplingParams:
     """Sampling options of one request, with vLLM's names, defaults and checks."""
@@ -61,6 +76,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -125,12 +141,14 @@ class Request:
     stop_reason: int | None = None
 
     def output(self) -> RequestOutput:
+        """Returns all tokens so far, or the last one with RequestOutputKind.DELTA."""
+        first = len(self.tokens) - 1 if self.params.output_kind == RequestOutputKind.DELTA else 0
         completion = CompletionOutput(
             index=0,
             text="",
-            token_ids=list(self.tokens),
+            token_ids=self.tokens[first:],
             cumulative_logprob=None,
-            logprobs=None if self.params.logprobs is None else list(self.logprobs),
+            logprobs=None if self.params.logprobs is None else self.logprobs[first:],
             finish_reason=self.reason,
             stop_reason=self.stop_reason,
         )
@@ -197,7 +215,8 @@ class LLMEngine:
             self._finish(request)
             if request.reason is not None:
                 del self.requests[request.request_id]
-            outputs.append(request.output())
+            if request.reason is not None or request.params.output_kind != RequestOutputKind.FINAL_ONLY:
+                outputs.append(request.output())
         return outputs
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """The fake vLLM of the ordinary tests has the signatures of the real one and decodes as transformers does."""
 
 import dataclasses
+import enum
 import inspect
 
 import pytest
@@ -86,6 +87,19 @@ def test_a_stop_token_ends_a_response_and_is_part_of_it(llm):
     assert len(late.token_ids) == 8 and stop not in late.token_ids[:7]
 
 
+def test_the_kind_of_output_determines_when_tokens_are_returned(llm):
+    expected = decode(llm, max_tokens=4)[0].outputs[0].token_ids
+    for kind, lengths in (("CUMULATIVE", [1, 2, 3, 4]), ("DELTA", [1, 1, 1, 1]), ("FINAL_ONLY", [4])):
+        params = fake_vllm.SamplingParams(seed=0, max_tokens=4, output_kind=fake_vllm.RequestOutputKind[kind])
+        llm.llm_engine.add_request("a", {"prompt_token_ids": list(PROMPTS[0])}, params)
+        outputs = []
+        while llm.llm_engine.has_unfinished_requests():
+            outputs += [out.outputs[0].token_ids for out in llm.llm_engine.step()]
+        assert list(map(len, outputs)) == lengths
+        last = outputs[-1] if kind != "DELTA" else sum(outputs, [])
+        assert last == expected
+
+
 def test_weights_that_are_not_given_stay_and_sleep_discards_all(model, llm):
     lm, _ = model
     before = decode(llm, temperature=0.0, max_tokens=8)
@@ -132,9 +146,21 @@ def test_signatures_are_those_of_vllm():
         # objects of these classes are created with keyword arguments
         named = {parameter.name: parameter for parameter in parameters(real)}
         known = [named[own.name] for own in parameters(fake)]
-        compare(parameters(fake), known, fake.__name__, positional=False)
+        renamed = [p.replace(default=value(p.default)) for p in known]
+        own = [p.replace(default=value(p.default)) for p in parameters(fake)]
+        compare(own, renamed, fake.__name__, positional=False)
+    from vllm.sampling_params import RequestOutputKind
+
+    assert {kind.name: kind.value for kind in fake_vllm.RequestOutputKind} == {
+        kind.name: kind.value for kind in RequestOutputKind
+    }
     assert fake_vllm.ENGINE_ARGUMENTS <= {argument.name for argument in dataclasses.fields(EngineArgs)}
     assert fake_vllm.__version__ == vllm.__version__.split("+")[0]
+
+
+def value(default):
+    """Returns the name of an enum's member, so that members of the two modules can be compared."""
+    return default.name if isinstance(default, enum.Enum) else default
 
 
 def compare(fake, real, where, positional=True):
