@@ -235,7 +235,7 @@ def test_values_that_hydra_cannot_read_are_text(text: str) -> None:
             "data.mix={path:p.jsonl}",
             "data.mix={path:p.jsonl}: must be a list, as in data.mix=[{path:p.jsonl}]",
         ),
-        ("algo.kl=[1,2]", "algo.kl=[1,2]: must be a section with keys place, estimator, coef"),
+        ("algo.kl=[1,2]", "algo.kl=[1,2]: must be a section with keys place, estimator, clamp, coef"),
         ("algo.polcy.loss=x", "algo.polcy.loss=x: no such key; did you mean algo.policy.loss?"),
         ("actr.optim.lr=1", "actr.optim.lr=1: no such key; did you mean actor.optim.lr?"),
         ("algo.zzz.x.y=1", "algo.zzz.x.y=1: no such key; the keys of algo are kl, gae"),
