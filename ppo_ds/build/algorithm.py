@@ -17,7 +17,7 @@ from ppo_ds.config.registry import (
     resolve,
 )
 from ppo_ds.config.schema import Config, learns_values, rollout_size, value_position
-from ppo_ds.config.sections.algo import AlgoConfig, GAEConfig, KLConfig, RolloutISConfig
+from ppo_ds.config.sections.algo import AlgoConfig, GAEConfig, KLConfig, PolicyConfig, RolloutISConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel
@@ -37,7 +37,7 @@ from ppo_ds.ppo.advantages import (
 )
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.learner import Learner
-from ppo_ds.ppo.losses import PolicyObjective, PtxObjective, ValueObjective
+from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective
 from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
@@ -209,9 +209,8 @@ def learner(
         ema=ema,
         ema_decay=config.actor.ema.decay or 0.0,
         policy=PolicyObjective(
-            loss=resolve(loss),
+            loss=policy_loss(algo.policy),
             sums_over_tokens=loss.sums_over_tokens,
-            clip=algo.policy,
             entropy=algo.entropy,
             kl=_kl_estimator(algo.kl) if algo.kl.place == "loss" else None,
             aux_coef=(actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef,
@@ -236,6 +235,12 @@ def learner(
         health=health,
         counts_ratios=config.tracker.logs_histograms,
     )
+
+
+def policy_loss(policy: PolicyConfig) -> Callable[..., tuple[Tensor, Parts]]:
+    """Imports the loss of `algo.policy.loss` and binds the keys of `algo.policy` that it uses."""
+    entry = POLICY_LOSSES[policy.loss]
+    return partial(resolve(entry), **{key: getattr(policy, key) for key in entry.keys})
 
 
 def kl_controller(config: Config) -> FixedKLController:

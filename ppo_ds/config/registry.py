@@ -49,9 +49,9 @@ class AdvantageEstimatorEntry(Entry):
 
 @dataclass(frozen=True)
 class PolicyLossEntry(Entry):
-    """A policy loss. It takes the arguments of `ppo_ds.ops.losses.policy_loss` except ``kind``.
+    """A policy loss, called like `ppo_ds.ops.losses.surrogate_loss` but without an objective.
 
-    It returns the loss and its metrics.
+    It also takes the keys of algo.policy in ``keys``, and returns the loss and its metrics.
     """
 
     # True if the loss computes its own ratio of whole responses, so that algo.action_level must be token
@@ -59,6 +59,10 @@ class PolicyLossEntry(Entry):
     # At action_level=sequence: True if the loss of a response is the sum over its tokens, False if each token
     # has the loss of the whole response.
     sums_over_tokens: bool = field(default=True, kw_only=True)
+    # Keys of algo.policy that the loss uses, which it takes by the same names
+    keys: tuple[str, ...] = field(default=(), kw_only=True)
+    # True if the loss stays sound without a lower bound of the ratio (clip_low null or 1)
+    allows_no_lower_bound: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -187,18 +191,22 @@ POLICY_LOSSES = {
         _POLICY_LOSS,
         "Clipped surrogate (Schulman et al. 2017), with an optional dual clip.",
         options={"kind": "ppo"},
+        keys=("clip_low", "clip_high", "dual_clip"),
         sums_over_tokens=False,
     ),
     "gspo": PolicyLossEntry(
         _POLICY_LOSS,
         "Clipped surrogate with one ratio per response, the geometric mean over tokens (Zheng et al. 2025).",
         options={"kind": "gspo"},
+        keys=("clip_low", "clip_high", "dual_clip"),
         own_ratio=True,
     ),
     "cispo": PolicyLossEntry(
         _POLICY_LOSS,
         "Log-probability weighted by the clipped ratio, which gets no gradient (MiniMax 2025).",
         options={"kind": "cispo"},
+        keys=("clip_low", "clip_high"),
+        allows_no_lower_bound=True,
     ),
     "reinforce": PolicyLossEntry(
         _POLICY_LOSS, "Advantage times log-probability, without a ratio.", options={"kind": "reinforce"}

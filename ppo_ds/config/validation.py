@@ -36,6 +36,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     reward.check_reward: ("reward",),
     reward.check_prepare: (),
     algo.check_kl: ("rollout", "algo"),
+    algo.check_policy_loss: ("algo",),
     algo.check_loss: ("sampling", "algo"),
     algo.check_rollout_is: ("algo",),
     algo.check_values: ("critic", "algo"),

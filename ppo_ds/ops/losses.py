@@ -146,6 +146,21 @@ def _rows(mask: Tensor) -> Tensor:
     return mask.bool().any(dim=-1)
 
 
+class PolicyTerms(NamedTuple):
+    """Holds what an objective is computed from. All are [B,T], and 0 outside the mask.
+
+    ``log_ratio`` is log pi - log pi_old of the token or of its response, clamped. Gradients flow through
+    ``ratio``, ``log_ratio`` and ``logprobs``.
+    """
+
+    ratio: Tensor
+    log_ratio: Tensor
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+
 class TokenLoss(NamedTuple):
     """Holds a policy loss per token, and masks of the tokens where a clip applies. All are [B,T]."""
 
@@ -154,10 +169,12 @@ class TokenLoss(NamedTuple):
     clipped_low: Tensor  # clipped by the dual clip
 
 
-def clipped_objective(
-    r: Tensor, current: Tensor, advantages: Tensor, bounds: tuple[float, float], dual_clip: float | None
-) -> TokenLoss:
+Bounds = tuple[float, float]  # of the ratio
+
+
+def clipped_objective(terms: PolicyTerms, bounds: Bounds, dual_clip: float | None) -> TokenLoss:
     """Computes PPO's clipped objective."""
+    r, advantages = terms.ratio, terms.advantages
     plain, bounded = -advantages * r, -advantages * r.clamp(*bounds)
     loss = torch.maximum(plain, bounded)
     clipped_low = torch.zeros_like(r, dtype=torch.bool)
@@ -169,31 +186,28 @@ def clipped_objective(
     return TokenLoss(loss, bounded > plain, clipped_low)
 
 
-def truncated_objective(
-    r: Tensor, current: Tensor, advantages: Tensor, bounds: tuple[float, float], dual_clip: float | None
-) -> TokenLoss:
+def truncated_objective(terms: PolicyTerms, bounds: Bounds, dual_clip: float | None) -> TokenLoss:
     """Computes CISPO's objective: the clipped ratio is a weight of the log-prob and has no gradient."""
+    r = terms.ratio
     truncated = r.detach().clamp(*bounds)
-    loss = -advantages * truncated * current
+    loss = -terms.advantages * truncated * terms.logprobs
     return TokenLoss(loss, truncated != r, torch.zeros_like(r, dtype=torch.bool))
 
 
-def plain_objective(
-    r: Tensor, current: Tensor, advantages: Tensor, bounds: tuple[float, float], dual_clip: float | None
-) -> TokenLoss:
+def plain_objective(terms: PolicyTerms, bounds: Bounds, dual_clip: float | None) -> TokenLoss:
     """Computes REINFORCE's objective, without a ratio."""
-    unclipped = torch.zeros_like(r, dtype=torch.bool)
-    return TokenLoss(-advantages * current, unclipped, unclipped)
+    unclipped = torch.zeros_like(terms.ratio, dtype=torch.bool)
+    return TokenLoss(-terms.advantages * terms.logprobs, unclipped, unclipped)
 
 
 @dataclass(frozen=True)
 class Objective:
     """A kind of policy loss.
 
-    ``compute`` takes ratios, log-probs and advantages [B,T], the bounds of the ratio and the dual clip.
+    ``compute`` takes the terms, the bounds of the ratio and the dual clip.
     """
 
-    compute: Callable[[Tensor, Tensor, Tensor, tuple[float, float], float | None], TokenLoss]
+    compute: Callable[[PolicyTerms, Bounds, float | None], TokenLoss]
     ratio: Ratio | None = None  # ratio that this kind requires; None: the caller chooses
 
 
@@ -211,7 +225,7 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    clip_low: float = 0.2,
+    clip_low: float | None = 0.2,
     clip_high: float | None = None,
     dual_clip: float | None = None,
     ratio: Ratio = "token",
@@ -228,16 +242,61 @@ def policy_loss(
     cispo      -A clip(r).detach() log pi (MiniMax 2025)
     reinforce  -A log pi, without a ratio
 
+    Args:
+        logprobs, old_logprobs, mask: [B,T].
+        advantages: [B,T] or [B].
+        clip_low: None: no lower bound, as with 1, since a ratio is positive.
+        clip_high: None uses clip_low.
+        dual_clip: A constant c > 1 that bounds the loss by -A c where A < 0 (Ye et al. 2020).
+        ratio: One ratio per token, or one for all tokens of a response: exp of the sum ("sequence") or of the
+            mean ("sequence_mean") of the log-ratios.
+        log_ratio_clamp, is_weights, agg, totals: See surrogate_loss.
+
+    Returns:
+        The loss, 0-dim, and its metrics, see surrogate_loss.
+    """
+    if kind not in OBJECTIVES:
+        raise ValueError(f"unknown policy loss {kind!r}: {', '.join(OBJECTIVES)}")
+    high = clip_low if clip_high is None else clip_high
+    assert high is not None, "clip_high must be set if clip_low is None"
+    bounds = (1 - (1.0 if clip_low is None else clip_low), 1 + high)
+    objective = OBJECTIVES[kind]
+    return surrogate_loss(
+        lambda terms: objective.compute(terms, bounds, dual_clip),
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        ratio=objective.ratio or ratio,
+        log_ratio_clamp=log_ratio_clamp,
+        is_weights=is_weights,
+        agg=agg,
+        totals=totals,
+    )
+
+
+def surrogate_loss(
+    objective: Callable[[PolicyTerms], TokenLoss],
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    ratio: Ratio = "token",
+    log_ratio_clamp: float = 20.0,
+    is_weights: Tensor | None = None,
+    agg: LossAgg | Aggregation = "token_mean",
+    totals: BatchTotals | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Computes a policy loss from the objective of a token, and its metrics.
+
     The log-ratio is masked, then clamped, then exponentiated. Without the clamp float32 gives 0 * inf = NaN
     gradients although the loss is finite.
 
     Args:
         logprobs, old_logprobs, mask: [B,T].
         advantages: [B,T] or [B].
-        clip_high: None uses clip_low.
-        dual_clip: A constant c > 1 that bounds the loss by -A c where A < 0 (Ye et al. 2020).
-        ratio: One ratio per token, or one for all tokens of a response: exp of the sum ("sequence") or of the
-            mean ("sequence_mean") of the log-ratios.
+        ratio: The ratio that the objective gets, see policy_loss.
         log_ratio_clamp: Limits the log-ratio to +-log_ratio_clamp; the gradient is 0 beyond it.
         is_weights: Importance weights [B,T], see rollout_is_weights.
 
@@ -252,16 +311,12 @@ def policy_loss(
             policy/ratio_mean
             policy/ratio_max     0-dim
     """
-    if kind not in OBJECTIVES:
-        raise ValueError(f"unknown policy loss {kind!r}: {', '.join(OBJECTIVES)}")
-    objective = OBJECTIVES[kind]
     current, old = keep(logprobs, mask), keep(old_logprobs.detach(), mask)
     advantages = keep((advantages if advantages.dim() == 2 else advantages[:, None]).detach(), mask)
     differences = current - old
-    log_ratio = clamped_log_ratio(differences, mask, objective.ratio or ratio, log_ratio_clamp)
+    log_ratio = clamped_log_ratio(differences, mask, ratio, log_ratio_clamp)
     r = log_ratio.exp()
-    bounds = (1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
-    loss, clipped, clipped_low = objective.compute(r, current, advantages, bounds, dual_clip)
+    loss, clipped, clipped_low = objective(PolicyTerms(r, log_ratio, current, old, advantages, mask))
     if is_weights is not None:
         loss = loss * keep(is_weights.detach(), mask)
     # samples come from the old policy, so d = log old - log new

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_ds.config.sections.algo import EntropyConfig, PolicyConfig, ValueConfig
+from ppo_ds.config.sections.algo import EntropyConfig, ValueConfig
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ops.losses import (
     Aggregation,
@@ -36,10 +36,9 @@ class PolicyObjective:
     log-prob and its KL are summed over its tokens.
     """
 
-    loss: Callable[..., tuple[Tensor, Parts]]  # an entry of POLICY_LOSSES
+    loss: Callable[..., tuple[Tensor, Parts]]  # an entry of POLICY_LOSSES, with its keys bound
     # for action level sequence: False if ``loss`` gives every token the loss of its whole response
     sums_over_tokens: bool
-    clip: PolicyConfig
     entropy: EntropyConfig
     kl: Callable[[Tensor, Tensor], Tensor] | None  # estimator of the KL in the loss; None: no KL there
     aux_coef: float
@@ -61,9 +60,6 @@ class PolicyObjective:
             old_logprobs,
             micro.advantages,
             mask,
-            clip_low=self.clip.clip_low,
-            clip_high=self.clip.clip_high,
-            dual_clip=self.clip.dual_clip,
             ratio=self.level,
             is_weights=micro.weights,
             agg=seq_mean_token_mean if sequence and not self.sums_over_tokens else agg,

@@ -202,7 +202,30 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "in the reward use k3",
         ),
         (["algo.policy.dual_clip=1"], "algo.policy.dual_clip=1: must be above 1"),
-        (["algo.policy.clip_low=1"], "algo.policy.clip_low=1: must be above 0 and below 1"),
+        (["algo.policy.clip_low=0"], "algo.policy.clip_low=0: must be above 0 and at most 1"),
+        (["algo.policy.clip_low=2"], "algo.policy.clip_low=2: must be above 0 and at most 1"),
+        (
+            ["algo.policy.clip_low=1"],
+            "algo.policy.clip_low=1: must be above 0 and below 1; only cispo can do without a lower bound",
+        ),
+        (
+            ["algo.policy.clip_low=null", "algo.policy.clip_high=4", "algo.policy.loss=gspo"],
+            "algo.policy.clip_low=null: must be above 0 and below 1; only cispo can do without a lower bound",
+        ),
+        (
+            ["algo.policy.clip_low=null", "algo.policy.loss=cispo"],
+            "algo.policy.clip_high=null: must be a number if algo.policy.clip_low is null",
+        ),
+        (
+            ["algo.policy.dual_clip=3", "algo.policy.loss=cispo"],
+            "algo.policy.dual_clip=3: only used with algo.policy.loss=ppo or gspo (it is cispo); set it to "
+            "null",
+        ),
+        (
+            ["algo.policy.clip_high=0.3", "algo.policy.loss=reinforce"],
+            "algo.policy.clip_high=0.3: only used with algo.policy.loss=ppo or gspo or cispo (it is "
+            "reinforce); set it to null",
+        ),
         (
             ["algo.policy.loss=gspo", SEQUENCE],
             "algo.policy.loss=gspo: has a ratio of its own for whole responses, so algo.action_level must be",

@@ -14,11 +14,13 @@ from tests.integration.launching import ROOT, launch
 from tests.support.ranks import RankServer
 
 PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
+LOSSES = {"cispo"}  # presets with a policy loss other than PPO's, on DAPO's or GRPO's advantages
 CRITIC_FREE = {
     *("rloo", "grpo", "dr_grpo", "reinforce_pp", "dapo", "gspo"),
     *("lite_ppo", "reinforce_pp_baseline"),
+    *LOSSES,
 }
-WITHOUT_KL = {"dr_grpo", "dapo", "gspo", "lite_ppo"}  # presets without a KL, and so without a reference
+WITHOUT_KL = {"dr_grpo", "dapo", "gspo", "lite_ppo", *LOSSES}  # presets without a KL, and so without a reference
 # Presets that keep a mistake of the system they follow, with a few words of the reason in the start-up
 # warning.
 WARNED = {
@@ -158,6 +160,7 @@ LEARNING = {
     "dapo": GROUPS,
     "lite_ppo": GROUPS,
     "reinforce_pp_baseline": GROUPS,
+    **dict.fromkeys(LOSSES, GROUPS),
     "dr_grpo": [*GROUPS, "actor.optim.lr=2e-4"],
     "gspo": [*GROUPS, "actor.optim.lr=2e-4", "algo.policy.clip_low=0.1", "algo.policy.clip_high=0.13"],
     "minimind": ["algo.minibatch_size=512", "actor.optim.lr=3e-4", "critic.optim.lr=1e-4"],

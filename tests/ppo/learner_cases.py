@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ppo_ds.build.algorithm import policy_loss
 from ppo_ds.config.registry import KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES, resolve
 from ppo_ds.config.sections.algo import EntropyConfig, PolicyConfig, ValueConfig
 from ppo_ds.engine.trained import StepInfo
@@ -22,6 +23,9 @@ POLICY = dict(
     entropy_coef=0.0, entropy_kind="exact", kl_in_loss=False, kl_estimator="k2", aux_coef=0.0,
 )  # fmt: skip
 VALUE = dict(clip=0.2, half=True, coef=1.0, agg="token_mean")
+
+
+CLIP = ("clip_low", "clip_high", "dual_clip")
 
 
 class Tiny(nn.Module):
@@ -158,9 +162,8 @@ def policy_objective(**changes):
     made = POLICY | changes
     entry = POLICY_LOSSES[made["kind"]]
     return PolicyObjective(
-        loss=resolve(entry),
+        loss=policy_loss(PolicyConfig(loss=made["kind"], **{name: made[name] for name in CLIP})),
         sums_over_tokens=entry.sums_over_tokens,
-        clip=PolicyConfig(**{name: made[name] for name in ("clip_low", "clip_high", "dual_clip")}),
         entropy=EntropyConfig(coef=made["entropy_coef"], kind=made["entropy_kind"]),
         kl=resolve(KL_ESTIMATORS[made["kl_estimator"]]) if made["kl_in_loss"] else None,
         aux_coef=made["aux_coef"],

@@ -200,6 +200,16 @@ DEPARTURES = {
         "reward_shaping.overlong_buffer": 0.2,
         "dynamic_sampling.enabled": True,
     },
+    "cispo": WITHOUT_CRITIC
+    | {
+        "advantage.estimator": "grpo",
+        "kl.place": "none",
+        "policy.loss": "cispo",
+        "policy.clip_low": None,
+        "policy.clip_high": 4.0,
+        "reward_shaping.overlong_buffer": 0.2,
+        "dynamic_sampling.enabled": True,
+    },
     "gspo": WITHOUT_CRITIC
     | {
         "advantage.estimator": "grpo",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from ppo_ds.config.reading import defaults
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES
 from ppo_ds.config.schema import Config, has_critic, learns_values, rollout_size, uses_reference
+from ppo_ds.config.text import show
 
 
 def check_batches(config: Config, ranks: int) -> Iterator[str]:
@@ -81,6 +84,32 @@ def check_kl(config: Config, ranks: int) -> Iterator[str]:
             f"health.max_kl={config.health.max_kl:g}: without a reference no KL is measured; set "
             "algo.kl.place to reward or loss, or health.max_kl to null"
         )
+
+
+def check_policy_loss(config: Config, ranks: int) -> Iterator[str]:
+    """Yields an error line for each key of algo.policy that the policy loss does not use or allow."""
+    policy = config.algo.policy
+    entry = POLICY_LOSSES[policy.loss]
+    for key, default in defaults(type(policy)).items():
+        value = getattr(policy, key)
+        if key != "loss" and key not in entry.keys and value != default:
+            users = [name for name, other in POLICY_LOSSES.items() if key in other.keys]
+            yield (
+                f"algo.policy.{key}={_short(value)}: only used with algo.policy.loss={' or '.join(users)} "
+                f"(it is {policy.loss}); set it to {_short(default)}"
+            )
+    if "clip_low" in entry.keys and policy.clip_low in (None, 1) and not entry.allows_no_lower_bound:
+        yield (
+            f"algo.policy.clip_low={_short(policy.clip_low)}: must be above 0 and below 1; only "
+            f"{' and '.join(n for n, other in POLICY_LOSSES.items() if other.allows_no_lower_bound)} can do "
+            "without a lower bound of the ratio"
+        )
+    if "clip_low" in entry.keys and policy.clip_low is None and policy.clip_high is None:
+        yield "algo.policy.clip_high=null: must be a number if algo.policy.clip_low is null (often 4)"
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else show(value)
 
 
 def check_loss(config: Config, ranks: int) -> Iterator[str]:

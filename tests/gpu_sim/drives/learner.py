@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from ppo_ds.build.algorithm import policy_loss
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -49,9 +50,8 @@ WIDTH = 12  # tokens of a row, so that a budget of 2 * WIDTH makes micro-batches
 def policy_objective(kl: bool = True) -> PolicyObjective:
     entry = POLICY_LOSSES["ppo"]
     return PolicyObjective(
-        loss=resolve(entry),
+        loss=policy_loss(PolicyConfig()),
         sums_over_tokens=entry.sums_over_tokens,
-        clip=PolicyConfig(),
         entropy=EntropyConfig(coef=0.01),
         kl=resolve(KL_ESTIMATORS["k3"]) if kl else None,
         aux_coef=0.0,
