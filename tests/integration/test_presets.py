@@ -14,13 +14,14 @@ from tests.integration.launching import ROOT, launch
 from tests.support.ranks import RankServer
 
 PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
-LOSSES = {"cispo"}  # presets with a policy loss other than PPO's, on DAPO's or GRPO's advantages
+LOSSES = ("cispo",)  # presets with another policy loss than PPO's
 CRITIC_FREE = {
     *("rloo", "grpo", "dr_grpo", "reinforce_pp", "dapo", "gspo"),
     *("lite_ppo", "reinforce_pp_baseline"),
     *LOSSES,
 }
-WITHOUT_KL = {"dr_grpo", "dapo", "gspo", "lite_ppo", *LOSSES}  # presets without a KL, and so without a reference
+# presets without a KL, and so without a reference
+WITHOUT_KL = {"dr_grpo", "dapo", "gspo", "lite_ppo", *LOSSES}
 # Presets that keep a mistake of the system they follow, with a few words of the reason in the start-up
 # warning.
 WARNED = {
