@@ -16,7 +16,6 @@ STANDARD = {
     "kl.estimator": "k1",
     "kl.clamp": None,
     "kl.coef": 0.05,
-    "kl.clamp": None,
     "kl.controller": "fixed",
     "kl.target": 6.0,
     "kl.horizon": 10000.0,
