@@ -39,6 +39,7 @@ class AdvantageEstimatorEntry(Entry):
     needs_critic: bool = field(default=False, kw_only=True)
     needs_group: bool = field(default=False, kw_only=True)  # two or more responses per prompt
     divides_by_std: bool = field(default=False, kw_only=True)  # whitening would divide a second time
+    divides_by_mean: bool = field(default=False, kw_only=True)  # needs scores that are not negative
     over_ranks: bool = field(default=False, kw_only=True)  # needs statistics over the responses of all ranks
 
     @property
@@ -177,6 +178,13 @@ ADVANTAGE_ESTIMATORS = {
         needs_group=True,
         divides_by_std=True,
         over_ranks=True,
+    ),
+    "maxrl": AdvantageEstimatorEntry(
+        _GROUP,
+        "Score minus the group's mean, divided by this mean (Tajwar et al. 2026).",
+        options={"kind": "maxrl"},
+        needs_group=True,
+        divides_by_mean=True,
     ),
     "opo": AdvantageEstimatorEntry(
         _GROUP,

@@ -40,6 +40,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     algo.check_loss: ("sampling", "algo"),
     algo.check_rollout_is: ("algo",),
     algo.check_values: ("critic", "algo"),
+    algo.check_scores: ("reward", "algo"),
     algo.check_critic_training: ("critic", "algo"),
     algo.check_groups: ("rollout", "algo"),
     data.check_prompts: ("data",),

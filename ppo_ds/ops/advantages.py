@@ -5,14 +5,14 @@ B sequences, T response positions. All results are detached and are 0 where mask
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ppo_ds.ops.masked import Reduce, keep, masked_mean_var, masked_whiten, widen
 
-GroupBaseline = Literal["rloo", "grpo", "dr_grpo", "lite_ppo", "mean", "opo", "none"]
+GroupBaseline = Literal["rloo", "grpo", "dr_grpo", "lite_ppo", "maxrl", "mean", "opo", "none"]
 
 
 @torch.no_grad()
@@ -95,6 +95,7 @@ def group_advantages(
     grpo           (score - mean) / (std + eps), unbiased std (Shao et al. 2024)
     dr_grpo, mean  score - mean (Liu et al. 2025)
     lite_ppo       (score - mean) / (std of the scores of all groups + eps), unbiased std (arXiv 2508.08221)
+    maxrl          (score - mean) / mean, and 0 if the mean is not positive (Tajwar et al. 2026)
     opo            score - mean weighted by ``lengths`` [B] (Hao et al. 2025)
     none           the score
 
@@ -126,6 +127,9 @@ def group_advantages(
         case "lite_ppo":
             _, variance, _ = masked_mean_var(x, torch.ones_like(x), reduce=reduce)
             advantages = centred / (variance.sqrt() + eps)
+        case "maxrl":
+            mean = group_sum(x) / count
+            advantages = torch.where(mean > 0, centred / mean.clamp(min=eps), 0.0)
         case "dr_grpo" | "mean":
             advantages = centred
         case "opo":
@@ -133,9 +137,7 @@ def group_advantages(
             weights = lengths.double()
             advantages = x - group_sum(weights * x) / group_sum(weights).clamp(min=1)
         case _:
-            raise ValueError(
-                f"unknown group advantage {kind!r}: rloo, grpo, dr_grpo, lite_ppo, mean, opo or none"
-            )
+            raise ValueError(f"unknown group advantage {kind!r}: {', '.join(get_args(GroupBaseline))}")
     return torch.where(alone, x if singleton == "score" else 0.0, advantages).to(widen(scores).dtype)
 
 

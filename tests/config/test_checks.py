@@ -181,6 +181,14 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0.1",
         ),
         (
+            ["algo=maxrl", "rollout.samples_per_prompt=4", "algo.reward_shaping.normalize=running"],
+            "algo.reward_shaping.normalize=running: algo.advantage.estimator=maxrl divides by the mean score",
+        ),
+        (
+            ["algo=maxrl", "rollout.samples_per_prompt=4", "algo.kl.place=reward"],
+            "algo.kl.place=reward: algo.advantage.estimator=maxrl divides by the mean score of a group",
+        ),
+        (
             ["algo.loss.mask_truncated=true", "algo.gae.bootstrap_truncated=true"],
             "algo.gae.bootstrap_truncated=true: changes the returns of truncated responses, which",
         ),

@@ -17,11 +17,11 @@ PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
 LOSSES = ("cispo",)  # presets with another policy loss than PPO's
 CRITIC_FREE = {
     *("rloo", "grpo", "dr_grpo", "reinforce_pp", "dapo", "gspo"),
-    *("lite_ppo", "reinforce_pp_baseline"),
+    *("lite_ppo", "maxrl", "reinforce_pp_baseline"),
     *LOSSES,
 }
 # presets without a KL, and so without a reference
-WITHOUT_KL = {"dr_grpo", "dapo", "gspo", "lite_ppo", *LOSSES}
+WITHOUT_KL = {"dr_grpo", "dapo", "gspo", "lite_ppo", "maxrl", *LOSSES}
 # Presets that keep a mistake of the system they follow, with a few words of the reason in the start-up
 # warning.
 WARNED = {
@@ -160,6 +160,7 @@ LEARNING = {
     "rloo": GROUPS,
     "dapo": GROUPS,
     "lite_ppo": GROUPS,
+    "maxrl": GROUPS,
     "reinforce_pp_baseline": GROUPS,
     **dict.fromkeys(LOSSES, GROUPS),
     "dr_grpo": [*GROUPS, "actor.optim.lr=2e-4"],

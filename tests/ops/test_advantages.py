@@ -247,7 +247,25 @@ def test_the_standard_deviation_of_all_scores_divides():
     assert equal.abs().max() < 1e-8
 
 
-@pytest.mark.parametrize("kind", ["rloo", "grpo", "dr_grpo", "lite_ppo", "mean", "opo"])
+@pytest.mark.parametrize("successes", [0, 1, 3, 8])
+def test_maxrl_averages_the_scores_of_successes(successes):
+    """Theorem 2 of Tajwar et al.: the gradient is the mean of grad log p over the successes of a group.
+
+    With the control variate, the mean over all responses, the weights are 1/K - 1/N for each of the K
+    successes and -1/N for the others; the mean over N responses multiplies them by N.
+    """
+    scores = (torch.arange(8) < successes).double()
+    made = group_advantages(scores, torch.zeros(8, dtype=torch.long), "maxrl")
+    weights = [(1 / successes if i < successes else 0) - 1 / 8 for i in range(8)] if successes else [0.0] * 8
+    torch.testing.assert_close(made, 8 * torch.tensor(weights).double())
+
+
+def test_maxrl_has_no_advantage_for_a_mean_that_is_not_positive():
+    made = group_advantages(torch.tensor([-3.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1]), "maxrl")
+    assert made.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("kind", ["rloo", "grpo", "dr_grpo", "lite_ppo", "maxrl", "mean", "opo"])
 def test_groups_of_one(kind):
     scores, groups, lengths = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1]), torch.ones(3)
     with pytest.raises(ValueError, match="one response has no baseline"):

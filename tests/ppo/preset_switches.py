@@ -220,6 +220,7 @@ DEPARTURES = {
         "loss.agg": "seq_mean_token_mean",
     },
     "lite_ppo": WITHOUT_CRITIC | {"advantage.estimator": "lite_ppo", "kl.place": "none"},
+    "maxrl": WITHOUT_CRITIC | {"advantage.estimator": "maxrl", "kl.place": "none"},
     "reinforce_pp_baseline": {
         "advantage.estimator": "dr_grpo",
         "kl.place": "loss",

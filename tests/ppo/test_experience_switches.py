@@ -212,7 +212,7 @@ def test_a_value_head_on_the_actor(world):
 
 
 @pytest.mark.parametrize("whiten", ["none", "batch", "group", "minibatch"])
-@pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo", "dr_grpo", "lite_ppo", "opo"])
+@pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo", "dr_grpo", "lite_ppo", "maxrl", "opo"])
 def test_two_ranks_make_the_same_experience_as_one(on_ranks, world, kind, whiten):
     """One rank has two groups of two responses; two ranks have one group each, padded to its own width."""
     lengths, scores, tokens = [3, 1, 2, 4], [0.5, -1.0, 2.0, 3.5], [[1, 2, 3], [4], [5, 6], [7, 2, 1, 4]]

@@ -263,7 +263,7 @@ def test_reinforce_pp_uses_its_own_kl_coefficient(world):
             )
 
 
-@pytest.mark.parametrize("preset", ["rloo", "grpo", "dr_grpo", "dapo", "gspo", "lite_ppo"])
+@pytest.mark.parametrize("preset", ["rloo", "grpo", "dr_grpo", "dapo", "gspo", "lite_ppo", "maxrl"])
 def test_groups_of_one_are_refused(preset):
     with pytest.raises(UserError) as error:
         composed(preset, samples=1)

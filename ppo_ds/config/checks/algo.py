@@ -187,6 +187,25 @@ def check_values(config: Config, ranks: int) -> Iterator[str]:
         )
 
 
+def check_scores(config: Config, ranks: int) -> Iterator[str]:
+    """Yields an error line for each option with which scores are not what the estimator needs."""
+    algo, estimator = config.algo, config.algo.advantage.estimator
+    if ADVANTAGE_ESTIMATORS[estimator].divides_by_mean:
+        for key, value, wanted in (
+            ("kl.place", algo.kl.place, algo.kl.place != "reward"),
+            (
+                "reward_shaping.normalize",
+                algo.reward_shaping.normalize,
+                algo.reward_shaping.normalize == "none",
+            ),
+        ):
+            if not wanted:
+                yield (
+                    f"algo.{key}={value}: algo.advantage.estimator={estimator} divides by the mean score of "
+                    "a group, which this can make 0 or negative; set it to none"
+                )
+
+
 def check_critic_training(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each critic-only phase without a critic, or without a later actor update."""
     value, estimator = config.algo.value, config.algo.advantage.estimator
