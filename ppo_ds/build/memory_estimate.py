@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
+from ppo_ds.build.vllm_memory import asleep, engine_memory, synced_bytes
 from ppo_ds.config.schema import Config, TrainedConfig, averaged_models, rollout_size, trained_models
 from ppo_ds.engine.gather import GATHER_ELEMENTS
-from ppo_ds.engine.memory_budget import MemoryBudget, plan_generation
+from ppo_ds.engine.memory_budget import GenerationPlan, MemoryBudget, plan_generation
 from ppo_ds.engine.zero import communication_dtype
 from ppo_ds.ops.linear_logprobs import CPU_BLOCK, GPU_BLOCK, KEPT
 from ppo_ds.ops.memory import (
@@ -33,6 +34,7 @@ from ppo_ds.ops.memory import (
     static_decode_bytes,
     trained_engine,
 )
+from ppo_ds.ops.vllm_memory import VllmMemory
 from ppo_ds.rollout.continuous_batch import COLUMNS, PREFILL_TOKENS, fast_batch_size
 from ppo_ds.rollout.graphs import KEPT_GRAPHS
 
@@ -114,6 +116,7 @@ class Estimate:
     moved: int = 0  # bytes of optimizer states that are in CPU memory during generation
     row_tokens: int = 0  # tokens of the longest row
     rows: int = 0  # rows that a rank decodes in one phase; 0 without generation
+    vllm: VllmMemory | None = None  # of the inference engine, if it has one
 
     @property
     def peak(self) -> int:
@@ -284,6 +287,9 @@ class _Estimator(RunMemory):
         )
         self.models, self.prompt = models, longest_prompt
         self.rows = rollout_size(config) // hardware.ranks
+        _, shape, each = self._role("actor")
+        self.vllm = engine_memory(config, shape, each, self.length, hardware.on_gpu)
+        self.sleep = asleep(config, hardware.on_gpu)
 
     def estimate(self) -> Estimate:
         ranks, on_gpu = self.hardware.ranks, self.hardware.on_gpu
@@ -296,6 +302,9 @@ class _Estimator(RunMemory):
         resident |= self.averages()
         if self.config.algo.old_policy == "lagged":
             resident["lagged"] = self.copy_of("actor")
+        if self.vllm is not None:
+            resident["vllm"] = self.vllm.between(self.sleep)
+            host += self.vllm.host(self.sleep) if on_gpu else 0
         rest = sum(resident.values())
         phases = {"loading": self.loading()}
         phases |= {name: rest + more for name, more in self._scoring().items()}
@@ -311,6 +320,7 @@ class _Estimator(RunMemory):
             moved,
             row_tokens=self.length,
             rows=self.rows,
+            vllm=self.vllm,
         )
 
     # -- scoring -------------------------------------------------------------------------------------------
@@ -350,6 +360,8 @@ class _Estimator(RunMemory):
         Returns a description of how the weights are held, whether each forward gathers them layer by layer,
         and the bytes of optimizer states that are offloaded to CPU memory during generation.
         """
+        if self.vllm is not None:
+            return self._engine_generation(self.vllm, rest, phases)
         _, shape, each = self._role("actor")
         zero = self.config.actor.zero
         memory, sharded, weights = self.config.memory, zero.stage == 3, each * shape.parameters
@@ -372,24 +384,12 @@ class _Estimator(RunMemory):
         prefill = None if self.config.rollout.backend == "hf" else min(budget, PREFILL_TOKENS)
         tokens = min(budget, self.rows * self.length)
         rows = min(self.rows, max(1, tokens // sampling.max_new_tokens))
-        idle = sum(
-            engine.masters + engine.moments + (engine.buffers if self._role(role)[0].zero.stage == 3 else 0)
-            for role, engine in self.engines.items()
+        plan, moved = self._plan(
+            rest,
+            weights=weights if sharded else 0,
+            layer=min(weights, each * REUSE) if sharded else 0,
+            decoding=decode_bytes_bound(shape, tokens, rows, each, logit, prefill),
         )
-        usable = self.hardware.usable
-        plan = plan_generation(
-            MemoryBudget(
-                free=2**62 if usable is None else max(0, usable - rest),
-                weights=weights if sharded else 0,
-                layer=min(weights, each * REUSE) if sharded else 0,
-                decoding=decode_bytes_bound(shape, tokens, rows, each, logit, prefill),
-                offloadable=idle,
-            ),
-            generation_gather=zero.generation_gather,
-            offload_states=zero.offload_states,
-            on_gpu=self.hardware.on_gpu,
-        )
-        moved = idle if plan.offload_states and self.hardware.on_gpu else 0
         if not sharded:
             gathered, description = 0, "weights whole on each rank"
         elif plan.gather_once:
@@ -404,6 +404,48 @@ class _Estimator(RunMemory):
         phases["generate"] = rest - moved + gathered + decode + graphs
         description += "; optimizer states offloaded" if plan.offload_states else ""
         return description, layerwise, moved
+
+    def _engine_generation(
+        self, engine: VllmMemory, rest: int, phases: dict[str, int]
+    ) -> tuple[str, bool, int]:
+        """Adds the phases of an engine with own weights to ``phases``; returns the values of _generation.
+
+        The KV cache is allocated after the weights have arrived. ``rest`` contains what the engine keeps
+        between two phases.
+        """
+        _, shape, each = self._role("actor")
+        between = engine.between(self.sleep)
+        loaded = engine.loading(self.sleep, synced_bytes(shape, each, self.config.actor.zero.stage == 3))
+        plan, moved = self._plan(rest, decoding=max(engine.awake, loaded) - between)
+        phases["switch"] = rest - moved + loaded - between
+        phases["generate"] = rest - moved + engine.awake - between
+        group = self.config.rollout.vllm.tensor_parallel
+        held = f"vLLM's weights divided among {group} ranks" if group > 1 else "vLLM's weights on each rank"
+        asleep = f"; asleep in training, level {self.sleep}" if self.sleep else ""
+        return f"{held}{asleep}{'; optimizer states offloaded' if plan.offload_states else ''}", False, moved
+
+    def _plan(
+        self, rest: int, *, decoding: int, weights: int = 0, layer: int = 0
+    ) -> tuple[GenerationPlan, int]:
+        """Plans generation as a run does; also returns the bytes of the states that it offloads."""
+        idle = sum(
+            engine.masters + engine.moments + (engine.buffers if self._role(role)[0].zero.stage == 3 else 0)
+            for role, engine in self.engines.items()
+        )
+        usable, zero = self.hardware.usable, self.config.actor.zero
+        plan = plan_generation(
+            MemoryBudget(
+                free=2**62 if usable is None else max(0, usable - rest),
+                weights=weights,
+                layer=layer,
+                decoding=decoding,
+                offloadable=idle,
+            ),
+            generation_gather=zero.generation_gather,
+            offload_states=zero.offload_states,
+            on_gpu=self.hardware.on_gpu,
+        )
+        return plan, idle if plan.offload_states and self.hardware.on_gpu else 0
 
     # -- updates -------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.chat_scorer import expect_trusted
 from ppo_ds.models.loading import load_config
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ops.vllm_memory import parallel_problem
 from ppo_ds.rewards.base import reward_errors_as_user_errors
 from ppo_ds.rewards.model import check_reward_model
 from ppo_ds.rewards.user_function import load_function
@@ -70,6 +71,7 @@ def preflight(config: Config, inputs: Inputs) -> None:
     Not a collective: all ranks read the same files.
     """
     check_vocabularies(config, inputs.tokenizer)
+    check_tensor_parallel(config)
     check_rewards(all_rewards(config), inputs)
 
 
@@ -100,6 +102,22 @@ def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:
         models["reference.model.path"] = config.reference.model
     for key, model in models.items():
         check_vocabulary(key, model, tokenizer, "actor")
+
+
+def check_tensor_parallel(config: Config) -> None:
+    """Raises UserError if vLLM cannot divide the actor among the ranks of a tensor-parallel group."""
+    actor, group = config.actor.model, config.rollout.vllm.tensor_parallel
+    if config.rollout.backend != "vllm" or group == 1:
+        return
+    key = "actor.model.path"
+    found = load_config(
+        actor.path, revision=actor.revision, trust_remote_code=actor.trust_remote_code, key=key
+    ).get_text_config()
+    heads = getattr(found, "num_attention_heads", 0)
+    keys = getattr(found, "num_key_value_heads", None) or heads
+    # some model families use other names; vLLM then checks the sizes itself
+    if heads and (problem := parallel_problem(heads, keys, getattr(found, "intermediate_size", 0), group)):
+        raise UserError(f"rollout.vllm.tensor_parallel={group}: {problem} ({key}={actor.path})")
 
 
 def check_vocabulary(key: str, model: Any, tokenizer: Tokenizer, tokenizer_of: str) -> None:

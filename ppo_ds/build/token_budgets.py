@@ -205,7 +205,8 @@ def settle(config: Config, context: RunContext, estimate: Callable[[Config, Hard
         return config
     world, on_gpu = context.world, context.world.device.type == "cuda"
     hardware = Hardware(world.size, 2**62 if on_gpu else None)
-    resident = sum(estimate(with_cpu_limits(config), hardware).resident.values())
+    held = estimate(with_cpu_limits(config), hardware).resident
+    resident = sum(held.values()) - held.get("vllm", 0)  # the engine of vLLM does not exist yet
     tensors = tensor_memory(world, resident)
     if on_gpu:
         hardware = Hardware.measured(world.size, tensors)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from ppo_ds.ops.memory import FP32, Shape, kv_cache_bytes
 
-BLOCK = 16  # tokens of a block of the KV cache
+# tokens of the largest block of the KV cache (vLLM's default on a CPU); one block is never used
+BLOCK = 128
 # Defaults of vLLM on GPUs of at least 70 GiB except the A100, which has 8,192 tokens and 256 sequences
 # (engine/arg_utils.py). Both bound the activations of a step.
 BATCHED_TOKENS, SEQUENCES = 16_384, 1024
@@ -35,6 +36,13 @@ class VllmMemory:
         """Bytes during generation."""
         return self.weights + self.kv_cache + self.activations + self.kept
 
+    def loading(self, sleep: int, synced: int) -> int:
+        """Returns the bytes while new weights arrive, for which ``synced`` further bytes are needed.
+
+        A sleeping engine allocates its KV cache afterwards.
+        """
+        return self.weights + self.kept + synced + (0 if sleep else self.kv_cache)
+
     def between(self, sleep: int) -> int:
         """Returns the bytes between two generation phases, by sleep level.
 
@@ -47,30 +55,35 @@ class VllmMemory:
         return self.weights if sleep == 1 else 0
 
 
+def sleep_level(setting: int | str, on_gpu: bool) -> int:
+    """Resolves rollout.vllm.sleep. The weights are always sent again, so auto frees them on a GPU."""
+    if setting == "auto":
+        return 2 if on_gpu else 0
+    return int(setting)
+
+
 def kv_heads(shape: Shape) -> int:
     """Returns the number of heads of the keys."""
     return max(1, shape.heads * shape.kv_width // max(1, shape.width))
 
 
-def parallel_problem(shape: Shape, tensor_parallel: int) -> str | None:
-    """Returns why vLLM cannot divide a model among this many ranks, or None if it can.
+def parallel_problem(heads: int, keys: int, inner: int, tensor_parallel: int) -> str | None:
+    """Returns why vLLM cannot divide a model among this many ranks and which numbers fit; None if it can.
 
-    vLLM divides the attention heads and the width of the MLP evenly. Heads of the keys are divided too, or
-    repeated if there are fewer of them than ranks.
+    vLLM divides the attention heads and the ``inner`` neurons of the MLP evenly. The heads of the keys are
+    divided too, or repeated if there are fewer of them than ranks.
     """
-    heads, keys = shape.heads, kv_heads(shape)
-    if heads % tensor_parallel:
-        return f"the model has {heads} attention heads, which {tensor_parallel} does not divide"
-    if keys % tensor_parallel and tensor_parallel % keys:
-        return f"the model has {keys} key-value heads, which {tensor_parallel} neither divides nor repeats"
-    if shape.inner % tensor_parallel:
-        return f"the MLP of the model has {shape.inner} neurons, which {tensor_parallel} does not divide"
-    return None
 
+    def fits(ranks: int) -> bool:
+        return not (heads % ranks or inner % ranks or (keys % ranks and ranks % keys))
 
-def parallel_sizes(shape: Shape, ranks: int) -> list[int]:
-    """Returns the sizes of tensor-parallel groups that divide both ``ranks`` and the model."""
-    return [n for n in range(1, ranks + 1) if ranks % n == 0 and parallel_problem(shape, n) is None]
+    if fits(tensor_parallel):
+        return None
+    smaller = ", ".join(str(ranks) for ranks in range(1, tensor_parallel) if fits(ranks))
+    return (
+        f"vLLM cannot divide {heads} attention heads, {keys} key-value heads and {inner} neurons of the MLP "
+        f"evenly among {tensor_parallel} ranks; use one of {smaller}"
+    )
 
 
 def vllm_weight_bytes(shape: Shape, tensor_parallel: int, each: int) -> int:
@@ -83,6 +96,15 @@ def vllm_weight_bytes(shape: Shape, tensor_parallel: int, each: int) -> int:
     keys, projections = kv_heads(shape), 2 * shape.layers * shape.hidden * shape.kv_width
     repeated = projections // keys - projections // tensor_parallel if tensor_parallel > keys else 0
     return each * (divided + repeated)
+
+
+def vllm_cache_tokens(token_budget: int, longest: int, tensor_parallel: int) -> int:
+    """Returns the tokens that each rank of a group brings to the KV cache: its budget, or more.
+
+    A group needs room for one row of ``longest`` tokens at least, without which vLLM does not start.
+    """
+    least = (-(-longest // BLOCK) + 2) * BLOCK
+    return max(token_budget, -(-least // tensor_parallel))
 
 
 def vllm_cache_bytes(shape: Shape, tokens: int, tensor_parallel: int, each: int) -> int:
@@ -113,14 +135,17 @@ def vllm_memory(
     kv_cache: int,
     each: int,
     sampled: int,
+    graphs: bool,
     on_gpu: bool,
 ) -> VllmMemory:
-    """Computes the memory of an engine whose KV cache takes ``kv_cache`` bytes of each rank."""
-    graphs = GRAPHS if on_gpu else 0
+    """Computes the memory of an engine whose KV cache takes ``kv_cache`` bytes of each rank.
+
+    ``graphs`` is whether it records CUDA graphs; for ``sampled`` see vllm_activation_bytes.
+    """
     communicator = COMMUNICATOR if on_gpu and tensor_parallel > 1 else 0
     return VllmMemory(
         weights=vllm_weight_bytes(shape, tensor_parallel, each),
         kv_cache=kv_cache,
         activations=vllm_activation_bytes(shape, tensor_parallel, each, sampled),
-        kept=graphs + communicator,
+        kept=(GRAPHS if graphs else 0) + communicator,
     )

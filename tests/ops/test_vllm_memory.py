@@ -14,9 +14,10 @@ from ppo_ds.ops.vllm_memory import (
     SEQUENCES,
     VllmMemory,
     parallel_problem,
-    parallel_sizes,
+    sleep_level,
     vllm_activation_bytes,
     vllm_cache_bytes,
+    vllm_cache_tokens,
     vllm_memory,
     vllm_weight_bytes,
 )
@@ -84,31 +85,47 @@ def test_sleeping_frees_weights_and_cache() -> None:
     assert [memory.host(level) for level in (0, 1, 2)] == [0, 1000, 0]
 
 
+def test_a_cache_has_room_for_one_row_of_the_group() -> None:
+    # 1,536 tokens are 12 blocks of 128, and two more make 1,792, of which 8 ranks bring 224 each
+    assert vllm_cache_tokens(49_152, 1536, 8) == 49_152
+    assert vllm_cache_tokens(100, 1536, 8) == 224
+    assert vllm_cache_tokens(100, 1536, 1) == 1792
+
+
+def test_the_engine_sleeps_deeply_on_a_gpu() -> None:
+    assert [sleep_level(setting, True) for setting in ("auto", 0, 1, 2)] == [2, 0, 1, 2]
+    assert sleep_level("auto", False) == 0
+
+
 @pytest.mark.parametrize(
-    ("ranks", "on_gpu", "kept"), [(8, True, GRAPHS + COMMUNICATOR), (1, True, GRAPHS), (8, False, 0)]
+    ("ranks", "graphs", "on_gpu", "kept"),
+    [
+        (8, True, True, GRAPHS + COMMUNICATOR),
+        (8, False, True, COMMUNICATOR),
+        (1, True, True, GRAPHS),
+        (8, False, False, 0),
+    ],
 )
-def test_graphs_and_communicator_are_kept(ranks: int, on_gpu: bool, kept: int) -> None:
-    found = vllm_memory(QWEN_72B, tensor_parallel=ranks, kv_cache=5, each=2, sampled=12, on_gpu=on_gpu)
+def test_graphs_and_communicator_are_kept(ranks: int, graphs: bool, on_gpu: bool, kept: int) -> None:
+    found = vllm_memory(
+        QWEN_72B, tensor_parallel=ranks, kv_cache=5, each=2, sampled=12, graphs=graphs, on_gpu=on_gpu
+    )
     assert (found.kept, found.kv_cache) == (kept, 5)
 
 
 @pytest.mark.parametrize(
-    ("changes", "ranks", "reason"),
+    ("heads", "keys", "inner", "ranks", "fits"),
     [
-        ({}, 8, None),
-        ({}, 16, None),
-        ({}, 3, "64 attention heads"),
-        ({"kv_width": 768}, 4, "6 key-value heads"),
-        ({"inner": 29_569}, 8, "29569 neurons"),
+        (64, 8, 29_568, 8, None),  # Qwen2.5-72B; 29,568 = 2^7 x 3 x 7 x 11
+        (64, 8, 29_568, 16, None),  # each head of the keys twice
+        (64, 8, 29_568, 3, "1, 2"),
+        (28, 4, 18_944, 8, "1, 2, 4"),  # Qwen2.5-7B; 18,944 = 2^9 x 37
+        (28, 4, 18_944, 7, "1, 2, 4"),
+        (24, 6, 4096, 4, "1, 2"),  # 6 heads of the keys, neither divided nor repeated
     ],
 )
-def test_sizes_that_vllm_cannot_divide(changes: dict[str, int], ranks: int, reason: str | None) -> None:
-    found = parallel_problem(replace(QWEN_72B, **changes), ranks)
-    assert found is None if reason is None else reason in str(found)
-
-
-def test_sizes_of_groups_divide_the_ranks_and_the_model() -> None:
-    # Qwen2.5-7B: 28 heads, 4 of the keys, 18,944 = 512 x 37 neurons
-    small = replace(QWEN_72B, hidden=3584, heads=28, width=3584, kv_width=512, inner=18_944)
-    assert parallel_sizes(small, 8) == [1, 2, 4]
-    assert parallel_sizes(QWEN_72B, 8) == [1, 2, 4, 8]
+def test_numbers_of_ranks_that_vllm_cannot_divide_a_model_among(
+    heads: int, keys: int, inner: int, ranks: int, fits: str | None
+) -> None:
+    found = parallel_problem(heads, keys, inner, ranks)
+    assert found is None if fits is None else str(found).endswith(f"among {ranks} ranks; use one of {fits}")

@@ -15,7 +15,7 @@ from ppo_ds.build.data import (
     stop_ids,
 )
 from ppo_ds.build.memory_estimate import BYTES, Hardware, Models, estimate
-from ppo_ds.build.preflight import preflight, try_functions
+from ppo_ds.build.preflight import check_tensor_parallel, preflight, try_functions
 from ppo_ds.config.schema import Config, all_rewards
 from ppo_ds.config.targets import bind
 from ppo_ds.data.prompts import PromptStream
@@ -82,6 +82,7 @@ def check_inputs(config: Config, report: Report) -> CheckedInputs:
 
     report.attempt("sampling", lambda: stop_ids(config, tokenizer), describe_stops)
     errors = report.errors
+    report.attempt("decode", lambda: check_tensor_parallel(config), lambda _: None)
     source = report.attempt(
         "data",
         lambda: build_prompts(config, tokenizer),
