@@ -141,6 +141,7 @@ _GAE = "ppo_ds.ops.advantages.compute_gae"
 _RETURNS = "ppo_ds.ops.advantages.discounted_returns"
 _GROUP = "ppo_ds.ops.advantages.group_advantages"
 _POLICY_LOSS = "ppo_ds.ops.losses.policy_loss"
+_POLICY_LOSSES = "ppo_ds.ops.policy_losses"
 _KL = "ppo_ds.ops.kl.approx_kl"
 
 ADVANTAGE_ESTIMATORS = {
@@ -218,6 +219,12 @@ POLICY_LOSSES = {
     ),
     "reinforce": PolicyLossEntry(
         _POLICY_LOSS, "Advantage times log-probability, without a ratio.", options={"kind": "reinforce"}
+    ),
+    "sapo": PolicyLossEntry(
+        f"{_POLICY_LOSSES}.sapo_loss",
+        "Advantage times a smooth gate of the ratio in place of the clip (Gao et al. 2025).",
+        keys=("tau_pos", "tau_neg"),
+        sums_over_tokens=False,
     ),
 }
 

@@ -230,6 +230,15 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "null",
         ),
         (
+            ["algo.policy.tau_neg=2"],
+            "algo.policy.tau_neg=2: only used with algo.policy.loss=sapo (it is ppo); set it to 1.05",
+        ),
+        (["algo.policy.loss=sapo", "algo.policy.tau_pos=0"], "algo.policy.tau_pos=0: must be above 0"),
+        (
+            ["algo.policy.loss=sapo", "algo.policy.clip_low=0.1"],
+            "algo.policy.clip_low=0.1: only used with algo.policy.loss=ppo or gspo or cispo (it is sapo)",
+        ),
+        (
             ["algo.policy.clip_high=0.3", "algo.policy.loss=reinforce"],
             "algo.policy.clip_high=0.3: only used with algo.policy.loss=ppo or gspo or cispo (it is "
             "reinforce); set it to null",

@@ -18,6 +18,7 @@ from ppo_ds.ops.losses import (
     value_loss,
 )
 from ppo_ds.ops.masked import keep
+from ppo_ds.ops.policy_losses import sapo_loss
 from ppo_ds.ops.sequences import next_token_mask
 from tests.ops.golden import Close, assert_no_stale_entries, check, gradient, leaf, outputs
 
@@ -73,6 +74,12 @@ def with_value(x, c):
     return policy + 0.1 * value, metrics
 
 
+def sapo(x, c):
+    tau_pos, tau_neg = c.params["sapo_tau"]
+    args = x, c.old_logprobs, c.advantages, c.mask
+    return sapo_loss(*args, tau_pos=tau_pos, tau_neg=tau_neg, agg=SEQUENCE)
+
+
 UNLIMITED = variant(log_ratio_clamp=math.inf)  # these peers do not clamp the log-ratio
 LOSSES = {
     "dschat.actor_loss_fn": UNLIMITED,
@@ -98,6 +105,7 @@ LOSSES = {
     "verl.gspo.eps0.2": gspo((0.2, 0.2), one_advantage=True, log_ratio_clamp=math.inf),
     "verl.cispo": variant(kind="cispo"),
     "verl.gpg": variant(kind="reinforce"),
+    "verl.sapo": sapo,
 }
 METRICS = {
     "clip_ratio": "policy/clipfrac",
@@ -143,7 +151,6 @@ POLICY = policy_targets()
 OVER_PADDING = "averages over padding too; ours is masked, see test_metrics_are_masked_sums_with_counts"
 NOT_POLICY = {
     "*_over_all_places": OVER_PADDING,
-    "verl.sapo*": "SAPO: not among our objectives",
     "verl.geo_mean*": "GMPO: not among our objectives",
     "extreme_ratio/verl.*.ppo_kl": (
         "k1 of the clamped log-ratio; ours is unclamped, as OpenRLHF's, which is compared"

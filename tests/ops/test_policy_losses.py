@@ -2,11 +2,51 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from ppo_ds.ops.losses import policy_loss
+from ppo_ds.ops.policy_losses import sapo_loss
 from tests.ops.golden import gradient, leaf
+
+# Three responses of 3, 2 and 1 tokens: log pi of the old policy, the log-ratio, and the advantages.
+LENGTHS = [3, 2, 1]
+OLD = [[-0.1, -1.0, -3.0], [-0.5, -2.0], [-0.02]]
+LOG_RATIOS = [[-1.5, 0.3, 1.2], [0.45, -0.9], [-2.5]]
+ADVANTAGES = [[1.5, 1.5, 1.5], [-0.7, -0.7], [-2.0]]
+MASK = torch.arange(3) < torch.tensor(LENGTHS)[:, None]
+
+
+def column(rows):
+    """Makes a float64 tensor [3,3] of rows; the padding is NaN."""
+    return torch.tensor([[*row, *[math.nan] * (3 - len(row))] for row in rows], dtype=torch.float64)
+
+
+def ours(loss, **options):
+    """Returns a loss and its gradient, and its metrics as means."""
+    x = leaf(column(OLD) + column(LOG_RATIOS))
+    value, metrics = loss(x, column(OLD), column(ADVANTAGES), MASK, **options)
+    means = {name: float(m[0] / m[1]) for name, m in metrics.items() if m.dim()}
+    return value.item(), gradient(value, x)[MASK].numpy(), means
+
+
+def numerical(objective):
+    """Computes a loss in numpy, the mean over all tokens, and its gradient by central differences.
+
+    ``objective`` takes the log-probs, old log-probs and advantages of one response, and returns the loss of
+    each of its tokens.
+    """
+    old, advantages = ([np.array(row) for row in rows] for rows in (OLD, ADVANTAGES))
+    flat = np.concatenate([o + np.array(d) for o, d in zip(old, LOG_RATIOS, strict=True)])
+
+    def value(x):
+        rows = np.split(x, np.cumsum(LENGTHS)[:-1])
+        return np.concatenate([objective(*row) for row in zip(rows, old, advantages, strict=True)]).mean()
+
+    step = 1e-6
+    slopes = [(value(flat + step * e) - value(flat - step * e)) / (2 * step) for e in np.eye(len(flat))]
+    return value(flat), np.array(slopes)
 
 
 def test_cispo_without_a_lower_bound():
@@ -27,3 +67,31 @@ def test_cispo_without_a_lower_bound():
     loss, metrics = policy_loss(x, old, advantages, mask, kind="cispo", clip_high=4.0)
     assert gradient(loss, x)[0, 0].item() == pytest.approx(-2 * 0.8 / 3)
     assert metrics["policy/clipfrac"].tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_sapo(level):
+    """The gate is 4 / tau / (1 + exp(-tau (r - 1))), with tau 1 where A > 0 and 1.05 elsewhere."""
+
+    def objective(logprobs, old, advantages):
+        d = logprobs - old
+        r = np.exp(d if level == "token" else d.sum())
+        tau = np.where(advantages > 0, 1.0, 1.05)
+        return -advantages * 4 / tau / (1 + np.exp(-tau * (r - 1)))
+
+    loss, slopes, metrics = ours(sapo_loss, ratio=level)
+    expected, expected_slopes = numerical(objective)
+    assert loss == pytest.approx(expected, abs=1e-12) and slopes == pytest.approx(expected_slopes, abs=1e-8)
+    assert metrics["policy/clipfrac"] == metrics["policy/clipfrac_low"] == 0
+
+
+def test_sapos_gradient_falls_to_0_on_both_sides():
+    """The weight of A grad log pi is r 4 s (1 - s), s = sigmoid(tau (r - 1)), which is 1 at ratio 1."""
+    log_ratios = [-4.0, 0.0, math.log(3), math.log(40)]
+    x = leaf(torch.tensor([log_ratios], dtype=torch.float64) - 5)
+    advantages, mask = torch.ones(1, 4), torch.ones(1, 4)
+    loss, _ = sapo_loss(x, torch.full((1, 4), -5.0), advantages, mask, agg="seq_mean_token_sum")
+    sigmoid = 1 / (1 + math.exp(-2))
+    weights = (-gradient(loss, x)[0]).tolist()
+    assert weights[1] == pytest.approx(1) and weights[2] == pytest.approx(3 * 4 * sigmoid * (1 - sigmoid))
+    assert 0 < weights[0] < 0.02 and 0 <= weights[3] < 1e-12

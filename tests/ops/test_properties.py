@@ -28,6 +28,7 @@ from ppo_ds.ops.losses import (
     value_loss,
 )
 from ppo_ds.ops.masked import masked_mean, masked_mean_var, masked_whiten
+from ppo_ds.ops.policy_losses import sapo_loss
 from ppo_ds.ops.rewards import token_rewards
 from tests.ops.golden import gradient, leaf
 from tests.ops.ranks import on_ranks
@@ -41,9 +42,16 @@ KINDS = [
     {"kind": "gspo"},
     {"kind": "cispo"},
     {"kind": "reinforce"},
+    {"loss": sapo_loss},
+    {"loss": sapo_loss, "ratio": "sequence"},
 ]
 ESTIMATORS = ["k1", "abs", "k2", "k3", "k1+", "k3+"]
 NAN, INF = float("nan"), float("inf")
+
+
+def any_policy_loss(*args, loss=policy_loss, **options):
+    """Computes the loss of an entry of KINDS."""
+    return loss(*args, **options)
 
 
 def batch(seed=0, rows=8, width=7, dtype=torch.float64, empty=True, holes=False):
@@ -67,7 +75,7 @@ def losses(b, agg="token_mean", totals=None):
     common = {"agg": agg, "totals": totals}
     weights = rollout_is_weights(b["old"], b["rollout"], b["mask"], "tis", 0.8, 1.2)
     args = b["logprobs"], b["old"], b["advantages"], b["mask"]
-    out = {f"policy{i}": policy_loss(*args, **k, **common)[0] for i, k in enumerate(KINDS)}
+    out = {f"policy{i}": any_policy_loss(*args, **k, **common)[0] for i, k in enumerate(KINDS)}
     out["weighted"] = policy_loss(*args, is_weights=weights, **common)[0]
     out["value"] = value_loss(b["values"], b["old_values"], b["returns"], b["mask"], clip=0.2, **common)[0]
     out["entropy"] = entropy_loss(-b["logprobs"], b["mask"], **common)
@@ -185,7 +193,7 @@ def test_4_ratio_1_gives_the_policy_gradient(kind, agg):
     """
     b = batch()
     x = leaf(b["logprobs"])
-    loss, metrics = policy_loss(x, b["logprobs"], b["advantages"], b["mask"], agg=agg, **KINDS[kind])
+    loss, metrics = any_policy_loss(x, b["logprobs"], b["advantages"], b["mask"], agg=agg, **KINDS[kind])
     grad = gradient(loss, x)
     y = leaf(b["logprobs"])
     signal = b["advantages"].masked_fill(~b["mask"], 0.0)
@@ -194,7 +202,7 @@ def test_4_ratio_1_gives_the_policy_gradient(kind, agg):
     if KINDS[kind].get("kind") == "gspo":
         signal = masked_mean(signal, b["mask"], dim=1)[:, None].expand_as(signal)
     assert_equal(grad, gradient(aggregate(-signal * y, b["mask"], agg), y))
-    if KINDS[kind].get("kind") not in ("cispo", "reinforce"):
+    if KINDS[kind].get("kind") not in ("cispo", "reinforce") and KINDS[kind].get("loss") is not sapo_loss:
         assert_equal(loss, aggregate(-b["advantages"], b["mask"], agg))
     assert metrics["policy/clipfrac"][0] == 0 and metrics["policy/ratio_max"] == 1
     assert metrics["policy/approx_kl"][0] == 0 and metrics["policy/kl_k1"][0] == 0
@@ -293,7 +301,7 @@ def test_10_float32_stays_finite_for_extreme_ratios(kind):
     d = torch.tensor([1e4, 1e2, 20.0, 1.0, 0.0, -1.0, -20.0, -1e2, -1e4])
     old = torch.full((2, 9), -1.0)
     x = leaf(old + d)
-    loss, metrics = policy_loss(x, old, torch.tensor([1.0, -1.0]), torch.ones(2, 9), **KINDS[kind])
+    loss, metrics = any_policy_loss(x, old, torch.tensor([1.0, -1.0]), torch.ones(2, 9), **KINDS[kind])
     assert loss.isfinite() and gradient(loss, x).isfinite().all()
     assert all(m.isfinite().all() for m in metrics.values())
     for estimator in ESTIMATORS:

@@ -35,6 +35,8 @@ STANDARD = {
     "policy.clip_low": 0.2,
     "policy.clip_high": None,
     "policy.dual_clip": None,
+    "policy.tau_pos": 1.0,
+    "policy.tau_neg": 1.05,
     "value.position": None,
     "value.clip": 0.2,
     "value.half": True,
@@ -209,6 +211,13 @@ DEPARTURES = {
         "policy.clip_high": 4.0,
         "reward_shaping.overlong_buffer": 0.2,
         "dynamic_sampling.enabled": True,
+    },
+    "sapo": WITHOUT_CRITIC
+    | {
+        "advantage.estimator": "grpo",
+        "kl.place": "none",
+        "policy.loss": "sapo",
+        "loss.agg": "seq_mean_token_mean",
     },
     "gspo": WITHOUT_CRITIC
     | {

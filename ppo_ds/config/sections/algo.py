@@ -81,6 +81,10 @@ class PolicyConfig(Section):
     dual_clip: Annotated[Number, Gt(1)] | None = Field(
         None, description="Bound of the loss for negative advantages, above 1 (dual-clip PPO); null: off."
     )
+    tau_pos: Positive = Field(1.0, description="Temperature of sapo's gate for positive advantages.")
+    tau_neg: Positive = Field(
+        1.05, description="Temperature of sapo's gate for other advantages; a larger one cuts off earlier."
+    )
 
 
 class ValueConfig(Section):
