@@ -55,7 +55,7 @@ class PolicyLossEntry(Entry):
     It also takes the keys of algo.policy in ``keys``, and returns the loss and its metrics.
     """
 
-    # True if the loss computes its own ratio of whole responses, so that algo.action_level must be token
+    # True if the loss determines the ratio itself, so that algo.action_level must be token
     own_ratio: bool = field(default=False, kw_only=True)
     # At action_level=sequence: True if the loss of a response is the sum over its tokens, False if each token
     # has the loss of the whole response.
@@ -225,6 +225,20 @@ POLICY_LOSSES = {
         "Advantage times a smooth gate of the ratio in place of the clip (Gao et al. 2025).",
         keys=("tau_pos", "tau_neg"),
         sums_over_tokens=False,
+    ),
+    "dppo_tv": PolicyLossEntry(
+        f"{_POLICY_LOSSES}.dppo_loss",
+        "Advantage times ratio, masked where the token's probability moved too far (Qi et al. 2026).",
+        options={"divergence": "tv"},
+        keys=("delta",),
+        own_ratio=True,
+    ),
+    "dppo_kl": PolicyLossEntry(
+        f"{_POLICY_LOSSES}.dppo_loss",
+        "The same with the KL between the token and all others as the distance (Qi et al. 2026).",
+        options={"divergence": "kl"},
+        keys=("delta",),
+        own_ratio=True,
     ),
 }
 

@@ -6,12 +6,16 @@ Each takes the arguments of ``surrogate_loss`` in ppo_ds.ops.losses except its o
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ppo_ds.ops.losses import PolicyTerms, TokenLoss, surrogate_loss
+
+Divergence = Literal["tv", "kl"]
+DIVERGENCE_LIMITS = {"tv": 0.15, "kl": 0.05}  # of Qi et al. 2026, in probability and in nats
+_LEAST_PROBABILITY = 1e-8  # of all other tokens together, in the logarithm of binary_kl
 
 
 def sapo_loss(*args: Tensor, tau_pos: float = 1.0, tau_neg: float = 1.05, **options: Any) -> Any:
@@ -29,3 +33,38 @@ def soft_objective(terms: PolicyTerms, tau_pos: float, tau_neg: float) -> TokenL
     gate = torch.sigmoid(tau * (terms.ratio - 1)) * (4 / tau)
     unclipped = torch.zeros_like(terms.ratio, dtype=torch.bool)
     return TokenLoss(-terms.advantages * gate, unclipped, unclipped)
+
+
+def dppo_loss(
+    *args: Tensor, divergence: Divergence, delta: float | None = None, ratio: str = "token", **options: Any
+) -> Any:
+    """Computes the loss of DPPO, divergence proximal policy optimization (Qi et al. 2026), and its metrics.
+
+    The loss is -A r, and 0 for tokens that moved too far in the direction of their advantage: A > 0 and
+    r > 1, or A < 0 and r < 1, while the divergence from the old policy exceeds ``delta``. The divergence is
+    that of two outcomes, this token or any other one.
+
+    Args:
+        divergence: "tv": total variation |pi - pi_old|; "kl": KL(old || new).
+        delta: None: 0.15 for "tv" and 0.05 for "kl", as in the paper.
+        ratio: Ignored, since the divergence is that of a token.
+    """
+    limit = DIVERGENCE_LIMITS[divergence] if delta is None else delta
+    return surrogate_loss(partial(divergence_objective, divergence=divergence, delta=limit), *args, **options)
+
+
+def divergence_objective(terms: PolicyTerms, divergence: Divergence, delta: float) -> TokenLoss:
+    """Computes DPPO's objective: tokens beyond the limit of the divergence have no loss and no gradient."""
+    logprobs, old = terms.logprobs.detach(), terms.old_logprobs
+    distance = (logprobs.exp() - old.exp()).abs() if divergence == "tv" else binary_kl(old, logprobs)
+    away = torch.where(terms.advantages > 0, logprobs > old, (terms.advantages < 0) & (logprobs < old))
+    masked = away & (distance > delta)
+    loss = torch.where(masked, 0.0, -terms.advantages * terms.ratio)
+    return TokenLoss(loss, masked, torch.zeros_like(masked))
+
+
+def binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Computes KL(p || q) of two outcomes, the first of which has the log-probs given."""
+    rest, other_rest = -torch.expm1(logprobs), -torch.expm1(other_logprobs)
+    rest_ratio = rest.clamp(min=_LEAST_PROBABILITY) / other_rest.clamp(min=_LEAST_PROBABILITY)
+    return logprobs.exp() * (logprobs - other_logprobs) + rest * rest_ratio.log()

@@ -245,7 +245,16 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
         ),
         (
             ["algo.policy.loss=gspo", SEQUENCE],
-            "algo.policy.loss=gspo: has a ratio of its own for whole responses, so algo.action_level must be",
+            "algo.policy.loss=gspo: determines the ratio itself, so algo.action_level must be token",
+        ),
+        (
+            ["algo.policy.loss=dppo_tv", SEQUENCE],
+            "algo.policy.loss=dppo_tv: determines the ratio itself, so algo.action_level must be token",
+        ),
+        (
+            ["algo.policy.delta=0.1"],
+            "algo.policy.delta=0.1: only used with algo.policy.loss=dppo_tv or dppo_kl (it is ppo); set it "
+            "to null",
         ),
         (
             ["algo.loss.norm=100"],

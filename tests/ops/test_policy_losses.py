@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ppo_ds.ops.losses import policy_loss
-from ppo_ds.ops.policy_losses import sapo_loss
+from ppo_ds.ops.policy_losses import binary_kl, dppo_loss, sapo_loss
 from tests.ops.golden import gradient, leaf
 
 # Three responses of 3, 2 and 1 tokens: log pi of the old policy, the log-ratio, and the advantages.
@@ -95,3 +95,48 @@ def test_sapos_gradient_falls_to_0_on_both_sides():
     weights = (-gradient(loss, x)[0]).tolist()
     assert weights[1] == pytest.approx(1) and weights[2] == pytest.approx(3 * 4 * sigmoid * (1 - sigmoid))
     assert 0 < weights[0] < 0.02 and 0 <= weights[3] < 1e-12
+
+
+@pytest.mark.parametrize(("divergence", "delta"), [("tv", None), ("kl", None), ("tv", 0.05), ("kl", 0.2)])
+def test_dppo(divergence, delta):
+    """The mask is computed from the full two-outcome distributions, token by token.
+
+    The loss is -A r, and 0 where the token moved further than delta in the direction of its advantage.
+    """
+    limit = delta or {"tv": 0.15, "kl": 0.05}[divergence]
+
+    def objective(logprobs, old, advantages):
+        losses = []
+        for new, before, advantage in zip(logprobs, old, advantages, strict=True):
+            p, q = [math.exp(before), 1 - math.exp(before)], [math.exp(new), 1 - math.exp(new)]
+            distance = sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
+            if divergence == "kl":
+                distance = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+            r = math.exp(new - before)
+            leaves = (advantage > 0 and r > 1) or (advantage < 0 and r < 1)
+            losses.append(0.0 if leaves and distance > limit else -advantage * r)
+        return np.array(losses)
+
+    loss, slopes, metrics = ours(dppo_loss, divergence=divergence, delta=delta)
+    expected, expected_slopes = numerical(objective)
+    assert loss == pytest.approx(expected, abs=1e-12) and slopes == pytest.approx(expected_slopes, abs=1e-8)
+    masked = (expected_slopes == 0).mean()
+    assert 0 < masked < 1 and metrics["policy/clipfrac"] == pytest.approx(masked)
+
+
+def test_dppo_keeps_rare_tokens_that_ppo_clips_and_masks_frequent_ones_that_ppo_keeps():
+    """A ratio of 3 moves a token of probability 0.001 by 0.002; a ratio of 0.75 moves one of 0.9 by 0.225."""
+    old = torch.tensor([[0.001, 0.9]], dtype=torch.float64).log()
+    ratios, advantages = torch.tensor([[3.0, 0.75]], dtype=torch.float64), torch.tensor([[1.0, -1.0]])
+    x = leaf(old + ratios.log())
+    loss, _ = dppo_loss(x, old, advantages, torch.ones(1, 2), divergence="tv", agg="seq_mean_token_sum")
+    assert gradient(loss, x).tolist() == [pytest.approx([-3.0, 0.0])]
+    loss, _ = policy_loss(x, old, advantages, torch.ones(1, 2), clip_low=0.3, agg="seq_mean_token_sum")
+    assert gradient(loss, x).tolist() == [pytest.approx([0.0, 0.75])]
+
+
+def test_the_kl_of_two_outcomes_is_finite_at_probability_1():
+    certain, other = torch.tensor([0.0, -1e-9, -1e-3, -50.0]), torch.tensor([-1e-3, 0.0, 0.0, -1.0])
+    kl = binary_kl(certain, other)
+    assert kl.isfinite().all() and kl[0].item() == pytest.approx(1e-3, rel=1e-3)
+    assert kl[3].item() == pytest.approx(-math.log(1 - math.exp(-1)), rel=1e-5)

@@ -28,7 +28,7 @@ from ppo_ds.ops.losses import (
     value_loss,
 )
 from ppo_ds.ops.masked import masked_mean, masked_mean_var, masked_whiten
-from ppo_ds.ops.policy_losses import sapo_loss
+from ppo_ds.ops.policy_losses import dppo_loss, sapo_loss
 from ppo_ds.ops.rewards import token_rewards
 from tests.ops.golden import gradient, leaf
 from tests.ops.ranks import on_ranks
@@ -44,6 +44,8 @@ KINDS = [
     {"kind": "reinforce"},
     {"loss": sapo_loss},
     {"loss": sapo_loss, "ratio": "sequence"},
+    {"loss": dppo_loss, "divergence": "tv"},
+    {"loss": dppo_loss, "divergence": "kl", "delta": 0.01},
 ]
 ESTIMATORS = ["k1", "abs", "k2", "k3", "k1+", "k3+"]
 NAN, INF = float("nan"), float("inf")

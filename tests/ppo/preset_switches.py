@@ -37,6 +37,7 @@ STANDARD = {
     "policy.dual_clip": None,
     "policy.tau_pos": 1.0,
     "policy.tau_neg": 1.05,
+    "policy.delta": None,
     "value.position": None,
     "value.clip": 0.2,
     "value.half": True,
@@ -218,6 +219,13 @@ DEPARTURES = {
         "kl.place": "none",
         "policy.loss": "sapo",
         "loss.agg": "seq_mean_token_mean",
+    },
+    "dppo": WITHOUT_CRITIC
+    | {
+        "advantage.estimator": "grpo",
+        "kl.place": "none",
+        "policy.loss": "dppo_tv",
+        "loss.agg": "token_sum_norm",
     },
     "gspo": WITHOUT_CRITIC
     | {

@@ -117,8 +117,8 @@ def check_loss(config: Config, ranks: int) -> Iterator[str]:
     algo, limit = config.algo, config.sampling.max_new_tokens
     if POLICY_LOSSES[algo.policy.loss].own_ratio and algo.action_level == "sequence":
         yield (
-            f"algo.policy.loss={algo.policy.loss}: has a ratio of its own for whole responses, so "
-            "algo.action_level must be token"
+            f"algo.policy.loss={algo.policy.loss}: determines the ratio itself, so algo.action_level must be "
+            "token"
         )
     if algo.loss.norm is not None and not LOSS_AGGREGATIONS[algo.loss.agg].needs_norm:
         yield (

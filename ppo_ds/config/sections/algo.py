@@ -85,6 +85,11 @@ class PolicyConfig(Section):
     tau_neg: Positive = Field(
         1.05, description="Temperature of sapo's gate for other advantages; a larger one cuts off earlier."
     )
+    delta: Positive | None = Field(
+        None,
+        description="Distance from the old policy beyond which dppo_tv (in probability) and dppo_kl (in "
+        "nats) mask a token; null: 0.15 and 0.05.",
+    )
 
 
 class ValueConfig(Section):
