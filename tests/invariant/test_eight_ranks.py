@@ -153,5 +153,7 @@ def test_fewer_ranks_continue_from_a_checkpoint_of_eight(runs: Launches, name: s
     eight, fewer = runs[f"eight/{name}"], runs[f"fewer {name}/{name}"]
     assert [step["step"] for step in fewer.steps] == [2]
     found = {"norms": {role: norms[2 * SAVED :] for role, norms in eight.found["norms"].items()}}
-    rest = SimpleNamespace(steps=eight.steps[SAVED:], found=found, weights=eight.weights)
+    rest = SimpleNamespace(
+        steps=eight.steps[SAVED:], found=found, weights=eight.weights, samples=eight.samples
+    )
     assert gaps(rest, fewer, weights_within=1e-6) == []

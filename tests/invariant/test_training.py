@@ -61,8 +61,9 @@ def sample_gaps(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> lis
 def gaps(a: Run, b: Run, weights_within: float = WEIGHTS) -> list[str]:
     """Returns descriptions of the differences that exceed rounding."""
     found = []
-    for step, (one, other) in enumerate(zip(a.steps, b.steps, strict=True), start=1):
+    for one, other in zip(a.steps, b.steps, strict=True):
         assert one.keys() == other.keys()
+        step = int(one["step"])
         for name, x in one.items():
             # log-probs that differ only by rounding: these metrics are noise
             near = 1e-4 if name.startswith("parity/logp") else ABSOLUTE
