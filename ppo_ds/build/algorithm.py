@@ -16,7 +16,7 @@ from ppo_ds.config.registry import (
     POLICY_LOSSES,
     resolve,
 )
-from ppo_ds.config.schema import Config, learns_values, rollout_size, value_position
+from ppo_ds.config.schema import Config, learns_values, reward_weights, rollout_size, value_position
 from ppo_ds.config.sections.algo import AlgoConfig, GAEConfig, KLConfig, PolicyConfig, RolloutISConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
@@ -32,6 +32,7 @@ from ppo_ds.ppo.advantages import (
     Whitening,
     estimate_by_critic,
     estimate_by_group,
+    estimate_by_parts,
     estimate_by_token,
     estimate_one_step,
 )
@@ -93,7 +94,7 @@ def experience_maker(
         shaper=ScoreShaper(algo.reward_shaping, world),
         charged_kl=_kl_estimator(algo.kl) if algo.kl.place == "reward" else None,
         score_position=_score_position(algo),
-        estimate_advantages=advantage_estimator(algo, algo.gae, config.rollout.samples_per_prompt, world.sum),
+        estimate_advantages=advantage_estimator(config, algo.gae, world.sum),
         whitening=_whitening(algo),
         group_size=config.rollout.samples_per_prompt,
         rollout_is=algo.rollout_is,
@@ -106,19 +107,21 @@ def experience_maker(
     )
 
 
-def advantage_estimator(
-    algo: AlgoConfig, gae: GAEConfig, group_size: int, reduce: Reduce
-) -> AdvantageEstimator:
+def advantage_estimator(config: Config, gae: GAEConfig, reduce: Reduce) -> AdvantageEstimator:
     """Builds the advantage estimator of `algo.advantage.estimator`, with ``gae`` in place of `algo.gae`.
 
     ``reduce`` sums a tensor over all ranks.
     """
+    algo, group_size = config.algo, config.rollout.samples_per_prompt
     entry, position = ADVANTAGE_ESTIMATORS[algo.advantage.estimator], _score_position(algo)
     compute = partial(resolve(entry), reduce=reduce) if entry.over_ranks else resolve(entry)
     if entry.needs_critic and algo.action_level == "sequence":
         return partial(estimate_one_step, value_position=value_position(algo), score_position=position)
     if entry.needs_critic:
         return partial(estimate_by_critic, compute=compute, gae=gae, score_position=position)
+    if entry.needs_parts:
+        weights = {name: float(weight) for name, weight in reward_weights(config).items()}
+        return partial(estimate_by_parts, compute=compute, weights=weights, group_size=group_size)
     if entry.needs_group:
         return partial(estimate_by_group, compute=compute, group_size=group_size, score_position=position)
     return partial(estimate_by_token, compute=compute, gamma=gae.gamma, score_position=position)
@@ -131,9 +134,7 @@ def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
     bootstrapping. Forwards that do not affect the returns are omitted.
     """
     algo = config.algo
-    estimate = advantage_estimator(
-        algo, GAEConfig(gamma=algo.gae.gamma, lam=1.0), maker.group_size, maker.world.sum
-    )
+    estimate = advantage_estimator(config, GAEConfig(gamma=algo.gae.gamma, lam=1.0), maker.world.sum)
     maker = replace(maker, estimate_advantages=estimate)
     if maker.charged_kl is not None:
         return maker

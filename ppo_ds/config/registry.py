@@ -33,11 +33,15 @@ class AdvantageEstimatorEntry(Entry):
     advantages, returns [B,S]
     needs_group   (scores [B], group_ids [B], lengths=[B]) -> advantages [B], one per response
     neither       (rewards [B,S], mask [B,S], gamma) -> advantages [B,S]
+    needs_parts   (scores [B,K], group_ids [B], weights=[K]) -> advantages [B]; K parts of the reward, scores
+    before weighting
     over_ranks    also the keyword argument ``reduce``, which sums a tensor over all ranks
     """
 
     needs_critic: bool = field(default=False, kw_only=True)
     needs_group: bool = field(default=False, kw_only=True)  # two or more responses per prompt
+    # needs_group, and the scores of the parts of reward=weighted instead of the total score
+    needs_parts: bool = field(default=False, kw_only=True)
     divides_by_std: bool = field(default=False, kw_only=True)  # whitening would divide a second time
     divides_by_mean: bool = field(default=False, kw_only=True)  # needs scores that are not negative
     over_ranks: bool = field(default=False, kw_only=True)  # needs statistics over the responses of all ranks
@@ -186,6 +190,15 @@ ADVANTAGE_ESTIMATORS = {
         options={"kind": "maxrl"},
         needs_group=True,
         divides_by_mean=True,
+    ),
+    "gdpo": AdvantageEstimatorEntry(
+        "ppo_ds.ops.advantages.gdpo_advantages",
+        "Several rewards, each normalized within the group as in grpo; their weighted sum is normalized over "
+        "the rollout (arXiv 2601.05242).",
+        needs_group=True,
+        needs_parts=True,
+        divides_by_std=True,
+        over_ranks=True,
     ),
     "opo": AdvantageEstimatorEntry(
         _GROUP,

@@ -73,6 +73,7 @@ class Config(Section):
 
 # The keys of Config that every stage has. The stage's entry in registry.STAGES lists the others that it uses.
 SHARED = ("stage", "run", "checkpoint", "health", "tracker", "eval", "prepare")
+WEIGHTED_REWARD = "ppo_ds.rewards.weighted.WeightedReward"  # `_target_` of reward=weighted
 LORA_FACTOR = 10.0  # learning rate of adapters / learning rate of all weights
 OPEN_PARTS = ("reward", "prepare")  # Keys of Config that hold a `_target_` and its arguments.
 # Endings of the metrics of an evaluation whose lowest value is the best; see checkpoint.best_mode.
@@ -230,6 +231,15 @@ def all_rewards(config: Config) -> dict[str, dict[str, Any]]:
     """Returns the sections of all rewards of a PPO run by their keys, the reward of the training first."""
     more = {f"eval.rewards.{name}": section for name, section in config.eval.rewards.items()}
     return {"reward": config.reward} | more
+
+
+def reward_weights(config: Config) -> dict[str, Any]:
+    """Returns the weights of the parts of a weighted reward that are not 0; {} for other rewards."""
+    if config.reward.get("_target_") != WEIGHTED_REWARD:
+        return {}
+    parts = config.reward.get("parts") or {}
+    weights = {name: part.get("weight", 1.0) for name, part in parts.items()}
+    return {name: weight for name, weight in weights.items() if weight}
 
 
 TrainedConfig = ActorConfig | CriticConfig | ScorerConfig

@@ -142,6 +142,26 @@ def group_advantages(
 
 
 @torch.no_grad()
+def gdpo_advantages(
+    scores: Tensor,
+    group_ids: Tensor,
+    weights: Tensor,
+    eps: float = 1e-6,
+    singleton: Literal["error", "score", "zero"] = "error",
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """Computes GDPO advantages (arXiv 2601.05242) from K rewards of each response: [B,K], [B], [K] -> [B].
+
+    Each reward is normalised within its group as in GRPO. The weighted sum over the rewards is then shifted
+    and divided by its mean and its unbiased standard deviation over all responses of all ranks.
+    """
+    columns = [group_advantages(column, group_ids, "grpo", eps, singleton=singleton) for column in scores.T]
+    total = (torch.stack(columns, dim=1).double() * weights.double()).sum(1)
+    mean, variance, _ = masked_mean_var(total, torch.ones_like(total), reduce=reduce)
+    return ((total - mean) / (variance.sqrt() + eps)).to(widen(scores).dtype)
+
+
+@torch.no_grad()
 def reinforce_pp_advantages(
     token_rewards: Tensor, mask: Tensor, gamma: float = 1.0, reduce: Reduce | None = None
 ) -> tuple[Tensor, Tensor]:

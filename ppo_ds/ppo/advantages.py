@@ -8,7 +8,7 @@ response token t. In a row of ``length`` tokens, column ``length`` is the state 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -114,7 +114,7 @@ class Estimate:
 # An estimator takes rewards [B,S], values [B,S] (None without a critic), the shaped scores [B] and the
 # rollout. The functions below have this signature once their keyword arguments are bound. ``compute`` is the
 # function of an entry of ADVANTAGE_ESTIMATORS in config/registry.py.
-AdvantageEstimator = Callable[[Tensor, Tensor | None, Tensor, Rollout], Estimate]
+AdvantageEstimator = Callable[[Tensor, Tensor | None, Tensor, ScoredRollout], Estimate]
 
 
 def estimate_by_token(
@@ -151,6 +151,26 @@ def estimate_by_group(
     groups = torch.arange(len(rewards)) // group_size
     totals = torch.where(states.any(dim=1), masked_sum(rewards, states, dim=1), scores)
     return Estimate(broadcast_sequence(compute(totals, groups, lengths=mask.sum(1)), mask))
+
+
+def estimate_by_parts(
+    rewards: Tensor,
+    values: Tensor | None,
+    scores: Tensor,
+    rollout: ScoredRollout,
+    *,
+    compute: Callable[..., Tensor],
+    weights: Mapping[str, float],
+    group_size: int,
+) -> Estimate:
+    """Estimates one advantage per response from the parts of its reward, relative to its group.
+
+    ``weights`` has the names and weights of the parts. The total score and the KL are not used.
+    """
+    parts = torch.tensor([[row[name] for name in weights] for row in rollout.components])
+    groups = torch.arange(len(parts)) // group_size
+    advantages = compute(parts, groups, weights=torch.tensor(list(weights.values())))
+    return Estimate(broadcast_sequence(advantages, rollout.response_mask))
 
 
 def estimate_by_critic(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,16 @@ class Drifted(Numbers):
 
     def rollout(self):
         return replace(super().rollout(), logprobs=self.decoded.masked_fill(~self.mask.bool(), 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class InParts(Drifted):
+    """Adds the parts of the score of each response."""
+
+    parts: tuple[dict[str, float], ...]
+
+    def rollout(self):
+        return replace(super().rollout(), components=self.parts)
 
 
 def numbers(**changes):
@@ -248,6 +259,25 @@ def test_critic_pretraining_uses_rewards_to_go(world):
         rewards = found.rewards[row].tolist()
         to_go = [sum(0.5 ** (t - s) * rewards[t] for t in range(s, length)) for s in range(length)]
         close(found.returns[row, :length], to_go)
+
+
+def test_gdpo_normalizes_the_parts_of_the_reward(world):
+    """The parts are worked out in numpy; the third part has the weight 0, and the total score is not used."""
+    parts = {
+        "right": [1.0, 0.0, 0.0, 1.0, 1.0, 0.0],
+        "form": [2.0, 1.0, 0.0, 5.0, 5.0, 5.0],
+        "logged": [9.0] * 6,
+    }
+    rows = tuple(dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True))
+    given = InParts(**vars(numbers()), parts=rows)
+    found = make_and_learn(composed("gdpo", prompts=2, samples=3), world, given).experience.advantages
+    sums = np.zeros(6)
+    for name, weight in (("right", 1.0), ("form", 0.2)):
+        groups = np.array(parts[name]).reshape(2, 3)
+        deviations = groups.std(1, ddof=1, keepdims=True)
+        sums += weight * ((groups - groups.mean(1, keepdims=True)) / (deviations + 1e-6)).flatten()
+    expected = torch.tensor((sums - sums.mean()) / sums.std(ddof=1))
+    close(found, expected[:, None] * given.mask)
 
 
 BOUNDS = ("algo.kl.target=3", "algo.kl.min_coef=0.01", "algo.kl.max_coef=0.9")

@@ -185,6 +185,11 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "algo.reward_shaping.normalize=running: algo.advantage.estimator=maxrl divides by the mean score",
         ),
         (
+            ["algo=gdpo", "rollout.samples_per_prompt=4"],
+            "algo.advantage.estimator=gdpo: normalizes the parts of a reward one by one; set reward=weighted "
+            "with two or more parts whose weight is not 0 (it has 0)",
+        ),
+        (
             ["algo=maxrl", "rollout.samples_per_prompt=4", "algo.kl.place=reward"],
             "algo.kl.place=reward: algo.advantage.estimator=maxrl divides by the mean score of a group",
         ),
@@ -638,3 +643,45 @@ def test_what_is_left_open_follows_from_other_keys() -> None:
     assert (config.critic.model.path, config.critic.model.dtype) == (None, "bf16")
     other = compose(*MINIMAL, "actor.model.revision=main", "reference.model.path=org/other")
     assert (other.reference.model.path, other.reference.model.revision) == ("org/other", None)
+
+
+PARTS = [
+    "algo=gdpo",
+    "rollout.samples_per_prompt=4",
+    "reward=weighted",
+    *("reward@reward.parts.a.reward=format", "reward@reward.parts.b.reward=format"),
+]
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        (
+            "reward.parts.b.weight=0",
+            "algo.advantage.estimator=gdpo: normalizes the parts of a reward one by one",
+        ),
+        (
+            "algo.kl.place=reward",
+            "algo.kl.place=reward: changes the total score, but algo.advantage.estimator=gdpo",
+        ),
+        ("algo.reward_shaping.clip=5", "algo.reward_shaping.clip=5: changes the total score"),
+        (
+            "algo.reward_shaping.normalize=first",
+            "algo.reward_shaping.normalize=first: changes the total score",
+        ),
+        (
+            "algo.reward_shaping.missing_eos=set",
+            "algo.reward_shaping.missing_eos=set: changes the total score",
+        ),
+        ("algo.reward_shaping.overlong_buffer=4", "algo.reward_shaping.overlong_buffer=4: changes the total"),
+        (
+            "algo.reward_shaping.length_penalty=0.1",
+            "algo.reward_shaping.length_penalty=0.1: changes the total",
+        ),
+    ],
+)
+def test_an_estimator_of_several_rewards_refuses_what_it_cannot_use(setting: str, line: str) -> None:
+    plain = [argument for argument in MINIMAL if not argument.startswith("reward")]
+    assert problems(*plain, *PARTS) == []
+    lines = complaints(*plain, *PARTS, setting)
+    assert len(lines) == 1 and lines[0].startswith(line), lines

@@ -72,7 +72,7 @@ def test_every_target_can_be_imported_and_takes_its_options(table: str, name: st
         ),
         (KL_ESTIMATORS, kl.approx_kl, "estimator", set()),
         (
-            {name: entry for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.needs_group},
+            {name: entry for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.options},
             advantages.group_advantages,
             "kind",
             {"mean", "none"},  # mean is another name of dr_grpo; none has no baseline
@@ -98,6 +98,9 @@ def test_estimators_are_called_by_what_they_need() -> None:
         if entry.needs_critic:
             made, returns = estimate(REWARDS, torch.zeros(2, 2), MASK, gamma=1.0, lam=1.0)
             assert made.tolist() == returns.tolist() == [[1.0, 1.0], [6.0, 4.0]]
+        elif entry.needs_parts:
+            made = estimate(torch.tensor([[1.0, 0.0], [3.0, 0.0]]), groups, weights=torch.ones(2))
+            assert made.shape == (2,) and made[0] < made[1], name
         elif entry.needs_group:
             made = estimate(torch.tensor([1.0, 3.0]), groups, lengths=lengths)
             assert made.shape == (2,) and made[0] < made[1], name
@@ -121,7 +124,7 @@ def test_the_flags_say_what_the_losses_do() -> None:
 def test_the_flags_say_what_the_estimators_do() -> None:
     groups, lengths, scores = torch.tensor([0, 0]), torch.tensor([2, 2]), torch.tensor([1.0, 3.0])
     for name, entry in ADVANTAGE_ESTIMATORS.items():
-        if entry.needs_group:
+        if entry.needs_group and not entry.needs_parts:
             larger = resolve(entry)(10 * scores, groups, lengths=lengths)
             same = torch.allclose(larger, resolve(entry)(scores, groups, lengths=lengths), atol=1e-4)
             assert same == (entry.divides_by_std or entry.divides_by_mean), name

@@ -17,7 +17,7 @@ PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
 LOSSES = ("cispo", "sapo", "dppo")  # presets with another policy loss than PPO's
 CRITIC_FREE = {
     *("rloo", "grpo", "dr_grpo", "reinforce_pp", "dapo", "gspo"),
-    *("lite_ppo", "maxrl", "reinforce_pp_baseline"),
+    *("lite_ppo", "maxrl", "gdpo", "reinforce_pp_baseline"),
     *LOSSES,
 }
 # presets without a KL, and so without a reference
@@ -30,6 +30,17 @@ WARNED = {
     "zysnlp_strict": "loses the score",
     "sequence_kl": "no baseline",
     "minimind": "did not generate the responses",
+}
+# Rewards of the presets that need a certain kind of reward
+REWARDS = {
+    "gdpo": (
+        "reward=weighted",
+        "reward@reward.parts.right.reward=sums",
+        "reward@reward.parts.short.reward=length",
+        "reward.parts.short.reward.shortest=1",
+        "reward.parts.short.reward.longest=2",
+        "reward.parts.short.weight=0.2",
+    )
 }
 STEPS = 2
 PATIENCE = 900
@@ -71,7 +82,10 @@ def arguments(start: Path, run_dir: Path, *more: str) -> list[str]:
 def runs(start, tmp_path_factory, rank_server):
     """Runs all presets; returns the root of their run directories, and their output."""
     root = tmp_path_factory.mktemp("presets")
-    cases = {preset: arguments(start, root / preset, f"algo={preset}") for preset in PRESETS}
+    cases = {
+        preset: arguments(start, root / preset, f"algo={preset}", *REWARDS.get(preset, ()))
+        for preset in PRESETS
+    }
     return root, together(rank_server, root, cases)
 
 
@@ -161,6 +175,7 @@ LEARNING = {
     "dapo": GROUPS,
     "lite_ppo": GROUPS,
     "maxrl": GROUPS,
+    "gdpo": [*GROUPS, *REWARDS["gdpo"]],
     "reinforce_pp_baseline": GROUPS,
     **dict.fromkeys(LOSSES, GROUPS),
     "dr_grpo": [*GROUPS, "actor.optim.lr=2e-4"],

@@ -2,12 +2,14 @@
 and groups of a single row.
 """
 
+import numpy as np
 import pytest
 import torch
 
 from ppo_ds.ops.advantages import (
     compute_gae,
     discounted_returns,
+    gdpo_advantages,
     group_advantages,
     normalize_advantages,
     one_step_advantages,
@@ -245,6 +247,34 @@ def test_the_standard_deviation_of_all_scores_divides():
     torch.testing.assert_close(made, torch.tensor([-1.0, 1.0, -2.0, 2.0]).double() / variance**0.5)
     equal = group_advantages(torch.full((4,), 0.1), groups, "lite_ppo")
     assert equal.abs().max() < 1e-8
+
+
+def test_gdpo_worked_by_hand():
+    """The second response of each group has one or both of two rewards, the first none, as in the paper.
+
+    A normalised reward is -+1/sqrt(2), so the sums are -+0.71 and -+1.41, whose variance is 5/3. GRPO on the
+    sum of the rewards gives both groups the same advantages.
+    """
+    rewards = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]).double()
+    groups = torch.tensor([4, 4, 2, 2])
+    made = gdpo_advantages(rewards, groups, torch.ones(2))
+    expected = torch.tensor([-1.0, 1.0, -2.0, 2.0]).double() * 0.5**0.5 / (5 / 3) ** 0.5
+    torch.testing.assert_close(made, expected, rtol=0, atol=1e-5)
+    on_sums = group_advantages(rewards.sum(1), groups, "grpo")
+    torch.testing.assert_close(on_sums[:2], on_sums[2:], rtol=0, atol=1e-5)
+
+
+def test_gdpo_is_the_formula_of_trl():
+    """TRL's multi_objective_aggregation="normalize_then_sum" in numpy, with our eps."""
+    draw = np.random.default_rng(3)
+    scores, weights = draw.normal(size=(12, 3)), np.array([1.0, 0.2, -0.5])
+    scores[:4, 1] = 0.7  # the responses to the first prompt have the same second reward
+    groups = scores.reshape(3, 4, 3)
+    each = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-6)
+    total = (each.reshape(12, 3) * weights).sum(1)
+    expected = (total - total.mean()) / (total.std(ddof=1) + 1e-6)
+    made = gdpo_advantages(torch.tensor(scores), torch.arange(12) // 4, torch.tensor(weights))
+    np.testing.assert_allclose(made.numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("successes", [0, 1, 3, 8])

@@ -15,6 +15,7 @@ from ppo_ds.ppo.advantages import (
     Whitening,
     estimate_by_critic,
     estimate_by_group,
+    estimate_by_parts,
     estimate_by_token,
     estimate_one_step,
 )
@@ -26,6 +27,8 @@ from ppo_ds.types import Experience, Rollout, Scores
 
 NAN = float("nan")
 RUBBISH = 1e6
+
+PARTS = {"right": 1.0, "form": 0.5}  # names and weights of the parts of a reward
 
 AS_IT_IS = Whitening(over="none", unbiased=False, level="token")
 ON_THE_LAST = ScorePosition("last_token", "trained")
@@ -55,6 +58,8 @@ def critic_free(kind, gamma=1.0, group_size=1, place=ON_THE_LAST, reduce=None):
     """Makes an estimator of config/registry.py that needs no critic. ``reduce`` sums over all ranks."""
     entry = ADVANTAGE_ESTIMATORS[kind]
     compute = partial(resolve(entry), reduce=reduce) if entry.over_ranks else resolve(entry)
+    if entry.needs_parts:
+        return partial(estimate_by_parts, compute=compute, weights=PARTS, group_size=group_size)
     bound = dict(compute=compute, score_position=place)
     if entry.needs_group:
         return partial(estimate_by_group, **bound, group_size=group_size)

@@ -30,6 +30,13 @@ from tests.support.budgets import fixed_budgets
 
 PRESETS = sorted(file.stem for file in (CONF / "algo").glob("*.yaml"))
 NAN = float("nan")
+# the reward of the preset gdpo
+PARTS = (
+    "reward=weighted",
+    *("reward@reward.parts.right.reward=function", "reward.parts.right.reward.path=pkg.mod:score"),
+    *("reward@reward.parts.form.reward=format", "reward.parts.form.weight=0.2"),
+    *("reward@reward.parts.logged.reward=format", "reward.parts.logged.weight=0"),
+)
 PROMPT, PAD, EOS, WORD = 3, 0, 2, 5  # length of the longest prompt; token ids
 WIDTH = 10  # response width of every golden, and the limit of the response length
 FEW_TOKENS = 30  # two or three rows per forward, so that losses are accumulated over several micro-batches
@@ -42,8 +49,7 @@ def composed(preset: str, *overrides: str, prompts: int = 6, samples: int = 1) -
     """Returns the config of a command line with algo=``preset``."""
     minimal = (
         "actor.model.path=org/actor",
-        "reward=function",
-        "reward.path=pkg.mod:score",
+        *(PARTS if preset == "gdpo" else ("reward=function", "reward.path=pkg.mod:score")),
         "data.path=org/prompts",
         "run.steps=2",
     )

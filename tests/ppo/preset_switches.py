@@ -237,6 +237,8 @@ DEPARTURES = {
         "loss.agg": "seq_mean_token_mean",
     },
     "lite_ppo": WITHOUT_CRITIC | {"advantage.estimator": "lite_ppo", "kl.place": "none"},
+    "gdpo": WITHOUT_CRITIC
+    | {"advantage.estimator": "gdpo", "kl.place": "loss", "kl.estimator": "k3", "kl.coef": 0.001},
     "maxrl": WITHOUT_CRITIC | {"advantage.estimator": "maxrl", "kl.place": "none"},
     "reinforce_pp_baseline": {
         "advantage.estimator": "dr_grpo",

@@ -212,10 +212,11 @@ def test_a_value_head_on_the_actor(world):
 
 
 @pytest.mark.parametrize("whiten", ["none", "batch", "group", "minibatch"])
-@pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo", "dr_grpo", "lite_ppo", "maxrl", "opo"])
+@pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo", "dr_grpo", "lite_ppo", "maxrl", "gdpo", "opo"])
 def test_two_ranks_make_the_same_experience_as_one(on_ranks, world, kind, whiten):
     """One rank has two groups of two responses; two ranks have one group each, padded to its own width."""
     lengths, scores, tokens = [3, 1, 2, 4], [0.5, -1.0, 2.0, 3.5], [[1, 2, 3], [4], [5, 6], [7, 2, 1, 4]]
+    parts = {"right": [0.0, 1.0, 1.0, 0.0], "form": [3.0, 1.0, 2.0, -1.0]}
 
     def make(world, which):
         rollout = answers(
@@ -223,13 +224,14 @@ def test_two_ranks_make_the_same_experience_as_one(on_ranks, world, kind, whiten
             [scores[i] for i in which],
             tokens=[tokens[i] for i in which],
             limits=[5] * len(which),
+            **{name: [column[i] for i in which] for name, column in parts.items()},
         )
-        parts = dict(
+        algorithm = dict(
             estimate_advantages=critic_free(kind, 0.9, 2, reduce=world.sum),
             whitening=replace(AS_IT_IS, over=whiten),
             group_size=2,
         )
-        return replace(maker(world, **parts), critic=None)(rollout, 0.3)
+        return replace(maker(world, **algorithm), critic=None)(rollout, 0.3)
 
     whole, numbers = make(world, [0, 1, 2, 3])
     for made, seen in on_ranks(2, lambda world: make(world, [2 * world.rank, 2 * world.rank + 1])):

@@ -7,7 +7,14 @@ from typing import Any
 
 from ppo_ds.config.reading import defaults
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES
-from ppo_ds.config.schema import Config, has_critic, learns_values, rollout_size, uses_reference
+from ppo_ds.config.schema import (
+    Config,
+    has_critic,
+    learns_values,
+    reward_weights,
+    rollout_size,
+    uses_reference,
+)
 from ppo_ds.config.text import show
 
 
@@ -204,6 +211,36 @@ def check_scores(config: Config, ranks: int) -> Iterator[str]:
                     f"algo.{key}={value}: algo.advantage.estimator={estimator} divides by the mean score of "
                     "a group, which this can make 0 or negative; set it to none"
                 )
+
+
+def check_parts(config: Config, ranks: int) -> Iterator[str]:
+    """Yields an error line for each option that an estimator of several rewards cannot use."""
+    algo, estimator, shaping = config.algo, config.algo.advantage.estimator, config.algo.reward_shaping
+    if not ADVANTAGE_ESTIMATORS[estimator].needs_parts:
+        return
+    parts = len(reward_weights(config))
+    if parts < 2:
+        yield (
+            f"algo.advantage.estimator={estimator}: normalizes the parts of a reward one by one; set "
+            f"reward=weighted with two or more parts whose weight is not 0 (it has {parts})"
+        )
+    for key, value, off in (
+        ("kl.place", algo.kl.place, None if algo.kl.place != "reward" else "loss or none"),
+        ("reward_shaping.clip", shaping.clip, "null" if shaping.clip else None),
+        ("reward_shaping.normalize", shaping.normalize, "none" if shaping.normalize != "none" else None),
+        ("reward_shaping.missing_eos", shaping.missing_eos, "null" if shaping.missing_eos else None),
+        (
+            "reward_shaping.overlong_buffer",
+            shaping.overlong_buffer,
+            "null" if shaping.overlong_buffer else None,
+        ),
+        ("reward_shaping.length_penalty", shaping.length_penalty, "0" if shaping.length_penalty else None),
+    ):
+        if off is not None:
+            yield (
+                f"algo.{key}={_short(value)}: changes the total score, but "
+                f"algo.advantage.estimator={estimator} uses the parts of the reward; set it to {off}"
+            )
 
 
 def check_critic_training(config: Config, ranks: int) -> Iterator[str]:
