@@ -39,6 +39,7 @@ from ppo_ds.ppo.advantages import (
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective
+from ppo_ds.ppo.parity import BOUNDS, ParityMonitor
 from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
@@ -198,6 +199,7 @@ def learner(
     critic: TrainedModel | None,
     timer: PhaseTimer,
     health: Health,
+    parity: ParityMonitor,
     ptx_texts: Iterator[Sequences] | None = None,
     ema: WeightCopy | None = None,
 ) -> Learner:
@@ -234,6 +236,7 @@ def learner(
         world=world,
         timer=timer,
         health=health,
+        parity=parity,
         counts_ratios=config.tracker.logs_histograms,
     )
 
@@ -242,6 +245,14 @@ def policy_loss(policy: PolicyConfig) -> Callable[..., tuple[Tensor, Parts]]:
     """Imports the loss of `algo.policy.loss` and binds the keys of `algo.policy` that it uses."""
     entry = POLICY_LOSSES[policy.loss]
     return partial(resolve(entry), **{key: getattr(policy, key) for key in entry.keys})
+
+
+def parity_monitor(config: Config) -> ParityMonitor:
+    """Builds the monitor of the gap between the log-probs of generation and training."""
+    highest, health = config.health.max_parity, config.health
+    if highest == "auto":
+        highest = BOUNDS[config.actor.model.dtype]
+    return ParityMonitor(highest, stops=health.parity_action == "stop")
 
 
 def kl_controller(config: Config) -> FixedKLController:

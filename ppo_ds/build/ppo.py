@@ -11,6 +11,7 @@ from ppo_ds.build.algorithm import (
     kl_controller,
     learner,
     masked_stop_ids,
+    parity_monitor,
     pretraining,
 )
 from ppo_ds.build.banner import summary
@@ -81,6 +82,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
         timer=context.timer,
         check=context.stop.raise_if_stopped,
     )
+    parity = parity_monitor(config)
     learn = learner(
         config,
         world=world,
@@ -90,6 +92,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
         ema=models.ema,
         timer=context.timer,
         health=context.health,
+        parity=parity,
     )
     kl = kl_controller(config)
     return PPOTrainer(
@@ -120,6 +123,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
         tokenizer=inputs.tokenizer,
         meter=build_meter(world, models.actor, models.critic),
         kl_monitor=KLMonitor(config.health.max_kl, stops=config.health.kl_action == "stop"),
+        parity_monitor=parity,
     )
 
 

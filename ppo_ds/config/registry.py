@@ -324,6 +324,8 @@ PPO_KEYS = (
     "data.ptx_*",
     "health.max_kl",
     "health.kl_action",
+    "health.max_parity",
+    "health.parity_action",
     "eval.greedy",
     "eval.correct_above",
     "eval.win_rate",

@@ -31,6 +31,7 @@ def step_or_skip(
     *,
     world: World,
     timer: Callable[[str], AbstractContextManager[None]],
+    check: Callable[[list[float]], None] | None = None,
 ) -> LockstepResult:
     """Steps all ``models`` if every loss and gradient is finite on every rank, else drops their gradients.
 
@@ -41,6 +42,8 @@ def step_or_skip(
         models: The models by name, with accumulated gradients.
         losses: The 0-dim loss of each model by name, summed over this rank's micro-batches.
         extra: More numbers [n] to sum over ranks in the same collective.
+        check: Called with the sums of ``extra`` before any model steps. If it raises, the gradients of all
+            models are dropped.
     """
     numbers = [number for name in models for number in (losses[name], models[name].local_squared_grad_norm())]
     numbers += [] if extra is None else list(extra)
@@ -51,11 +54,17 @@ def step_or_skip(
     nonfinite = [f"loss of the {name}" for name in bad_losses] + [
         f"gradient of the {name}" for name in overflows
     ]
+    extra_sums = [] if extra is None else sums[2 * len(models) :].tolist()
+    if check is not None:
+        try:
+            check(extra_sums)
+        except Exception:
+            for model in models.values():
+                model.skip(overflow=False)
+            raise
     infos = {}
     for name, model in models.items():
         with timer(f"update_{name}"):
             infos[name] = model.skip(overflow=name in overflows) if nonfinite else model.step()
     overflow_expected = not bad_losses and all(models[name].loss_scale_can_decrease for name in overflows)
-    return LockstepResult(
-        infos, tuple(nonfinite), overflow_expected, [] if extra is None else sums[2 * len(models) :].tolist()
-    )
+    return LockstepResult(infos, tuple(nonfinite), overflow_expected, extra_sums)

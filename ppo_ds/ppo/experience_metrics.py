@@ -40,9 +40,7 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
         stds = scores.view(-1, samples_per_prompt).std(1, unbiased=False)
         metrics["rollout/zero_std_group_frac"] = (stds == 0).double().mean()
     if experience.logprobs is not None:
-        gap = (experience.decode_logprobs - experience.logprobs).abs().masked_fill(~mask, 0.0)
-        metrics["parity/logp_abs_diff_mean"] = masked_mean(gap.double(), mask)
-        metrics["parity/logp_abs_diff_max"] = gap.max()
+        metrics |= decode_gap(experience)
     if experience.values is not None:
         returns, states = experience.returns.double(), experience.value_mask
         mean = masked_mean(returns, states)
@@ -57,6 +55,16 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
         metrics["kl/ref_token_max"] = k1.max()
         metrics["kl/k3_token_mean"] = masked_mean(k3, mask)
     return {name: float(value) for name, value in metrics.items()} | {"kl/coef": kl_coef}
+
+
+def decode_gap(experience: Experience) -> dict[str, Tensor]:
+    """Computes the mean and maximum difference between the log-probs of generation and of training."""
+    mask = experience.response_mask
+    gap = (experience.decode_logprobs - experience.logprobs).abs().masked_fill(~mask, 0.0)
+    return {
+        "parity/logp_abs_diff_mean": masked_mean(gap.double(), mask),
+        "parity/logp_abs_diff_max": gap.max(),
+    }
 
 
 def histograms(experience: Experience) -> dict[str, Histogram]:

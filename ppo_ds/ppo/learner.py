@@ -23,10 +23,12 @@ from ppo_ds.engine.lockstep import step_or_skip
 from ppo_ds.engine.trained import StepInfo, TrainedModel
 from ppo_ds.ops.histograms import RATIO_EDGES, count_bins
 from ppo_ds.ops.losses import BatchTotals, batch_totals
+from ppo_ds.ops.masked import sum_and_count
 from ppo_ds.ppo.advantages import Whitening
 from ppo_ds.ppo.batching import minibatches, scatter_tokens
 from ppo_ds.ppo.health import NonFiniteStep, first_nonfinite
 from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective
+from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.training.batching import microbatch_rows, microbatches, padding
 from ppo_ds.training.health import Health
 from ppo_ds.training.metrics import MetricSums, step_metrics
@@ -36,6 +38,7 @@ from ppo_ds.types import Experience, Histogram, Metrics, Sequences
 ROLES = {"actor": "policy", "critic": "value"}  # model -> prefix of its metrics
 # metrics that are logged as NaN when a rollout is skipped; the other metrics of the update are then absent
 UNKNOWN = ("policy/loss", "value/loss", "value/explained_var")
+GAP = "parity/logp_abs_diff_mean"  # the gap between the log-probs of generation and training
 
 
 class Average(Protocol):
@@ -50,6 +53,7 @@ class ActorBackward:
 
     loss: Tensor  # 0-dim: the sum over the micro-batches
     kl_sums: Tensor  # [2]: approx_kl as (sum, count)
+    gap_sums: Tensor  # [2]: |log-prob of generation - log-prob| as (sum, count)
     ratio_max: Tensor  # 0-dim
     logprobs: list[Tensor]  # one tensor [b,R'] for each micro-batch
 
@@ -81,6 +85,7 @@ class Learner:
     world: World
     timer: PhaseTimer
     health: Health
+    parity: ParityMonitor  # checks the first forward of an update that computes the old log-probs
     counts_ratios: bool = False  # counts the ratios of all tokens for take_ratios
 
     # state: this rank's counts in the bins of RATIO_EDGES since the last call of take_ratios, [N] long
@@ -93,7 +98,8 @@ class Learner:
 
         ``seed`` determines the order of the rows and must be the same on every rank. If the actor is
         trained and the experience has no old log-probs, the update must be a single optimizer step. The
-        forward of that step computes the old log-probs, and the returned experience contains them.
+        forward of that step computes the old log-probs, and the returned experience contains them. May raise
+        StepRefused before any weight has changed.
         """
         shuffle, steps_per_epoch = torch.Generator().manual_seed(seed), len(experience) // self.minibatch_size
         if (found := first_nonfinite(experience)) is not None:
@@ -120,8 +126,10 @@ class Learner:
             metrics.add_parts({"perf/pad_frac_update": padding(micros, self.packed)})
 
             losses, actor = self.backward(minibatch, micros, kl_coef, critic_only, metrics)
-            kl_sums = None if self.target_kl is None or actor is None else actor.kl_sums
-            done = step_or_skip(models, losses, kl_sums, world=self.world, timer=self.timer)
+            uses_kl = self.target_kl is not None and actor is not None
+            check = self.check_parity if first_forward else None
+            sums = torch.cat([actor.kl_sums, actor.gap_sums]) if uses_kl or first_forward else None
+            done = step_or_skip(models, losses, sums, world=self.world, timer=self.timer, check=check)
 
             if actor is not None and steps_done == 0:
                 metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
@@ -129,7 +137,7 @@ class Learner:
                 mine = scatter_tokens(actor.logprobs, experience, [rows[part] for part in plan])
                 of_all_ranks = self.world.sum(mine)
                 experience = replace(experience, logprobs=of_all_ranks, old_logprobs=of_all_ranks)
-            approx_kl = 0.0 if kl_sums is None else done.sums[0] / max(done.sums[1], 1.0)
+            approx_kl = done.sums[0] / max(done.sums[1], 1.0) if uses_kl else 0.0
             steps_done += 1
             for name, info in done.infos.items():
                 steps[ROLES[name]].append(info)
@@ -186,6 +194,14 @@ class Learner:
                 losses["critic"] = self.backward_critic(micros, value_totals, metrics)
         return losses, actor
 
+    def check_parity(self, sums: list[float]) -> None:
+        """Raises StepRefused if the gap of generation ends the run.
+
+        ``sums`` are those of ActorBackward.kl_sums and .gap_sums over all ranks.
+        """
+        total, count = sums[2:]
+        self.parity.stop_if_exceeded(total / max(count, 1.0))
+
     def totals(self, minibatch: Experience) -> tuple[BatchTotals, BatchTotals | None]:
         """Counts the actions and, with a critic, the trained states of one optimizer step.
 
@@ -207,7 +223,7 @@ class Learner:
     ) -> ActorBackward:
         """Accumulates the actor's gradients over the micro-batches of one optimizer step."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        kl_sums, ratios, logprobs = loss_sum.new_zeros(2), [], []
+        kl_sums, gap_sums, ratios, logprobs = loss_sum.new_zeros(2), loss_sum.new_zeros(2), [], []
         # The PTX losses come first, because ZeRO reduces gradients in the last backward. That backward must
         # reach every weight, including a value head, which only PPO's own losses do.
         for loss, parts in self.ptx_losses():
@@ -220,13 +236,15 @@ class Learner:
                 self.actor.backward(loss, last=micro is micros[-1])
                 loss_sum += loss.detach()
                 kl_sums += parts["policy/approx_kl"]
+                if GAP in parts:
+                    gap_sums += parts.pop(GAP)
                 metrics.add_parts(parts)
                 ratios.append(parts["policy/ratio_max"])
                 if self.counts_ratios:
                     self.count_ratios(micro, logprobs_now)
                 logprobs.append(logprobs_now)
                 done(len(ratios))
-        return ActorBackward(loss_sum, kl_sums, torch.stack(ratios).max(), logprobs)
+        return ActorBackward(loss_sum, kl_sums, gap_sums, torch.stack(ratios).max(), logprobs)
 
     def count_ratios(self, micro: Experience, logprobs: Tensor) -> None:
         """Counts the ratios of a micro-batch's tokens; ``logprobs`` [b,R'] are of the current policy."""
@@ -277,6 +295,10 @@ class Learner:
         )
         micro = micro.to(self.world.device)  # after the forward, since the model arranges its rows on the CPU
         loss, parts = self.policy(out, micro, totals, kl_coef)
+        if micro.old_logprobs is None:
+            parts[GAP] = sum_and_count(
+                (micro.decode_logprobs - out.logprobs).double().abs(), micro.response_mask
+            )
         if out.values is not None:
             value, value_parts = self.value(out.values, micro, value_totals)
             loss, parts = loss + value, parts | value_parts

@@ -1,13 +1,15 @@
-"""Checks at start-up that the decode backend and the training engine compute the same log-probs.
+"""Checks, at start-up and in each PPO step, that decode backend and training engine agree on log-probs.
 
 Wrong position ids, wrong masks, a cache in another dtype or an inference copy with stale weights make the
 log-probs of generation differ from those of the training engine. Training then fails slowly, as it does with
-bad hyperparameters. Generating a few tokens at start-up reveals the difference.
+bad hyperparameters. Generating a few tokens at start-up reveals most of these errors. Stale weights show only
+after an update, so the difference is also compared with a bound in every step.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +19,8 @@ from ppo_ds.ppo.batching import scatter_tokens
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.batching import forward_rows, scoring_plan
 from ppo_ds.training.metrics import MetricSums
-from ppo_ds.types import Prompts
+from ppo_ds.training.stopping import StepRefused
+from ppo_ds.types import Metrics, Prompts
 
 PARITY_ROWS, PARITY_TOKENS = 8, 16  # rows per rank, and new tokens per row
 
@@ -65,3 +68,39 @@ def disagreement(gap: Gap, dtype: str) -> str | None:
         f"generation and training disagree: log-probs of the same tokens differ by {mean:.4g} nats on "
         f"average (at most {largest:.4g}), allowed for {dtype} is {BOUNDS[dtype]:.4g}"
     )
+
+
+@dataclass
+class ParityMonitor:
+    """Compares the gap of each PPO step with a limit."""
+
+    highest: float | None  # nats per token; None: no limit
+    stops: bool
+    above: bool = False
+
+    def stop_if_exceeded(self, mean: float) -> None:
+        """Raises StepRefused if a mean gap above the limit ends the run.
+
+        A gap that is not finite does not: first_nonfinite and step_or_skip find its cause.
+        """
+        if self.stops and self.exceeds(mean):
+            raise StepRefused("max_parity", self.message(mean))
+
+    def warning(self, metrics: Metrics) -> str | None:
+        """Returns a message in the step in which the gap rises above the limit, otherwise None."""
+        mean = metrics.get("parity/logp_abs_diff_mean")
+        if mean is None:
+            return None
+        was_above, self.above = self.above, self.exceeds(mean)
+        return self.message(mean) if self.above and not was_above else None
+
+    def exceeds(self, mean: float) -> bool:
+        return self.highest is not None and math.isfinite(mean) and mean > self.highest
+
+    def message(self, mean: float) -> str:
+        return (
+            f"parity/logp_abs_diff_mean={mean:.4g} nats per token is above health.max_parity="
+            f"{self.highest:g}: the decode backend probably has stale weights, so use another "
+            "rollout.backend; if the gap is rounding, set algo.rollout_is.kind and raise health.max_parity; "
+            "health.parity_action says whether this stops the run"
+        )

@@ -38,11 +38,12 @@ from ppo_ds.ops.kl import FixedKLController
 from ppo_ds.ppo.collector import RolloutCollector
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.experience import ExperienceMaker
-from ppo_ds.ppo.experience_metrics import describe, histograms
+from ppo_ds.ppo.experience_metrics import decode_gap, describe, histograms
 from ppo_ds.ppo.failure_dump import dump_failure
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.meter import Meter
+from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.ppo.sample_rows import prompt_notes, sample_rows
 from ppo_ds.training.export import export_actor, export_model
 from ppo_ds.training.health import TooManySkips
@@ -93,6 +94,7 @@ class PPOTrainer:
     tokenizer: Tokenizer
     meter: Meter
     kl_monitor: KLMonitor
+    parity_monitor: ParityMonitor
     pretraining_metrics: Metrics = field(init=False, default_factory=dict)  # logged with the first step
 
     def start(self) -> None:
@@ -119,6 +121,8 @@ class PPOTrainer:
         kl_coef = self.kl.value
         experience, made = self.make_experience(rollout, scores, kl_coef)
         self.context.stop.raise_if_stopped()  # a later stop request does not interrupt the step
+        if experience.logprobs is not None:  # otherwise the update checks its first forward
+            self.parity_monitor.stop_if_exceeded(float(decode_gap(experience)["parity/logp_abs_diff_mean"]))
 
         # 3. clipped updates
         with self.context.budgets.ending(self.context.budgets.train, "the update"):
@@ -149,6 +153,7 @@ class PPOTrainer:
 
         exceeded = self.kl_monitor.exceeded(metrics)
         ends_run = exceeded is not None and self.kl_monitor.stops
+        warnings = (self.parity_monitor.warning(metrics), None if ends_run else exceeded)
         return StepResult(
             metrics=metrics,
             episodes=len(experience),
@@ -156,7 +161,7 @@ class PPOTrainer:
             samples=self.sample_rows(experience, notes),
             histograms=self.histograms(experience) if self.logs_histograms else {},
             performance=lambda costs: self.meter(experience, costs, metrics),
-            warnings=() if exceeded is None or ends_run else (exceeded,),
+            warnings=tuple(warning for warning in warnings if warning is not None),
             failure=("max_kl", exceeded) if ends_run else None,
         )
 

@@ -19,6 +19,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.ppo.failure_dump import Dump, read_dump
 from ppo_ds.ppo.health import first_nonfinite
 from ppo_ds.ppo.nan_debug import locate_nonfinite
+from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.tools.settings import config_of_settings, refuse_links
 from ppo_ds.training.health import Health
 from ppo_ds.training.nan_debug import ReplayedRow
@@ -49,7 +50,10 @@ def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
     if has_critic(config):
         critic = build_critic(config, critic_start(config, tokenizer), world, needs, 1)
         load_model(critic, folder / "critic")
-    learn = learner(config, world=world, actor=actor, critic=critic, timer=timer, health=Health(1))
+    unlimited = ParityMonitor(None, stops=False)
+    learn = learner(
+        config, world=world, actor=actor, critic=critic, timer=timer, health=Health(1), parity=unlimited
+    )
     rows = locate_nonfinite(learn, dump.minibatch, dump.kl_coef, dump.critic_only)
     found = first_nonfinite(dump.minibatch)
     world.close()

@@ -656,8 +656,10 @@ _PARITY = Section(
             healthy=(0.0, 0.05),
             reason="the tests of [NeMo RL](https://docs.nvidia.com/nemo/rl/latest/adding-new-models.html) "
             "require a mean of exp of the difference below 1.05 to 1.1; measured on the CPU: 2e-7 in fp32. "
-            "The check at start-up refuses more than 1e-3 in fp32, 0.02 in fp16 and 0.1 in bf16",
-            remedy="Set `algo.rollout_is.kind`, use `rollout.backend=hf`, or a wider `actor.model.dtype`.",
+            "The check at start-up refuses more than 1e-3 in fp32, 0.02 in fp16 and 0.1 in bf16, and "
+            "`health.max_parity` ends the run if a step exceeds this",
+            remedy="A sudden rise: the weights of the decode backend are stale. Otherwise set "
+            "`algo.rollout_is.kind`, use `rollout.backend=hf`, or a wider `actor.model.dtype`.",
         ),
         Metric(
             "parity/logp_abs_diff_max",
@@ -692,7 +694,7 @@ _PARITY = Section(
             "weights outside the bounds",
             "share of tokens",
             "Share of the tokens whose importance weight, or whose response's, is outside "
-            "`algo.rollout_is.low` and `.high`, and is truncated or masked.",
+            "`algo.rollout_is.low` and `algo.rollout_is.high`, and is truncated or masked.",
             healthy=(0.0, 0.1),
             reason="rule of thumb",
             remedy="Generation differs from training: see `parity/logp_abs_diff_mean`. The product of a "

@@ -37,11 +37,11 @@ _ALARMS = """\
 ## Alarms
 
 A run compares its metrics with a few rules and warns once per episode, with one line on the console and in
-`events.jsonl`. An alarm never stops a run; `health.max_kl` with `health.kl_action=stop`, `health.max_skips`
-and `eval.patience` can. A condition must hold for the given number of steps in a row. The alarm is raised
-again only after the condition was false for as many steps. A resumed run raises the same alarms as one that
-was not interrupted. "Start" is the mean of the first {window} steps. The limits are rules of thumb. In the
-runs of this repository that learn no alarm is raised.
+`events.jsonl`. An alarm never stops a run; `health.max_kl` with `health.kl_action=stop`, `health.max_parity`,
+`health.max_skips` and `eval.patience` can. A condition must hold for the given number of steps in a row. The
+alarm is raised again only after the condition was false for as many steps. A resumed run raises the same
+alarms as one that was not interrupted. "Start" is the mean of the first {window} steps. The limits are rules
+of thumb. In the runs of this repository that learn no alarm is raised.
 
 | metric | condition | steps | problem | what to change |
 |---|---|---|---|---|

@@ -19,7 +19,7 @@ from ppo_ds.training.report import write_report
 from ppo_ds.training.saver import Saver
 from ppo_ds.training.stage import HELD_OUT, Evaluation, RunContext, Stage, StepResult
 from ppo_ds.training.state import EXIT_CODES, RESUME_HINTS, ExitReason, TrainState, is_due
-from ppo_ds.training.stopping import Abandoned
+from ppo_ds.training.stopping import Abandoned, StepRefused
 from ppo_ds.training.timing import compare_times
 from ppo_ds.types import Metrics
 
@@ -51,7 +51,8 @@ class Run:
     # state of this process
     alarms: Alarms = field(init=False, default_factory=Alarms)  # used by rank 0
     reason: ExitReason = field(init=False, default="done")
-    error: str | None = field(init=False, default=None)  # message of a run that nonfinite or max_kl ends
+    # message of a run that nonfinite, max_kl or max_parity ends
+    error: str | None = field(init=False, default=None)
     eval_score: float | None = field(init=False, default=None)  # Saver.score_of the last step if it counts
     clock: float = field(init=False, default=0.0)  # rank 0's clock after the last step, in seconds
 
@@ -86,6 +87,8 @@ class Run:
                     self.log(result, self.evaluate_if_due())
                     self.warn(result)
                     self.saver.save_if_due(self.eval_score, self.clock)
+        except StepRefused as refused:
+            self.reason, self.error = refused.reason, f"step {self.state.step + 1}: {refused}"
         except Abandoned:
             self.reason = "signal"
         return self.finish()

@@ -130,7 +130,7 @@ class Saver:
 
     @contextmanager
     def undo_if_abandoned(self) -> Iterator[None]:
-        """Restores the state before the step if a stop request interrupts the step before its update.
+        """Restores the state before the step if the step is abandoned before its update.
 
         An abandoned step has changed no weights, so the next start repeats it exactly.
         """

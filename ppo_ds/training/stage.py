@@ -95,8 +95,8 @@ class Stage(Stateful, Protocol):
     def step(self, index: int) -> StepResult:
         """Trains one step.
 
-        Raises Abandoned on a stop request before any weight has changed; the run then restores the state of
-        the stage. Raises TooManySkips when Health raises it.
+        Raises Abandoned on a stop request, or StepRefused if the run must end, before any weight has changed;
+        the run then restores the state of the stage. Raises TooManySkips when Health raises it.
         """
 
     def evaluate(self) -> Evaluation | None:

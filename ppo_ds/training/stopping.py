@@ -14,6 +14,7 @@ from ppo_ds.distributed.launcher import launcher_pids
 from ppo_ds.distributed.store import RankStore, StoreUnavailable
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import single_line
+from ppo_ds.training.state import ExitReason
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,18 @@ STORE_KEY = "stop"
 
 class Abandoned(Exception):
     """Raised on all ranks at the same point to leave the step in progress, which then counts as not begun."""
+
+
+class StepRefused(Abandoned):
+    """Raised on all ranks at the same point to leave the step in progress and to end the run.
+
+    As with Abandoned, the step counts as not begun: no weight has changed, and accumulated gradients have
+    been discarded.
+    """
+
+    def __init__(self, reason: ExitReason, message: str):
+        super().__init__(message)
+        self.reason = reason
 
 
 class StopRequest:

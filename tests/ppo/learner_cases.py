@@ -13,6 +13,7 @@ from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.batching import minibatches
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.losses import PolicyObjective, ValueObjective
+from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.training.health import Health
 from tests.ppo.algo_cases import AS_IT_IS, timer
 
@@ -187,6 +188,7 @@ def learner(
         token_budget=budget, norm=NORM, target_kl=None, packed=False,
         whitening=AS_IT_IS, policy=policy_objective(**policy or {}), value=value_objective(**value or {}),
         ptx=None, ptx_texts=None, ema=None, ema_decay=0.0, timer=timer, health=Health(max_skips=1000),
+        parity=ParityMonitor(None, stops=True),
     )  # fmt: skip
     return Learner(**plain | changes)
 

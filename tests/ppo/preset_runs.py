@@ -20,6 +20,7 @@ from ppo_ds.build.algorithm import experience_maker, kl_controller, learner
 from ppo_ds.config.schema import Config, learns_values
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.ppo.scoring import scores_of
 from ppo_ds.rewards.pending import Pending
 from ppo_ds.training.health import Health
@@ -254,7 +255,9 @@ def make_and_learn(
         rollout = numbers.rollout()
         scores = Pending.of(scores_of(rollout))
         experience, seen = replace(make, compute_old_logprobs=True)(rollout, scores, coef)
-    learn = learner(config, world=world, actor=actor, critic=critic, timer=timer, health=Health(1), **parts)
+    engines = dict(world=world, actor=actor, critic=critic, timer=timer)
+    unlimited = ParityMonitor(None, stops=True)
+    learn = learner(config, **engines, health=Health(1), parity=unlimited, **parts)
     experience, learned = learn(experience, coef, seed=3)
     return Run(config, experience, seen, learned, actor, critic)
 

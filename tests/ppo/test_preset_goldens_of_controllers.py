@@ -9,6 +9,7 @@ import torch
 
 from ppo_ds.build.algorithm import kl_controller
 from ppo_ds.ppo.health import KLMonitor
+from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.types import Experience
 from tests.ops.golden import assert_no_stale_entries, look_up, outputs
@@ -65,6 +66,7 @@ def coefficients(world, config, kls, n_steps):
         tokenizer=None,
         meter=lambda *seen: {},
         kl_monitor=KLMonitor(None, stops=False),
+        parity_monitor=ParityMonitor(None, stops=False),
         **nothing,
     )
     for index in range(len(kls)):

@@ -12,6 +12,7 @@ from ppo_ds.config.registry import STAGES
 from ppo_ds.config.sections.run import CheckpointConfig
 from ppo_ds.ops.kl import AdaptiveKLController
 from ppo_ds.ppo.health import KLMonitor
+from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.tracking.banner import Banner
 from ppo_ds.training.health import Health
@@ -130,6 +131,7 @@ def stand_ins(world, tokenizer, monkeypatch):
         lagged=False,
         parts=None,
         kl_monitor=None,
+        parity_monitor=None,
         total_steps=3,
         stop_at_step=None,
         eval_every=None,
@@ -158,6 +160,7 @@ def stand_ins(world, tokenizer, monkeypatch):
             **evaluation(events, scores, ema, data),
             meter=lambda rows, times, metrics: {"perf/rows": float(len(rows))},
             kl_monitor=kl_monitor or KLMonitor(None, stops=False),
+            parity_monitor=parity_monitor or ParityMonitor(None, stops=False),
         )
         stage.collect, stage.learn = collecting(stage, events), learning(stage, events)
         stage.export = lambda run_dir: events.append(("export", run_dir))

@@ -125,10 +125,11 @@ class CheckpointConfig(Section):
 
 
 class HealthConfig(Section):
-    """Reactions to non-finite numbers and, with stage=ppo, to a policy that moves too far.
+    """Reactions to non-finite numbers and, with stage=ppo, to a policy that moves too far, or to generation
+    that differs from training.
 
     Optimizer steps with a non-finite loss, gradient, score or log-prob are always skipped, on all ranks. Only
-    stage=ppo uses max_kl and kl_action.
+    stage=ppo uses max_kl, kl_action, max_parity and parity_action.
     """
 
     max_skips: Count = Field(
@@ -141,6 +142,17 @@ class HealthConfig(Section):
     )
     kl_action: Literal["warn", "stop"] = Field(
         "warn", description="Reaction to a KL above health.max_kl; stop: save, then end with exit code 1."
+    )
+    max_parity: Positive | Literal["auto"] | None = Field(
+        "auto",
+        description="Upper limit of parity/logp_abs_diff_mean, the mean difference between the log-probs of "
+        "generation and training, in nats per token; auto: as at the start, 0.001 in fp32, 0.02 in fp16, 0.1 "
+        "in bf16; null: no limit.",
+    )
+    parity_action: Literal["warn", "stop"] = Field(
+        "stop",
+        description="Reaction to a difference above health.max_parity; stop: leave out the update, save the "
+        "step before, end with exit code 1.",
     )
 
 

@@ -8,6 +8,7 @@ const ENDINGS = {
   signal: ["Stopped by a signal", "warn"],
   nonfinite: ["Not finite", "warn"],
   max_kl: ["KL limit exceeded", "warn"],
+  max_parity: ["Generation differs from training", "warn"],
   error: ["Ended with an error", "warn"],
 };
 const STAGES = { ppo: "PPO", sft: "Supervised fine-tuning", reward_model: "Reward model" };

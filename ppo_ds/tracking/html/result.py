@@ -14,6 +14,8 @@ ENDS = {
     "signal": "The run was stopped by a signal at {step}, after {time}",
     "nonfinite": "The run ended after {step}, because numbers were not finite",
     "max_kl": "The run ended after {step}, because the KL exceeded health.max_kl",
+    "max_parity": "The run ended after {step}, because generation and training differed by more than "
+    "health.max_parity",
     "error": "The run ended with an error after {step} and {time}",
 }
 IN_PROGRESS = "The run is in progress: {step}, {time} after its start"

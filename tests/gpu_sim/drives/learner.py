@@ -36,6 +36,7 @@ from ppo_ds.ppo.advantages import ScorePosition, Whitening, estimate_by_critic
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.losses import PolicyObjective, PtxObjective, ValueObjective
+from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.rewards.pending import Pending
 from ppo_ds.training.health import Health
@@ -108,6 +109,7 @@ def update(device: FakeCuda, what: str, micros: int) -> None:
             world=world,
             timer=timer,
             health=Health(max_skips=1000),
+            parity=ParityMonitor(None, stops=True),
         )
         with torch.no_grad():  # the first forward of a policy waits
             policy(rows.ids, rows.attention_mask, rows.response_width)

@@ -1,0 +1,156 @@
+"""Tests the comparison of the log-probs of generation with those of training in each PPO step."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ppo_ds.build.algorithm import parity_monitor
+from ppo_ds.ppo.experience_metrics import decode_gap
+from ppo_ds.ppo.parity import ParityMonitor
+from ppo_ds.training.state import EXIT_CODES, RESUME_HINTS
+from ppo_ds.training.stopping import Abandoned, StepRefused
+from tests.ppo.algo_cases import two_groups, without
+from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, learner, on_policy
+from tests.ppo.preset_runs import composed
+from tests.ppo.trainer_cases import named, stand_ins
+
+MEAN = "parity/logp_abs_diff_mean"
+
+
+# -- the monitor ---------------------------------------------------------------------------------------------
+
+
+def test_a_warning_is_given_each_time_the_gap_rises_above_the_limit():
+    monitor = ParityMonitor(0.5, stops=False)
+    gaps = (0.1, 0.5, 0.6, 0.9, 0.2, 0.7, math.nan, math.inf, 0.6)
+    warned = [monitor.warning({MEAN: gap}) is not None for gap in gaps]
+    assert warned == [False, False, True, False, False, True, False, False, True]
+    assert monitor.warning({"policy/loss": 9.0}) is None
+    monitor.stop_if_exceeded(9.0)  # does not raise
+
+
+@pytest.mark.parametrize(
+    ("highest", "gap", "stops"),
+    [(0.5, 0.6, True), (0.5, 0.5, False), (0.5, math.nan, False), (0.5, math.inf, False), (None, 9, False)],
+)
+def test_a_gap_above_the_limit_refuses_the_step(highest, gap, stops):
+    """Non-finite gaps are left to the checks of non-finite numbers, which name their cause."""
+    monitor = ParityMonitor(highest, stops=True)
+    if not stops:
+        monitor.stop_if_exceeded(gap)
+        return
+    with pytest.raises(StepRefused, match="health.max_parity=0.5") as raised:
+        monitor.stop_if_exceeded(gap)
+    assert raised.value.reason == "max_parity" and isinstance(raised.value, Abandoned)
+    line = str(raised.value)
+    assert f"{MEAN}=0.6" in line and "stale weights" in line and "rollout.backend" in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-3), ("fp16", 2e-2), ("bf16", 1e-1)])
+def test_the_limit_is_by_default_that_of_the_start(dtype, bound):
+    precision = f"actor.model.dtype={dtype}"
+    assert parity_monitor(composed("standard", precision)) == ParityMonitor(bound, stops=True)
+    given = composed("standard", precision, "health.max_parity=0.25", "health.parity_action=warn")
+    assert parity_monitor(given) == ParityMonitor(0.25, stops=False)
+    assert parity_monitor(composed("standard", precision, "health.max_parity=null")).highest is None
+
+
+# -- in a run ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loop(world, tokenizer, monkeypatch):
+    return stand_ins(world, tokenizer, monkeypatch)
+
+
+def drifting(run, step, gap=0.5):
+    """Makes the log-probs of generation differ by ``gap`` nats from a step on."""
+    make = run.stage.make_experience
+
+    def made(rollout, scores, kl_coef):
+        rows, seen = make(rollout, scores, kl_coef)
+        drifted = int(rollout.split()[-1]) >= step  # "answers 2" is the rollout of step 2
+        return (replace(rows, decode_logprobs=rows.logprobs - gap) if drifted else rows), seen
+
+    run.stage.make_experience = made
+
+
+def test_a_gap_above_the_limit_ends_the_run_before_the_update(loop, caplog):
+    run, events = loop(parity_monitor=ParityMonitor(0.4, stops=True))
+    drifting(run, 2)
+    assert run.fit() == "max_parity" and EXIT_CODES["max_parity"] == 1
+    # The second rollout was generated but not trained on, and the checkpoint is that of the first step.
+    assert len(named(events, "learn")) == 1 and named(events, "log") == [1] and named(events, "save") == [1]
+    (state,) = run.saver.checkpoints.saved
+    assert state["progress"]["step"] == 1 and state["prompts"] == {"step": 1}
+    ((_, kind, text),) = [event for event in run.tracker.told if event[1] == "ended"]
+    assert text.startswith(f"max_parity: step 2: {MEAN}=0.5 nats per token is above health.max_parity=0.4: ")
+    (summary,) = named(events, "finish")
+    assert summary["exit_reason"] == "max_parity" and summary["error"].startswith("step 2: ")
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert line.startswith("error: step 2: ") and "stale weights" in line
+    assert not named(events, "export") and "repeats the step" in RESUME_HINTS["max_parity"]
+
+
+def test_a_run_that_fails_in_its_first_step_saves_nothing(loop):
+    run, events = loop(parity_monitor=ParityMonitor(0.4, stops=True))
+    drifting(run, 1)
+    assert run.fit() == "max_parity" and not named(events, "save") and not named(events, "learn")
+
+
+def test_a_warning_continues_the_run(loop):
+    run, events = loop(parity_monitor=ParityMonitor(0.4, stops=False))
+    drifting(run, 2)
+    assert run.fit() == "done" and len(named(events, "learn")) == 3
+    warnings = [(step, text) for step, kind, text in run.tracker.told if kind == "warning"]
+    assert len(warnings) == 1 and warnings[0][0] == 2 and "health.max_parity=0.4" in warnings[0][1]
+
+
+def test_the_gap_by_hand():
+    """Two of ten tokens differ, by 0.25 and 0.75."""
+    found = {name: float(value) for name, value in decode_gap(two_groups()).items()}
+    assert found == pytest.approx({MEAN: 0.1, "parity/logp_abs_diff_max": 0.75})
+
+
+# -- in an update that computes the old log-probs itself -----------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (2, 10_000), (2, 1)])
+@pytest.mark.parametrize("highest", [0.24, 0.26])
+def test_the_first_forward_of_an_update_is_checked(on_ranks, experience, ranks, budget, highest):
+    """Half of the tokens are off by 0.5; with two ranks, both compare the mean over all ranks, 0.25."""
+    rows, _ = on_policy(experience(PROMPTS, ANSWERS))
+    tokens = torch.arange(int(rows.response_mask.sum()))
+    decoded = rows.logprobs.clone()
+    decoded[rows.response_mask] += 0.5 * (tokens % 2)
+    rows = without(replace(rows, decode_logprobs=decoded), "logprobs", "old_logprobs")
+
+    def work(world):
+        actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
+        settings = dict(minibatch_size=8, epochs=1, budget=budget)
+        monitor = ParityMonitor(highest, stops=True)
+        learn = learner(world, actor, critic, **settings, parity=monitor)
+        error = None
+        try:
+            learn(rows, 0.0, 3)
+        except StepRefused as refused:
+            error = str(refused)
+        engines = (actor, critic)
+        return SimpleNamespace(
+            error=error,
+            steps=[engine.steps for engine in engines],
+            skips=[engine.skipped for engine in engines],
+            head=actor.module.head.detach(),
+        )
+
+    for seen in on_ranks(ranks, work):
+        if highest > 0.25:
+            assert seen.error is None and seen.steps == [1, 1] and seen.skips == [[], []]
+        else:
+            assert f"{MEAN}=0.25 nats" in seen.error and seen.steps == [0, 0]
+            assert seen.skips == [[False], [False]]  # gradients dropped, the loss scale unchanged
+            assert torch.equal(seen.head, TinyPolicy(V, 1).head)
