@@ -28,6 +28,7 @@ if __name__ == "__main__":
 from launch.cli import load_config  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
 from ppo_ds.config.checks.data import hub_names  # noqa: E402
+from ppo_ds.config.registry import has_own_weights  # noqa: E402
 from ppo_ds.distributed.exit import exit_now, on_exit, run_with_timeout  # noqa: E402
 from ppo_ds.distributed.gpus import refuse_unused_gpu, supports_expandable_segments  # noqa: E402
 from ppo_ds.distributed.launcher import check_port, launch_id  # noqa: E402
@@ -84,7 +85,8 @@ def main(argv: list[str]) -> int:
         if config.run.dry_run:
             os.environ |= CPU_ONLY
         screen = open_screen()
-        prepare_environment(config.run.verbose, trains=True)
+        own_pool = "rollout" in type(config).model_fields and has_own_weights(config.rollout.backend)
+        prepare_environment(config.run.verbose, trains=True, fixed_segments=own_pool)
         use_caches_without_the_hub(hub_names(config))
     except UserError as error:
         return complain(error)
@@ -208,12 +210,15 @@ def problem_lines(error: UserError, prefix: str = "") -> str:
     return "\n".join(f"{prefix}error: {censored(line)}" for line in error.problems)
 
 
-def prepare_environment(verbose: bool, trains: bool = False) -> None:
+def prepare_environment(verbose: bool, trains: bool = False, fixed_segments: bool = False) -> None:
     """Sets environment variables that torch, deepspeed and transformers read at import or at first use.
 
     Variables that the user has set are kept. With ``verbose``, the log levels of the libraries do not change.
     The umask is set so that new files are never writable for every user, since a later start would refuse
     such files.
+
+    With ``fixed_segments``, torch's allocator does not use expandable segments, which vLLM's memory pool for
+    sleeping does not support.
 
     With ``trains``, raises UserError if this machine has a GPU that torch cannot use and the user has not
     chosen the CPU.
@@ -221,7 +226,8 @@ def prepare_environment(verbose: bool, trains: bool = False) -> None:
     os.umask(os.umask(0o077) | 0o002)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    if supports_expandable_segments() and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+    expandable = supports_expandable_segments() and not fixed_segments
+    if expandable and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = EXPANDABLE_SEGMENTS
     if not verbose:
         for name, value in QUIET.items():

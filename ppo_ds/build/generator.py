@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ppo_ds.build.data import Inputs
-from ppo_ds.config.registry import DECODE_BACKENDS, import_target, resolve
+from ppo_ds.build.vllm_memory import engine_memory
+from ppo_ds.config.registry import DECODE_BACKENDS, has_own_weights, import_target, resolve
 from ppo_ds.config.schema import Config
+from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.rng import fork_rng
 from ppo_ds.errors import UserError
+from ppo_ds.models.size import shape_of
 from ppo_ds.ppo.parity import PARITY_ROWS, Gap, ParityError, disagreement, parity_gap
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.tracking.banner import titled
@@ -40,23 +45,30 @@ def build_generator(
     # repeated, as it is in a step.
     repeats, n = min(config.rollout.samples_per_prompt, 2), len(inputs.source)
     prompts = inputs.source.batch([(world.rank + i // repeats) % n for i in range(PARITY_ROWS)])
+    longest = inputs.longest_prompt + sampling.max_new_tokens
 
     def refusal(name: str) -> str | None:
         target = DECODE_BACKENDS[name].refusal
         if target is None:
             return None
         with actor.generation_mode():
-            reason = import_target(target)(actor.lm, inputs.longest_prompt + sampling.max_new_tokens)
+            reason = import_target(target)(actor.lm, longest)
         return next((reason for reason in world.gather_objects(reason) if reason is not None), None)
 
     def make(name: str, token_budget: int) -> Generator:
-        return resolve(DECODE_BACKENDS[name])(
-            lm=lambda: actor.lm,
-            tokenizer=inputs.tokenizer,
-            token_budget=token_budget,
-            lockstep_max=actor.lockstep_max,
-            should_stop=should_stop,
-        )
+        arguments: dict[str, Any] = {
+            "lm": lambda: actor.lm,
+            "tokenizer": inputs.tokenizer,
+            "token_budget": token_budget,
+            "lockstep_max": actor.lockstep_max,
+            "should_stop": should_stop,
+        }
+        if not has_own_weights(name):
+            return resolve(DECODE_BACKENDS[name])(**arguments)
+        if name not in made:  # an engine takes long to start, and its cache does not change with the budget
+            arguments |= {"longest": longest, "temperature": sampling.temperature}
+            made[name] = connected_engine(config, world, actor, arguments)
+        return made[name]
 
     def gap_of(name: str) -> Gap:
         made[name] = make(name, int(config.memory.rollout_tokens))
@@ -82,6 +94,28 @@ def build_generator(
     reasons = "; ".join((why, *(f"not {line}" for line in choice.incapable)))
     note(titled("decode", f"{choice.backend}: {reasons}"))
     return made[choice.backend], choice.gap, partial(make, choice.backend)
+
+
+def connected_engine(
+    config: Config, world: World, actor: HybridActor, arguments: dict[str, Any]
+) -> Generator:
+    """Starts the decode backend with weights of its own and connects the actor to it. A collective."""
+    settings, lm, group = config.rollout.vllm, actor.module.lm, None
+    on_gpu = world.device.type == "cuda"
+    memory = engine_memory(config, shape_of(lm), lm.dtype.itemsize, arguments["longest"], on_gpu)
+    assert memory is not None
+    if settings.tensor_parallel > 1:
+        group = Subgroup(world, settings.tensor_parallel)
+
+    def start() -> Any:
+        return resolve(DECODE_BACKENDS[config.rollout.backend])(
+            **arguments, settings=settings, kv_cache=memory.kv_cache, group=group
+        )
+
+    with fork_rng(world), actor.generation_mode():  # the start of an engine seeds all random generators
+        engine = world.on_all(start)
+    actor.connect(engine.loaded)
+    return engine
 
 
 def rebuilt_on_change(

@@ -23,6 +23,7 @@ from ppo_ds.build.ppo_models import Models, estimate_memory, load_models
 from ppo_ds.build.preflight import preflight, try_functions
 from ppo_ds.build.shared import eval_weights, slow_dtypes
 from ppo_ds.build.token_budgets import settle
+from ppo_ds.config.registry import has_own_weights
 from ppo_ds.config.schema import Config, all_rewards
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.warnings import warnings
@@ -61,7 +62,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
         context.budgets.rollout,
         rebuilt_on_change(backend, make_backend, context.budgets.rollout),
         what="generation",
-        repeatable=not models.actor.lockstep,
+        repeatable=not (models.actor.lockstep or has_own_weights(config.rollout.backend)),
     )
     banner.summarize(
         *summary(config, world, inputs.source, models.critic_path, length.steps, length.actor, gap)

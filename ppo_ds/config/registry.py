@@ -312,6 +312,12 @@ DECODE_BACKENDS = {
     "hf": DecodeBackendEntry(
         "ppo_ds.rollout.hf.HFGenerator", "transformers' generate; supports every model.", in_auto=True
     ),
+    "vllm": DecodeBackendEntry(
+        "ppo_ds.rollout.vllm.VLLMGenerator",
+        "vLLM in the trainer's process, with weights of its own (rollout.vllm).",
+        refusal="ppo_ds.rollout.vllm.refusal",
+        own_weights=True,
+    ),
 }
 
 # Keys that only PPO uses, in sections that several stages have.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ppo_ds.config.chat_template import with_template_text
-from ppo_ds.config.checks import algo, data, evaluation, models, reward, run
+from ppo_ds.config.checks import algo, data, evaluation, models, reward, run, vllm
 from ppo_ds.config.reading import dotted_keys
 from ppo_ds.config.schema import Config, from_tree, inherit
 from ppo_ds.errors import UserError
@@ -25,6 +25,7 @@ Check = Callable[[Config, int], Iterator[str]]
 CHECKS: dict[Check, tuple[str, ...]] = {
     run.check_length: (),
     data.check_sampling: ("sampling",),
+    vllm.check_vllm: ("actor", "rollout", "sampling"),
     algo.check_batches: ("rollout", "algo"),
     models.check_zero: (),
     models.check_generation: ("actor", "critic", "rollout", "algo"),

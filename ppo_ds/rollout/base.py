@@ -46,6 +46,16 @@ class Generator(Protocol):
         backend ends within a few tokens and returns a Rollout with arbitrary tokens, which the caller
         discards. The backend does not raise, since other ranks may already have all of their responses
 
+    A backend with ``own_weights`` calls ``lm`` only when it is constructed, inside the generation mode and
+    for the config and the names of the model. It has a method ``loaded(weights)``, a context manager that
+    receives the weights at each switch to generation (``HybridActor.connect``), and these further arguments:
+
+    settings      the section rollout.vllm of the config
+    kv_cache      bytes of the key-value cache of this rank
+    longest       number of tokens of the longest sequence
+    temperature   sampling temperature of all calls that need log-probs
+    group         None, or the Subgroup of ranks that share one copy of the weights
+
     The weights may differ from call to call. The parity check calls the backend before a checkpoint is
     loaded, the collection of rollouts calls it with the weights of the last step, and an evaluation may call
     it with averaged weights (actor.ema.evaluate).

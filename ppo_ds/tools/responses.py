@@ -17,7 +17,7 @@ from torch import Tensor
 from ppo_ds.build.data import build_compared, stop_ids
 from ppo_ds.build.ppo import build_sampling
 from ppo_ds.build.token_budgets import largest_decoding, largest_scoring
-from ppo_ds.config.registry import DECODE_BACKENDS, import_target, resolve
+from ppo_ds.config.registry import DECODE_BACKENDS, has_own_weights, import_target, resolve
 from ppo_ds.config.schema import Config
 from ppo_ds.data.prompts import PromptSource
 from ppo_ds.distributed.world import World, seed_everything
@@ -209,7 +209,9 @@ def generate(
 def choose_backend(config: Config, policy: Policy, longest: int) -> str:
     """Returns the name of the decode backend; raises UserError if the one in the config refuses the model."""
     asked = config.rollout.backend
-    names = [asked] if asked != "auto" else [name for name, entry in DECODE_BACKENDS.items() if entry.in_auto]
+    names = [asked]
+    if asked == "auto" or has_own_weights(asked):  # such a backend needs the trained model's engine
+        names = [name for name, entry in DECODE_BACKENDS.items() if entry.in_auto]
     reasons = []
     for name in names:
         refusal = DECODE_BACKENDS[name].refusal

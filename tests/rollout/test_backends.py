@@ -10,12 +10,20 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_ds.config.registry import DECODE_BACKENDS, DecodeBackendEntry, import_target, resolve
+from ppo_ds.config.sections.data import VLLMConfig
+from tests.support import fake_vllm
 
 V, EOS, UNKNOWN = 40, 1, 2
 LIMITS = [9, 12, 4, 12, 1, 7]
 EXAMPLE = DecodeBackendEntry("tests.rollout.plain_backend.PlainGenerator", "The example of a backend.")
 ENTRIES = {**DECODE_BACKENDS, "plain": EXAMPLE}
 pytestmark = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    """Replaces vLLM, which has an environment of its own, by the fake of the ordinary tests."""
+    fake_vllm.install(monkeypatch)
 
 
 @pytest.fixture
@@ -27,10 +35,20 @@ def decode(tokenizer):
 
     def run(entry, lm, prompts, sampling, budget=10_000, should_stop=lambda: False):
         texts = tokenizer([chr(97 + i) for i in range(V - 3)])
-        generator = resolve(entry)(
-            lm=lambda: lm, tokenizer=texts, token_budget=budget, lockstep_max=None, should_stop=should_stop
-        )
-        return generator(prompts, sampling)
+        arguments = {"lm": lambda: lm, "tokenizer": texts, "token_budget": budget}
+        arguments |= {"lockstep_max": None, "should_stop": should_stop}
+        if not entry.own_weights:
+            return resolve(entry)(**arguments)(prompts, sampling)
+        with torch.random.fork_rng():  # the start of an engine seeds all generators
+            generator = resolve(entry)(
+                **arguments,
+                settings=VLLMConfig(),
+                kv_cache=2**20,
+                longest=64,
+                temperature=sampling.temperature,
+            )
+        with generator.loaded(iter(lm.named_parameters())):
+            return generator(prompts, sampling)
 
     return run
 
@@ -84,14 +102,18 @@ def test_greedy_responses_are_those_of_plain_forwards(entry, decode, lm, batch, 
 def test_logprobs_of_drawn_tokens_are_those_of_the_whole_distribution_at_the_temperature(
     entry, decode, lm, batch, sampling
 ):
-    torch.manual_seed(1)
-    rollout = decode(entry, lm, batch, sampling(12, temperature=0.7, top_k=5, stop_token_ids=(5, 6, 7)))
-    for i, response in enumerate(responses_of(rollout)):
-        row = rollout.ids[i][rollout.attention_mask[i]]
-        with torch.no_grad():
-            table = (lm(input_ids=row[None]).logits[0].double() / 0.7).log_softmax(-1)
-        expected = table[-len(response) - 1 : -1].gather(1, row[-len(response) :, None])[:, 0]
-        assert (rollout.logprobs[i, : len(response)] - expected).abs().max() < 1e-5
+    # a config with both options is refused for vLLM (config/checks/vllm.py)
+    both, separate = [(0.7, 5)], [(0.7, 0), (1.0, 5)]
+    for temperature, top_k in separate if entry.own_weights else both:
+        torch.manual_seed(1)
+        options = sampling(12, temperature=temperature, top_k=top_k, stop_token_ids=(5, 6, 7))
+        rollout = decode(entry, lm, batch, options)
+        for i, response in enumerate(responses_of(rollout)):
+            row = rollout.ids[i][rollout.attention_mask[i]]
+            with torch.no_grad():
+                table = (lm(input_ids=row[None]).logits[0].double() / temperature).log_softmax(-1)
+            expected = table[-len(response) - 1 : -1].gather(1, row[-len(response) :, None])[:, 0]
+            assert (rollout.logprobs[i, : len(response)] - expected).abs().max() < 1e-5
 
 
 def test_torchs_random_state_determines_the_draws(entry, decode, lm, batch, sampling):

@@ -3,6 +3,9 @@
 The ordinary tests use it through ``install``, because vLLM needs an environment of its own.
 tests/vllm/test_fake.py compares its signatures with those of the real module.
 
+As in vLLM on a CPU, a head that is tied to the embedding has a copy of the weights, which a reload changes
+only under the head's own name.
+
 Differences from vLLM: every step runs the whole sequences again, without a cache, and tensor parallelism and
 detokenization are not simulated. ``sleep`` overwrites the weights with NaN at level 2, because discarded
 memory may hold anything, and decoding while asleep raises. vLLM on a CPU ignores ``sleep``.
@@ -307,6 +310,7 @@ class LLM:
         } | kwargs
         self.arguments |= {"kv_cache_memory_bytes": kv_cache_memory_bytes, "seed": seed}
         config = AutoConfig.from_pretrained(model)
+        config.tie_word_embeddings = False
         lm = AutoModelForCausalLM.from_config(config, dtype=DTYPES.get(dtype, torch.float32)).eval()
         self.llm_engine = LLMEngine(
             lm.requires_grad_(False),

