@@ -119,7 +119,6 @@ class VLLMGenerator:
             raise UserError(f"rollout.vllm.sleep={self.sleep}: vLLM cannot sleep on a CPU; use auto or 0")
         self._asleep = False
         self._tied = tied_names(model)
-        self._vllm = _import_vllm()
         self._llm = start_engine(
             model,
             kv_cache_memory_bytes=kv_cache,
@@ -190,9 +189,7 @@ class VLLMGenerator:
         answers = {str(number): Answer() for number in range(len(rows))}
         running = set(answers)
         for name, (ids, limit, seed) in zip(answers, rows, strict=True):
-            engine.add_request(
-                name, {"prompt_token_ids": ids}, request_params(self._vllm, sampling, limit, seed)
-            )
+            engine.add_request(name, {"prompt_token_ids": ids}, request_params(sampling, limit, seed))
         steps = 0
         try:
             with counting(len(rows), "responses") as done:
@@ -229,14 +226,15 @@ class VLLMGenerator:
             answer.logprobs.append(logprobs[token].logprob if known else torch.nan)
 
 
-def request_params(vllm: Any, sampling: SamplingParams, limit: int, seed: int) -> Any:
+def request_params(sampling: SamplingParams, limit: int, seed: int) -> Any:
     """Returns vLLM's sampling options of one request, which set everything that changes the response.
 
     Text is not needed: ``VLLMGenerator`` finds stop strings in the tokens, as the other backends do.
     """
+    from vllm.sampling_params import RequestOutputKind
+
     greedy = sampling.top_k == 1
-    kinds = vllm.sampling_params.RequestOutputKind
-    return vllm.SamplingParams(
+    return _import_vllm().SamplingParams(
         max_tokens=limit,
         min_tokens=min(sampling.min_new_tokens, limit),
         temperature=0.0 if greedy else sampling.temperature,
@@ -248,7 +246,7 @@ def request_params(vllm: Any, sampling: SamplingParams, limit: int, seed: int) -
         logprobs=0,  # of the drawn token only
         detokenize=False,
         # new tokens are needed at every step only to find stop strings in them
-        output_kind=kinds.DELTA if sampling.stop_strings else kinds.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if sampling.stop_strings else RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -286,7 +284,7 @@ def _import_vllm() -> Any:
     os.environ |= REQUIRED
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    import vllm.sampling_params
+    import vllm
 
     return vllm
 

@@ -158,6 +158,6 @@ def test_the_parity_check_draws_the_same_numbers_at_each_start(built):
 
 
 def test_an_unknown_backend_is_refused():
-    assert complaints(*MINIMAL, "rollout.backend=vllm") == [
-        "rollout.backend=vllm: must be one of auto, static, hf"
+    assert complaints(*MINIMAL, "rollout.backend=onnx") == [
+        "rollout.backend=onnx: must be one of auto, static, hf, vllm"
     ]

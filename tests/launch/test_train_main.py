@@ -49,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
             )
         )  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "ppo_ds.build.run", wiring)
-        monkeypatch.setattr(train, "prepare_environment", lambda verbose, trains: None)
+        monkeypatch.setattr(train, "prepare_environment", lambda verbose, trains, fixed_segments: None)
         # it would refuse this process, which has imported huggingface_hub
         monkeypatch.setattr(train, "use_caches_without_the_hub", lambda names: None)
         monkeypatch.setattr(train, "exit_now", exit_now)
