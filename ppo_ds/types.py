@@ -20,6 +20,11 @@ from torch.nn.functional import pad
 Row = dict[str, Any]  # one raw row of the data set
 Metrics = dict[str, float]  # metric name -> value, masked and already reduced over ranks
 
+# Reasons for the end of a response with an environment: the environment was done; the policy took the last
+# turn; a turn or the feedback reached the limit of tokens; a call of the environment failed, or exceeded its
+# time limit
+ENDS = DONE, TURNS, LENGTH, ERROR, TIMEOUT = "done", "turns", "length", "error", "timeout"
+
 
 @dataclass(frozen=True)
 class Histogram:
@@ -195,7 +200,7 @@ class Rollout(Sequences):
     # the rewards and the ends of the episodes of an environment; None without one
     # [B,R] float32: the reward of each turn, at the last token of the turn
     turn_rewards: Tensor | None = field(default=None, kw_only=True, metadata=_R)
-    # B reasons, each one of environments.multi_turn.ENDS
+    # B reasons, each one of ENDS
     episode_ends: tuple[str, ...] | None = field(default=None, kw_only=True)
 
 
@@ -277,7 +282,7 @@ class Experience(Sequences):
     # [B,S] bool: the states whose value is trained
     value_mask: Tensor | None = field(default=None, metadata=_S)
 
-    # B reasons why the episodes of an environment ended; None without one
+    # B reasons, each one of ENDS; None without an environment
     episode_ends: tuple[str, ...] | None = field(default=None, kw_only=True)
 
 

@@ -30,11 +30,12 @@ MAY = {
     "rollout": MIDDLE,
     "rewards": MIDDLE,
     "engine": MIDDLE,
+    "environments": MIDDLE | {"data", "rewards", "rollout"},
     "examples": BOTTOM | {"models"},
     "training": MIDDLE | HOMES_OF_LIBRARIES,
     "ppo": MIDDLE | HOMES_OF_LIBRARIES | {"training"},
     "finetune": MIDDLE | HOMES_OF_LIBRARIES | {"training"},
-    "build": MIDDLE | HOMES_OF_LIBRARIES | {"training", "ppo", "finetune"},
+    "build": MIDDLE | HOMES_OF_LIBRARIES | {"environments", "training", "ppo", "finetune"},
     "tools": MIDDLE | HOMES_OF_LIBRARIES | {"training", "ppo", "finetune", "build"},
     "launch": MIDDLE | HOMES_OF_LIBRARIES | {"training", "ppo", "finetune", "build", "tools"},
 }

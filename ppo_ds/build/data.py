@@ -35,6 +35,7 @@ class Inputs:
     held_out: PromptSource | None
     prompts: PromptStream  # this rank's share of each step
     ptx: DemonstrationStream | None
+    environment_prompt: int = 0  # limit on the tokens of a prompt that an environment gives; 0 without one
 
     @property
     def _sources(self) -> list[Source]:
@@ -48,7 +49,7 @@ class Inputs:
 
     @property
     def longest_prompt(self) -> int:
-        return max(source.longest for source in self._sources)
+        return max(self.environment_prompt, *(source.longest for source in self._sources))
 
     @property
     def longest_text(self) -> int:
@@ -103,7 +104,10 @@ def read_inputs(config: Config, world: World) -> Inputs:
         seed=config.run.seed,
         shuffle=config.data.shuffle,
     )
-    return Inputs(tokenizer, source, held_out, prompts, build_ptx(config, tokenizer, world))
+    environment_prompt = config.data.max_prompt_tokens if config.rollout.environment.path else 0
+    return Inputs(
+        tokenizer, source, held_out, prompts, build_ptx(config, tokenizer, world), environment_prompt
+    )
 
 
 def build_tokenizer(config: Config, name: str = "actor") -> Tokenizer:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ppo_ds.build.data import Inputs
+from ppo_ds.build.environment import with_environment
 from ppo_ds.build.ppo_models import Models
 from ppo_ds.config.schema import (
     Config,
@@ -99,11 +100,13 @@ def reference_responses(
         sharded = config.reference.zero.stage == 3
         generate = context.budgets.guard(
             context.budgets.rollout,
-            partial(reference_rollouts, context, inputs, reference, sampling, sharded),
+            partial(reference_rollouts, config, context, inputs, reference, sampling, sharded),
             what="generation with the reference",
-            repeatable=not sharded,
+            repeatable=not sharded and config.rollout.environment.path is None,
         )
     path = section.path if loaded else actor.path
+    settings = config.rollout.environment
+    environment = {"environment": settings.model_dump()} if settings.path else {}
     resume = config.run.resume
     return ReferenceResponses(
         file=context.run_dir / FILE,
@@ -112,6 +115,7 @@ def reference_responses(
             "reference": str(path).removeprefix(f"{config.run.dir}/"),
             "revision": section.revision if loaded else actor.revision,
             "sampling": asdict(sampling),
+            **environment,
             "reward": config.reward,
         },
         world=context.world,
@@ -121,6 +125,7 @@ def reference_responses(
 
 
 def reference_rollouts(
+    config: Config,
     context: RunContext,
     inputs: Inputs,
     reference: FrozenModel,
@@ -128,13 +133,15 @@ def reference_rollouts(
     sharded: bool,
     batches: Sequence[Prompts],
 ) -> list[Rollout]:
-    """Generates responses of the reference. A collective if the reference is ``sharded``."""
+    """Generates responses of the reference. A collective if it is ``sharded``, or with an environment."""
     with reference.decoding() as lm:
-        generator = HFGenerator(
+        backend = HFGenerator(
             lambda: lm,
             tokenizer=inputs.tokenizer,
             token_budget=int(context.budgets.rollout),
             lockstep_max=context.world.max_int if sharded else None,
             should_stop=context.stop.should_stop,
         )
+        check = context.stop.raise_if_stopped
+        generator = with_environment(config, context.world, inputs.tokenizer, backend, check)
         return [generator(prompts, sampling) for prompts in batches]

@@ -16,6 +16,7 @@ from ppo_ds.build.algorithm import (
 )
 from ppo_ds.build.banner import summary
 from ppo_ds.build.data import Inputs, read_inputs, stop_ids
+from ppo_ds.build.environment import try_on_data, with_environment
 from ppo_ds.build.evaluation import build_evaluator, guarded_scoring
 from ppo_ds.build.generator import build_generator, rebuilt_on_change
 from ppo_ds.build.layouts import plan_generation
@@ -64,6 +65,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
         what="generation",
         repeatable=not (models.actor.lockstep or has_own_weights(config.rollout.backend)),
     )
+    generator = with_environment(config, world, inputs.tokenizer, generator, context.stop.raise_if_stopped)
     banner.summarize(
         *summary(config, world, inputs.source, models.critic_path, length.steps, length.actor, gap)
     )
@@ -137,9 +139,8 @@ def read_data(config: Config, context: RunContext) -> tuple[Inputs, tuple[int, .
     inputs, note = read_inputs(config, context.world), context.banner.note
     stops = stop_ids(config, inputs.tokenizer)
     preflight(config, inputs)
-    # on one rank only, since a user's function may have side effects
-    rewards = all_rewards(config)
-    context.world.on_all(lambda: try_functions(rewards, inputs) if context.world.is_main else None)
+    # on one rank only, since a user's code may have side effects
+    context.world.on_all(lambda: try_user_code(config, inputs) if context.world.is_main else None)
     hides_stops = bool(masked_stop_ids(config.algo.train_on_eos, stops, inputs.tokenizer.pad_id))
     note(
         *inputs.notes(config.eval.max_prompts),
@@ -147,6 +148,12 @@ def read_data(config: Config, context: RunContext) -> tuple[Inputs, tuple[int, .
         *slow_dtypes(config, context.world),
     )
     return inputs, stops
+
+
+def try_user_code(config: Config, inputs: Inputs) -> None:
+    """Calls reward functions and the environment once, and raises UserError if a call fails."""
+    try_functions(all_rewards(config), inputs)
+    try_on_data(config, inputs)
 
 
 def stateful_components(

@@ -16,6 +16,7 @@ from ppo_ds.config.schema import Config, all_rewards, reward_models, uses_refere
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
 from ppo_ds.distributed.world import World
+from ppo_ds.environments.base import load_environment
 from ppo_ds.errors import UserError
 from ppo_ds.models.chat_scorer import expect_trusted
 from ppo_ds.models.loading import load_config
@@ -44,7 +45,8 @@ class ScoredInputs(Protocol):
 def check_inputs(config: Config, world: World, *, prepared: bool) -> None:
     """Raises UserError for mistakes in data and rewards, before a start is refused or moves files.
 
-    If `prepare` has yet to create files (``prepared`` is False), only the functions of rewards are checked.
+    If `prepare` has yet to create files (``prepared`` is False), only the functions of rewards and the class
+    of the environment are checked.
     The data is read for this check only. A collective, since each rank tokenizes a share.
     """
     for reward, whole in all_rewards(config).items():
@@ -52,6 +54,9 @@ def check_inputs(config: Config, world: World, *, prepared: bool) -> None:
             file = section["path"].rpartition(":")[0]
             if prepared or not is_prepared(file, config):
                 load_function(section["path"], f"{key}.path")
+    settings = config.rollout.environment
+    if settings.path and (prepared or not is_prepared(settings.path.rpartition(":")[0], config)):
+        load_environment(settings.path, settings.arguments)
     if prepared:
         preflight(config, read_inputs(config, world))
 

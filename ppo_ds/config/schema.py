@@ -75,6 +75,7 @@ class Config(Section):
 SHARED = ("stage", "run", "checkpoint", "health", "tracker", "eval", "prepare")
 WEIGHTED_REWARD = "ppo_ds.rewards.weighted.WeightedReward"  # `_target_` of reward=weighted
 LORA_FACTOR = 10.0  # learning rate of adapters / learning rate of all weights
+ENVIRONMENT_REWARD = "ppo_ds.rewards.environment.EnvironmentReward"
 OPEN_PARTS = ("reward", "prepare")  # Keys of Config that hold a `_target_` and its arguments.
 # Endings of the metrics of an evaluation whose lowest value is the best; see checkpoint.best_mode.
 LOWER_IS_BETTER = ("/loss", "/perplexity", "/ties", "/calibration_error", "_std")
@@ -240,6 +241,13 @@ def reward_weights(config: Config) -> dict[str, Any]:
     parts = config.reward.get("parts") or {}
     weights = {name: part.get("weight", 1.0) for name, part in parts.items()}
     return {name: weight for name, weight in weights.items() if weight}
+
+
+def uses_environment(section: dict[str, Any]) -> bool:
+    """Returns whether a reward, at any depth of a mixture, reads the rewards of the environment."""
+    return section.get("_target_") == ENVIRONMENT_REWARD or any(
+        uses_environment(inner) for inner in section.values() if isinstance(inner, dict)
+    )
 
 
 TrainedConfig = ActorConfig | CriticConfig | ScorerConfig

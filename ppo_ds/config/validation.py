@@ -35,6 +35,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     models.check_initial_critic: ("actor", "critic"),
     models.check_critic_from_reward: ("critic", "reward"),
     reward.check_reward: ("reward",),
+    reward.check_environment_reward: ("rollout", "reward"),
     reward.check_prepare: (),
     algo.check_kl: ("rollout", "algo"),
     algo.check_policy_loss: ("algo",),

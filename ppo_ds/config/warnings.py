@@ -12,6 +12,7 @@ from ppo_ds.config.schema import (
     reference_is_base,
     reward_models,
     trained_models,
+    uses_environment,
     uses_reference,
     value_position,
 )
@@ -36,6 +37,11 @@ def warnings(config: Config, hides_stops: bool) -> list[str]:
         lines.append(
             f"warning    sampling.min_new_tokens={config.sampling.min_new_tokens}: "
             "no end token is sampled before it, but log-probs are of the whole distribution"
+        )
+    if (path := config.rollout.environment.path) and not uses_environment(config.reward):
+        lines.append(
+            f"warning    rollout.environment.path={path}: the rewards of its steps are not used; choose "
+            "reward=environment, or add it to a weighted reward"
         )
     return lines
 

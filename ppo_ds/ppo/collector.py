@@ -76,7 +76,7 @@ class DynamicRolloutCollector(RolloutCollector):
         chosen = torch.cat([differ.nonzero()[:, 0], (~differ).nonzero()[:, 0]])[:wanted]
         rows = (chosen[:, None] * self.group_size + torch.arange(self.group_size)).flatten()
         mine = all_rows.select(rows.chunk(self.world.size)[self.world.rank]).trimmed()
-        dropped = all_rows.response_lengths.sum() - all_rows.response_lengths[rows].sum()
+        dropped = all_rows.generated_lengths.sum() - all_rows.generated_lengths[rows].sum()
         metrics = {
             "rollout/rounds": float(len(rounds)),
             "rollout/useful_group_frac": useful / (len(all_rows) // self.group_size),

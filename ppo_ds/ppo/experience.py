@@ -13,6 +13,7 @@ from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ppo_ds.config.sections.algo import RolloutISConfig
 from ppo_ds.distributed.faults import fault
@@ -108,6 +109,8 @@ class ExperienceMaker:
             values=values,
             returns=estimate.returns,
             value_mask=estimate.value_mask,
+            feedback_mask=rollout.feedback_mask,
+            episode_ends=rollout.episode_ends,
         )
         metrics = self.metrics(rollout, experience, kl_penalty, estimate.advantages, scores != unclipped)
         return all_gather_rows(experience, self.world), metrics
@@ -215,4 +218,7 @@ def mask_stops(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> Rollout:
     stops = torch.isin(ids, torch.tensor(stop_token_ids, dtype=ids.dtype))
     last = torch.arange(rollout.response_width) == rollout.response_lengths[:, None] - 1
     ended = stops & last & rollout.finished[:, None]
+    if rollout.feedback_mask is not None:  # each turn may have an end token
+        before_feedback = pad(rollout.feedback_mask[:, 1:], (0, 1)) & rollout.response_mask
+        ended = stops & (last | before_feedback)
     return replace(rollout, response_mask=rollout.response_mask & ~ended)

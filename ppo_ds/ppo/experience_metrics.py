@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ppo_ds.ops.histograms import count_equal_bins
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.masked import masked_mean
-from ppo_ds.types import Experience, Histogram, Metrics
+from ppo_ds.types import ENDS, Experience, Histogram, Metrics
 
 
 def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int) -> Metrics:
@@ -54,6 +55,7 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
         metrics["kl/ref_token_mean"] = masked_mean(k1, mask)
         metrics["kl/ref_token_max"] = k1.max()
         metrics["kl/k3_token_mean"] = masked_mean(k3, mask)
+    metrics |= episode_metrics(experience)
     return {name: float(value) for name, value in metrics.items()} | {"kl/coef": kl_coef}
 
 
@@ -65,6 +67,33 @@ def decode_gap(experience: Experience) -> dict[str, Tensor]:
         "parity/logp_abs_diff_mean": masked_mean(gap.double(), mask),
         "parity/logp_abs_diff_max": gap.max(),
     }
+
+
+def episode_metrics(experience: Experience) -> dict[str, Tensor]:
+    """Computes the metrics of an environment: turns, feedback, and the reasons why episodes ended.
+
+    Returns {} without an environment.
+    """
+    feedback, ends = experience.feedback_mask, experience.episode_ends
+    if feedback is None or ends is None:
+        return {}
+    return {
+        "rollout/turns_mean": count_turns(feedback, experience.response_lengths).double().mean(),
+        "rollout/feedback_len_mean": feedback.sum(1).double().mean(),
+    } | {
+        f"rollout/ended_{end}_frac": torch.tensor([float(reason == end) for reason in ends]).mean()
+        for end in ENDS
+    }
+
+
+def count_turns(feedback: Tensor, lengths: Tensor) -> Tensor:
+    """Returns the number of turns of each response, [B] long.
+
+    Each run of tokens in ``feedback`` [B,R] is followed by a turn. ``lengths`` [B] are those of the
+    responses; an empty response has no turn.
+    """
+    begins = feedback & ~pad(feedback[:, :-1], (1, 0))
+    return begins.sum(1) + (lengths > 0)
 
 
 def histograms(experience: Experience) -> dict[str, Histogram]:

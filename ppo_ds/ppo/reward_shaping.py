@@ -47,7 +47,7 @@ class ScoreShaper:
         elif buffer is not None:
             buffer = rollout.limits.clamp(max=buffer)
         return shape_scores(
-            scores - shaping.length_penalty * lengths,
+            scores - shaping.length_penalty * rollout.generated_lengths,
             finished=rollout.finished,
             lengths=lengths,
             max_new_tokens=rollout.limits,

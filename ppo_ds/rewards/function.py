@@ -21,7 +21,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import Responses, RewardError, SlowTextReward, StepReward, TextScores
 from ppo_ds.rewards.pending import Pending
-from ppo_ds.rewards.pool import FunctionRaised, NoScore, make_pool
+from ppo_ds.rewards.pool import FunctionRaised, NoResult, make_pool
 from ppo_ds.rewards.steps import step_ends
 from ppo_ds.rewards.user_function import (
     Arguments,
@@ -117,7 +117,7 @@ class FunctionReward(SlowTextReward):
             return Pending.of(self._text_scores(responses, scores))
         cancelled = Event()
         calls = [range(count)] if self._kind == "none" else [range(i, i + 1) for i in range(count)]
-        call_in_pool = partial(pool.scores, cancelled=cancelled)
+        call_in_pool = partial(pool.run, cancelled=cancelled)
         tasks = tuple(pool.submit(self._call, responses, rows, call_in_pool) for rows in calls)
 
         def finish() -> TextScores:
@@ -177,7 +177,7 @@ class FunctionReward(SlowTextReward):
                 raise RewardError(f"{self._name} {error}{remedy}") from None
             where = self._where(responses, rows[error.row])
             raise RewardError(f"{self._name} {error} for {where}; {error.remedy}") from None
-        except NoScore as error:
+        except NoResult as error:
             if self._fallback_score is not None:
                 return [None] * len(rows)
             or_wait = f", or raise {self._key}.timeout_seconds" if error.timed_out else ""

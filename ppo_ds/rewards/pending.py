@@ -7,7 +7,13 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+import torch
+
+from ppo_ds.distributed import heartbeat
+from ppo_ds.distributed.world import World
 from ppo_ds.types import Reward, Rollout, Scores
+
+_POLL_SECONDS = 0.5  # interval at which ranks exchange their progress
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -85,6 +91,29 @@ def start_all(starting: Iterable[Pending[T]]) -> list[Pending[T]]:
         all_of(started).cancel()
         raise
     return started
+
+
+def wait_on_all_ranks(pending: Pending[T], world: World, check: Callable[[], None]) -> T:
+    """Waits until the results of all ranks are known, and returns that of this rank. A collective.
+
+    All ranks wait together and call ``check``, a collective that raises Abandoned on all ranks after a stop
+    request. Each task that is completed on any rank counts as progress on all ranks, so that slow tasks are
+    not taken for a hang.
+    """
+    completed = 0
+    try:
+        while True:
+            ready = pending.wait(_POLL_SECONDS)
+            check()
+            now, ranks_ready = world.sum(torch.tensor([pending.completed, ready])).tolist()
+            if now > completed:
+                heartbeat.beat()
+            if ranks_ready == world.size:
+                return pending.result()
+            completed = now
+    except BaseException:
+        pending.cancel()
+        raise
 
 
 @runtime_checkable

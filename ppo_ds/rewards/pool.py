@@ -1,7 +1,8 @@
-"""Pool that runs calls of a reward function in the background, several at a time, each with a time limit.
+"""Pool that runs a user's code in the background, several calls at a time, each with a time limit.
 
 A call runs in a thread, as a coroutine in an event loop, or in a worker process (worker.py). Only a process
-can be ended: a thread that exceeds its limit keeps running, without effect on the scores.
+can be ended: a thread that exceeds its limit keeps running, without effect on the results. Reward functions
+use all three kinds of calls, environments (ppo_ds/environments/) use threads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import suppress
 from functools import cache, partial
 from multiprocessing import Pipe
 from threading import Event, Lock, Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ppo_ds.distributed.exit import on_exit
 from ppo_ds.rewards.base import RewardError
@@ -38,9 +39,12 @@ _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from ppo_ds.re
 _BOOT += "main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
 
 T = TypeVar("T")
+A = TypeVar("A")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
-class NoScore(Exception):
+class NoResult(Exception):
     """Raised for a call without a result: it exceeded its time limit (``timed_out``), or its process died."""
 
     def __init__(self, reason: str, timed_out: bool):
@@ -57,15 +61,15 @@ class FunctionRaised(Exception):
         self.where = where  # FILE:LINE
 
 
-class Call(Protocol):
-    """One running call of a reward function."""
+class Call(Protocol[R_co]):
+    """One running call."""
 
     def poll(self, seconds: float) -> bool:
         """Waits at most ``seconds`` and returns whether the call is complete."""
         ...
 
-    def scores(self) -> list[Score]:
-        """Returns the scores of a complete call, or raises its error."""
+    def result(self) -> R_co:
+        """Returns the result of a complete call, or raises its error."""
         ...
 
     def abandon(self) -> None:
@@ -73,8 +77,8 @@ class Call(Protocol):
         ...
 
 
-class Pool:
-    """Runs calls of a reward function, at most ``workers`` at a time.
+class Pool(Generic[A, R]):
+    """Runs calls, at most ``workers`` at a time.
 
     Args:
         start: Starts a call; raises CancelledError if the event is set before the call has begun.
@@ -85,23 +89,23 @@ class Pool:
 
     def __init__(
         self,
-        start: Callable[[Arguments, Event], Call],
+        start: Callable[[A, Event], Call[R]],
         workers: int,
         timeout_seconds: float,
         close: Callable[[], None] = lambda: None,
     ):
         self._start, self._timeout, self.close = start, timeout_seconds, close
-        self._threads = ThreadPoolExecutor(workers, "reward")
+        self._threads = ThreadPoolExecutor(workers, "calls")
 
     def submit(self, task: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Runs a task that calls ``scores`` in one of the pool's threads."""
+        """Runs a task that calls ``run`` in one of the pool's threads."""
         return self._threads.submit(task, *arguments)
 
-    def scores(self, arguments: Arguments, cancelled: Event) -> list[Score]:
-        """Runs one call and returns its scores.
+    def run(self, arguments: A, cancelled: Event) -> R:
+        """Runs one call and returns its result.
 
-        Raises InvalidScore for an invalid result, NoScore if there is none, CancelledError once ``cancelled``
-        is set, and otherwise what the function raises.
+        Raises NoResult if there is none, CancelledError once ``cancelled`` is set, and otherwise what the
+        called function raises.
         """
         if cancelled.is_set():
             raise CancelledError
@@ -112,16 +116,16 @@ class Pool:
                 if cancelled.is_set():
                     raise CancelledError
                 if time.monotonic() > deadline:
-                    raise NoScore(f"gave no score within {self._timeout:g} s", timed_out=True)
+                    raise NoResult(f"gave no result within {self._timeout:g} s", timed_out=True)
         finally:
             if not complete:
                 call.abandon()
-        return call.scores()
+        return call.result()
 
 
 def make_pool(
     path: str, function: Callable[..., Any], kind: str, workers: int, timeout_seconds: float
-) -> Pool | None:
+) -> Pool[Arguments, list[Score]] | None:
     """Makes the pool of a reward function, or returns None if it is to be called in the main thread.
 
     An async function without a pool runs in the background too, in one call with all responses.
@@ -130,43 +134,46 @@ def make_pool(
         processes = WorkerProcesses(path)
         return Pool(processes.start, workers, timeout_seconds, processes.end)
     if kind == "thread":
-        start = start_coroutine if is_async(function) else start_thread
-        return Pool(partial(start, function), workers, timeout_seconds)
+        if is_async(function):
+            return Pool(partial(start_coroutine, function), workers, timeout_seconds)
+        return Pool(partial(start_thread, partial(call_function, function)), workers, timeout_seconds)
     return Pool(partial(start_coroutine, function), 1, math.inf) if is_async(function) else None
 
 
-class FutureCall:
+class FutureCall(Generic[R]):
     """A call in a thread or in an event loop."""
 
-    def __init__(self, future: Future[list[Score]]):
+    def __init__(self, future: Future[R]):
         self._future = future
 
     def poll(self, seconds: float) -> bool:
         return bool(wait([self._future], seconds).done)
 
-    def scores(self) -> list[Score]:
+    def result(self) -> R:
         return self._future.result()
 
     def abandon(self) -> None:
         self._future.cancel()  # has no effect on a thread
 
 
-def start_thread(function: Callable[..., Any], arguments: Arguments, cancelled: Event) -> FutureCall:
+def start_thread(function: Callable[[A], R], arguments: A, cancelled: Event) -> FutureCall[R]:
     """Starts a call in a new thread, which does not keep the process from ending."""
-    future: Future[list[Score]] = Future()
+    future: Future[R] = Future()
     future.set_running_or_notify_cancel()  # from now on it cannot be cancelled
 
     def run() -> None:
         try:
-            future.set_result(call_function(function, arguments))
+            future.set_result(function(arguments))
         except BaseException as error:  # also SystemExit
             future.set_exception(error)
 
-    Thread(target=run, name="reward call", daemon=True).start()
+    Thread(target=run, name="call in a pool", daemon=True).start()
     return FutureCall(future)
 
 
-def start_coroutine(function: Callable[..., Any], arguments: Arguments, cancelled: Event) -> FutureCall:
+def start_coroutine(
+    function: Callable[..., Any], arguments: Arguments, cancelled: Event
+) -> FutureCall[list[Score]]:
     """Starts a call of an async function in the event loop that all such calls share."""
 
     async def run() -> list[Score]:
@@ -232,12 +239,12 @@ class ProcessCall:
     def poll(self, seconds: float) -> bool:
         return self._worker.poll(seconds)
 
-    def scores(self) -> list[Score]:
+    def result(self) -> list[Score]:
         try:
             reply = self._worker.receive()
         except EOFError:
-            reason = f"gave no score: its worker process {self._worker.end()}"
-            raise NoScore(reason, timed_out=False) from None
+            reason = f"gave no result: its worker process {self._worker.end()}"
+            raise NoResult(reason, timed_out=False) from None
         self._release(self._worker)
         if "invalid" in reply:
             raise InvalidScore(reply["invalid"], reply["row"], reply["remedy"])

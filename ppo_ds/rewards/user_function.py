@@ -24,6 +24,11 @@ from ppo_ds.rewards.values import described, is_float32
 Score = float | list[float]  # score of one response; a list has one reward for each step
 Arguments = tuple[list[str], list[str], list[Any]]  # prompts, responses and rows of one call
 
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "function": ("functions", inspect.isfunction),
+    "class": ("classes", inspect.isclass),
+}
+
 
 class InvalidScore(ValueError):
     """Raised for a return value that is not one score for each response."""
@@ -88,21 +93,7 @@ def load_function(
 
     Raises UserError naming ``key`` if it cannot be imported or is not such a function.
     """
-    source, _, name = path.rpartition(":")
-    if not source or not name:
-        raise UserError(f"{key}={path}: must be pkg.mod:function or file.py:function")
-    module = _import_source(source, f"{key}={path}")
-    try:
-        function = reduce(getattr, name.split("."), module)
-    except AttributeError:
-        functions = [
-            name
-            for name, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
-        raise UserError(
-            f"{key}={path}: {source} has no {name}; its functions are: {', '.join(functions) or 'none'}"
-        ) from None
+    function = load_object(path, key, "function")
     if isinstance(function, type) or not callable(function):
         raise UserError(
             f"{key}={path}: {described(function)} is not a function; give one that takes "
@@ -118,6 +109,30 @@ def load_function(
             f"{inspect.signature(function)}: {error}"
         ) from None
     return function
+
+
+def load_object(path: str, key: str, kind: str) -> Any:
+    """Imports the object at ``pkg.mod:name`` or ``file.py:name``.
+
+    ``kind`` is function or class. Raises UserError naming ``key`` if the object cannot be imported. If the
+    module lacks the name, the error lists the module's own objects of that kind.
+    """
+    source, _, name = path.rpartition(":")
+    if not source or not name:
+        raise UserError(f"{key}={path}: must be pkg.mod:{kind} or file.py:{kind}")
+    module = _import_source(source, f"{key}={path}")
+    try:
+        return reduce(getattr, name.split("."), module)
+    except AttributeError:
+        plural, is_kind = _KINDS[kind]
+        own = [
+            name
+            for name, value in vars(module).items()
+            if is_kind(value) and value.__module__ == module.__name__
+        ]
+        raise UserError(
+            f"{key}={path}: {source} has no {name}; its {plural} are: {', '.join(own) or 'none'}"
+        ) from None
 
 
 def where_defined(function: Callable[..., Any]) -> str:

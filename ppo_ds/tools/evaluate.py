@@ -249,7 +249,8 @@ def response_row(responses: Responses, batch: int, i: int) -> dict[str, Any]:
     }
     if responses.first_logprobs:
         own, first = responses.logprobs[batch][i], responses.first_logprobs[batch][i]
-        row["log_ratio"] = float((own.double() - first.double()).sum())
+        log_ratio = (own.double() - first.double()).masked_fill(~rollout.response_mask[i], 0.0)
+        row["log_ratio"] = float(log_ratio.sum())
     return row
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.build.data import build_compared, stop_ids
+from ppo_ds.build.environment import with_environment
 from ppo_ds.build.ppo import build_sampling
 from ppo_ds.build.token_budgets import largest_decoding, largest_scoring
 from ppo_ds.config.registry import DECODE_BACKENDS, has_own_weights, import_target, resolve
@@ -134,7 +135,8 @@ def read_prompts(
             own = f" (with the tokenizer of {model.name})" if len(models) > 1 else ""
             raise UserError(*(f"{problem}{own}" for problem in error.problems)) from None
         batches = make_batches(config, source, world, samples)
-        longest = source.longest + config.sampling.max_new_tokens
+        own_prompt = data.max_prompt_tokens if config.rollout.environment.path else 0
+        longest = max(source.longest, own_prompt) + config.sampling.max_new_tokens
         readers[path] = Reader(tokenizer, source, batches, longest)
     by_model = {model.name: readers[model.tokenizer_path] for model in models}
     first = by_model[models[0].name]
@@ -186,13 +188,14 @@ def generate(
     if budget == "auto":
         rows = max(len(batch.prompts) for batch in reader.batches)
         budget = largest_decoding(config, world, shape_of(policy.lm), reader.longest, rows)
-    generator: Generator = resolve(DECODE_BACKENDS[name])(
+    backend: Generator = resolve(DECODE_BACKENDS[name])(
         lm=lambda: policy.lm,
         tokenizer=reader.tokenizer,
         token_budget=budget,
         lockstep_max=None,
         should_stop=lambda: False,
     )
+    generator = with_environment(config, world, reader.tokenizer, backend, check=lambda: None)
     sampling = build_sampling(config, stop_ids(config, reader.tokenizer), config.sampling.temperature)
     if greedy:
         sampling = sampling.as_greedy()

@@ -610,6 +610,65 @@ _ROLLOUT = Section(
             "tokens",
             "Tokens of responses that dynamic sampling dropped.",
         ),
+        Metric(
+            "rollout/turns_mean",
+            "turns",
+            "",
+            "With an environment: mean number of turns of the policy in a response.",
+        ),
+        Metric(
+            "rollout/feedback_len_mean",
+            "feedback",
+            "tokens",
+            "With an environment: mean number of tokens of its feedback in a response. They are not trained.",
+        ),
+        Metric(
+            "rollout/ended_done_frac",
+            "done",
+            "share of responses",
+            "With an environment: share of the responses that the environment ended.",
+            percent=True,
+        ),
+        Metric(
+            "rollout/ended_turns_frac",
+            "at the last turn",
+            "share of responses",
+            "With an environment: share of the responses that took `rollout.environment.max_turns` turns.",
+            remedy="Raise `rollout.environment.max_turns` if the task needs more turns.",
+            percent=True,
+        ),
+        Metric(
+            "rollout/ended_length_frac",
+            "at the length limit",
+            "share of responses",
+            "With an environment: share of the responses that reached the limit of tokens, in a turn or with "
+            "the feedback.",
+            remedy="Raise `sampling.max_new_tokens`, which counts feedback too, or shorten the feedback.",
+            percent=True,
+        ),
+        Metric(
+            "rollout/ended_error_frac",
+            "error",
+            "share of responses",
+            "Share of the responses that ended because the environment raised an exception or returned no "
+            "valid result.",
+            healthy=(0.0, 0.01),
+            reason="rule of thumb: these responses are incomplete, and their last turn has no reward",
+            remedy="Correct the environment; the log has the first error of each rank.",
+            percent=True,
+        ),
+        Metric(
+            "rollout/ended_timeout_frac",
+            "time-out",
+            "share of responses",
+            "Share of the responses that ended because a call of the environment exceeded "
+            "`rollout.environment.timeout_seconds`.",
+            healthy=(0.0, 0.01),
+            reason="rule of thumb, as for `rollout/ended_error_frac`",
+            remedy="Raise `rollout.environment.timeout_seconds`, or lower `rollout.environment.workers` if "
+            "the calls slow one another down.",
+            percent=True,
+        ),
     ),
     (
         Panel(
@@ -639,6 +698,20 @@ _ROLLOUT = Section(
             "Dynamic sampling",
             "share of prompts",
             {"rollout/useful_group_frac": "useful prompts"},
+            percent=True,
+        ),
+        Panel("Turns of the policy", "turns", {"rollout/turns_mean": "mean"}, from_zero=True),
+        Panel("Feedback of the environment", "tokens", {"rollout/feedback_len_mean": "mean"}, from_zero=True),
+        Panel(
+            "End of episodes",
+            "share of responses",
+            {
+                "rollout/ended_done_frac": "done",
+                "rollout/ended_turns_frac": "last turn",
+                "rollout/ended_length_frac": "length limit",
+                "rollout/ended_error_frac": "error",
+                "rollout/ended_timeout_frac": "time-out",
+            },
             percent=True,
         ),
     ),

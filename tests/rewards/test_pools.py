@@ -118,7 +118,7 @@ def test_without_a_fallback_score_a_call_that_never_returns_ends_the_run(scored_
     with pytest.raises(RewardError) as caught:
         scored_by(STUCK["process"], **IN_PROCESS, timeout_seconds=2.0)
     assert str(caught.value) == (
-        f"reward.path={tmp_path}/mine.py:score gave no score within 2 s for row 1, prompt 'p1'; set "
+        f"reward.path={tmp_path}/mine.py:score gave no result within 2 s for row 1, prompt 'p1'; set "
         "reward.fallback_score to the score of such responses, or raise reward.timeout_seconds"
     )
 
@@ -130,7 +130,7 @@ def test_without_a_fallback_score_a_call_that_never_returns_ends_the_run(scored_
 def test_the_death_of_a_worker_process(scored_by, death, how):
     code = f"import os\ndef score(p, responses, r):\n    if responses[0] == 'bb': {death}\n    return [1.0]"
     assert scored_by(code, **IN_PROCESS, fallback_score=0.25).total.tolist() == [1, 0.25, 1, 1]
-    words = f"gave no score: its worker process {how} for row 1, prompt 'p1'; .*of such responses$"
+    words = f"gave no result: its worker process {how} for row 1, prompt 'p1'; .*of such responses$"
     with pytest.raises(RewardError, match=words):
         scored_by(code, **IN_PROCESS)
 

@@ -1,0 +1,123 @@
+"""Interface of environments, which answer the turns of the policy, and the import of a user's class.
+
+The class is called once per response, with the arguments of the config, so each response has its own object.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from ppo_ds.errors import UserError
+from ppo_ds.models.tokenizer import Message
+from ppo_ds.rewards.user_function import load_object
+from ppo_ds.rewards.values import described, is_float32
+from ppo_ds.types import Row
+
+KEY = "rollout.environment"
+METHODS = {"reset": ("row",), "step": ("answer",)}
+
+
+class Environment(Protocol):
+    """Answers the turns of the policy in one response.
+
+    The methods run in a thread of a pool, one at a time for each object. An exception ends the response, and
+    so does a call that exceeds the time limit.
+    """
+
+    def reset(self, row: Row) -> list[Message] | None:
+        """Begins an episode and returns the messages of the prompt; None: the prompt of the data.
+
+        ``row`` is a copy of the row of the data, with the same keys as for a reward function. All responses
+        to one prompt should begin with the same messages.
+        """
+
+    def step(self, answer: str) -> tuple[str | list[Message] | None, float, bool]:
+        """Takes one turn of the policy as text, and returns feedback, reward and whether the episode is done.
+
+        The feedback is a text, which becomes a message of the user, or a list of messages with the keys role
+        and content. It is ignored if the episode is done.
+        """
+
+
+@dataclass(frozen=True)
+class Step:
+    """A checked result of ``Environment.step``."""
+
+    feedback: tuple[Message, ...]  # empty if the episode is done
+    reward: float
+    done: bool
+
+
+class InvalidResult(ValueError):
+    """Raised if an environment returns something else than its interface says."""
+
+
+def load_environment(path: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
+    """Imports a class and returns a function that makes an environment with ``arguments``.
+
+    Raises UserError if it cannot be imported, lacks a method, or does not take the arguments.
+    """
+    kind = load_object(path, f"{KEY}.path", "class")
+    if not isinstance(kind, type):
+        raise UserError(f"{KEY}.path={path}: {described(kind)} is not a class; give one with reset and step")
+    for name, parameters in METHODS.items():
+        method, takes = getattr(kind, name, None), ", ".join(parameters)
+        if not callable(method):
+            raise UserError(f"{KEY}.path={path}: the class has no method {name}({takes}); add it")
+        if inspect.iscoroutinefunction(method):
+            raise UserError(
+                f"{KEY}.path={path}: {name} is async; make it a plain method, it runs in a thread"
+            )
+        try:
+            inspect.signature(method).bind(None, *parameters)
+        except TypeError as error:
+            raise UserError(
+                f"{KEY}.path={path}: {name} is called with ({takes}), but takes "
+                f"{inspect.signature(method)}: {error}"
+            ) from None
+    try:
+        inspect.signature(kind).bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"{KEY}.arguments: {error}; {path} takes {inspect.signature(kind)}") from None
+    return partial(kind, **arguments)
+
+
+def read_messages(value: Any) -> tuple[Message, ...]:
+    """Checks messages; raises InvalidResult unless they are dicts with the texts role and content."""
+    if not isinstance(value, (list, tuple)) or not value:
+        raise InvalidResult(f"returned {described(value)}, which is not a list of messages")
+    for message in value:
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise InvalidResult(
+                f"returned {described(message)} as a message; it must have the texts role and content"
+            )
+    return tuple({"role": message["role"], "content": message["content"]} for message in value)
+
+
+def read_reset(value: Any) -> tuple[Message, ...] | None:
+    """Checks the result of ``Environment.reset``; raises InvalidResult."""
+    return None if value is None else read_messages(value)
+
+
+def read_step(value: Any) -> Step:
+    """Checks the result of ``Environment.step``; raises InvalidResult."""
+    if not isinstance(value, tuple) or len(value) != 3:
+        raise InvalidResult(f"returned {described(value)}, which is not (feedback, reward, done)")
+    feedback, reward, done = value
+    if not is_float32(reward):
+        raise InvalidResult(f"returned the reward {described(reward)}, which is not a finite number")
+    if not isinstance(done, bool):
+        raise InvalidResult(f"returned done = {described(done)}, which is neither True nor False")
+    if done:
+        return Step((), float(reward), done)
+    if isinstance(feedback, str) and feedback:
+        return Step(({"role": "user", "content": feedback},), float(reward), done)
+    if not feedback or isinstance(feedback, str):
+        raise InvalidResult("returned no feedback although the episode is not done")
+    return Step(read_messages(feedback), float(reward), done)

@@ -1,0 +1,53 @@
+"""Encodes the feedback of an environment as the tokens between two turns of the policy.
+
+The tokens of the prompt and of the policy are kept and never encoded again, since encoding their text might
+give other tokens than those that the policy sampled (TRL, verl and prime-rl do the same). For a chat, the
+tokens between two turns are found by rendering a short conversation with the chat template, with and without
+the feedback. Their text begins after the content of the assistant's message, so it has the end of that
+message, the messages of the feedback and the beginning of the next answer. An end token that the policy has
+sampled itself is left out. In a row without a chat template, the texts of the feedback are encoded as they
+are.
+"""
+
+from __future__ import annotations
+
+from ppo_ds.errors import UserError
+from ppo_ds.models.tokenizer import Message, Tokenizer
+
+_ANSWER = "This is the content of an answer."  # stands for the turn of the policy before the feedback
+_BEFORE = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _ANSWER}]
+
+
+class FeedbackEncoder:
+    """Encodes feedback with the actor's tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def encode_text(self, feedback: tuple[Message, ...]) -> list[int]:
+        """Returns the tokens of the messages' contents, for a row without a chat template."""
+        return self._encode("".join(message["content"] for message in feedback))
+
+    def encode_chat(self, feedback: tuple[Message, ...], last_id: int) -> list[int]:
+        """Returns the tokens that follow a turn of the policy whose last token is ``last_id``.
+
+        Raises UserError if the chat template refuses the messages, or if it renders the conversation before
+        the feedback in another way than without the feedback. The tokens of a response would then not be
+        those that the policy gets for the same conversation elsewhere.
+        """
+        render = self._tokenizer.render_chat
+        before, after = render(_BEFORE, to_answer=False), render([*_BEFORE, *feedback])
+        if not after.startswith(before):
+            roles = ", ".join(message["role"] for message in feedback)
+            raise UserError(
+                "the chat template changes the messages before an answer when messages with the roles "
+                f"{roles} follow it; set data.chat_template to one that keeps them, or use another role "
+                "for the feedback"
+            )
+        start = before.rindex(_ANSWER) + len(_ANSWER)
+        end_of_answer, ids = self._encode(before[start:]), self._encode(after[start:])
+        sampled = ids.index(last_id) + 1 if last_id in end_of_answer else 0
+        return ids[sampled:]
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode_many([text], special_tokens=False)[0]

@@ -1,0 +1,29 @@
+"""A reward that consists of the rewards of an environment (rollout.environment)."""
+
+from __future__ import annotations
+
+import torch
+
+from ppo_ds.errors import UserError
+from ppo_ds.types import Rollout, Row, Scores
+
+
+class EnvironmentReward:
+    """Scores each turn of the policy with the reward that the environment gave for it.
+
+    The reward of a turn is the score of the turn's last token. It can be a part of a weighted reward.
+    """
+
+    def __init__(self, *, key: str = "reward"):
+        self._key = key
+
+    def __call__(self, rollout: Rollout) -> Scores:
+        if rollout.turn_rewards is None:
+            raise UserError(
+                f"{self._key}=environment: there is no environment; set rollout.environment.path, or choose "
+                "another reward"
+            )
+        return Scores(torch.zeros(len(rollout)), rollout.turn_rewards, {})
+
+    def check_row(self, row: Row) -> None:
+        """Accepts every row, since the reward reads none."""
