@@ -31,7 +31,7 @@ from ppo_ds.types import Row
 
 CHARACTERS = "0123456789+="
 DONE = "prepared.json"  # written last, so that its presence marks a complete folder
-_IGNORED = -100  # label of positions without loss (cross_entropy's default)
+IGNORED = -100  # label of positions without loss (cross_entropy's default)
 _log = logging.getLogger(__name__)
 
 
@@ -63,18 +63,18 @@ def prepare(
     """
     arguments = {name: value for name, value in locals().items() if name != "dir"}
     folder = Path(dir)
-    if _is_complete(folder, arguments):
+    if is_complete(folder, arguments):
         return
     _check(**arguments)
-    _begin(folder)
+    begin(folder)
     rows = problems(max_operand, seed)
     heldout_rows, validation_rows = rows[:heldout], rows[heldout : heldout + validation]
     demonstrations = rows[heldout + validation :]
-    _write_jsonl(folder / "heldout.jsonl", heldout_rows)
-    _write_jsonl(folder / "train.jsonl", validation_rows + demonstrations)
+    write_jsonl(folder / "heldout.jsonl", heldout_rows)
+    write_jsonl(folder / "train.jsonl", validation_rows + demonstrations)
 
     tokenizer = tiny.character_tokenizer(CHARACTERS)
-    with _one_thread(), torch.random.fork_rng(devices=[]):
+    with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = tiny.tiny_llama(tokenizer, hidden_size=hidden_size, layers=layers, heads=heads, max_tokens=64)
         steps, accuracy = warm_start(
@@ -89,7 +89,7 @@ def prepare(
     _log.info("sums: the warm start took %d steps; validation accuracy %.0f %%", steps, 100 * accuracy)
     with draft_directory(folder / "model") as draft:
         tiny.save(model, tokenizer, draft)
-    _finish(folder, {"arguments": arguments, "steps": steps, "validation_accuracy": accuracy})
+    finish(folder, {"arguments": arguments, "steps": steps, "validation_accuracy": accuracy})
 
 
 def prepare_stages(
@@ -118,26 +118,26 @@ def prepare_stages(
     """
     arguments = {name: value for name, value in locals().items() if name != "dir"}
     folder = Path(dir)
-    if _is_complete(folder, arguments):
+    if is_complete(folder, arguments):
         return
     if not 0 <= wrong_labels < 0.5:
         raise UserError(f"prepare.wrong_labels={wrong_labels}: must be at least 0 and below 0.5")
     _check(**{name: value for name, value in arguments.items() if name != "wrong_labels"})
-    _begin(folder)
+    begin(folder)
     rows = problems(max_operand, seed, min_operand)
     parts = {"heldout": (rows[:heldout], heldout_pairs), "train": (rows[heldout:], pairs)}
     for offset, (name, (part, count)) in enumerate(parts.items()):
-        _write_jsonl(folder / f"{name}.jsonl", part)
+        write_jsonl(folder / f"{name}.jsonl", part)
         prefix = "" if name == "train" else f"{name}_"
         pairs_of_part = preference_pairs(part, count, wrong_labels, seed=2 * seed + offset)
-        _write_jsonl(folder / f"{prefix}pairs.jsonl", pairs_of_part)
+        write_jsonl(folder / f"{prefix}pairs.jsonl", pairs_of_part)
     tokenizer = tiny.character_tokenizer(CHARACTERS)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = tiny.tiny_llama(tokenizer, hidden_size=hidden_size, layers=layers, heads=heads, max_tokens=64)
     with draft_directory(folder / "model") as draft:
         tiny.save(model, tokenizer, draft)
-    _finish(folder, {"arguments": arguments})
+    finish(folder, {"arguments": arguments})
 
 
 def preference_pairs(rows: list[Row], count: int, wrong_labels: float, seed: int) -> list[Row]:
@@ -177,18 +177,18 @@ def wrong_answer(answer: str, generator: random.Random) -> str:
             return text
 
 
-def _is_complete(folder: Path, arguments: dict[str, Any]) -> bool:
+def is_complete(folder: Path, arguments: dict[str, Any]) -> bool:
     """Returns whether the folder has been written completely with these arguments."""
     done = folder / DONE
     return done.exists() and json.loads(done.read_text())["arguments"] == arguments
 
 
-def _begin(folder: Path) -> None:
+def begin(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / DONE).unlink(missing_ok=True)
 
 
-def _finish(folder: Path, about: dict[str, Any]) -> None:
+def finish(folder: Path, about: dict[str, Any]) -> None:
     write_file(folder / DONE, json.dumps(about, indent=2) + "\n")
 
 
@@ -256,7 +256,7 @@ def encode(rows: list[Row], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
     ]
     width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     ids = torch.full((len(rows), width), tokenizer.pad_id)
-    labels = torch.full((len(rows), width), _IGNORED)
+    labels = torch.full((len(rows), width), IGNORED)
     for i, (p, a) in enumerate(zip(prompts, answers, strict=True)):
         ids[i, : len(p) + len(a)] = torch.tensor(p + a)
         labels[i, len(p) : len(p) + len(a)] = torch.tensor(a)
@@ -282,7 +282,7 @@ def warm_start(
     for step, index in enumerate(_batches(len(ids), batch_size, max_steps), start=1):
         logits = model(input_ids=ids[index]).logits[:, :-1]
         loss = nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels[index][:, 1:].flatten(), ignore_index=_IGNORED
+            logits.flatten(0, 1), labels[index][:, 1:].flatten(), ignore_index=IGNORED
         )
         optimizer.zero_grad()
         loss.backward()
@@ -308,7 +308,7 @@ def greedy_accuracy(model: nn.Module, ids: Tensor, labels: Tensor) -> float:
     """
     greedy = model(input_ids=ids).logits[:, :-1].argmax(-1)
     expected = labels[:, 1:]
-    return ((greedy == expected) | (expected == _IGNORED)).all(1).float().mean().item()
+    return ((greedy == expected) | (expected == IGNORED)).all(1).float().mean().item()
 
 
 def _batches(rows: int, batch_size: int, count: int) -> Iterator[Tensor]:
@@ -326,7 +326,7 @@ def _batches(rows: int, batch_size: int, count: int) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Limits torch to one thread: float sums, and thus the model, depend on the number of threads.
 
     More threads would only slow down a model this small.
@@ -339,5 +339,5 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _write_jsonl(file: Path, rows: list[Row]) -> None:
+def write_jsonl(file: Path, rows: list[Row]) -> None:
     write_file(file, "".join(json.dumps(row) + "\n" for row in rows))

@@ -18,7 +18,15 @@ END = 1  # the end token of character_tokenizer
 def world():
     """Stands in for a World of one rank."""
     return SimpleNamespace(
-        rank=0, size=1, is_main=True, max_int=int, sum=lambda x: x, device=torch.device("cpu")
+        rank=0,
+        size=1,
+        is_main=True,
+        device=torch.device("cpu"),
+        max_int=int,
+        sum=lambda x: x,
+        max=lambda x: x,
+        concat=lambda x: x,
+        gather_objects=lambda item: [item],
     )
 
 

@@ -1,5 +1,8 @@
 """Tests responses of several turns: their tokens, masks, rewards and ends, worked by hand."""
 
+from threading import Event
+
+import numpy as np
 import pytest
 import torch
 
@@ -114,8 +117,6 @@ def test_a_call_that_exceeds_its_time_limit_ends_the_response(generator_of, prom
                 forever.wait()
             return super().step(answer)
 
-    from threading import Event
-
     forever = Event()
     generate = generator_of(Slow, {"1=": "a", "2=": "4"}, timeout_seconds=2.0)
     rollout = generate(prompts_of("1=", "2=", answer="4"), sampling_of(20))
@@ -143,8 +144,6 @@ def test_results_that_are_refused(result, problem):
 
 
 def test_rewards_and_ends_may_be_of_other_number_types():
-    import numpy as np
-
     assert read_step((None, np.float32(0.5), True)).reward == 0.5
     assert read_step(("a", 1, False)).feedback == ({"role": "user", "content": "a"},)
 

@@ -1,0 +1,152 @@
+"""A multi-turn task: a language model learns to use a calculator for sums that it cannot compute itself.
+
+The policy may call the calculator with "?12+34". The environment answers ">46=", and the policy takes another
+turn. Any other turn is the answer to the problem: its reward is 1 if the answer is right, and 0 otherwise.
+
+``prepare`` trains a tiny model on a few demonstrations of both ways, most of which do without the calculator.
+PPO then gets problems without demonstrations. No stage trains on the held-out problems.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ppo_ds.errors import UserError
+from ppo_ds.examples.sums import (
+    IGNORED,
+    begin,
+    finish,
+    is_complete,
+    one_thread,
+    warm_start,
+    write_jsonl,
+)
+from ppo_ds.models import tiny
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.storage.drafts import draft_directory
+from ppo_ds.types import Row
+
+CHARACTERS = "0123456789+=?>"
+_CALL = re.compile(r"\?(\d{1,9})\+(\d{1,9})")
+_log = logging.getLogger(__name__)
+
+
+class Calculator:
+    """The environment. ``call_cost`` is subtracted from the reward for each call of the calculator."""
+
+    def __init__(self, call_cost: float = 0.0):
+        self.call_cost = call_cost
+
+    def reset(self, row: Row) -> None:
+        self.answer = row["answer"]
+
+    def step(self, answer: str) -> tuple[str, float, bool]:
+        if (call := _CALL.fullmatch(answer)) is not None:
+            return f">{int(call[1]) + int(call[2])}=", -self.call_cost, False
+        return "", float(answer == self.answer), True
+
+
+def prepare(
+    dir: str,
+    seed: int,
+    digits: int = 3,
+    problems: int = 6000,
+    heldout: int = 400,
+    validation: int = 400,
+    calls: float = 0.3,
+    hidden_size: int = 96,
+    layers: int = 2,
+    heads: int = 4,
+    target_accuracy: float = 0.6,
+    learning_rate: float = 1e-3,
+    batch_size: int = 256,
+    max_steps: int = 1500,
+) -> None:
+    """Writes ``dir/model`` (Hugging Face folder), ``dir/train.jsonl`` and ``dir/heldout.jsonl``.
+
+    A complete folder with the same arguments is kept. A problem is the sum of two numbers of ``digits``
+    digits. The first ``heldout`` of the ``problems`` are never trained on. The warm start trains on
+    demonstrations of the others, except for ``validation`` problems; the share ``calls`` of the
+    demonstrations uses the calculator. It ends when the share ``target_accuracy`` of the validation problems
+    is solved with the calculator, and fails after ``max_steps`` batches of ``batch_size`` demonstrations.
+    """
+    arguments = {name: value for name, value in locals().items() if name != "dir"}
+    folder = Path(dir)
+    if is_complete(folder, arguments):
+        return
+    if heldout + validation >= problems or problems > 9**2 * 100 ** (digits - 1) or not 0 < calls <= 1:
+        raise UserError(
+            f"prepare: problems={problems} with digits={digits}, heldout={heldout}, validation={validation} "
+            f"and calls={calls:g} define no task; raise problems or digits, and set calls above 0 and up to 1"
+        )
+    begin(folder)
+    rows = draw_problems(digits, problems, seed)
+    write_jsonl(folder / "heldout.jsonl", rows[:heldout])
+    write_jsonl(folder / "train.jsonl", rows[heldout:])
+    checked, demonstrated = rows[heldout : heldout + validation], rows[heldout + validation :]
+    tokenizer, random_calls = tiny.character_tokenizer(CHARACTERS), random.Random(seed)
+    with one_thread(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = tiny.tiny_llama(tokenizer, hidden_size=hidden_size, layers=layers, heads=heads, max_tokens=64)
+        steps, accuracy = warm_start(
+            model,
+            encode(demonstrated, tokenizer, [random_calls.random() < calls for _ in demonstrated]),
+            without_choice(encode(checked, tokenizer, [True] * len(checked))),
+            target_accuracy=target_accuracy,
+            learning_rate=learning_rate,
+            batch_size=batch_size,
+            max_steps=max_steps,
+        )
+    _log.info("calculator: the warm start took %d steps; %.0f %% of calls are right", steps, 100 * accuracy)
+    with draft_directory(folder / "model") as draft:
+        tiny.save(model, tokenizer, draft)
+    finish(folder, {"arguments": arguments, "steps": steps, "validation_accuracy": accuracy})
+
+
+def draw_problems(digits: int, count: int, seed: int) -> list[Row]:
+    """Draws ``count`` different sums of two numbers of ``digits`` digits, in a seeded order."""
+    generator, numbers = random.Random(seed), range(10 ** (digits - 1), 10**digits)
+    pairs = generator.sample(range(len(numbers) ** 2), count)
+    operands = [(numbers[pair // len(numbers)], numbers[pair % len(numbers)]) for pair in pairs]
+    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in operands]
+
+
+def encode(rows: list[Row], tokenizer: Tokenizer, uses_calculator: list[bool]) -> tuple[Tensor, Tensor]:
+    """Encodes demonstrations as ids and labels [N,T]: prompt, turns and feedback, right-padded.
+
+    Only the turns of the policy, with their end tokens, have labels.
+    """
+    end, sequences = tokenizer.stop_ids[0], []
+    for row, calls in zip(rows, uses_calculator, strict=True):
+        parts = [(row["prompt"], False)]
+        if calls:
+            parts += [(f"?{row['prompt'][:-1]}", True), (f">{row['answer']}=", False)]
+        parts.append((row["answer"], True))
+        ids: list[int] = []
+        labels: list[int] = []
+        for text, is_turn in parts:
+            (part,) = tokenizer.encode_many([text], special_tokens=False)
+            part += [end] * is_turn
+            ids += part
+            labels += part if is_turn else [IGNORED] * len(part)
+        sequences.append((ids, labels))
+    width = max(len(ids) for ids, _ in sequences)
+    padded = [
+        (ids + [tokenizer.pad_id] * (width - len(ids)), labels + [IGNORED] * (width - len(labels)))
+        for ids, labels in sequences
+    ]
+    all_ids, all_labels = zip(*padded, strict=True)
+    return torch.tensor(all_ids), torch.tensor(all_labels)
+
+
+def without_choice(encoded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Removes the first label of each row, with which the policy chooses whether to call the calculator."""
+    ids, labels = encoded
+    first = (labels != IGNORED).long().argmax(1, keepdim=True)
+    return ids, labels.scatter(1, first, IGNORED)
