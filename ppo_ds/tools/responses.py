@@ -135,7 +135,7 @@ def read_prompts(
             own = f" (with the tokenizer of {model.name})" if len(models) > 1 else ""
             raise UserError(*(f"{problem}{own}" for problem in error.problems)) from None
         batches = make_batches(config, source, world, samples)
-        own_prompt = data.max_prompt_tokens if config.rollout.environment.path else 0
+        own_prompt = config.data.max_prompt_tokens if config.rollout.environment.path else 0
         longest = max(source.longest, own_prompt) + config.sampling.max_new_tokens
         readers[path] = Reader(tokenizer, source, batches, longest)
     by_model = {model.name: readers[model.tokenizer_path] for model in models}
