@@ -253,6 +253,12 @@ POLICY_LOSSES = {
         keys=("delta",),
         own_ratio=True,
     ),
+    "gmpo": PolicyLossEntry(
+        f"{_POLICY_LOSSES}.gmpo_loss",
+        "Advantage times the geometric mean of a response's clipped ratios (Zhao et al. 2025).",
+        keys=("clip_low", "clip_high"),
+        own_ratio=True,
+    ),
 }
 
 KL_ESTIMATORS = {

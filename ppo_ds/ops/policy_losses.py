@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.ops.losses import PolicyTerms, TokenLoss, surrogate_loss
+from ppo_ds.ops.masked import masked_mean
 
 Divergence = Literal["tv", "kl"]
 DIVERGENCE_LIMITS = {"tv": 0.15, "kl": 0.05}  # of Qi et al. 2026, in probability and in nats
@@ -68,3 +69,33 @@ def binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     rest, other_rest = -torch.expm1(logprobs), -torch.expm1(other_logprobs)
     rest_ratio = rest.clamp(min=_LEAST_PROBABILITY) / other_rest.clamp(min=_LEAST_PROBABILITY)
     return logprobs.exp() * (logprobs - other_logprobs) + rest * rest_ratio.log()
+
+
+def gmpo_loss(
+    *args: Tensor,
+    clip_low: float = 0.4,
+    clip_high: float | None = None,
+    ratio: str = "token",
+    **options: Any,
+) -> Any:
+    """Computes the loss of GMPO, geometric-mean policy optimization (Zhao et al. 2025), and its metrics.
+
+    The loss of each token is -A r, where r is the geometric mean of the clipped ratios of all tokens of its
+    response: ratios above exp(clip_high) where A > 0, and below exp(-clip_low) where A < 0, are limited to
+    this bound and have no gradient.
+
+    Args:
+        clip_low, clip_high: Limits of the log-ratio, not of the ratio. ``clip_high`` None uses clip_low.
+        ratio: Ignored, since the loss has a ratio of its own.
+    """
+    high = clip_low if clip_high is None else clip_high
+    return surrogate_loss(partial(geometric_mean_objective, low=clip_low, high=high), *args, **options)
+
+
+def geometric_mean_objective(terms: PolicyTerms, low: float, high: float) -> TokenLoss:
+    """Computes GMPO's objective: one ratio per response, of token ratios that are clipped one by one."""
+    log_ratio, advantages = terms.log_ratio, terms.advantages
+    limited = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
+    ratio = masked_mean(limited, terms.mask, dim=1)[:, None].exp()
+    clipped = limited != log_ratio
+    return TokenLoss(-advantages * ratio, clipped, torch.zeros_like(clipped))

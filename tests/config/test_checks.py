@@ -241,11 +241,12 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
         (["algo.policy.loss=sapo", "algo.policy.tau_pos=0"], "algo.policy.tau_pos=0: must be above 0"),
         (
             ["algo.policy.loss=sapo", "algo.policy.clip_low=0.1"],
-            "algo.policy.clip_low=0.1: only used with algo.policy.loss=ppo or gspo or cispo (it is sapo)",
+            "algo.policy.clip_low=0.1: only used with algo.policy.loss=ppo or gspo or cispo or gmpo (it is "
+            "sapo)",
         ),
         (
             ["algo.policy.clip_high=0.3", "algo.policy.loss=reinforce"],
-            "algo.policy.clip_high=0.3: only used with algo.policy.loss=ppo or gspo or cispo (it is "
+            "algo.policy.clip_high=0.3: only used with algo.policy.loss=ppo or gspo or cispo or gmpo (it is "
             "reinforce); set it to null",
         ),
         (

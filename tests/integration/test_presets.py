@@ -14,7 +14,7 @@ from tests.integration.launching import ROOT, launch
 from tests.support.ranks import RankServer
 
 PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
-LOSSES = ("cispo", "sapo", "dppo")  # presets with another policy loss than PPO's
+LOSSES = ("cispo", "sapo", "dppo", "gmpo")  # presets with another policy loss than PPO's
 CRITIC_FREE = {
     *("rloo", "grpo", "dr_grpo", "reinforce_pp", "dapo", "gspo"),
     *("lite_ppo", "maxrl", "gdpo", "reinforce_pp_baseline"),

@@ -18,7 +18,7 @@ from ppo_ds.ops.losses import (
     value_loss,
 )
 from ppo_ds.ops.masked import keep
-from ppo_ds.ops.policy_losses import sapo_loss
+from ppo_ds.ops.policy_losses import gmpo_loss, sapo_loss
 from ppo_ds.ops.sequences import next_token_mask
 from tests.ops.golden import Close, assert_no_stale_entries, check, gradient, leaf, outputs
 
@@ -80,6 +80,12 @@ def sapo(x, c):
     return sapo_loss(*args, tau_pos=tau_pos, tau_neg=tau_neg, agg=SEQUENCE)
 
 
+def gmpo(x, c):
+    clips = {"clip_low": c.params["clip"], "clip_high": c.params["clip"]}
+    args = x, c.old_logprobs, c.advantages[:, 0], c.mask  # the peer's case has one advantage per response
+    return gmpo_loss(*args, log_ratio_clamp=math.inf, agg=SEQUENCE, **clips)
+
+
 UNLIMITED = variant(log_ratio_clamp=math.inf)  # these peers do not clamp the log-ratio
 LOSSES = {
     "dschat.actor_loss_fn": UNLIMITED,
@@ -106,6 +112,7 @@ LOSSES = {
     "verl.cispo": variant(kind="cispo"),
     "verl.gpg": variant(kind="reinforce"),
     "verl.sapo": sapo,
+    "verl.geo_mean": gmpo,
 }
 METRICS = {
     "clip_ratio": "policy/clipfrac",
@@ -116,7 +123,7 @@ METRICS = {
 
 
 def tolerant(key, actual):
-    if key.startswith("seed_a"):
+    if key.startswith(("seed_a", "verl.geo_mean")):
         return Close(actual, 1e-7, "divides by n + 1e-8")
     return actual
 
@@ -151,7 +158,6 @@ POLICY = policy_targets()
 OVER_PADDING = "averages over padding too; ours is masked, see test_metrics_are_masked_sums_with_counts"
 NOT_POLICY = {
     "*_over_all_places": OVER_PADDING,
-    "verl.geo_mean*": "GMPO: not among our objectives",
     "extreme_ratio/verl.*.ppo_kl": (
         "k1 of the clamped log-ratio; ours is unclamped, as OpenRLHF's, which is compared"
     ),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ppo_ds.ops.losses import policy_loss
-from ppo_ds.ops.policy_losses import binary_kl, dppo_loss, sapo_loss
+from ppo_ds.ops.policy_losses import binary_kl, dppo_loss, gmpo_loss, sapo_loss
 from tests.ops.golden import gradient, leaf
 
 # Three responses of 3, 2 and 1 tokens: log pi of the old policy, the log-ratio, and the advantages.
@@ -140,3 +140,33 @@ def test_the_kl_of_two_outcomes_is_finite_at_probability_1():
     kl = binary_kl(certain, other)
     assert kl.isfinite().all() and kl[0].item() == pytest.approx(1e-3, rel=1e-3)
     assert kl[3].item() == pytest.approx(-math.log(1 - math.exp(-1)), rel=1e-5)
+
+
+def test_gmpo():
+    """The ratio of a response is (product of its token ratios, each clipped)^(1/length)."""
+
+    def objective(logprobs, old, advantages):
+        product = 1.0
+        for new, before, advantage in zip(logprobs, old, advantages, strict=True):
+            r = math.exp(new - before)
+            product *= min(r, math.exp(0.4)) if advantage > 0 else max(r, math.exp(-0.3))
+        return -advantages * product ** (1 / len(old))
+
+    loss, slopes, metrics = ours(gmpo_loss, clip_low=0.3, clip_high=0.4)
+    expected, expected_slopes = numerical(objective)
+    assert loss == pytest.approx(expected, abs=1e-12) and slopes == pytest.approx(expected_slopes, abs=1e-8)
+    # of the log-ratios, 1.2 is above 0.4 where A > 0; -0.9 and -2.5 are below -0.3 where A < 0
+    assert metrics["policy/clipfrac"] == pytest.approx(3 / 6)
+    assert (expected_slopes == 0).tolist() == [False, False, True, False, True, True]
+
+
+def test_gmpos_gradient_of_a_clipped_response_is_the_paper_s():
+    """One response, A = 1, log-ratios 0.2 and 0.9, clip 0.4: the mean log-ratio is (0.2 + 0.4) / 2.
+
+    The gradient is -exp(0.3) / 2 for the first token, and 0 for the clipped one.
+    """
+    old, d = torch.tensor([[-1.0, -2.0]]), torch.tensor([[0.2, 0.9]])
+    x = leaf(old + d)
+    loss, _ = gmpo_loss(x, old, torch.ones(1, 2), torch.ones(1, 2))
+    assert loss.item() == pytest.approx(-math.exp(0.3))
+    assert gradient(loss, x).tolist() == [pytest.approx([-math.exp(0.3) / 2, 0.0])]

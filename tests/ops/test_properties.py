@@ -28,7 +28,7 @@ from ppo_ds.ops.losses import (
     value_loss,
 )
 from ppo_ds.ops.masked import masked_mean, masked_mean_var, masked_whiten
-from ppo_ds.ops.policy_losses import dppo_loss, sapo_loss
+from ppo_ds.ops.policy_losses import dppo_loss, gmpo_loss, sapo_loss
 from ppo_ds.ops.rewards import token_rewards
 from tests.ops.golden import gradient, leaf
 from tests.ops.ranks import on_ranks
@@ -46,6 +46,7 @@ KINDS = [
     {"loss": sapo_loss, "ratio": "sequence"},
     {"loss": dppo_loss, "divergence": "tv"},
     {"loss": dppo_loss, "divergence": "kl", "delta": 0.01},
+    {"loss": gmpo_loss, "clip_low": 0.1, "clip_high": 0.2},
 ]
 ESTIMATORS = ["k1", "abs", "k2", "k3", "k1+", "k3+"]
 NAN, INF = float("nan"), float("inf")
@@ -201,7 +202,7 @@ def test_4_ratio_1_gives_the_policy_gradient(kind, agg):
     signal = b["advantages"].masked_fill(~b["mask"], 0.0)
     if KINDS[kind].get("ratio") == "sequence":
         signal = signal.sum(1, keepdim=True).expand_as(signal)
-    if KINDS[kind].get("kind") == "gspo":
+    if KINDS[kind].get("kind") == "gspo" or KINDS[kind].get("loss") is gmpo_loss:
         signal = masked_mean(signal, b["mask"], dim=1)[:, None].expand_as(signal)
     assert_equal(grad, gradient(aggregate(-signal * y, b["mask"], agg), y))
     if KINDS[kind].get("kind") not in ("cispo", "reinforce") and KINDS[kind].get("loss") is not sapo_loss:

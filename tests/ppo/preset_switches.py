@@ -227,6 +227,15 @@ DEPARTURES = {
         "policy.loss": "dppo_tv",
         "loss.agg": "token_sum_norm",
     },
+    "gmpo": WITHOUT_CRITIC
+    | {
+        "advantage.estimator": "grpo",
+        "kl.place": "none",
+        "policy.loss": "gmpo",
+        "policy.clip_low": 0.4,
+        "policy.clip_high": 0.4,
+        "loss.agg": "seq_mean_token_mean",
+    },
     "gspo": WITHOUT_CRITIC
     | {
         "advantage.estimator": "grpo",
