@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from ppo_ds.commands.entry_points import script
@@ -70,6 +71,20 @@ def check_port(environment: Mapping[str, str]) -> None:
         f"MASTER_PORT={port}: {chosen} is in use on this machine, perhaps by another run; use a free one: "
         f"deepspeed --master_port {other} {script('train')} ..."
     )
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yields a port that the kernel gives to no other program meanwhile, for the ranks of one launch.
+
+    The port's socket is bound but does not listen. Another socket can therefore listen on the port if it is
+    bound with SO_REUSEADDR, as that of torch's TCPStore is.
+    """
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("", 0))
+        yield reservation.getsockname()[1]
 
 
 def is_free(port: int) -> bool:

@@ -30,7 +30,7 @@ from ppo_ds.config.run_record import FINISHED, recorded_settings, recorded_steps
 from ppo_ds.config.schema import Config, resolved
 from ppo_ds.config.types import Count, Section, Text
 from ppo_ds.distributed.child_groups import ChildGroups
-from ppo_ds.distributed.launcher import DEFAULT_PORT, is_free
+from ppo_ds.distributed.launcher import reserved_port
 from ppo_ds.errors import UserError
 from ppo_ds.storage.drafts import draft_directory, draft_file, remove_drafts, write_file
 from ppo_ds.storage.run_directory import DRY_RUN_MARKER, dry_run_directory
@@ -86,12 +86,10 @@ class Job:
     inputs: dict[str, Path]  # keys or names -> files and folders that earlier stages write
     config: Config | None = None  # of a stage
 
-    def command(self) -> list[str]:
-        """Returns the command line, with a free port for the ranks."""
+    def command(self, port: int) -> list[str]:
+        """Returns the command line; ``port`` connects the ranks."""
         if self.ranks == 1:
             return [sys.executable, str(self.script), *self.arguments]
-        first = int(DEFAULT_PORT)
-        port = next((port for port in range(first, first + 1000) if is_free(port)), first)
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[: self.ranks]
         # with --num_gpus, the launcher ignores CUDA_VISIBLE_DEVICES
         chosen = (
@@ -128,10 +126,11 @@ def run_pipeline(pipeline: Pipeline, groups: ChildGroups, say: Callable[[str], N
                 continue
             check_inputs(job, pipeline.folder, inputs)
             write_record(pipeline.folder, job.name, inputs, done=False)
-        command = job.command()
-        say(f"pipeline   {title}: {shlex.join(command)}")
         before = summary_version(job)
-        code = groups.run(command)
+        with reserved_port() as port:
+            command = job.command(port)
+            say(f"pipeline   {title}: {shlex.join(command)}")
+            code = groups.run(command)
         finished = code == 0 and (
             pipeline.dry_run or job.config is None or exit_reason(job, before) in FINISHED
         )

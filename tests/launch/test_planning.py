@@ -91,11 +91,11 @@ def test_commands_of_one_and_of_several_ranks(folders: Folders, monkeypatch: pyt
     for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):  # other tests of the process may have set them
         monkeypatch.delenv(name, raising=False)
     first, second = stages(folders)
-    assert first.command()[1:4] == [str(first.script), "run.name=two_first", "run.dir=outputs/two/first"]
-    command = second.command()
+    assert first.command(29500)[1:4] == [str(first.script), "run.name=two_first", "run.dir=outputs/two/first"]
+    command = second.command(29500)
     assert Path(command[0]).name == "deepspeed" and command[1:4] == ["-q", "--num_gpus", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7,8")
-    assert second.command()[2:4] == ["--include", "localhost:3,5"]
+    assert second.command(29500)[2:4] == ["--include", "localhost:3,5"]
     assert visible_gpus() == 4 and stages(folders)[0].ranks == 4
     assert [job.ranks for job in stages(folders, "ranks=8", "second:ranks=1")] == [8, 1]
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed import TCPStore
 
 from ppo_ds.distributed import launcher
-from ppo_ds.distributed.launcher import check_port, is_free
+from ppo_ds.distributed.launcher import check_port, is_free, reserved_port
 from ppo_ds.errors import UserError
 from tests.config.commands import MINIMAL
 from tests.support.environment import SET_BY_LAUNCHERS
@@ -240,6 +241,16 @@ def test_a_port_is_checked_only_where_rank_0_opens_it() -> None:
         with pytest.raises(UserError):
             check_port({"MASTER_PORT": port})
     check_port({"MASTER_PORT": port})
+
+
+def test_pipelines_that_start_together_get_different_ports() -> None:
+    with reserved_port() as port, reserved_port() as other:
+        assert port != other
+        check_port({"MASTER_PORT": str(port)})  # rank 0 may listen on it
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        assert store.port == port
+        with pytest.raises(UserError, match=f"^MASTER_PORT={port}: the port is in use"):
+            check_port({"MASTER_PORT": str(port)})  # by another run
 
 
 def test_the_default_port_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
