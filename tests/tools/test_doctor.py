@@ -46,6 +46,7 @@ from ppo_ds.ops.memory import (
     trained_engine,
 )
 from ppo_ds.ops.token_sampling import draw
+from ppo_ds.ops.vllm_memory import COMMUNICATOR, GRAPHS
 from ppo_ds.tools.doctor.cluster import Cluster
 from ppo_ds.tools.doctor.finetune import plan_finetuning
 from ppo_ds.tools.doctor.model_shapes import plan_models
@@ -299,6 +300,54 @@ def test_generation_memory_of_a_sharded_actor() -> None:
         2 * 10**9 - 2 * 2 * (50_000_000 + 10**8) + 4 * 28 * 2**20
     )
     assert "gathered once" in found["whole"].generation and "layer by layer" in found["layers"].generation
+
+
+def test_memory_of_an_engine_with_its_own_weights() -> None:
+    config = with_settings(
+        plan("actor.zero.stage=3"),
+        [
+            ("rollout.backend", "vllm"),
+            ("rollout.vllm.tensor_parallel", 2),
+            ("rollout.vllm.kv_cache_gb", 1),
+        ],
+    )
+    shapes = Models(BIG, None, None, {}, 0)
+    found = {
+        level: estimate(with_setting(config, "rollout.vllm.sleep", level), shapes, GPU)
+        for level in ("auto", 0, 1)
+    }
+    # half of 10**9 weights of 2 bytes; logits of 1,024 sequences in bf16, in fp32 and three copies
+    weights, cache, activations = 10**9, GIB, 1024 * 10**5 * (2 + 4 + 12)
+    # while the weights arrive: gathered and copied, chunks of 10**8 numbers and the largest tensor
+    arriving = 2 * 2 * (10**8 + 10**8)
+    asleep = GRAPHS + COMMUNICATOR
+    awake = asleep + weights + cache
+    for level, resident, switch, generate in (
+        ("auto", asleep, weights + arriving, weights + cache + activations),
+        (0, awake, arriving, activations),
+        (1, asleep, weights + arriving, weights + cache + activations),
+    ):
+        one = found[level]
+        total = sum(one.resident.values())
+        assert one.resident["vllm"] == resident
+        assert (one.phases["switch"] - total, one.phases["generate"] - total) == (switch, generate)
+    assert (found["auto"].host, found[0].host, found[1].host) == (0, 0, weights)
+    # training has the memory that the engine frees while it sleeps
+    assert found[0].phases["update_actor"] - found["auto"].phases["update_actor"] == weights + cache
+    assert "divided among 2 ranks; asleep in training, level 2" in found["auto"].generation
+
+
+def test_optimizer_states_move_if_the_engine_needs_their_memory() -> None:
+    config, shapes = plan("actor.zero.stage=3"), Models(BIG, None, None, {}, 0)
+    # 5.5 GB of the actor, 1.6 GB of graphs; 90 % of the other 5.1 GB are less than the 5.2 GB of the engine
+    gpu = Hardware(4, Hardware(4, 0).context + 12 * GIB)
+    found = estimate(with_setting(config, "rollout.backend", "vllm"), shapes, gpu)
+    actor = found.engines["actor"]
+    assert found.moved == actor.masters + actor.moments + actor.buffers
+    assert found.generation.endswith("optimizer states offloaded")
+    assert found.phases["generate"] == sum(found.resident.values()) - found.moved + sum(
+        (found.vllm.weights, found.vllm.kv_cache, found.vllm.activations)
+    )
 
 
 def finetune_estimate(*arguments: str, shape: Shape, longest: int, evaluated: int = 0) -> Estimate:

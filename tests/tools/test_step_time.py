@@ -15,10 +15,12 @@ from ppo_ds.config.schema import Config
 from ppo_ds.errors import UserError
 from ppo_ds.ops.decode_work import DecodeWork, decode_work, response_lengths
 from ppo_ds.ops.memory import Shape
+from ppo_ds.ops.vllm_memory import VllmMemory
 from ppo_ds.tools.doctor.cluster import Cluster, cluster_of
 from ppo_ds.tools.doctor.gpus import GPUS, Device, find_gpu, recognized
 from ppo_ds.tools.doctor.rates import Assumptions, Machine, read_assumptions
 from ppo_ds.tools.doctor.step_time import HOST, LAUNCHES, LINKS, MEMORY, Passes, PPOTime, passes_over
+from ppo_ds.tools.doctor.suggest import with_setting
 from tests.config.commands import MINIMAL, compose
 
 DEVICE = Device("toy", 80, 1e-9, 5e-10, 1e-9, 1e-6, 1e-6, 5e-7, 1e-7, 2, "none")
@@ -95,6 +97,29 @@ def test_a_step_by_hand() -> None:
         "update_critic",
     ]
     assert {phase.bound for phase in phases.values()} == {"compute"}
+
+
+def test_generation_by_an_engine_by_hand() -> None:
+    engine = VllmMemory(weights=0, kv_cache=4 * 5 * 32, activations=0, kept=0)  # 4 rows of 5 tokens
+    memory = replace(WHOLE, vllm=engine)
+    found = time_of(with_setting(config(), "rollout.vllm.tensor_parallel", 2), memory).phases()["generate"]
+    # Both ranks generate 4 rows together. Prefill: 12 tokens, 24 pairs: 28608 + 1536 FLOPs. Decoding: 8
+    # tokens that read 28 positions: 19072 + 1792 + 1280 FLOPs. Each rank does half of them.
+    compute = 30_144 / 2 / 500 + 22_144 / 2 / 250
+    # All-reduces of 20 hidden states of 16 bytes, two in each of 2 layers: 1280 bytes, of which half is sent
+    # twice at 500 bytes per second. Each of the 3 forwards waits 4 times for 1 s.
+    links = 2 * 640 / 500 + 3 * 4
+    assert found.seconds == pytest.approx(compute + links + 6.0)
+    assert found.resources[LINKS] == pytest.approx(links)
+    # Half of the weights in both steps. The only head of the keys is on both ranks.
+    assert found.resources[MEMORY] == pytest.approx((2 * 2 * 1272 / 2 + 2 * 16 * 28) / 500)
+    assert found.detail.startswith("2 decode steps of ") and "4 rows of 2 rank(s)" in found.detail
+
+
+def test_an_engine_decodes_as_many_rows_as_its_cache_holds() -> None:
+    memory = replace(WHOLE, vllm=VllmMemory(weights=0, kv_cache=3 * 5 * 32 - 1, activations=0, kept=0))
+    found = time_of(with_setting(config(), "rollout.vllm.tensor_parallel", 2), memory).phases()["generate"]
+    assert found.detail.startswith("4 decode steps of ") and "2 rows of 2 rank(s)" in found.detail
 
 
 @pytest.mark.parametrize(("stage", "transfers"), [(1, 2), (2, 3)])

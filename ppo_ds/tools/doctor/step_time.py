@@ -32,7 +32,8 @@ from ppo_ds.engine.zero import RANKS_16_BIT_SUM
 from ppo_ds.ops.batching import padded_tokens, plan_forwards
 from ppo_ds.ops.decode_work import decode_work, response_lengths
 from ppo_ds.ops.flops import causal_pairs, decode_bytes, forward_flops
-from ppo_ds.ops.memory import FP32, Shape
+from ppo_ds.ops.memory import FP32, Shape, kv_cache_bytes
+from ppo_ds.ops.vllm_memory import BATCHED_TOKENS, SEQUENCES, VllmMemory, kv_heads
 from ppo_ds.rollout.continuous_batch import PREFILL_TOKENS, fast_batch_size
 from ppo_ds.tools.doctor.rates import Machine
 
@@ -243,6 +244,8 @@ class PPOTime(StepTime):
 
     def generate(self, responses: Sequence[int]) -> PhaseTime:
         """Returns the time of generating these responses on one rank."""
+        if self.memory.vllm is not None:
+            return self.generate_by_engine(responses, self.memory.vllm)
         shape, machine, dtype = self.models.actor, self.machine, self.dtype("actor")
         slots = self.slots(len(responses))
         work = decode_work([self.prompt] * len(responses), responses, slots)
@@ -281,6 +284,61 @@ class PPOTime(StepTime):
         )
         resources = {COMPUTE: prefill + decode, MEMORY: read, LAUNCHES: launches, LINKS: links}
         return PhaseTime(seconds, resources, detail)
+
+    def generate_by_engine(self, responses: Sequence[int], engine: VllmMemory) -> PhaseTime:
+        """Returns the time of generating these responses with vLLM.
+
+        The ranks of a tensor-parallel group generate the responses of all of them together: each computes a
+        share of every matrix product and waits for two all-reduces in each layer.
+        """
+        shape, machine, dtype = self.models.actor, self.machine, self.dtype("actor")
+        settings, length = self.config.rollout.vllm, self.longest + self.config.sampling.max_new_tokens
+        group = settings.tensor_parallel
+        shards = min(group, kv_heads(shape))
+        rows = [response for response in responses for _ in range(group)]
+        cached = engine.kv_cache * shards // kv_cache_bytes(shape, 1, self.each)
+        slots = max(1, min(cached // length, SEQUENCES, len(rows)))
+        work = decode_work([self.prompt] * len(rows), rows, slots)
+        prompts = -(-len(rows) // self.config.rollout.samples_per_prompt)
+        prefilled, pairs = prompts * self.prompt, prompts * causal_pairs([self.prompt])
+        forwards = work.steps + max(-(-prefilled // BATCHED_TOKENS), -(-len(rows) // slots))
+
+        prefill = machine.products(
+            forward_flops(shape.size, prefilled, pairs, 0) / group, dtype, self.assumed.forward
+        )
+        decode = machine.products(
+            forward_flops(shape.size, work.row_steps, work.contexts, work.row_steps) / group,
+            dtype,
+            self.assumed.decode_mfu,
+        )
+        weights = decode_bytes(shape.size, work.steps, 0, self.each) / group
+        cache = decode_bytes(shape.size, 0, work.contexts, self.each) / shards
+        read = machine.memory(weights + cache, self.assumed.decode)
+        graphs = machine.on_gpu and not settings.enforce_eager
+        between = self.assumed.graph_us if graphs else self.assumed.launch_us
+        launches = machine.launches(work.steps * (shape.layers + HEAD_LAYERS), between)
+        links = self.all_reduces(prefilled + work.row_steps, forwards, group)
+        busy = prefill + (max(decode, read) if machine.on_gpu else decode + read) + launches
+        token = (busy - prefill + links * work.steps / forwards) / work.steps
+        held = f"divided among {group} ranks" if group > 1 else "whole"
+        detail = (
+            f"{work.steps} decode steps of {1000 * token:.1f} ms with {slots} rows of {group} rank(s) at a "
+            f"time, weights {held}"
+        )
+        resources = {COMPUTE: prefill + decode, MEMORY: read, LAUNCHES: launches, LINKS: links}
+        return PhaseTime(busy + links, resources, detail)
+
+    def all_reduces(self, tokens: int, forwards: int, group: int) -> float:
+        """Returns the seconds of the all-reduces of tensor parallelism, two in each layer of a forward.
+
+        An all-reduce is a reduce-scatter and a gather of the hidden states.
+        """
+        if group == 1:
+            return 0.0
+        shape = self.models.actor
+        size = 2 * shape.layers * tokens * shape.hidden * self.each
+        latency = 2 * shape.layers * forwards * self.assumed.collective_us / 1e6
+        return 2 * self.machine.gather(size, collectives=0, group=group) + latency
 
     def slots(self, rows: int) -> int:
         """Returns the number of responses that are decoded at the same time, as continuous_batch.py does."""
