@@ -216,6 +216,7 @@ def learner(
             sums_over_tokens=loss.sums_over_tokens,
             entropy=algo.entropy,
             kl=_kl_estimator(algo.kl) if algo.kl.place == "loss" else None,
+            positive_nll=algo.positive_nll,
             aux_coef=(actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef,
             agg=aggregation,
             level=algo.action_level,

@@ -109,6 +109,12 @@ def _mistakes(config: Config, hides_stops: bool) -> Iterator[str]:
             f"advantage.whiten=batch after advantage.estimator={algo.advantage.estimator} divides by a "
             "standard deviation twice (use none, as GRPO does)"
         )
+    alpha, limit = algo.gae.length_alpha, config.sampling.max_new_tokens
+    if alpha is not None and alpha * limit <= 1:
+        yield (
+            f"gae.length_alpha={alpha:g} gives lambda 0 to responses of up to {1 / alpha:.0f} tokens, and "
+            f"none is longer (sampling.max_new_tokens={limit})"
+        )
     if algo.gae.gamma * algo.gae.lam < 0.5 and estimator.needs_critic and level == "token":
         yield (
             f"gae.gamma={algo.gae.gamma:g} x gae.lam={algo.gae.lam:g}: the score reaches only the last few "

@@ -21,7 +21,7 @@ def compute_gae(
     values: Tensor,
     mask: Tensor,
     gamma: float = 1.0,
-    lam: float = 0.95,
+    lam: float | Tensor = 0.95,
     bootstrap_value: Tensor | None = None,
     lam_critic: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -34,6 +34,7 @@ def compute_gae(
 
     Args:
         rewards, values, mask: [B,T].
+        lam: One lambda, or one for each response [B] (see length_adaptive_lambda).
         lam_critic: A second lambda for the returns (VC-PPO). None uses ``lam``.
     """
     rewards, values = keep(rewards, mask), keep(values, mask)
@@ -41,6 +42,16 @@ def compute_gae(
     advantages = _discounted_sum(deltas, mask, gamma * lam)
     lambda_returns = advantages if lam_critic is None else _discounted_sum(deltas, mask, gamma * lam_critic)
     return advantages, lambda_returns + values
+
+
+@torch.no_grad()
+def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """Computes the lambda of each response from its number of tokens (VAPO, Yue et al. 2025): [B] -> [B].
+
+    lambda = 1 - 1 / (alpha * length), at least 0. The sum of the weights lambda^k of all later errors is then
+    alpha * length: it grows with the response.
+    """
+    return (1 - 1 / (alpha * lengths.clamp(min=1))).clamp(min=0.0)
 
 
 @torch.no_grad()
@@ -65,13 +76,16 @@ def next_values(values: Tensor, mask: Tensor, bootstrap_value: Tensor | None) ->
     return torch.cat([values, final[:, None]], dim=1).gather(1, following)
 
 
-def _discounted_sum(x: Tensor, mask: Tensor, decay: float) -> Tensor:
+def _discounted_sum(x: Tensor, mask: Tensor, decay: float | Tensor) -> Tensor:
     """Computes y_t = x_t + decay * y_{t+1} over the positions with mask = 1; 0 elsewhere.
+
+    ``decay`` is a number, or one number for each row [B].
 
     The loop issues one fused operation per position.
     """
     columns = keep(x, mask).t().contiguous()
-    decays = torch.ones_like(columns).masked_fill_(mask.bool().t(), decay)
+    decay = torch.as_tensor(decay, dtype=columns.dtype, device=columns.device)
+    decays = torch.where(mask.bool().t(), decay, 1.0).contiguous()
     y = torch.zeros_like(columns)
     running = torch.zeros_like(columns[0])
     for t in reversed(range(len(columns))):

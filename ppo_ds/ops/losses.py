@@ -44,6 +44,7 @@ class BatchTotals:
     sequences: float  # sequences with at least one token
     dp_size: int = 1
     norm: float | None = None
+    positive_tokens: float = 0.0  # tokens of the correct responses, for algo.positive_nll
 
 
 def batch_totals(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ppo_ds.config.sections.algo import GAEConfig
-from ppo_ds.ops.advantages import normalize_advantages, one_step_advantages
+from ppo_ds.ops.advantages import length_adaptive_lambda, normalize_advantages, one_step_advantages
 from ppo_ds.ops.masked import Reduce, masked_mean, masked_sum
 from ppo_ds.ops.rewards import token_rewards
 from ppo_ds.ops.sequences import broadcast_sequence, last_token_index, next_token_mask
@@ -186,8 +186,11 @@ def estimate_by_critic(
     """Estimates one advantage per token and one return per state with a critic."""
     last_values = values.gather(1, rollout.response_lengths[:, None])[:, 0]  # V after the last token
     bootstrap = last_values.masked_fill(rollout.finished, 0.0) if gae.bootstrap_truncated else None
+    lam: float | Tensor = gae.lam
+    if gae.length_alpha is not None:
+        lam = length_adaptive_lambda(rollout.response_mask.sum(1), gae.length_alpha)
     advantages, returns = compute(
-        rewards, values, score_position.states(rollout), gae.gamma, gae.lam, bootstrap, gae.lam_critic
+        rewards, values, score_position.states(rollout), gae.gamma, lam, bootstrap, gae.lam_critic
     )
     advantages = advantages[:, :-1].masked_fill(~rollout.response_mask, 0.0)
     return Estimate(advantages, returns, score_position.trained(rollout))

@@ -27,7 +27,7 @@ from ppo_ds.ops.masked import sum_and_count
 from ppo_ds.ppo.advantages import Whitening
 from ppo_ds.ppo.batching import minibatches, scatter_tokens
 from ppo_ds.ppo.health import NonFiniteStep, first_nonfinite
-from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective
+from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective, correct_tokens
 from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.training.batching import microbatch_rows, microbatches, padding
 from ppo_ds.training.health import Health
@@ -209,6 +209,9 @@ class Learner:
         """
         norm, size = self.norm * len(minibatch), self.world.size
         totals = batch_totals([minibatch.response_mask], dp_size=size, norm=norm)
+        if self.policy.positive_nll.coef:
+            correct = correct_tokens(minibatch, self.policy.positive_nll.above)
+            totals = replace(totals, positive_tokens=float(correct.sum()))
         if minibatch.value_mask is None:
             return totals, None
         return totals, batch_totals([minibatch.value_mask], dp_size=size, norm=norm)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ppo_ds.config.sections.algo import EntropyConfig, ValueConfig
+from ppo_ds.config.sections.algo import EntropyConfig, PositiveNLLConfig, ValueConfig
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ops.losses import (
     Aggregation,
@@ -31,6 +31,7 @@ class PolicyObjective:
     """Computes the actor's loss on a micro-batch.
 
         policy loss - coef * entropy (+ kl_coef * KL to the reference) (+ aux_coef * load-balancing loss)
+            (+ coef * mean of -log p over the tokens of the correct responses)
 
     At action level sequence a response is one action: it has one ratio and is one term of each mean, and its
     log-prob and its KL are summed over its tokens.
@@ -41,6 +42,7 @@ class PolicyObjective:
     sums_over_tokens: bool
     entropy: EntropyConfig
     kl: Callable[[Tensor, Tensor], Tensor] | None  # estimator of the KL in the loss; None: no KL there
+    positive_nll: PositiveNLLConfig
     aux_coef: float
     agg: Aggregation  # an entry of LOSS_AGGREGATIONS
     level: str  # token | sequence
@@ -79,8 +81,18 @@ class PolicyObjective:
             tokens = mask.sum()
             loss = loss + self.aux_coef * out.aux * (tokens * (totals.dp_size / max(totals.tokens, 1.0)))
             parts["policy/aux_loss"] = torch.stack([out.aux.detach() * tokens, tokens])
+        if self.positive_nll.coef:
+            positive = correct_tokens(micro, self.positive_nll.above)
+            step = replace(totals, tokens=totals.positive_tokens)
+            loss = loss + self.positive_nll.coef * aggregate(-logprobs, positive, totals=step)
+            parts["policy/positive_nll"] = sum_and_count(-logprobs, positive)
         parts["policy/entropy"] = sum_and_count(entropy, mask)
         return loss, parts
+
+
+def correct_tokens(rows: Experience, above: float) -> Tensor:
+    """Returns the mask [B,R] of the actions in responses whose score is above ``above``."""
+    return rows.response_mask & (rows.scores > above)[:, None]
 
 
 @dataclass(frozen=True)

@@ -346,6 +346,13 @@ _POLICY = Section(
             remedy="If it rises, the model forgets its training texts: raise `algo.ptx.coef`.",
         ),
         Metric(
+            "policy/positive_nll",
+            "loss on correct responses",
+            "nats per token",
+            "Mean of -log p over the tokens of the responses with a score above `algo.positive_nll.above`, "
+            "before `algo.positive_nll.coef` (VAPO, Yue et al. 2025). 0 if there are none.",
+        ),
+        Metric(
             "policy/aux_loss",
             "load balancing",
             "",
@@ -398,7 +405,12 @@ _POLICY = Section(
         Panel(
             "Other losses",
             "loss",
-            {"policy/kl_loss": "KL", "policy/ptx_loss": "texts", "policy/aux_loss": "load balancing"},
+            {
+                "policy/kl_loss": "KL",
+                "policy/ptx_loss": "texts",
+                "policy/positive_nll": "correct responses",
+                "policy/aux_loss": "load balancing",
+            },
         ),
         Panel("Epochs of the update", "epochs", {"policy/epochs_run": "epochs"}, from_zero=True),
     ),

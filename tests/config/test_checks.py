@@ -194,6 +194,14 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "algo.kl.place=reward: algo.advantage.estimator=maxrl divides by the mean score of a group",
         ),
         (
+            ["algo.positive_nll.above=0.5"],
+            "algo.positive_nll.above=0.5: only used with algo.positive_nll.coef above 0",
+        ),
+        (
+            ["algo.gae.length_alpha=0.05", "algo=rloo", "rollout.samples_per_prompt=4"],
+            "algo.gae.length_alpha=0.05: only used with algo.action_level=token and",
+        ),
+        (
             ["algo.loss.mask_truncated=true", "algo.gae.bootstrap_truncated=true"],
             "algo.gae.bootstrap_truncated=true: changes the returns of truncated responses, which",
         ),

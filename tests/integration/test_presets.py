@@ -21,7 +21,7 @@ CRITIC_FREE = {
     *LOSSES,
 }
 # presets without a KL, and so without a reference
-WITHOUT_KL = {"dr_grpo", "dapo", "gspo", "lite_ppo", "maxrl", *LOSSES}
+WITHOUT_KL = {"dr_grpo", "dapo", "gspo", "lite_ppo", "maxrl", "vapo", *LOSSES}
 # Presets that keep a mistake of the system they follow, with a few words of the reason in the start-up
 # warning.
 WARNED = {
@@ -30,9 +30,11 @@ WARNED = {
     "zysnlp_strict": "loses the score",
     "sequence_kl": "no baseline",
     "minimind": "did not generate the responses",
+    "vapo": "gives lambda 0 to responses of up to 20 tokens",  # the responses of this task are short
 }
-# Rewards of the presets that need a certain kind of reward
-REWARDS = {
+# Further arguments of presets: a certain kind of reward, or less to do before the first step
+MORE = {
+    "vapo": ("algo.value.pretrain_rollouts=1",),
     "gdpo": (
         "reward=weighted",
         "reward@reward.parts.right.reward=sums",
@@ -40,7 +42,7 @@ REWARDS = {
         "reward.parts.short.reward.shortest=1",
         "reward.parts.short.reward.longest=2",
         "reward.parts.short.weight=0.2",
-    )
+    ),
 }
 STEPS = 2
 PATIENCE = 900
@@ -83,8 +85,7 @@ def runs(start, tmp_path_factory, rank_server):
     """Runs all presets; returns the root of their run directories, and their output."""
     root = tmp_path_factory.mktemp("presets")
     cases = {
-        preset: arguments(start, root / preset, f"algo={preset}", *REWARDS.get(preset, ()))
-        for preset in PRESETS
+        preset: arguments(start, root / preset, f"algo={preset}", *MORE.get(preset, ())) for preset in PRESETS
     }
     return root, together(rank_server, root, cases)
 
@@ -165,6 +166,7 @@ LEARNING = {
     "rlhf": [],
     "deepspeed_chat": [],
     "minimind_token": [],
+    "vapo": ["algo.gae.length_alpha=5", "algo.value.pretrain_rollouts=2"],
     "openrlhf": [],
     "verl": [],
     "reinforce_pp": [],
@@ -175,7 +177,7 @@ LEARNING = {
     "dapo": GROUPS,
     "lite_ppo": GROUPS,
     "maxrl": GROUPS,
-    "gdpo": [*GROUPS, *REWARDS["gdpo"]],
+    "gdpo": [*GROUPS, *MORE["gdpo"]],
     "reinforce_pp_baseline": GROUPS,
     **dict.fromkeys(LOSSES, GROUPS),
     "dr_grpo": [*GROUPS, "actor.optim.lr=2e-4"],

@@ -11,6 +11,7 @@ from ppo_ds.ops.advantages import (
     discounted_returns,
     gdpo_advantages,
     group_advantages,
+    length_adaptive_lambda,
     normalize_advantages,
     one_step_advantages,
     reinforce_pp_advantages,
@@ -212,6 +213,23 @@ def test_another_lambda_for_the_critic():
     advantages, returns = compute_gae(rewards, values, mask, 0.9, lam=0.5, lam_critic=1.0)
     torch.testing.assert_close(advantages, compute_gae(rewards, values, mask, 0.9, 0.5)[0])
     torch.testing.assert_close(returns, discounted_returns(rewards, mask, 0.9))
+
+
+def test_a_lambda_for_each_length():
+    """With alpha 1/2 the lambdas of responses of 1, 2, 4 and 5 tokens are 0, 0, 1/2 and 3/5."""
+    lengths = torch.tensor([1, 2, 4, 5])
+    lam = length_adaptive_lambda(lengths, 0.5)
+    torch.testing.assert_close(lam, torch.tensor([0.0, 0.0, 0.5, 0.6]))
+    rewards, values = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(1)).double()
+    mask = torch.arange(7) < lengths[:, None]
+    advantages, returns = compute_gae(rewards, values, mask, 0.9, lam.double(), lam_critic=1.0)
+    torch.testing.assert_close(returns, discounted_returns(rewards, mask, 0.9))
+    for row, (length, own) in enumerate(zip([1, 2, 4, 5], [0.0, 0.0, 0.5, 0.6], strict=True)):
+        r, v = rewards[row].tolist(), [*values[row, :length].tolist(), 0.0]
+        errors = [r[t] + 0.9 * v[t + 1] - v[t] for t in range(length)]
+        for t in range(length):  # the definition: the sum of (gamma lambda)^k delta_{t+k}
+            expected = sum((0.9 * own) ** k * errors[t + k] for k in range(length - t))
+            assert advantages[row, t].item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_group_baselines_worked_by_hand():

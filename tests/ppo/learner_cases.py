@@ -7,7 +7,7 @@ from torch import nn
 
 from ppo_ds.build.algorithm import policy_loss
 from ppo_ds.config.registry import KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES, resolve
-from ppo_ds.config.sections.algo import EntropyConfig, PolicyConfig, ValueConfig
+from ppo_ds.config.sections.algo import EntropyConfig, PolicyConfig, PositiveNLLConfig, ValueConfig
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.batching import minibatches
@@ -22,6 +22,7 @@ PROMPTS, ANSWERS = [3, 1, 2, 5, 1, 2, 4, 2], [2, 6, 1, 3, 4, 1, 5, 2]
 POLICY = dict(
     level="token", kind="ppo", clip_low=0.2, clip_high=None, dual_clip=None, agg="token_mean",
     entropy_coef=0.0, entropy_kind="exact", kl_in_loss=False, kl_estimator="k2", aux_coef=0.0,
+    positive_nll=0.0, above=0.0,
 )  # fmt: skip
 VALUE = dict(clip=0.2, half=True, coef=1.0, agg="token_mean")
 
@@ -167,6 +168,7 @@ def policy_objective(**changes):
         sums_over_tokens=entry.sums_over_tokens,
         entropy=EntropyConfig(coef=made["entropy_coef"], kind=made["entropy_kind"]),
         kl=resolve(KL_ESTIMATORS[made["kl_estimator"]]) if made["kl_in_loss"] else None,
+        positive_nll=PositiveNLLConfig(coef=made["positive_nll"], above=made["above"]),
         aux_coef=made["aux_coef"],
         agg=resolve(LOSS_AGGREGATIONS[made["agg"]]),
         level=made["level"],
@@ -260,12 +262,15 @@ def by_hand(
     order = shuffled(len(rows), epochs, minibatch_size, seed)[:steps]
     for part in [part for i, part in enumerate(order) if i != left_out]:
         surrogate, entropies, kls, errors, squares = [], [], [], [], []
+        likelihoods = []  # of the correct responses
         for i in [i for i in part.tolist() if rows.finished[i] or not mask_truncated]:
             inputs = ids, _, r = unpadded(rows, i)
             logprobs, entropy, own = actor(*inputs, with_entropy=True)[:3]
             values = own if shared else critic(*inputs)
             for column in (surrogate, entropies, kls, errors, squares):
                 column.append([])
+            if rows.scores[i] > shape["above"]:
+                likelihoods.append([-logprobs[0, t] for t in range(r)])
             for t in range(r):
                 old, advantage = float(rows.old_logprobs[i, t]), float(rows.advantages[i, t])
                 ratio = torch.exp(logprobs[0, t] - old)
@@ -287,6 +292,8 @@ def by_hand(
         loss = loss + shape["aux_coef"] * mean(squares, "token_mean")
         if shape["kl_in_loss"]:
             loss = loss + kl_coef * mean(kls, shape["agg"])
+        if likelihoods:
+            loss = loss + shape["positive_nll"] * mean(likelihoods, "token_mean")
         optimizer.zero_grad()
         (loss + vshape["coef"] * mean(errors, vshape["agg"])).backward()
         optimizer.step()

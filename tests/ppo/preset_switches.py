@@ -27,6 +27,7 @@ STANDARD = {
     "gae.gamma": 1.0,
     "gae.lam": 0.95,
     "gae.lam_critic": None,
+    "gae.length_alpha": None,
     "gae.bootstrap_truncated": False,
     "advantage.estimator": "gae",
     "advantage.whiten": "batch",
@@ -45,6 +46,8 @@ STANDARD = {
     "value.next_state": "trained",
     "value.warmup_steps": 0,
     "value.pretrain_rollouts": 0,
+    "positive_nll.coef": 0.0,
+    "positive_nll.above": 0.0,
     "entropy.coef": 0.0,
     "entropy.kind": "exact",
     "loss.agg": "token_mean",
@@ -174,6 +177,16 @@ DEPARTURES = {
         "reward_shaping.clip": None,
         "epochs": 1,
     },
+    "vapo": {
+        "kl.place": "none",
+        "gae.length_alpha": 0.05,
+        "gae.lam_critic": 1.0,
+        "value.pretrain_rollouts": 50,
+        "policy.clip_high": 0.28,
+        "positive_nll.coef": 0.1,
+        "reward_shaping.clip": None,
+        "epochs": 1,
+    },
     "n_plus": {
         "reward_shaping.clip": None,
         "reward_shaping.normalize": "first",
@@ -265,5 +278,6 @@ DEPARTURES = {
         "epochs": 1,
     },
 }
-# presets that reproduce an error of a published loop and warn about it at start-up
-WARN = {"zysnlp", "zysnlp_strict", "sequence_kl", "minimind", "deepspeed_chat"}
+# Presets that reproduce an error of a published loop and warn about it at start-up. vapo warns about the
+# short responses of these tests.
+WARN = {"zysnlp", "zysnlp_strict", "sequence_kl", "minimind", "deepspeed_chat", "vapo"}

@@ -39,6 +39,7 @@ OBJECTIVES = {
     ),
     "sequence_sum": dict(policy=dict(agg="seq_mean_token_sum"), value=dict(agg="seq_mean_token_sum")),
     "sum_norm": dict(policy=dict(agg="token_sum_norm"), value=dict(agg="token_sum_norm")),
+    "positive": dict(policy=dict(positive_nll=0.3, above=0.2)),
     "value": dict(value=dict(clip=None, half=False, coef=0.1)),
 }
 
@@ -56,7 +57,7 @@ def test_the_weights_after_all_steps_are_those_of_the_loop_by_hand(world, rows, 
     assert (actor.module.head - before.head).abs().max() > 1e-3  # the weights must have changed
 
 
-@pytest.mark.parametrize("objective", ["plain", "kl", "sequence_mean", "sum_norm"])
+@pytest.mark.parametrize("objective", ["plain", "kl", "sequence_mean", "sum_norm", "positive"])
 @pytest.mark.parametrize(("ranks", "budget"), [(2, 1), (2, 24), (4, 10_000)])
 def test_ranks_change_neither_weights_nor_numbers(on_ranks, world, rows, objective, ranks, budget):
     settings = OBJECTIVES[objective]

@@ -132,6 +132,11 @@ def check_loss(config: Config, ranks: int) -> Iterator[str]:
             f"algo.loss.norm={algo.loss.norm}: only used with algo.loss.agg=token_sum_norm "
             f"(it is {algo.loss.agg})"
         )
+    if algo.positive_nll.above and not algo.positive_nll.coef:
+        yield (
+            f"algo.positive_nll.above={algo.positive_nll.above:g}: only used with algo.positive_nll.coef "
+            "above 0"
+        )
     if algo.loss.mask_truncated and algo.gae.bootstrap_truncated:
         yield (
             "algo.gae.bootstrap_truncated=true: changes the returns of truncated responses, which "
@@ -180,6 +185,7 @@ def check_values(config: Config, ranks: int) -> Iterator[str]:
     for key, is_set in (
         ("bootstrap_truncated=true", algo.gae.bootstrap_truncated),
         (f"lam_critic={algo.gae.lam_critic}", algo.gae.lam_critic is not None),
+        (f"length_alpha={algo.gae.length_alpha}", algo.gae.length_alpha is not None),
     ):
         if is_set and (algo.action_level == "sequence" or no_values):
             yield f"algo.gae.{key}: only used with algo.action_level=token and algo.advantage.estimator=gae"

@@ -49,6 +49,11 @@ class GAEConfig(Section):
     gamma: Fraction = Field(1.0, description="Discount factor.")
     lam: Fraction = Field(0.95, description="Lambda of the advantages.")
     lam_critic: Fraction | None = Field(None, description="Lambda of the returns; null: algo.gae.lam.")
+    length_alpha: Positive | None = Field(
+        None,
+        description="Alpha of VAPO's lambda of the advantages, 1 - 1 / (alpha x number of tokens of the "
+        "response), at least 0; null: algo.gae.lam.",
+    )
     bootstrap_truncated: bool = Field(
         False,
         description="Adds the value of the last state to a response cut at the length limit, instead of 0.",
@@ -110,6 +115,16 @@ class ValueConfig(Section):
     warmup_steps: Natural = Field(0, description="PPO steps at the start that train only the critic.")
     pretrain_rollouts: Natural = Field(
         0, description="Rollouts before the first step that train only the critic, with lambda 1."
+    )
+
+
+class PositiveNLLConfig(Section):
+    """Negative log-likelihood of correct responses, added to the policy loss (VAPO)."""
+
+    coef: NonNegative = Field(0.0, description="Coefficient of the loss; 0: off.")
+    above: Number = Field(
+        0.0,
+        description="A response is correct if its score, as the reward returned it, is above this number.",
     )
 
 
@@ -220,6 +235,7 @@ class AlgoConfig(Section):
     advantage: AdvantageConfig
     policy: PolicyConfig
     value: ValueConfig
+    positive_nll: PositiveNLLConfig
     entropy: EntropyConfig
     loss: LossConfig
     reward_shaping: RewardShapingConfig
