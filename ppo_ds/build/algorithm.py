@@ -36,7 +36,7 @@ from ppo_ds.ppo.advantages import (
     estimate_by_token,
     estimate_one_step,
 )
-from ppo_ds.ppo.experience import ExperienceMaker
+from ppo_ds.ppo.experience import ExperienceMaker, OldLogprobs
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective
 from ppo_ds.ppo.parity import BOUNDS, ParityMonitor
@@ -47,14 +47,16 @@ from ppo_ds.training.token_budgets import TokenBudgets
 from ppo_ds.types import Sequences
 
 
-def old_logprobs_from_update(config: Config) -> bool:
-    """Returns whether the forward of the update computes the old log-probs, without a separate forward.
+def old_logprobs_source(config: Config) -> OldLogprobs:
+    """Returns which computation gives the old log-probs, see ExperienceMaker.
 
-    This is possible if one optimizer step uses the whole rollout, the old policy does not lag, and nothing
-    before the update needs the log-probs: there is no KL in the reward, no importance weight for the decode
-    backend, no value head on the actor, and no step in which only the critic learns.
+    The forward of the update computes them if one optimizer step uses the whole rollout, the old policy does
+    not lag, and nothing before the update needs the log-probs: there is no KL in the reward, no importance
+    weight for the decode backend, no value head on the actor, and no step in which only the critic learns.
     """
     algo, size = config.algo, rollout_size(config)
+    if algo.old_logprobs == "rollout":
+        return "rollout"
     one_step = algo.epochs == 1 and (algo.minibatch_size or size) == size
     needed_before = (
         algo.kl.place == "reward"
@@ -62,7 +64,7 @@ def old_logprobs_from_update(config: Config) -> bool:
         or config.critic.share_trunk
         or algo.value.warmup_steps > 0
     )
-    return one_step and algo.old_policy == "rollout" and not needed_before
+    return "update" if one_step and algo.old_policy == "rollout" and not needed_before else "forward"
 
 
 def experience_maker(
@@ -90,7 +92,7 @@ def experience_maker(
         reference=reference,
         critic=critic,
         share_trunk=critic is None and learns_values(config),
-        compute_old_logprobs=not old_logprobs_from_update(config),
+        old_logprobs=old_logprobs_source(config),
         masked_stop_ids=masked_stop_ids(algo.train_on_eos, stop_token_ids, pad_id),
         shaper=ScoreShaper(algo.reward_shaping, world),
         charged_kl=_kl_estimator(algo.kl) if algo.kl.place == "reward" else None,
@@ -139,7 +141,7 @@ def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
     maker = replace(maker, estimate_advantages=estimate)
     if maker.charged_kl is not None:
         return maker
-    return replace(maker, compute_old_logprobs=False, reference=None, rollout_is=RolloutISConfig(kind="none"))
+    return replace(maker, old_logprobs="update", reference=None, rollout_is=RolloutISConfig(kind="none"))
 
 
 def masked_stop_ids(
@@ -238,6 +240,7 @@ def learner(
         timer=timer,
         health=health,
         parity=parity,
+        decoded_old_logprobs=algo.old_logprobs == "rollout",
         counts_ratios=config.tracker.logs_histograms,
     )
 

@@ -91,6 +91,7 @@ IMMUTABLE = (
     *(
         "algo.action_level",
         "algo.old_policy",
+        "algo.old_logprobs",
         "algo.epochs",
         "algo.minibatch_size",
         "algo.train_on_eos",

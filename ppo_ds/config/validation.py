@@ -41,6 +41,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     algo.check_policy_loss: ("algo",),
     algo.check_loss: ("sampling", "algo"),
     algo.check_rollout_is: ("algo",),
+    algo.check_old_logprobs: ("critic", "algo"),
     algo.check_values: ("critic", "algo"),
     algo.check_scores: ("algo",),
     algo.check_parts: ("reward", "algo"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, SupportsInt
+from typing import Any, Literal, SupportsInt
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ from ppo_ds.training.metrics import MetricSums
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Experience, Metrics, Rollout, ScoredRollout, Scores, Sequences
 
+# Source of the actor's log-probs and of the old log-probs: a forward of the actor before the update, the
+# forward of the update itself (learner.py), or the decode backend
+OldLogprobs = Literal["forward", "update", "rollout"]
+
 
 @dataclass(kw_only=True)
 class ExperienceMaker:
@@ -45,7 +49,7 @@ class ExperienceMaker:
     reference: FrozenModel | None  # None if nothing needs the KL to it
     critic: TrainedModel | None  # None: critic-free, or the actor has the value head
     share_trunk: bool  # the actor has the value head
-    compute_old_logprobs: bool  # False: the forward of the update computes them (learner.py)
+    old_logprobs: OldLogprobs
     # the algorithm
     masked_stop_ids: tuple[int, ...]  # end tokens that are not actions
     shaper: ScoreShaper
@@ -159,7 +163,9 @@ class ExperienceMaker:
         plan = self.plan(rollout)
         fault("score")
         logprobs = old_logprobs = ref_logprobs = values = None
-        if self.compute_old_logprobs:
+        if self.old_logprobs == "rollout":
+            logprobs = old_logprobs = rollout.logprobs
+        elif self.old_logprobs == "forward":
             with self.timer("old_logprobs"):  # log pi_old(a|s), training engine, dropout 0
                 logprobs, old_logprobs, values = self.forward_actor(rollout, plan)
         if self.reference is not None:

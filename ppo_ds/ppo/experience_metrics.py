@@ -15,8 +15,14 @@ from ppo_ds.ops.masked import masked_mean
 from ppo_ds.types import ENDS, Experience, Histogram, Metrics
 
 
-def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int) -> Metrics:
-    """Computes the metrics reward/*, kl/*, parity/*, value/* and rollout/* of the state before the update."""
+def describe(
+    experience: Experience, *, kl_coef: float, samples_per_prompt: int, decoded_logprobs: bool = False
+) -> Metrics:
+    """Computes the metrics reward/*, kl/*, parity/*, value/* and rollout/* of the state before the update.
+
+    ``decoded_logprobs`` tells that ``experience.logprobs`` are those of the decode backend. The update then
+    measures parity/*.
+    """
     mask = experience.response_mask
     scores, lengths = experience.scores.double(), experience.response_lengths
     responses = zip(experience.response_ids.tolist(), lengths.tolist(), strict=True)
@@ -40,7 +46,7 @@ def describe(experience: Experience, *, kl_coef: float, samples_per_prompt: int)
     if samples_per_prompt > 1:  # a single response has no standard deviation
         stds = scores.view(-1, samples_per_prompt).std(1, unbiased=False)
         metrics["rollout/zero_std_group_frac"] = (stds == 0).double().mean()
-    if experience.logprobs is not None:
+    if experience.logprobs is not None and not decoded_logprobs:
         metrics |= decode_gap(experience)
     if experience.values is not None:
         returns, states = experience.returns.double(), experience.value_mask

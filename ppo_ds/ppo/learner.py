@@ -23,7 +23,7 @@ from ppo_ds.engine.lockstep import step_or_skip
 from ppo_ds.engine.trained import StepInfo, TrainedModel
 from ppo_ds.ops.histograms import RATIO_EDGES, count_bins
 from ppo_ds.ops.losses import BatchTotals, batch_totals
-from ppo_ds.ops.masked import sum_and_count
+from ppo_ds.ops.masked import keep, sum_and_count
 from ppo_ds.ppo.advantages import Whitening
 from ppo_ds.ppo.batching import minibatches, scatter_tokens
 from ppo_ds.ppo.health import NonFiniteStep, first_nonfinite
@@ -38,7 +38,8 @@ from ppo_ds.types import Experience, Histogram, Metrics, Sequences
 ROLES = {"actor": "policy", "critic": "value"}  # model -> prefix of its metrics
 # metrics that are logged as NaN when a rollout is skipped; the other metrics of the update are then absent
 UNKNOWN = ("policy/loss", "value/loss", "value/explained_var")
-GAP = "parity/logp_abs_diff_mean"  # the gap between the log-probs of generation and training
+# mean and maximum of the gap between the log-probs of generation and training
+GAP, MAX_GAP = "parity/logp_abs_diff_mean", "parity/logp_abs_diff_max"
 
 
 class Average(Protocol):
@@ -53,7 +54,7 @@ class ActorBackward:
 
     loss: Tensor  # 0-dim: the sum over the micro-batches
     kl_sums: Tensor  # [2]: approx_kl as (sum, count)
-    gap_sums: Tensor  # [2]: |log-prob of generation - log-prob| as (sum, count)
+    gaps: list[Parts]  # GAP and MAX_GAP of each micro-batch; {} if the gap is not measured
     ratio_max: Tensor  # 0-dim
     logprobs: list[Tensor]  # one tensor [b,R'] for each micro-batch
 
@@ -85,7 +86,8 @@ class Learner:
     world: World
     timer: PhaseTimer
     health: Health
-    parity: ParityMonitor  # checks the first forward of an update that computes the old log-probs
+    parity: ParityMonitor  # checks the first forward of an update, if it is the first to run the actor
+    decoded_old_logprobs: bool = False  # the old log-probs are those of the decode backend
     counts_ratios: bool = False  # counts the ratios of all tokens for take_ratios
 
     # state: this rank's counts in the bins of RATIO_EDGES since the last call of take_ratios, [N] long
@@ -127,12 +129,23 @@ class Learner:
 
             losses, actor = self.backward(minibatch, micros, kl_coef, critic_only, metrics)
             uses_kl = self.target_kl is not None and actor is not None
-            check = self.check_parity if first_forward else None
-            sums = torch.cat([actor.kl_sums, actor.gap_sums]) if uses_kl or first_forward else None
-            done = step_or_skip(models, losses, sums, world=self.world, timer=self.timer, check=check)
+            measures_gap = actor is not None and steps_done == 0 and GAP in actor.gaps[0]
+            extra = [actor.kl_sums] if uses_kl else []
+            if measures_gap:
+                extra.append(torch.stack([gap[GAP] for gap in actor.gaps]).sum(0))
+            done = step_or_skip(
+                models,
+                losses,
+                torch.cat(extra) if extra else None,
+                world=self.world,
+                timer=self.timer,
+                check=self.check_parity if measures_gap else None,
+            )
 
             if actor is not None and steps_done == 0:
                 metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
+                for gap in actor.gaps if self.decoded_old_logprobs else []:  # else measured in all rows
+                    metrics.add_parts(gap)
             if first_forward:  # this is the only optimizer step of the update
                 mine = scatter_tokens(actor.logprobs, experience, [rows[part] for part in plan])
                 of_all_ranks = self.world.sum(mine)
@@ -197,9 +210,9 @@ class Learner:
     def check_parity(self, sums: list[float]) -> None:
         """Raises StepRefused if the gap of generation ends the run.
 
-        ``sums`` are those of ActorBackward.kl_sums and .gap_sums over all ranks.
+        The last two of ``sums`` are the sum and the count of the gap over all ranks.
         """
-        total, count = sums[2:]
+        total, count = sums[-2:]
         self.parity.stop_if_exceeded(total / max(count, 1.0))
 
     def totals(self, minibatch: Experience) -> tuple[BatchTotals, BatchTotals | None]:
@@ -226,7 +239,7 @@ class Learner:
     ) -> ActorBackward:
         """Accumulates the actor's gradients over the micro-batches of one optimizer step."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        kl_sums, gap_sums, ratios, logprobs = loss_sum.new_zeros(2), loss_sum.new_zeros(2), [], []
+        kl_sums, gaps, ratios, logprobs = loss_sum.new_zeros(2), [], [], []
         # The PTX losses come first, because ZeRO reduces gradients in the last backward. That backward must
         # reach every weight, including a value head, which only PPO's own losses do.
         for loss, parts in self.ptx_losses():
@@ -239,15 +252,14 @@ class Learner:
                 self.actor.backward(loss, last=micro is micros[-1])
                 loss_sum += loss.detach()
                 kl_sums += parts["policy/approx_kl"]
-                if GAP in parts:
-                    gap_sums += parts.pop(GAP)
+                gaps.append({name: parts.pop(name) for name in (GAP, MAX_GAP) if name in parts})
                 metrics.add_parts(parts)
                 ratios.append(parts["policy/ratio_max"])
                 if self.counts_ratios:
                     self.count_ratios(micro, logprobs_now)
                 logprobs.append(logprobs_now)
                 done(len(ratios))
-        return ActorBackward(loss_sum, kl_sums, gap_sums, torch.stack(ratios).max(), logprobs)
+        return ActorBackward(loss_sum, kl_sums, gaps, torch.stack(ratios).max(), logprobs)
 
     def count_ratios(self, micro: Experience, logprobs: Tensor) -> None:
         """Counts the ratios of a micro-batch's tokens; ``logprobs`` [b,R'] are of the current policy."""
@@ -298,10 +310,9 @@ class Learner:
         )
         micro = micro.to(self.world.device)  # after the forward, since the model arranges its rows on the CPU
         loss, parts = self.policy(out, micro, totals, kl_coef)
-        if micro.old_logprobs is None:
-            parts[GAP] = sum_and_count(
-                (micro.decode_logprobs - out.logprobs).double().abs(), micro.response_mask
-            )
+        if micro.old_logprobs is None or self.decoded_old_logprobs:
+            gap = keep(micro.decode_logprobs - out.logprobs.detach(), micro.response_mask).double().abs()
+            parts |= {GAP: sum_and_count(gap, micro.response_mask), MAX_GAP: gap.max()}
         if out.values is not None:
             value, value_parts = self.value(out.values, micro, value_totals)
             loss, parts = loss + value, parts | value_parts

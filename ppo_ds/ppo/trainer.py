@@ -121,7 +121,8 @@ class PPOTrainer:
         kl_coef = self.kl.value
         experience, made = self.make_experience(rollout, scores, kl_coef)
         self.context.stop.raise_if_stopped()  # a later stop request does not interrupt the step
-        if experience.logprobs is not None:  # otherwise the update checks its first forward
+        # otherwise the update checks its first forward
+        if experience.logprobs is not None and self.algo.old_logprobs == "recompute":
             self.parity_monitor.stop_if_exceeded(float(decode_gap(experience)["parity/logp_abs_diff_mean"]))
 
         # 3. clipped updates
@@ -136,7 +137,12 @@ class PPOTrainer:
         if self.lagged is not None and is_due(index + 2, self.algo.lag):
             self.lagged.copy()
         metrics = (
-            describe(experience, kl_coef=kl_coef, samples_per_prompt=self.samples_per_prompt)
+            describe(
+                experience,
+                kl_coef=kl_coef,
+                samples_per_prompt=self.samples_per_prompt,
+                decoded_logprobs=self.algo.old_logprobs == "rollout",
+            )
             | ({} if self.algo.kl.controller == "fixed" else {"kl/target": self.algo.kl.target})
             | collected
             | made

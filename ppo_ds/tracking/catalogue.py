@@ -737,7 +737,8 @@ _PARITY = Section(
             "parity/logp_abs_diff_mean",
             "mean difference",
             "nats per token",
-            "Mean absolute difference between the log-probs of generation and of the training engine.",
+            "Mean absolute difference between the log-probs of generation and of the training engine; with "
+            "`algo.old_logprobs=rollout`, in the first optimizer step.",
             healthy=(0.0, 0.05),
             reason="the tests of [NeMo RL](https://docs.nvidia.com/nemo/rl/latest/adding-new-models.html) "
             "require a mean of exp of the difference below 1.05 to 1.1; measured on the CPU: 2e-7 in fp32. "
@@ -761,7 +762,8 @@ _PARITY = Section(
             "the update differs from that of the old log-probs.",
             healthy=(0.9, 1.1),
             reason="by definition 1, up to rounding (fp32 on the CPU: 1.0000); with `algo.old_policy=lagged` "
-            "the old policy is another one, and the range does not apply",
+            "the old policy is another one, and with `algo.old_logprobs=rollout` the ratio contains the "
+            "difference between generation and training: the range does not apply",
             remedy="Switch off dropout and other randomness of the model, or use a wider "
             "`actor.model.dtype`.",
         ),

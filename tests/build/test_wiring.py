@@ -168,6 +168,8 @@ NORM = "algo.loss.agg=token_sum_norm"
         ("algo.rollout_is.level=sequence", ["algo.rollout_is.kind=truncate"], {"weights", "actor"}),
         ("algo.rollout_is.kind=truncate", ["algo.rollout_is.kind=tis"], set()),
         ("algo.rollout_is.kind=mask", [ICEPOP], set()),
+        ("algo.old_logprobs=rollout", [], REWARDS | {"scored"}),
+        ("algo.old_logprobs=rollout", [IN_LOSS], {"actor", "scored"}),
         (SEQUENCE, [], ADVANTAGES),
         ("algo.value.position=response_last", [SEQUENCE], ADVANTAGES),
         ("memory.score_tokens=77", [], {"scored"}),

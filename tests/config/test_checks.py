@@ -313,6 +313,25 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "algo.rollout_is.level=sequence_mean: only used with algo.rollout_is.kind=truncate or mask (it "
             "is none)",
         ),
+        (
+            ["algo.old_logprobs=rollout", "algo.old_policy=lagged"],
+            "algo.old_logprobs=rollout: needs algo.old_policy=rollout, since the lagged policy has not",
+        ),
+        (
+            ["algo.old_logprobs=rollout", "algo.rollout_is.kind=tis"],
+            "algo.old_logprobs=rollout: algo.rollout_is.kind=tis compares the decode backend with the "
+            "forward that this saves; set algo.rollout_is.kind=none or algo.old_logprobs=recompute",
+        ),
+        (
+            ["algo.old_logprobs=rollout", "critic.share_trunk=true"],
+            "algo.old_logprobs=rollout: critic.share_trunk=true computes the values in the forward that this "
+            "saves; set algo.old_logprobs=recompute",
+        ),
+        (
+            ["algo.old_logprobs=rollout", "health.max_parity=null"],
+            "algo.old_logprobs=rollout: needs a limit on the difference to the training engine; set "
+            "health.max_parity to auto or a number",
+        ),
         (["algo.rollout_is.low=3"], "algo.rollout_is.low=3: must be at most algo.rollout_is.high=2"),
         (
             ["algo.reward_shaping.overlong_buffer=9"],

@@ -127,7 +127,7 @@ def maker(world, reference=None, critic=None, **changes):
         reference=reference or Stub(shift=2.0),
         critic=critic or Stub(value=True),
         share_trunk=False,
-        compute_old_logprobs=True,
+        old_logprobs="forward",
         masked_stop_ids=(),
         shaper=shaper(world),
         charged_kl=kl_estimator("k1"),

@@ -254,7 +254,8 @@ def make_and_learn(
         # computed before the update even for a single optimizer step.
         rollout = numbers.rollout()
         scores = Pending.of(scores_of(rollout))
-        experience, seen = replace(make, compute_old_logprobs=True)(rollout, scores, coef)
+        make = replace(make, old_logprobs="forward") if make.old_logprobs == "update" else make
+        experience, seen = make(rollout, scores, coef)
     engines = dict(world=world, actor=actor, critic=critic, timer=timer)
     unlimited = ParityMonitor(None, stops=True)
     learn = learner(config, **engines, health=Health(1), parity=unlimited, **parts)

@@ -7,6 +7,7 @@ The sources are the papers, and the configs and code of the systems that give th
 STANDARD = {
     "action_level": "token",
     "old_policy": "rollout",
+    "old_logprobs": "recompute",
     "lag": 4,
     "aux_coef": 0.0,
     "epochs": 2,

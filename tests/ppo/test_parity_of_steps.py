@@ -8,12 +8,24 @@ import pytest
 import torch
 
 from ppo_ds.build.algorithm import parity_monitor
-from ppo_ds.ppo.experience_metrics import decode_gap
+from ppo_ds.ppo.experience_metrics import decode_gap, describe
 from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.training.state import EXIT_CODES, RESUME_HINTS
 from ppo_ds.training.stopping import Abandoned, StepRefused
-from tests.ppo.algo_cases import two_groups, without
-from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, learner, on_policy
+from tests.ppo.algo_cases import Stub, answers, maker, rounded, two_groups, without
+from tests.ppo.learner_cases import (
+    ANSWERS,
+    PROMPTS,
+    Engine,
+    TinyCritic,
+    TinyPolicy,
+    V,
+    by_hand,
+    learner,
+    on_policy,
+    same,
+    shuffled,
+)
 from tests.ppo.preset_runs import composed
 from tests.ppo.trainer_cases import named, stand_ins
 
@@ -154,3 +166,104 @@ def test_the_first_forward_of_an_update_is_checked(on_ranks, experience, ranks, 
             assert f"{MEAN}=0.25 nats" in seen.error and seen.steps == [0, 0]
             assert seen.skips == [[False], [False]]  # gradients dropped, the loss scale unchanged
             assert torch.equal(seen.head, TinyPolicy(V, 1).head)
+
+
+# -- the decode backend's log-probs as old log-probs ---------------------------------------------------------
+
+
+def around(rows, scale):
+    """Returns rows whose old log-probs are those of the decode backend, and the gaps of the tokens.
+
+    The gaps to the actor before the update are noise; column values outside the mask are arbitrary.
+    """
+    rows, _ = on_policy(rows)
+    noise = scale * torch.randn(rows.logprobs.shape, generator=torch.Generator().manual_seed(6))
+    decoded = torch.where(rows.response_mask, (rows.logprobs + noise).float(), rows.logprobs)
+    return replace(rows, decode_logprobs=decoded, old_logprobs=decoded, logprobs=decoded), noise.abs()
+
+
+@pytest.mark.parametrize("target_kl", [None, 1e9])
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (2, 10_000), (2, 1)])
+def test_an_update_measures_the_gap_of_its_first_minibatch(on_ranks, experience, ranks, budget, target_kl):
+    """Later minibatches are not measured: the actor has changed. The weights are those without the check."""
+    rows, gaps = around(experience(PROMPTS, ANSWERS), 0.3)
+    first = shuffled(8, 2, 4, 3)[0]
+    measured = gaps[first][rows.response_mask[first]]
+
+    def work(world, decoded):
+        actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
+        monitor = ParityMonitor(float(measured.mean()) + 1e-3, stops=True)
+        settings = dict(budget=budget, target_kl=target_kl, parity=monitor)
+        learn = learner(world, actor, critic, **settings, decoded_old_logprobs=decoded)
+        after, seen = learn(rows, 0.0, 3)
+        assert after is rows
+        return seen, actor.module.head.detach()
+
+    for seen, head in on_ranks(ranks, lambda world: work(world, True)):
+        assert seen[MEAN] == pytest.approx(float(measured.mean()), abs=1e-6)
+        assert seen["parity/logp_abs_diff_max"] == pytest.approx(float(measured.max()), abs=1e-6)
+        assert seen["parity/ratio_first_minibatch_max"] > 1.1
+        plain, expected = on_ranks(ranks, lambda world: work(world, False))[0]
+        assert MEAN not in plain and torch.equal(head, expected)
+
+
+@pytest.mark.parametrize("target_kl", [None, 1e9])
+def test_a_first_minibatch_above_the_limit_refuses_the_step(on_ranks, experience, target_kl):
+    rows, gaps = around(experience(PROMPTS, ANSWERS), 0.3)
+    first = shuffled(8, 2, 4, 3)[0]
+    mean = float(gaps[first][rows.response_mask[first]].mean())
+
+    def work(world):
+        actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
+        monitor = ParityMonitor(mean - 1e-3, stops=True)
+        settings = dict(parity=monitor, decoded_old_logprobs=True, target_kl=target_kl)
+        with pytest.raises(StepRefused, match=f"{MEAN}={mean:.3f}"):
+            learner(world, actor, critic, **settings)(rows, 0.0, 3)
+        assert actor.steps == critic.steps == 0 and actor.skipped == critic.skipped == [False]
+        # the critic alone needs no log-probs, so that nothing is measured
+        _, seen = learner(world, actor, critic, **settings)(rows, 0.0, 3, critic_only=True)
+        assert MEAN not in seen and critic.steps == 4
+
+    on_ranks(2, work)
+
+
+def test_the_loss_uses_the_log_probs_of_the_decode_backend(world, experience):
+    rows, _ = around(experience(PROMPTS, ANSWERS), 0.3)
+    actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
+    learner(world, actor, critic, decoded_old_logprobs=True)(rows, 0.0, 3)
+    same((actor, critic), by_hand(rows))
+
+
+def test_an_experience_takes_the_log_probs_of_the_decode_backend(world):
+    """The decoded log-probs are 0.05 above -token / 10, and the reference is 0.2 below -token / 10.
+
+    The KL in the reward, 0.5 * 0.25 per token, is that of the decode backend. The actor runs no forward.
+    """
+    actor = Stub()
+    rollout = answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]])
+    decoded = torch.tensor([[-0.05, -0.15], [-0.25, 0.0]])
+    rollout = replace(rollout, logprobs=decoded)
+    made, _ = maker(world, actor=actor, old_logprobs="rollout")(rollout, 0.5)
+    assert actor.forwards == 0
+    for name in ("logprobs", "old_logprobs", "decode_logprobs"):
+        assert torch.equal(getattr(made, name), decoded), name
+    assert rounded(made.rewards) == [[-0.125, 0.875, 0], [1.875, 0, 0]]
+    seen = describe(made, kl_coef=0.5, samples_per_prompt=1, decoded_logprobs=True)
+    assert MEAN not in seen and seen["kl/ref_token_mean"] == pytest.approx(0.25)
+    assert MEAN in describe(made, kl_coef=0.5, samples_per_prompt=1)
+
+
+def test_the_trainer_leaves_decoded_log_probs_to_the_update(loop):
+    """Compared with themselves, they have no gap; the metric is that of the update."""
+    run, _ = loop(algo=("algo.old_logprobs=rollout",), parity_monitor=ParityMonitor(0.4, stops=False))
+    drifting(run, 1)
+    learn = run.stage.learn
+
+    def learned(rows, *args, **kwargs):
+        rows, seen = learn(rows, *args, **kwargs)
+        return rows, seen | {MEAN: 0.45}
+
+    run.stage.learn = learned
+    assert run.fit() == "done"
+    assert [metrics[MEAN] for metrics in run.tracker.metrics.values()] == [0.45] * 3
+    assert [step for step, kind, _ in run.tracker.told if kind == "warning"] == [1]

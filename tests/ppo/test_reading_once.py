@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from ppo_ds.build.algorithm import old_logprobs_from_update, pretraining
+from ppo_ds.build.algorithm import old_logprobs_source, pretraining
 from ppo_ds.config.schema import uses_reference
 from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, kl_estimator, maker, without, without_critic
 from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, learner, on_policy
@@ -92,7 +92,8 @@ def test_an_experience_without_a_reference_is_trained_on(world, rows):
 def test_unneeded_models_make_no_forward(world, early, with_reference):
     actor, reference = Stub(), Stub(shift=2.0)
     make = replace(
-        maker(world, actor=actor, reference=reference, charged_kl=None), compute_old_logprobs=early
+        maker(world, actor=actor, reference=reference, charged_kl=None),
+        old_logprobs="forward" if early else "update",
     )
     make = make if with_reference else replace(make, reference=None)
     rollout = answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]])
@@ -136,7 +137,12 @@ def test_critic_pretraining_runs_only_models_that_affect_returns(world, in_rewar
     ],
 )
 def test_conditions_for_a_single_actor_forward(arguments, once):
-    assert old_logprobs_from_update(composed(*arguments, samples=2)) == once
+    assert old_logprobs_source(composed(*arguments, samples=2)) == ("update" if once else "forward")
+
+
+@pytest.mark.parametrize("preset", ["grpo", "standard"])
+def test_no_actor_forward_before_the_update_with_decoded_log_probs(preset):
+    assert old_logprobs_source(composed(preset, "algo.old_logprobs=rollout", samples=2)) == "rollout"
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,30 @@ def check_rollout_is(config: Config, ranks: int) -> Iterator[str]:
         yield f"algo.rollout_is.low={weights.low:g}: must be at most algo.rollout_is.high={weights.high:g}"
 
 
+def check_old_logprobs(config: Config, ranks: int) -> Iterator[str]:
+    """Yields an error line for each key that needs the forward which algo.old_logprobs=rollout saves."""
+    algo, key = config.algo, "algo.old_logprobs=rollout"
+    if algo.old_logprobs == "recompute":
+        return
+    if algo.old_policy == "lagged":
+        yield f"{key}: needs algo.old_policy=rollout, since the lagged policy has not generated the responses"
+    if algo.rollout_is.kind != "none":
+        yield (
+            f"{key}: algo.rollout_is.kind={algo.rollout_is.kind} compares the decode backend with the "
+            "forward that this saves; set algo.rollout_is.kind=none or algo.old_logprobs=recompute"
+        )
+    if config.critic.share_trunk:
+        yield (
+            f"{key}: critic.share_trunk=true computes the values in the forward that this saves; set "
+            "algo.old_logprobs=recompute"
+        )
+    if config.health.max_parity is None:
+        yield (
+            f"{key}: needs a limit on the difference to the training engine; set health.max_parity to auto "
+            "or a number"
+        )
+
+
 def check_values(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each option of values that the action level or estimator does not support."""
     algo, estimator = config.algo, config.algo.advantage.estimator

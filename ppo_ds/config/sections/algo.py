@@ -256,6 +256,11 @@ class AlgoConfig(Section):
         description="Policy of the old log-probs: the one that generated, or a copy from up to algo.lag "
         "steps ago.",
     )
+    old_logprobs: Literal["recompute", "rollout"] = Field(
+        "recompute",
+        description="Source of the old log-probs: a forward of the actor, or the decode backend, which saves "
+        "that forward; health.max_parity limits the difference.",
+    )
     lag: Count = Field(
         4,
         description="PPO steps between two copies of the lagged policy, the first of which is made after "

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch
 
-from ppo_ds.build.algorithm import old_logprobs_from_update
+from ppo_ds.build.algorithm import old_logprobs_source
 from ppo_ds.build.memory_estimate import Estimate, FrozenModel, Models
 from ppo_ds.config.schema import (
     Config,
@@ -213,7 +213,7 @@ class PPOTime(StepTime):
         phases["generate"] = self.generate(self.responses)
         if scored := self.rewards():
             phases["reward"] = scored
-        if not old_logprobs_from_update(config):
+        if old_logprobs_source(config) == "forward":
             phases["old_logprobs"] = self.score_by("actor", models.actor)
         if models.reference is not None:
             phases["ref_logprobs"] = self.score_by_frozen(models.reference)

@@ -146,7 +146,7 @@ def make_experience(device: FakeCuda, forwards: int) -> None:
             reference=FrozenModel(policy, policy, CUDA),
             critic=Engine(ScoreModel(classifier("qwen2")), world),
             share_trunk=False,
-            compute_old_logprobs=True,
+            old_logprobs="forward",
             masked_stop_ids=(),
             shaper=ScoreShaper(RewardShapingConfig(), world),
             charged_kl=resolve(KL_ESTIMATORS["k1"]),
