@@ -1,0 +1,239 @@
+"""Tests the adapter of vLLM with the fake engine, beyond the contract of all backends (test_backends.py).
+
+The fake is compared with vLLM in tests/vllm, where the real engine is tested too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ppo_ds.config.sections.data import VLLMConfig
+from ppo_ds.errors import UserError
+from ppo_ds.rollout.vllm import CHECK_EVERY, VLLMGenerator, refusal
+from tests.support import fake_vllm
+
+V, EOS = 40, 1
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    fake_vllm.install(monkeypatch)
+
+
+def model(seed=0, **options):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=24, head_dim=32, initializer_range=0.5, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None, **options,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def make(tokenizer):
+    """Returns a function that starts an engine for a model; tokens from 3 on are a, b, c, ..."""
+
+    def start(lm, settings=None, temperature=1.0, longest=64, **arguments):
+        with torch.random.fork_rng():
+            return VLLMGenerator(
+                lambda: lm,
+                tokenizer=tokenizer([chr(97 + i) for i in range(V - 3)]),
+                token_budget=100,
+                settings=settings or VLLMConfig(),
+                kv_cache=2**20,
+                longest=longest,
+                temperature=temperature,
+                **arguments,
+            )
+
+    return start
+
+
+def weights_of(lm):
+    return iter(lm.named_parameters())  # tied weights once, as HybridActor.weights
+
+
+def largest_gap(lm, rollout):
+    """Returns the largest difference between the log-probs of a rollout and those of a plain forward."""
+    gaps = []
+    for i, mask in enumerate(rollout.response_mask):
+        row, count = rollout.ids[i][rollout.attention_mask[i]], int(mask.sum())
+        with torch.no_grad():
+            table = lm(input_ids=row[None]).logits[0].log_softmax(-1)
+        expected = table[-count - 1 : -1].gather(1, row[-count:, None])[:, 0]
+        gaps.append((rollout.logprobs[i, :count] - expected).abs().max())
+    return float(torch.stack(gaps).max())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_phase_generates_with_the_weights_that_it_received(make, prompts, sampling, tied):
+    first, second = model(0, tie_word_embeddings=tied), model(1, tie_word_embeddings=tied)
+    generator, rows = make(first), prompts([3, 4, 5], [6], [7, 8])
+    for lm in (first, second, first):
+        with generator.loaded(weights_of(lm)):
+            assert largest_gap(lm, generator(rows, sampling(9))) < 1e-5
+            assert largest_gap(lm, generator(rows, sampling(5))) < 1e-5
+
+
+def test_the_engine_sleeps_between_phases_and_generates_only_inside_them(make, prompts, sampling):
+    """The level is set after the start, since vLLM refuses it on a CPU. The fake's level 2 loses weights."""
+    lm, rows = model(), prompts([3, 4, 5], [6])
+    generator = make(lm)
+    generator.sleep = 2
+    for _ in range(2):
+        with generator.loaded(weights_of(lm)):
+            assert largest_gap(lm, generator(rows, sampling(4))) < 1e-5
+        with pytest.raises(AssertionError, match="only inside"):
+            generator(rows, sampling(4))
+    with pytest.raises(KeyError), generator.loaded(weights_of(lm)):
+        raise KeyError
+    with pytest.raises(AssertionError, match="only inside"):
+        generator(rows, sampling(4))
+
+
+def test_every_weight_is_read_even_if_the_engine_stops_early(make, monkeypatch):
+    """Reading the weights is a collective with ZeRO-3."""
+    lm, read = model(), []
+    generator = make(lm)
+    monkeypatch.setattr(fake_vllm.LLM, "_reload", lambda self, weights_iterator: next(weights_iterator))
+    with generator.loaded(read.append(name) or (name, value) for name, value in weights_of(lm)):
+        assert read == [name for name, _ in weights_of(lm)]
+
+
+@pytest.mark.parametrize("stops", [(), ("dc",)])
+def test_ranks_of_a_group_generate_the_rows_of_all_and_keep_their_own(make, prompts, sampling, stops):
+    lm = model()
+    parts = [prompts([3, 4, 5], [6]), prompts([7], [8, 9, 10], [3, 4, 5])]
+    options, seeds, alone = sampling(9, stop_strings=stops), (11, 12), []
+    for part, seed in zip(parts, seeds, strict=True):
+        generator = make(lm)
+        torch.manual_seed(seed)
+        with generator.loaded(weights_of(lm)):
+            alone.append(generator(part, options))
+    sent = []  # the rows that each rank passes to the others
+    for part, seed in zip(parts, seeds, strict=True):
+        group = SimpleNamespace(rank=0, gather_objects=lambda rows: [sent.append(rows) or rows], any=bool)
+        generator = make(lm, group=group)
+        torch.manual_seed(seed)
+        with generator.loaded(weights_of(lm)):
+            generator(part, options)
+    for rank, part in enumerate(parts):
+        generator = make(lm, group=SimpleNamespace(rank=rank, gather_objects=lambda rows: sent, any=bool))
+        with generator.loaded(weights_of(lm)):
+            together = generator(part, options)
+        assert torch.equal(together.ids, alone[rank].ids)
+        assert torch.allclose(together.logprobs, alone[rank].logprobs, atol=1e-5)
+
+
+def test_a_group_stops_at_the_same_step_once_one_rank_must_stop(make, prompts, sampling, monkeypatch):
+    lm, steps, asked = model(), [], []
+    group = SimpleNamespace(
+        rank=0, gather_objects=lambda rows: [rows], any=lambda flag: asked.append(flag) or len(asked) == 3
+    )
+    generator = make(lm, longest=300, group=group)
+    step = fake_vllm.LLMEngine.step
+    monkeypatch.setattr(fake_vllm.LLMEngine, "step", lambda self: steps.append(1) or step(self))
+    with generator.loaded(weights_of(lm)):
+        rollout = generator(prompts([3, 4, 5], [6]), sampling(200))
+        assert asked == [False] * 3 and len(steps) == 2 * CHECK_EVERY and len(rollout) == 2
+        asked.append(None)
+        assert generator(prompts([3], [6]), sampling(2)).response_lengths.tolist() == [2, 2]
+
+
+def test_log_probs_of_greedy_responses_at_another_temperature_are_unknown(make, prompts, sampling):
+    lm = model()
+    rows, generator = prompts([3, 4, 5], [6]), make(lm, temperature=0.7)
+    with generator.loaded(weights_of(lm)):
+        greedy = generator(rows, sampling(5, temperature=0.7, top_k=1))
+        assert greedy.logprobs[greedy.response_mask].isnan().all()
+    generator = make(lm)
+    with generator.loaded(weights_of(lm)):
+        same = generator(rows, sampling(5, top_k=1))
+    assert torch.equal(same.ids, greedy.ids) and largest_gap(lm, same) < 1e-5
+
+
+def test_minimum_length_and_its_log_probs(make, prompts, sampling):
+    """The log-probs are those of the whole distribution, although end tokens cannot be drawn."""
+    lm, stop_ids = model(), tuple(range(3, V, 2))
+    generator = make(lm)
+    with generator.loaded(weights_of(lm)):
+        rollout = generator(
+            prompts([3, 4, 5], [6], [7, 8], limits=[9, 2, 9]),
+            sampling(9, min_new_tokens=4, stop_token_ids=stop_ids),
+        )
+    lengths = rollout.response_lengths.tolist()
+    assert lengths[1] == 2 and min(lengths[0], lengths[2]) >= 5
+    assert largest_gap(lm, rollout) < 1e-5
+
+
+# -- the start of an engine ------------------------------------------------------------------------
+
+
+def test_the_start_of_an_engine_restores_the_process(make, monkeypatch):
+    """vLLM on a CPU replaces torch.set_num_threads and preloads libraries in later processes."""
+    start, set_num_threads = fake_vllm.LLM.__init__, torch.set_num_threads
+
+    def starting(self, *args, **kwargs):
+        monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+        monkeypatch.setenv("LD_PRELOAD", "libgomp.so")
+        start(self, *args, **kwargs)
+
+    monkeypatch.setattr(fake_vllm.LLM, "__init__", starting)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    make(model())
+    assert torch.set_num_threads is set_num_threads and "LD_PRELOAD" not in os.environ
+
+
+def test_the_options_of_an_engine(make):
+    tried = make(model(), VLLMConfig(tensor_parallel=2), temperature=0.7)._llm.arguments
+    wanted = {
+        "tensor_parallel_size": 2,
+        "kv_cache_memory_bytes": 2**20,
+        "max_model_len": 64,
+        "dtype": "float32",
+        "logprobs_mode": "processed_logprobs",
+        "load_format": "dummy",
+        "distributed_executor_backend": "external_launcher",
+        "enable_sleep_mode": False,
+    }
+    assert {name: tried[name] for name in wanted} == wanted
+
+
+def test_settings_that_vllm_does_not_support_are_one_line(make, monkeypatch):
+    with pytest.raises(UserError, match=r"^rollout.vllm.sleep=2: vLLM cannot sleep on a CPU; use auto or 0$"):
+        make(model(), VLLMConfig(sleep=2))
+
+    def fail(self, *args, **kwargs):
+        raise ValueError("To serve at least one request,\n 1 GiB is needed.")
+
+    monkeypatch.setattr(fake_vllm.LLM, "__init__", fail)
+    with pytest.raises(UserError) as caught:
+        make(model())
+    assert str(caught.value) == (
+        "rollout.backend=vllm: vLLM cannot decode this model "
+        "(To serve at least one request, 1 GiB is needed.)"
+    )
+
+
+def test_what_is_refused(monkeypatch):
+    assert refusal(model()) is None
+    monkeypatch.setattr(fake_vllm, "__version__", "0.33.1")
+    assert refusal(model()) == "vLLM 0.33.1 was not tested with this trainer; install one of 0.32.*"
+    monkeypatch.setattr(fake_vllm, "__version__", "0.32.0")
+    lm = model()
+    lm.config.head_dim = 24
+    assert refusal(lm).startswith("the model has attention heads of size 24; on a CPU vLLM supports 32, 64,")
+    lm = model()
+    lm.config.auto_map = {"AutoModelForCausalLM": "modeling.Mine"}
+    assert "code of its own" in refusal(lm)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert refusal(model()).startswith(
+        "vLLM cannot be imported; install it with pip install -c constraints-vllm"
+    )
