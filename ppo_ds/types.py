@@ -213,6 +213,8 @@ class Scores:
     per_token: Tensor  # [B,R] float32, 0 outside the mask
     # name -> [B] float32, logged as reward/component/<name>_mean; {} if the score has one part only
     components: dict[str, Tensor]
+    # a greedy response to each prompt, with its score (ReMax); None: not generated
+    greedy: ScoredRollout | None = None
 
     def __post_init__(self) -> None:
         for name, column in [("per_token", self.per_token), *self.components.items()]:
@@ -242,6 +244,8 @@ class ScoredRollout(Rollout):
     scores: Tensor = field(metadata=_B)  # [B] float32, as the reward returned them
     token_scores: Tensor = field(metadata=_R)  # [B,R] float32
     components: tuple[dict[str, float], ...]  # B dicts: name -> part of the score
+    # [B] shaped score of the greedy response to the same prompt (ReMax); None: not generated
+    baselines: Tensor | None = field(default=None, metadata=_B)
 
     @property
     def score_sums(self) -> Tensor:

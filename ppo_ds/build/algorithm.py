@@ -31,6 +31,7 @@ from ppo_ds.ppo.advantages import (
     ScorePosition,
     Whitening,
     estimate_by_critic,
+    estimate_by_greedy,
     estimate_by_group,
     estimate_by_parts,
     estimate_by_token,
@@ -127,6 +128,8 @@ def advantage_estimator(config: Config, gae: GAEConfig, reduce: Reduce) -> Advan
         return partial(estimate_by_parts, compute=compute, weights=weights, group_size=group_size)
     if entry.needs_group:
         return partial(estimate_by_group, compute=compute, group_size=group_size, score_position=position)
+    if entry.needs_greedy:
+        return partial(estimate_by_greedy, compute=compute, gamma=gae.gamma, score_position=position)
     return partial(estimate_by_token, compute=compute, gamma=gae.gamma, score_position=position)
 
 

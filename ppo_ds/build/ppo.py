@@ -24,13 +24,13 @@ from ppo_ds.build.ppo_models import Models, estimate_memory, load_models
 from ppo_ds.build.preflight import preflight, try_functions
 from ppo_ds.build.shared import eval_weights, slow_dtypes
 from ppo_ds.build.token_budgets import settle
-from ppo_ds.config.registry import has_own_weights
+from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, has_own_weights
 from ppo_ds.config.schema import Config, all_rewards
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.warnings import warnings
 from ppo_ds.distributed.world import seed_everything
 from ppo_ds.ops.kl import FixedKLController
-from ppo_ds.ppo.collector import DynamicRolloutCollector, RolloutCollector
+from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.meter import build_meter
 from ppo_ds.ppo.reward_shaping import ScoreShaper
@@ -198,6 +198,10 @@ def build_collector(
         "timer": context.timer,
         "check": context.stop.raise_if_stopped,
     }
+    if ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].needs_greedy:
+        return GreedyRolloutCollector(
+            group_size=config.rollout.samples_per_prompt, world=context.world, **components
+        )
     if not dynamic.enabled:
         return RolloutCollector(**components)
     return DynamicRolloutCollector(

@@ -32,7 +32,8 @@ class AdvantageEstimatorEntry(Entry):
     needs_critic  (rewards [B,S], values [B,S], mask [B,S], gamma, lam, bootstrap_value, lam_critic) ->
     advantages, returns [B,S]
     needs_group   (scores [B], group_ids [B], lengths=[B]) -> advantages [B], one per response
-    neither       (rewards [B,S], mask [B,S], gamma) -> advantages [B,S]
+    needs_greedy  (rewards [B,S], mask [B,S], gamma, baselines=[B]) -> advantages [B,S]
+    none of these (rewards [B,S], mask [B,S], gamma) -> advantages [B,S]
     needs_parts   (scores [B,K], group_ids [B], weights=[K]) -> advantages [B]; K parts of the reward, scores
     before weighting
     over_ranks    also the keyword argument ``reduce``, which sums a tensor over all ranks
@@ -42,6 +43,7 @@ class AdvantageEstimatorEntry(Entry):
     needs_group: bool = field(default=False, kw_only=True)  # two or more responses per prompt
     # needs_group, and the scores of the parts of reward=weighted instead of the total score
     needs_parts: bool = field(default=False, kw_only=True)
+    needs_greedy: bool = field(default=False, kw_only=True)  # the score of a greedy response to each prompt
     divides_by_std: bool = field(default=False, kw_only=True)  # whitening would divide a second time
     divides_by_mean: bool = field(default=False, kw_only=True)  # needs scores that are not negative
     over_ranks: bool = field(default=False, kw_only=True)  # needs statistics over the responses of all ranks
@@ -156,6 +158,12 @@ ADVANTAGE_ESTIMATORS = {
         needs_critic=True,
     ),
     "reinforce": AdvantageEstimatorEntry(_RETURNS, "Discounted sum of future rewards, without a baseline."),
+    "remax": AdvantageEstimatorEntry(
+        "ppo_ds.ops.advantages.remax_advantages",
+        "Discounted sum of future rewards minus the score of a greedy response to the prompt (Li et al. "
+        "2024).",
+        needs_greedy=True,
+    ),
     "rloo": AdvantageEstimatorEntry(
         _GROUP,
         "Score minus the mean score of the other responses to the prompt (Ahmadian et al. 2024).",

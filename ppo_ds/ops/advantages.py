@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.ops.masked import Reduce, keep, masked_mean_var, masked_whiten, widen
+from ppo_ds.ops.rewards import token_rewards
 
 GroupBaseline = Literal["rloo", "grpo", "dr_grpo", "lite_ppo", "maxrl", "mean", "opo", "none"]
 
@@ -173,6 +174,16 @@ def gdpo_advantages(
     total = (torch.stack(columns, dim=1).double() * weights.double()).sum(1)
     mean, variance, _ = masked_mean_var(total, torch.ones_like(total), reduce=reduce)
     return ((total - mean) / (variance.sqrt() + eps)).to(widen(scores).dtype)
+
+
+@torch.no_grad()
+def remax_advantages(rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, baselines: Tensor) -> Tensor:
+    """Computes ReMax advantages (Li et al. 2024), [B,T]: discounted returns of the rewards, less a baseline.
+
+    ``baselines`` [B] are the scores of greedy responses to the same prompts. They are subtracted at the last
+    position, as if from the score.
+    """
+    return discounted_returns(rewards - token_rewards(baselines, mask), mask, gamma)
 
 
 @torch.no_grad()

@@ -132,6 +132,21 @@ def estimate_by_token(
     return Estimate(advantages[:, :-1].masked_fill(~rollout.response_mask, 0.0))
 
 
+def estimate_by_greedy(
+    rewards: Tensor,
+    values: Tensor | None,
+    scores: Tensor,
+    rollout: ScoredRollout,
+    *,
+    compute: Callable[..., Tensor],
+    gamma: float,
+    score_position: ScorePosition,
+) -> Estimate:
+    """Estimates one advantage per token, relative to the score of the greedy response to the prompt."""
+    advantages = compute(rewards, score_position.states(rollout), gamma, baselines=rollout.baselines)
+    return Estimate(advantages[:, :-1].masked_fill(~rollout.response_mask, 0.0))
+
+
 def estimate_by_group(
     rewards: Tensor,
     values: Tensor | None,

@@ -7,7 +7,7 @@ needs the scores of a round at once, so it waits for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.ppo.batching import all_gather_rows, concatenate
 from ppo_ds.ppo.scoring import StartScoring, scored, scores_of, wait_for_scores
-from ppo_ds.rewards.pending import Pending
+from ppo_ds.rewards.pending import Pending, all_of, start_all
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.types import Metrics, Prompts, Rollout, ScoredRollout, Scores
@@ -43,11 +43,36 @@ class RolloutCollector:
         with self.actor.generation_mode(), self.timer("generate"):
             rollout = self.generator(prompts, self.sampling)
         self.check()
+        return rollout, self.score(rollout)
+
+    def score(self, rollout: Rollout) -> Pending[Scores]:
+        """Starts to score a rollout. A collective."""
         with self.timer("reward"):
             fault("reward")
             scores = self.start_scoring(rollout)  # r(x, y)
         self.check()
-        return rollout, scores
+        return scores
+
+
+@dataclass(kw_only=True)
+class GreedyRolloutCollector(RolloutCollector):
+    """Generates and scores a greedy response to each prompt too, the baseline of ReMax (Li et al. 2024)."""
+
+    group_size: int  # consecutive rows with the same prompt
+    world: World
+
+    def __call__(self, prompts: Iterator[Prompts]) -> tuple[Rollout, Pending[Scores], Metrics]:
+        """Collects a rollout; the scores have the greedy responses in ``Scores.greedy``. A collective."""
+        rows = next(prompts)
+        with self.actor.generation_mode(), self.timer("generate"):
+            rollout = self.generator(rows, self.sampling)
+            one_each = rows.select(torch.arange(0, len(rows), self.group_size))
+            greedy = self.generator(one_each, self.sampling.as_greedy())
+        self.check()
+        pending = start_all(self.score(part) for part in (rollout, greedy))
+        scores = all_of(pending).then(lambda found: replace(found[0], greedy=scored(greedy, found[1])))
+        tokens = self.world.sum(greedy.response_lengths.sum().reshape(1).double())
+        return rollout, scores, {"rollout/greedy_tokens": float(tokens)}
 
 
 @dataclass(kw_only=True)

@@ -79,10 +79,13 @@ class ExperienceMaker:
         logprobs, old_logprobs, ref_logprobs, values = self.guard(self.forward_models)(rollout)
 
         with self.timer("reward"):  # waits for scores that are computed in the background
-            rollout = scored(rollout, wait_for_scores(pending_scores, self.world, self.check))
+            found = wait_for_scores(pending_scores, self.world, self.check)
+            rollout = scored(rollout, found)
 
         with self.timer("advantages"):
             scores, unclipped = self.shaper(rollout)  # r(x, y)
+            if found.greedy is not None:
+                rollout = replace(rollout, baselines=self.baselines(found.greedy))
             kl_penalty = torch.zeros(mask.shape)
             if self.charged_kl is not None:
                 kl_penalty = kl_coef * self.charged_kl(logprobs, ref_logprobs)
@@ -119,6 +122,14 @@ class ExperienceMaker:
         metrics = self.metrics(rollout, experience, kl_penalty, estimate.advantages, scores != unclipped)
         return all_gather_rows(experience, self.world), metrics
 
+    def baselines(self, greedy: ScoredRollout) -> Tensor:
+        """Returns the shaped score of the greedy response to the prompt of each row, [B].
+
+        The running moments do not include these scores.
+        """
+        shaped, _ = self.shaper(greedy, update=False)
+        return (shaped + greedy.token_scores.sum(1)).repeat_interleave(self.group_size)
+
     def metrics(
         self,
         rollout: ScoredRollout,
@@ -133,6 +144,8 @@ class ExperienceMaker:
         # a score added outside the states has no effect, as in zysNLP's code
         sums.add_mean("reward/total_mean", masked_sum(experience.rewards, states, dim=1))
         sums.add_mean("reward/kl_penalty_mean", -masked_sum(kl_penalty, states[:, :-1], dim=1))
+        if rollout.baselines is not None:
+            sums.add_mean("reward/baseline_mean", rollout.baselines)
         for name in rollout.components[0]:
             component = torch.tensor([parts[name] for parts in rollout.components])
             sums.add_mean(f"reward/component/{name}_mean", component)

@@ -23,14 +23,15 @@ class ScoreShaper:
     moments: RunningMoments = field(default_factory=RunningMoments)
 
     @torch.no_grad()
-    def __call__(self, rollout: ScoredRollout) -> tuple[Tensor, Tensor]:
+    def __call__(self, rollout: ScoredRollout, update: bool = True) -> tuple[Tensor, Tensor]:
         """Returns the shaped scores [B] and the scores before the clip [B].
 
-        A collective if the running moments are updated.
+        A collective if the running moments are updated; ``update=False`` leaves them as they are.
         """
         shaping = self.shaping
         scores = self.penalized(rollout.scores, rollout)
-        if shaping.normalize == "running" or (shaping.normalize == "first" and not self.moments.count):
+        first = shaping.normalize == "first" and not self.moments.count
+        if update and (shaping.normalize == "running" or first):
             self.moments.update(scores, self.world.sum)
         if shaping.normalize != "none":
             scores = self.moments.normalize(scores, shaping.normalize_std)

@@ -101,6 +101,12 @@ _REWARD = Section(
             "average). 0 if `algo.kl.place` is not reward.",
         ),
         Metric(
+            "reward/baseline_mean",
+            "greedy score",
+            "score",
+            "Mean shaped score of the greedy responses, the baselines of ReMax.",
+        ),
+        Metric(
             "reward/clipped_frac",
             "clipped scores",
             "share of responses",
@@ -621,6 +627,12 @@ _ROLLOUT = Section(
             "dropped tokens",
             "tokens",
             "Tokens of responses that dynamic sampling dropped.",
+        ),
+        Metric(
+            "rollout/greedy_tokens",
+            "tokens of greedy responses",
+            "tokens",
+            "Tokens of the greedy responses that ReMax generates beside the others, one for each prompt.",
         ),
         Metric(
             "rollout/turns_mean",

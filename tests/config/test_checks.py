@@ -194,6 +194,10 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "algo.kl.place=reward: algo.advantage.estimator=maxrl divides by the mean score of a group",
         ),
         (
+            ["algo=remax", "rollout.samples_per_prompt=2", "algo.dynamic_sampling.enabled=true"],
+            "algo.dynamic_sampling.enabled=true: cannot be combined with algo.advantage.estimator=remax",
+        ),
+        (
             ["algo.positive_nll.above=0.5"],
             "algo.positive_nll.above=0.5: only used with algo.positive_nll.coef above 0",
         ),

@@ -98,6 +98,9 @@ def test_estimators_are_called_by_what_they_need() -> None:
         if entry.needs_critic:
             made, returns = estimate(REWARDS, torch.zeros(2, 2), MASK, gamma=1.0, lam=1.0)
             assert made.tolist() == returns.tolist() == [[1.0, 1.0], [6.0, 4.0]]
+        elif entry.needs_greedy:
+            made = estimate(REWARDS, MASK, gamma=1.0, baselines=torch.tensor([1.0, 4.0]))
+            assert made.tolist() == [[0.0, 0.0], [2.0, 0.0]]
         elif entry.needs_parts:
             made = estimate(torch.tensor([[1.0, 0.0], [3.0, 0.0]]), groups, weights=torch.ones(2))
             assert made.shape == (2,) and made[0] < made[1], name

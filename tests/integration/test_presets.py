@@ -17,7 +17,7 @@ PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
 LOSSES = ("cispo", "sapo", "dppo", "gmpo")  # presets with another policy loss than PPO's
 CRITIC_FREE = {
     *("rloo", "grpo", "dr_grpo", "reinforce_pp", "dapo", "gspo"),
-    *("lite_ppo", "maxrl", "gdpo", "reinforce_pp_baseline"),
+    *("remax", "lite_ppo", "maxrl", "gdpo", "reinforce_pp_baseline"),
     *LOSSES,
 }
 # presets without a KL, and so without a reference
@@ -170,6 +170,7 @@ LEARNING = {
     "openrlhf": [],
     "verl": [],
     "reinforce_pp": [],
+    "remax": [],
     "trl": ["algo.minibatch_size=512"],
     "n_plus": ["algo.minibatch_size=512"],
     "grpo": GROUPS,

@@ -15,6 +15,7 @@ from ppo_ds.ops.advantages import (
     normalize_advantages,
     one_step_advantages,
     reinforce_pp_advantages,
+    remax_advantages,
 )
 from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.masked import masked_whiten
@@ -127,7 +128,7 @@ def openrlhf_gae(which, normalized=None):
 
 
 def with_greedy_baseline(c):
-    return broadcast_sequence(one_step_advantages(c.scores, c.reward_baselines, whiten=False)[0], c.mask)
+    return remax_advantages(token_rewards(c.scores, c.mask), c.mask, baselines=c.reward_baselines)
 
 
 def group_mean_then_whitened(c):
@@ -230,6 +231,13 @@ def test_a_lambda_for_each_length():
         for t in range(length):  # the definition: the sum of (gamma lambda)^k delta_{t+k}
             expected = sum((0.9 * own) ** k * errors[t + k] for k in range(length - t))
             assert advantages[row, t].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_greedy_baseline_worked_by_hand():
+    """The baseline 2 is discounted like the score of 5, and the cost of each token is not."""
+    rewards, mask = torch.tensor([[-1.0, -1.0, 4.0, NAN]]), torch.tensor([[1, 1, 1, 0]])
+    made = remax_advantages(rewards, mask, 0.5, baselines=torch.tensor([2.0]))
+    assert made.tolist() == [[-1 - 0.5 + 0.25 * 2, -1 + 0.5 * 2, 2.0, 0.0]]
 
 
 def test_group_baselines_worked_by_hand():

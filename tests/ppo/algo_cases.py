@@ -14,6 +14,7 @@ from ppo_ds.ppo.advantages import (
     ScorePosition,
     Whitening,
     estimate_by_critic,
+    estimate_by_greedy,
     estimate_by_group,
     estimate_by_parts,
     estimate_by_token,
@@ -63,6 +64,8 @@ def critic_free(kind, gamma=1.0, group_size=1, place=ON_THE_LAST, reduce=None):
     bound = dict(compute=compute, score_position=place)
     if entry.needs_group:
         return partial(estimate_by_group, **bound, group_size=group_size)
+    if entry.needs_greedy:
+        return partial(estimate_by_greedy, **bound, gamma=gamma)
     return partial(estimate_by_token, **bound, gamma=gamma)
 
 

@@ -82,6 +82,7 @@ class Numbers:
     values: Tensor | None = None  # [B,S]
     finished: Tensor | None = None  # [B] bool; None: all responses are finished
     pad_id: int = PAD
+    baselines: Tensor | None = None  # [prompts] scores of greedy responses
     aux: float | None = None  # balance loss with coefficient 1; None: not a mixture of experts
 
     @property
@@ -253,9 +254,12 @@ def make_and_learn(
         # In these tests the old policy always differs from the policy that learns, so its log-probs are
         # computed before the update even for a single optimizer step.
         rollout = numbers.rollout()
-        scores = Pending.of(scores_of(rollout))
+        scores = scores_of(rollout)
+        if numbers.baselines is not None:
+            greedy = rollout.select(torch.arange(0, numbers.rows, config.rollout.samples_per_prompt))
+            scores = replace(scores, greedy=replace(greedy, scores=numbers.baselines.float()))
         make = replace(make, old_logprobs="forward") if make.old_logprobs == "update" else make
-        experience, seen = make(rollout, scores, coef)
+        experience, seen = make(rollout, Pending.of(scores), coef)
     engines = dict(world=world, actor=actor, critic=critic, timer=timer)
     unlimited = ParityMonitor(None, stops=True)
     learn = learner(config, **engines, health=Health(1), parity=unlimited, **parts)

@@ -198,6 +198,12 @@ DEPARTURES = {
         "advantage.unbiased": True,
         "epochs": 4,
     },
+    "remax": {
+        "advantage.estimator": "remax",
+        "advantage.whiten": "none",
+        "reward_shaping.clip": None,
+        "epochs": 1,
+    },
     "rloo": WITHOUT_CRITIC | {"advantage.estimator": "rloo", "loss.agg": "seq_mean_token_sum"},
     "grpo": WITHOUT_CRITIC
     | {

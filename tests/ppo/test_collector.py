@@ -4,6 +4,7 @@ They cover the order of generation and reward, and dynamic sampling, which repla
 signal.
 """
 
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -11,9 +12,10 @@ from itertools import count
 import pytest
 import torch
 
-from ppo_ds.ppo.collector import DynamicRolloutCollector, RolloutCollector
+from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
 from ppo_ds.ppo.scoring import scored
-from ppo_ds.rewards.pending import start_scoring
+from ppo_ds.rewards.pending import Pending, start_scoring
+from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Prompts, Rollout, Scores
 
 SAMPLING = object()
@@ -193,3 +195,69 @@ def test_prompts_with_equal_scores_are_replaced(
             rollout.prompt_width == rollout.prompt_lengths.max()
             and rollout.response_width == rollout.response_lengths.max()
         )
+
+
+# -- greedy responses ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_greedy_response_to_each_prompt_is_generated_and_scored_too(on_ranks, ranks):
+    """Prompts 1 to 4 have two responses each. All responses are generated in one generation phase."""
+
+    def collected(world):
+        calls, phases, actor = [], [], Actor()
+
+        @contextmanager
+        def timer(phase):
+            phases.append(phase)
+            yield
+
+        def generator(prompts, sampling):
+            assert actor.generating
+            calls.append((prompts.ids[:, -1].tolist(), sampling.top_k))
+            return generate(prompts, SAMPLING)
+
+        def reward(rollout):
+            assert not actor.generating
+            return reward_for({1, 2, 3, 4})(rollout)
+
+        collect = GreedyRolloutCollector(
+            **parts(actor=actor, generator=generator, reward=reward, timer=timer)
+            | dict(sampling=SamplingParams(4, 0, 1.0, 1.0, 0, (2,), ()), group_size=SAMPLES, world=world),
+        )
+        own = [1, 2, 3, 4][4 // ranks * world.rank :][: 4 // ranks]
+        rollout, scores, seen = collect(iter([prompts_of(own)]))
+        return own, calls, phases, rollout, scores.result(), seen
+
+    for own, calls, phases, rollout, scores, seen in on_ranks(ranks, collected):
+        assert calls == [([n for n in own for _ in range(SAMPLES)], 0), (own, 1)]
+        assert phases == ["generate", "reward", "reward"]
+        assert [row["n"] for row in rollout.metadata] == calls[0][0]
+        assert scores.total.tolist() == [n + half for n in own for half in (0.0, 0.5)]
+        assert scores.greedy.metadata == tuple({"n": n} for n in own)
+        # the reward gives every second row half a point more
+        assert scores.greedy.scores.tolist() == [n + 0.5 * (i % 2) for i, n in enumerate(own)]
+        assert seen == {"rollout/greedy_tokens": sum(greedy_lengths(ranks))}
+
+
+def greedy_lengths(ranks):
+    """Returns the lengths that ``generate`` gives the greedy responses to the prompts 1 to 4."""
+    return [1 + (n + i % (4 // ranks) % SAMPLES) % 4 for i, n in enumerate([1, 2, 3, 4])]
+
+
+def test_a_failure_to_score_the_greedy_responses_cancels_the_other_scores(world):
+    cancelled = []
+
+    def starting(rollout):
+        if len(rollout) == 1:
+            raise RuntimeError("no more")
+        return Pending(lambda: None, (Future(),), lambda: cancelled.append(len(rollout)))
+
+    collect = GreedyRolloutCollector(
+        **parts()
+        | dict(start_scoring=starting, generator=lambda prompts, _: generate(prompts, SAMPLING))
+        | dict(sampling=SamplingParams(4, 0, 1.0, 1.0, 0, (2,), ()), group_size=SAMPLES, world=world),
+    )
+    with pytest.raises(RuntimeError, match="no more"):
+        collect(iter([prompts_of([1])]))
+    assert cancelled == [SAMPLES]

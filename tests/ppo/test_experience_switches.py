@@ -16,8 +16,10 @@ from ppo_ds.build.algorithm import masked_stop_ids
 from ppo_ds.config.sections.algo import RolloutISConfig
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.advantages import ScorePosition
-from ppo_ds.ppo.experience import mask_stops
-from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, critic_free, gae, maker, rounded
+from ppo_ds.ppo.experience import ExperienceMaker, mask_stops
+from ppo_ds.ppo.scoring import scores_of
+from ppo_ds.rewards.pending import Pending
+from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, critic_free, gae, maker, rounded, shaper
 
 # -- end tokens that are no actions: tokens 1 and 3 end a response -------------------------------------------
 
@@ -238,6 +240,39 @@ def test_two_ranks_make_the_same_experience_as_one(on_ranks, world, kind, whiten
         torch.testing.assert_close(made.advantages, whole.advantages, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(made.rewards, whole.rewards)
         assert seen == pytest.approx(numbers, abs=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_greedy_baselines(on_ranks, ranks):
+    """Two prompts with two responses each; greedy responses score 1 and 5, and the second is cut: -1 of it.
+
+    Scores are divided by the standard deviation of the four responses' scores, which are 2, 3, 4 and 8 after
+    their mean of 4.25 is subtracted; the greedy scores are normalized by the same moments. The KL is 0.
+    """
+
+    def make(world):
+        which = [0, 1, 2, 3][4 // ranks * world.rank :][: 4 // ranks]
+        rollout = answers([[2, 1, 3, 1][i] for i in which], [[2.0, 3.0, 4.0, 8.0][i] for i in which])
+        prompts = sorted({i // 2 for i in which})
+        greedy = answers(
+            [1 for _ in prompts],
+            [[1.0, 5.0][i] for i in prompts],
+            finished=[[True, False][i] for i in prompts],
+        )
+        scores = replace(scores_of(rollout), greedy=greedy)
+        shape = shaper(world, "running", missing_eos="subtract", missing_eos_value=1.0)
+        estimate = critic_free("remax")
+        parts = dict(shaper=shape, estimate_advantages=estimate, group_size=2, charged_kl=None)
+        make = replace(maker(world, **parts), critic=None)
+        made, seen = ExperienceMaker.__call__(make, rollout, Pending.of(scores), 0.0)
+        return made, seen, shape.moments.state_dict()
+
+    deviation = (sum((x - 4.25) ** 2 for x in (2, 3, 4, 8)) / 4) ** 0.5
+    for made, seen, moments in on_ranks(ranks, make):
+        expected = [(2 - 1) / deviation, (3 - 1) / deviation, 0.0, (8 - 4) / deviation]
+        assert made.advantages[:, 0].tolist() == pytest.approx(expected, abs=1e-4)
+        assert seen["reward/baseline_mean"] == pytest.approx((2.5 - 4.25) / deviation, abs=1e-4)
+        assert moments["count"] == 4
 
 
 # -- importance weights for the decode backend ---------------------------------------------------------------

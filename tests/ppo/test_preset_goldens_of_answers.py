@@ -6,6 +6,8 @@ Of policy_loss.json, the outputs that are the loss of a preset are compared.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -207,7 +209,7 @@ KL_APART = (
 )
 NOT_GROUPS = {
     "verl.grpo_passk.*": "pass@k: an advantage for the best of a group alone; no estimator here",
-    "verl.remax.*": "ReMax: needs a greedy answer to each prompt as its baseline; no estimator here",
+    "verl.remax.*": "has one prompt per response, see test_remax_subtracts_the_score_of_a_greedy_response",
     "verl.*.singletons": (
         "a prompt with one answer has no baseline: refused, see test_groups_of_one_are_refused"
     ),
@@ -237,6 +239,15 @@ def test_rloo_subtracts_the_kl_of_the_response_from_its_score(world):
     for i, golden in enumerate(case.outputs["verl.rloo.advantages"][:, 0].tolist()):
         others = [kl[j] for j in range(8) if j // 4 == i // 4 and j != i]
         close(found[i], golden - 0.05 * (kl[i] - sum(others) / 3))
+
+
+def test_remax_subtracts_the_score_of_a_greedy_response(world):
+    (case,) = cases("group_advantages.json")
+    given = replace(two_groups(case), baselines=case.reward_baselines)
+    run = make_and_learn(composed("remax", "algo.kl.coef=0", prompts=8), world, given)
+    golden = case.outputs["verl.remax.advantages"]
+    close(under(case.mask, run.experience.advantages), golden[case.mask.bool()])
+    close(run.seen["reward/baseline_mean"], case.reward_baselines.mean())
 
 
 def test_lite_ppo_divides_by_the_deviation_of_all_scores(world):

@@ -227,6 +227,12 @@ def check_values(config: Config, ranks: int) -> Iterator[str]:
 def check_scores(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each option with which scores are not what the estimator needs."""
     algo, estimator = config.algo, config.algo.advantage.estimator
+    if ADVANTAGE_ESTIMATORS[estimator].needs_greedy and algo.dynamic_sampling.enabled:
+        yield (
+            "algo.dynamic_sampling.enabled=true: cannot be combined with "
+            f"algo.advantage.estimator={estimator}, which compares a response with the greedy one; set it to "
+            "false"
+        )
     if ADVANTAGE_ESTIMATORS[estimator].divides_by_mean:
         for key, value, wanted in (
             ("kl.place", algo.kl.place, algo.kl.place != "reward"),
