@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Evaluator:
                 scores = scored.sums
                 more = {name: self.score(rollout, start).sums for name, start in self.more_scoring.items()}
                 sums.add_mean_and_std(f"{self.data}/score", scores, counted)
-                sums.add_mean(f"{self.data}/resp_len_mean", rollout.response_mask.sum(1), counted)
+                sums.add_mean(f"{self.data}/resp_len_mean", rollout.response_lengths, counted)
                 sums.add_mean(f"{self.data}/stop_frac", rollout.finished, counted)
                 if self.correct_above is not None:
                     sums.add_mean(f"{self.data}/accuracy", scores > self.correct_above, counted)
@@ -126,7 +127,7 @@ class Evaluator:
         """Returns the counted rows of a rollout as text, for the samples file and the report."""
         rows, sums = [], scores.sums
         for i in counted.nonzero().flatten().tolist():
-            response = rollout.response_ids[i][rollout.response_mask[i]].tolist()
+            response = rollout.response_ids[i, : rollout.response_lengths[i]].tolist()
             row = {
                 "prompt": rollout.metadata[i]["prompt_text"],
                 "asked": last_message(rollout.metadata[i]),
@@ -135,6 +136,7 @@ class Evaluator:
                 "length": len(response),
                 "finish": "stop" if rollout.finished[i] else "length",
                 "prompt_id": prompt_id(rollout.metadata[i]["prompt_text"]),
+                **episode_columns(rollout.feedback_mask, rollout.episode_ends, i, response, self.tokenizer),
             }
             if scores.components:
                 row["components"] = {name: float(column[i]) for name, column in scores.components.items()}
@@ -142,6 +144,26 @@ class Evaluator:
                 row["rewards"] = {name: float(column[i]) for name, column in more.items()}
             rows.append(row)
         return rows
+
+
+def episode_columns(
+    feedback_mask: Tensor | None, ends: tuple[str, ...] | None, i: int, ids: list[int], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Returns what a sample row says about the episode of row ``i``, whose response has the tokens ``ids``.
+
+    "turns" are the texts of the policy and of the environment in turn, "episode_end" is one of ENDS. Returns
+    {} without an environment.
+    """
+    if feedback_mask is None or ends is None:
+        return {}
+    turns = [
+        {
+            "by": "environment" if is_feedback else "policy",
+            "text": tokenizer.decode([ids[t] for t in positions]),
+        }
+        for is_feedback, positions in groupby(range(len(ids)), feedback_mask[i].tolist().__getitem__)
+    ]
+    return {"turns": turns, "episode_end": ends[i]}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 from ppo_ds.data.prompts import prompt_id
 from ppo_ds.distributed.world import World
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.ppo.evaluation import last_message
+from ppo_ds.ppo.evaluation import episode_columns, last_message
 from ppo_ds.ppo.experience_metrics import reference_log_ratio
 from ppo_ds.types import Experience, Rollout
 
@@ -24,8 +24,8 @@ def sample_rows(
     """Returns the first ``limit`` rows (-1: all) as text.
 
     Each row has its score and the components of the score, its summed KL (nats), length (tokens), finish
-    reason and the token that ended it. With ``token_limit``, it has columns of its first tokens, at most that
-    many, see ``token_columns``.
+    reason and the token that ended it, and with an environment its turns. With ``token_limit``, it has
+    columns of its first tokens, at most that many, see ``token_columns``.
     """
     log_ratio, width = reference_log_ratio(experience), experience.prompt_width
     kl = [None] * len(experience) if log_ratio is None else log_ratio.sum(1).tolist()
@@ -46,6 +46,7 @@ def sample_rows(
                 "length": len(response),
                 "finish": "stop" if finished else "length",
                 "ended_by": tokenizer.decode(response[-1:], skip_special_tokens=False) if finished else None,
+                **episode_columns(experience.feedback_mask, experience.episode_ends, i, response, tokenizer),
                 **tokens,
             }
         )
@@ -63,6 +64,7 @@ def token_columns(experience: Experience, tokenizer: Tokenizer, i: int, limit: i
     advantages    as the update uses them, but for a whitening of each minibatch
     rewards       the shaped score and the KL penalty; the last token of a response also has the reward of the
                   state after it
+    feedback      whether the environment added the token; only with an environment
 
     Columns that the run does not compute are missing.
     """
@@ -79,11 +81,18 @@ def token_columns(experience: Experience, tokenizer: Tokenizer, i: int, limit: i
         "advantages": experience.advantages[i],
         "rewards": rewards,
     }
-    return {"text": token_texts(ids, tokenizer), "ids": ids} | {
-        name: [round(value, DIGITS) for value in column[:count].tolist()]
-        for name, column in numbers.items()
-        if column is not None
-    }
+    feedback = (
+        {} if experience.feedback_mask is None else {"feedback": experience.feedback_mask[i, :count].tolist()}
+    )
+    return (
+        {"text": token_texts(ids, tokenizer), "ids": ids}
+        | feedback
+        | {
+            name: [round(value, DIGITS) for value in column[:count].tolist()]
+            for name, column in numbers.items()
+            if column is not None
+        }
+    )
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:

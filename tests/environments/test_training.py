@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS
 from ppo_ds.ppo.experience import mask_stops
 from ppo_ds.ppo.experience_metrics import describe
+from ppo_ds.ppo.sample_rows import sample_rows
 from ppo_ds.ppo.scoring import scored
 from ppo_ds.rewards.environment import EnvironmentReward
 from ppo_ds.types import Rollout
@@ -81,9 +81,7 @@ def test_the_score_of_a_turn_without_actions_moves_to_the_next_action():
     assert moved.token_scores[0].tolist() == [0, 0, 0, 0, 0, 0.5, 2.0]
 
 
-@pytest.mark.parametrize(
-    "estimator", ["gae", *(k for k, e in ADVANTAGE_ESTIMATORS.items() if not e.needs_critic)]
-)
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", "rloo", "grpo", "dr_grpo", "opo"])
 def test_nothing_depends_on_the_log_probs_of_feedback(world, estimator):
     """Noise on the feedback in all models changes no reward, advantage, weight, return or metric."""
 
@@ -114,6 +112,18 @@ def test_nothing_depends_on_the_log_probs_of_feedback(world, estimator):
     assert torch.equal(plain.rewards, noisy.rewards) and torch.equal(plain.advantages, noisy.advantages)
     assert torch.equal(plain.logprobs[mask], noisy.logprobs[mask])
     assert estimator != "gae" or torch.equal(plain.returns[states], noisy.returns[states])
+
+
+def test_sample_rows_have_the_turns(world, tokenizer):
+    rows = sample_rows(made(world, rollout_of_turns()), tokenizer, -1, token_limit=4)
+    assert rows[0]["turns"] == [
+        {"by": "policy", "text": "22"},  # the stop is an unknown token, which is not shown
+        {"by": "environment", "text": "44"},
+        {"by": "policy", "text": "2"},
+    ]
+    assert rows[1]["turns"] == [{"by": "policy", "text": "2"}]
+    assert rows[0]["episode_end"] == "done" and rows[0]["response"] == "22442"
+    assert rows[0]["tokens"]["feedback"] == [False, False, False, True]
 
 
 def test_metrics_of_the_episodes(world):

@@ -14,6 +14,7 @@ const KNOWN_KEYS = new Set([
   "finish",
   "tokens",
   "components",
+  "turns",
 ]);
 const COLUMNS = [
   { key: "step", label: "Step" },
@@ -553,15 +554,19 @@ class Rollouts {
     const values = colouring?.needs.every((column) => tokens[column]) ? colouring.values(tokens) : [];
     return tokens.text.slice(0, limit).map((text, i) => {
       const shown = text.replaceAll("\n", "\u21b5\n");
-      const token = el("span", { class: className, dataset: { index: i } }, shown);
+      const names = tokens.feedback?.[i] ? `${className} feedback` : className;
+      const token = el("span", { class: names, dataset: { index: i } }, shown);
       if (Number.isFinite(values[i])) token.style.backgroundColor = this.tokenColour(values[i]);
       return token;
     });
   }
 
   responseText(row) {
-    const { tokens, response } = row;
-    if (!tokens?.text) return el("div", { class: "text response-text" }, response || "(empty)");
+    const { tokens, turns, response } = row;
+    if (!tokens?.text) {
+      const spans = turns?.map(({ by, text }) => el("span", { class: by === "environment" && "feedback" }, text));
+      return el("div", { class: "text response-text" }, spans || response || "(empty)");
+    }
     const joined = tokens.text.join("");
     const rest = response.startsWith(joined) ? response.slice(joined.length) : ""; // beyond sample_tokens
     const hint = "Point at a token to see its numbers.";

@@ -281,6 +281,8 @@ def short_row(row: Record) -> Record:
     """Shortens the texts of a row; the prompt is the text that the report shows."""
     short = {key: value for key, value in row.items() if key not in ("asked", "step", "split")}
     prompt, response = str(row.get("asked") or row.get("prompt", "")), str(row.get("response", ""))
+    if len(response) > MAX_RESPONSE:  # the shortened response is shown without its turns
+        short.pop("turns", None)
     if "prompt_id" not in row and "prompt" in row:
         short["prompt_id"] = str(row["prompt"])[:200]  # runs of older versions
     short["prompt"], short["response"] = _cut(prompt, MAX_PROMPT), _cut(response, MAX_RESPONSE)
