@@ -56,6 +56,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "whole answers": {"algo": {"action_level": "sequence", "value": {"position": "prompt_last"}}},
     "one trunk": {"critic": {"share_trunk": True}},
     "kl in the loss": {"algo": {"kl": {"place": "loss", "estimator": "k2"}}},
+    # the actor runs no forward before the update
+    "decoded log-probs": {"algo": {"old_logprobs": "rollout"}},
 }
 
 

@@ -92,12 +92,16 @@ class Run:
     folder: Path
 
     @cached_property
+    def metrics(self) -> str:
+        """The lines of metrics.jsonl."""
+        return (self.folder / "metrics.jsonl").read_text()
+
+    @cached_property
     def steps(self) -> list[dict[str, float]]:
         """Returns the metrics of each PPO step, without those that may differ between equal runs."""
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [
             {k: v for k, v in json.loads(line).items() if k != "time" and not k.startswith(UNCOMPARED)}
-            for line in lines
+            for line in self.metrics.splitlines()
         ]
 
     @cached_property
