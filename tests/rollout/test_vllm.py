@@ -231,6 +231,10 @@ def test_what_is_refused(monkeypatch):
     lm.config.head_dim = 24
     assert refusal(lm).startswith("the model has attention heads of size 24; on a CPU vLLM supports 32, 64,")
     lm = model()
+    lm.model.layers[0].experts = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(4)])
+    lm.config.num_local_experts, lm.config.num_experts_per_tok = 4, 2
+    assert refusal(lm).startswith("the model is a mixture of experts")
+    lm = model()
     lm.config.auto_map = {"AutoModelForCausalLM": "modeling.Mine"}
     assert "code of its own" in refusal(lm)
     monkeypatch.setitem(sys.modules, "vllm", None)
