@@ -281,6 +281,11 @@ class Experience(Sequences):
     old_logprobs: Tensor | None = field(default=None, metadata=_R)
     # [B,R] log pi_ref(a|s); None without a reference
     ref_logprobs: Tensor | None = field(default=None, metadata=_R)
+    # [B,R] entropy of the actor before the update; None unless algo.policy.top_entropy needs it
+    entropy: Tensor | None = field(default=None, metadata=_R)
+    # [B,R] bool: tokens selected for the policy loss in an optimizer step (PolicyLossEntry.selection); None
+    # before, and for losses without a selection
+    selected: Tensor | None = field(default=None, metadata=_R)
 
     # the critic's columns; None in a run without a critic
     values: Tensor | None = field(default=None, metadata=_S)  # [B,S] V(s) before the update

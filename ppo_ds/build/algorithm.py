@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ppo_ds.build.shared import all_packed, training_steps
@@ -14,6 +15,7 @@ from ppo_ds.config.registry import (
     KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
     POLICY_LOSSES,
+    import_target,
     resolve,
 )
 from ppo_ds.config.schema import Config, learns_values, reward_weights, rollout_size, value_position
@@ -39,13 +41,13 @@ from ppo_ds.ppo.advantages import (
 )
 from ppo_ds.ppo.experience import ExperienceMaker, OldLogprobs
 from ppo_ds.ppo.learner import Learner
-from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective
+from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective, select_tokens
 from ppo_ds.ppo.parity import BOUNDS, ParityMonitor
 from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.training.health import Health
 from ppo_ds.training.timing import PhaseTimer
 from ppo_ds.training.token_budgets import TokenBudgets
-from ppo_ds.types import Sequences
+from ppo_ds.types import Experience, Sequences
 
 
 def old_logprobs_source(config: Config) -> OldLogprobs:
@@ -53,7 +55,8 @@ def old_logprobs_source(config: Config) -> OldLogprobs:
 
     The forward of the update computes them if one optimizer step uses the whole rollout, the old policy does
     not lag, and nothing before the update needs the log-probs: there is no KL in the reward, no importance
-    weight for the decode backend, no value head on the actor, and no step in which only the critic learns.
+    weight for the decode backend, no value head on the actor, no step in which only the critic learns, and no
+    selection of tokens.
     """
     algo, size = config.algo, rollout_size(config)
     if algo.old_logprobs == "rollout":
@@ -64,8 +67,14 @@ def old_logprobs_source(config: Config) -> OldLogprobs:
         or algo.rollout_is.kind != "none"
         or config.critic.share_trunk
         or algo.value.warmup_steps > 0
+        or selects_tokens(algo.policy)
     )
     return "update" if one_step and algo.old_policy == "rollout" and not needed_before else "forward"
+
+
+def selects_tokens(policy: PolicyConfig) -> bool:
+    """Returns whether tokens are selected before an update, by their entropies or log-probs."""
+    return policy.top_entropy is not None or POLICY_LOSSES[policy.loss].selection is not None
 
 
 def experience_maker(
@@ -94,6 +103,7 @@ def experience_maker(
         critic=critic,
         share_trunk=critic is None and learns_values(config),
         old_logprobs=old_logprobs_source(config),
+        compute_entropy=algo.policy.top_entropy is not None,
         masked_stop_ids=masked_stop_ids(algo.train_on_eos, stop_token_ids, pad_id),
         shaper=ScoreShaper(algo.reward_shaping, world),
         charged_kl=_kl_estimator(algo.kl) if algo.kl.place == "reward" else None,
@@ -219,6 +229,7 @@ def learner(
         policy=PolicyObjective(
             loss=policy_loss(algo.policy),
             sums_over_tokens=loss.sums_over_tokens,
+            off_policy_limit=algo.policy.off_policy_limit,
             entropy=algo.entropy,
             kl=_kl_estimator(algo.kl) if algo.kl.place == "loss" else None,
             positive_nll=algo.positive_nll,
@@ -226,6 +237,7 @@ def learner(
             agg=aggregation,
             level=algo.action_level,
         ),
+        select_tokens=token_selection(algo.policy) if selects_tokens(algo.policy) else None,
         # At action level sequence there is one value per response, so the value loss is the mean over the
         # responses, whatever algo.loss.agg is.
         value=ValueObjective(algo.value, token_mean if algo.action_level == "sequence" else aggregation),
@@ -260,6 +272,15 @@ def parity_monitor(config: Config) -> ParityMonitor:
     if highest == "auto":
         highest = BOUNDS[config.actor.model.dtype]
     return ParityMonitor(highest, stops=health.parity_action == "stop")
+
+
+def token_selection(policy: PolicyConfig) -> Callable[[Experience, torch.Generator], Experience]:
+    """Builds the selection of tokens of `algo.policy.top_entropy` and of the policy loss."""
+    entry, selection = POLICY_LOSSES[policy.loss], None
+    if entry.selection is not None:
+        chosen = {key: getattr(policy, key) for key in entry.selection_keys}
+        selection = partial(import_target(entry.selection), **chosen)
+    return partial(select_tokens, top_entropy=policy.top_entropy, selection=selection)
 
 
 def kl_controller(config: Config) -> FixedKLController:

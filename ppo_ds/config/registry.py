@@ -70,6 +70,10 @@ class PolicyLossEntry(Entry):
     keys: tuple[str, ...] = field(default=(), kw_only=True)
     # True if the loss stays sound without a lower bound of the ratio (clip_low null or 1)
     allows_no_lower_bound: bool = field(default=False, kw_only=True)
+    # Dotted name of a function that selects the tokens which the loss takes as ``selected`` [B,T]. Called as
+    # (log-probs before the update, advantages, mask, torch.Generator) with all rows of an optimizer step
+    selection: str | None = field(default=None, kw_only=True)
+    selection_keys: tuple[str, ...] = field(default=(), kw_only=True)  # keys of algo.policy that it takes
 
 
 @dataclass(frozen=True)
@@ -266,6 +270,22 @@ POLICY_LOSSES = {
         "Advantage times the geometric mean of a response's clipped ratios (Zhao et al. 2025).",
         keys=("clip_low", "clip_high"),
         own_ratio=True,
+    ),
+    "clip_cov": PolicyLossEntry(
+        f"{_POLICY_LOSSES}.clip_cov_loss",
+        "Clipped surrogate without a few random tokens of high covariance (Cui et al. 2025).",
+        keys=("clip_low", "clip_high"),
+        own_ratio=True,
+        selection="ppo_ds.ops.token_selection.clip_cov_tokens",
+        selection_keys=("cov_frac", "cov_low", "cov_high"),
+    ),
+    "kl_cov": PolicyLossEntry(
+        f"{_POLICY_LOSSES}.kl_cov_loss",
+        "Advantage times ratio, with a KL penalty on the tokens of the highest covariance (Cui et al. 2025).",
+        keys=("kl_cov_coef",),
+        own_ratio=True,
+        selection="ppo_ds.ops.token_selection.kl_cov_tokens",
+        selection_keys=("cov_frac",),
     ),
 }
 

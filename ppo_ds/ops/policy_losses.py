@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ppo_ds.ops.losses import PolicyTerms, TokenLoss, surrogate_loss
+from ppo_ds.ops.losses import Bounds, PolicyTerms, TokenLoss, clipped_objective, surrogate_loss
 from ppo_ds.ops.masked import masked_mean
 
 Divergence = Literal["tv", "kl"]
@@ -99,3 +99,44 @@ def geometric_mean_objective(terms: PolicyTerms, low: float, high: float) -> Tok
     ratio = masked_mean(limited, terms.mask, dim=1)[:, None].exp()
     clipped = limited != log_ratio
     return TokenLoss(-advantages * ratio, clipped, torch.zeros_like(clipped))
+
+
+def clip_cov_loss(
+    *args: Tensor,
+    selected: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+    ratio: str = "token",
+    **options: Any,
+) -> Any:
+    """Computes the loss of Clip-Cov (Cui et al. 2025), and its metrics.
+
+    This is PPO's loss without the ``selected`` tokens [B,T], whose high covariance of log-prob and advantage
+    would lower the entropy most. They have no loss and no gradient, but count in the divisor of the mean.
+    """
+    bounds = (1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
+    return surrogate_loss(partial(detached_objective, bounds=bounds, selected=selected), *args, **options)
+
+
+def detached_objective(terms: PolicyTerms, bounds: Bounds, selected: Tensor) -> TokenLoss:
+    """Computes Clip-Cov's objective: the selected tokens count as clipped."""
+    loss, clipped, clipped_low = clipped_objective(terms, bounds, None)
+    return TokenLoss(torch.where(selected, 0.0, loss), clipped | selected, clipped_low)
+
+
+def kl_cov_loss(
+    *args: Tensor, selected: Tensor, kl_cov_coef: float = 1.0, ratio: str = "token", **options: Any
+) -> Any:
+    """Computes the loss of KL-Cov (Cui et al. 2025), and its metrics.
+
+    The loss is -A r, without a clip. The ``selected`` tokens [B,T] have a penalty in addition, kl_cov_coef *
+    |log pi - log pi_old|, the estimate of KL(old || new) in the authors' code.
+    """
+    return surrogate_loss(partial(penalized_objective, coef=kl_cov_coef, selected=selected), *args, **options)
+
+
+def penalized_objective(terms: PolicyTerms, coef: float, selected: Tensor) -> TokenLoss:
+    """Computes KL-Cov's objective. No token is clipped."""
+    loss = -terms.advantages * terms.ratio
+    unclipped = torch.zeros_like(selected)
+    return TokenLoss(torch.where(selected, loss + coef * terms.log_ratio.abs(), loss), unclipped, unclipped)

@@ -50,6 +50,7 @@ class ExperienceMaker:
     critic: TrainedModel | None  # None: critic-free, or the actor has the value head
     share_trunk: bool  # the actor has the value head
     old_logprobs: OldLogprobs
+    compute_entropy: bool = False  # in the forward that computes the old log-probs
     # the algorithm
     masked_stop_ids: tuple[int, ...]  # end tokens that are not actions
     shaper: ScoreShaper
@@ -76,7 +77,7 @@ class ExperienceMaker:
         if self.masked_stop_ids:
             rollout = mask_stops(rollout, self.masked_stop_ids)
         mask = rollout.response_mask
-        logprobs, old_logprobs, ref_logprobs, values = self.guard(self.forward_models)(rollout)
+        logprobs, old_logprobs, ref_logprobs, values, entropy = self.guard(self.forward_models)(rollout)
 
         with self.timer("reward"):  # waits for scores that are computed in the background
             found = wait_for_scores(pending_scores, self.world, self.check)
@@ -113,6 +114,7 @@ class ExperienceMaker:
             logprobs=logprobs,
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
+            entropy=entropy,
             values=values,
             returns=estimate.returns,
             value_mask=estimate.value_mask,
@@ -168,42 +170,50 @@ class ExperienceMaker:
 
     def forward_models(
         self, rollout: Rollout
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Computes log-probs, old log-probs and the reference's log-probs [B,R], and values [B,S].
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Computes log-probs, old and reference log-probs [B,R], values [B,S], and entropies [B,R].
 
         Entries that the run does not need are None. A collective.
         """
         plan = self.plan(rollout)
         fault("score")
-        logprobs = old_logprobs = ref_logprobs = values = None
+        logprobs = old_logprobs = ref_logprobs = values = entropy = None
         if self.old_logprobs == "rollout":
             logprobs = old_logprobs = rollout.logprobs
         elif self.old_logprobs == "forward":
             with self.timer("old_logprobs"):  # log pi_old(a|s), training engine, dropout 0
-                logprobs, old_logprobs, values = self.forward_actor(rollout, plan)
+                logprobs, old_logprobs, values, entropy = self.forward_actor(rollout, plan)
         if self.reference is not None:
             with self.timer("ref_logprobs"), self.reference.resident():  # log pi_ref(a|s)
                 ref_logprobs = self._logprobs(self.reference, rollout, plan)
         if self.critic is not None:
             with self.timer("values"):  # V(s)
                 values = scatter_states(forward_rows(self.critic, rollout, plan), rollout, plan)
-        return logprobs, old_logprobs, ref_logprobs, values
+        return logprobs, old_logprobs, ref_logprobs, values, entropy
 
     def plan(self, sequences: Sequences) -> list[Tensor]:
         """Returns the row indices of each forward. A collective."""
         return scoring_plan(sequences, int(self.token_budget), self.world, self.packed)
 
-    def forward_actor(self, rollout: Rollout, plan: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Computes log-probs and old log-probs [B,R], and values [B,S] if the actor has the value head."""
-        outputs = forward_rows(self.actor, rollout, plan)
+    def forward_actor(
+        self, rollout: Rollout, plan: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Computes log-probs and old log-probs [B,R].
+
+        Also computes values [B,S] if the actor has the value head, and entropies [B,R] if they are needed.
+        """
+        options = {"with_entropy": True} if self.compute_entropy else {}
+        outputs = forward_rows(self.actor, rollout, plan, **options)
         logprobs = scatter_tokens([out.logprobs for out in outputs], rollout, plan)
-        old_logprobs, values = logprobs, None
+        old_logprobs, values, entropy = logprobs, None, None
+        if self.compute_entropy:
+            entropy = scatter_tokens([out.entropy for out in outputs], rollout, plan)
         if self.share_trunk:
             values = scatter_states([out.values for out in outputs], rollout, plan)
         if self.lagged is not None:
             with self.lagged.swapped():
                 old_logprobs = self._logprobs(self.actor, rollout, plan)
-        return logprobs, old_logprobs, values
+        return logprobs, old_logprobs, values, entropy
 
     @torch.no_grad()
     def measure_kl(self, experience: Experience) -> Metrics:

@@ -8,7 +8,7 @@ critic's are computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
@@ -70,6 +70,8 @@ class Learner:
     ema_decay: float
     # losses
     policy: PolicyObjective
+    # selects tokens of an optimizer step for the policy loss, see losses.select_tokens
+    select_tokens: Callable[[Experience, torch.Generator], Experience] | None = None
     value: ValueObjective
     ptx: PtxObjective | None
     ptx_texts: Iterator[Sequences] | None  # yields the texts of one optimizer step, for all ranks
@@ -123,6 +125,8 @@ class Learner:
             minibatch = replace(minibatch, advantages=advantages)
             if self.mask_truncated:
                 minibatch = without_truncated(minibatch)
+            if self.select_tokens is not None and not critic_only:
+                minibatch = self.select_tokens(minibatch, shuffle)
             plan = microbatch_rows(minibatch, self.token_budget, self.world, self.packed)
             micros = [minibatch.select(part).trimmed() for part in plan]
             metrics.add_parts({"perf/pad_frac_update": padding(micros, self.packed)})

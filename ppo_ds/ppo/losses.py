@@ -21,6 +21,7 @@ from ppo_ds.ops.losses import (
     value_loss,
 )
 from ppo_ds.ops.masked import sum_and_count
+from ppo_ds.ops.token_selection import off_policy_tokens, top_entropy_tokens
 from ppo_ds.types import Experience, Sequences
 
 Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see ops/losses.py
@@ -46,6 +47,7 @@ class PolicyObjective:
     aux_coef: float
     agg: Aggregation  # an entry of LOSS_AGGREGATIONS
     level: str  # token | sequence
+    off_policy_limit: float | None = None  # see off_policy_tokens; None: no response leaves the loss
 
     def __call__(
         self, out: PolicyOutput, micro: Experience, totals: BatchTotals, kl_coef: float
@@ -57,16 +59,25 @@ class PolicyObjective:
         old_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
         sequence = self.level == "sequence"
         agg = seq_mean_token_sum if sequence else self.agg
+        weights, off_policy = micro.weights, None
+        if self.off_policy_limit is not None:
+            off_policy = off_policy_tokens(
+                logprobs, micro.decode_logprobs, micro.advantages, mask, self.off_policy_limit
+            )
+            weights = weights.masked_fill(off_policy, 0.0)
         loss, parts = self.loss(
             logprobs,
             old_logprobs,
             micro.advantages,
             mask,
             ratio=self.level,
-            is_weights=micro.weights,
+            is_weights=weights,
             agg=seq_mean_token_mean if sequence and not self.sums_over_tokens else agg,
             totals=totals,
+            **({} if micro.selected is None else {"selected": micro.selected}),
         )
+        if off_policy is not None:
+            parts["policy/off_policy_frac"] = sum_and_count(off_policy.float(), mask)
         entropy = out.entropy if self.entropy.kind == "exact" else -logprobs
         if self.entropy.coef:
             loss = loss - self.entropy.coef * entropy_loss(entropy, mask, agg=agg, totals=totals)
@@ -93,6 +104,31 @@ class PolicyObjective:
 def correct_tokens(rows: Experience, above: float) -> Tensor:
     """Returns the mask [B,R] of the actions in responses whose score is above ``above``."""
     return rows.response_mask & (rows.scores > above)[:, None]
+
+
+def select_tokens(
+    minibatch: Experience,
+    generator: torch.Generator,
+    *,
+    top_entropy: float | None,
+    selection: Callable[..., Tensor] | None,
+) -> Experience:
+    """Selects tokens of one optimizer step, which ``minibatch`` holds for all ranks.
+
+    Args:
+        generator: Must have the same state on every rank.
+        top_entropy: Share of the tokens that keep their policy loss, those with the highest entropy before
+            the update. The other tokens still count in the divisor of the mean (Wang et al. 2025). None: all.
+        selection: Selects the tokens for the column ``selected``. None: the policy loss needs none.
+    """
+    mask = minibatch.response_mask
+    if top_entropy is not None:
+        kept = top_entropy_tokens(minibatch.entropy, mask, top_entropy)
+        minibatch = replace(minibatch, weights=minibatch.weights.masked_fill(~kept, 0.0))
+    if selection is not None:
+        selected = selection(minibatch.logprobs, minibatch.advantages, mask, generator)
+        minibatch = replace(minibatch, selected=selected)
+    return minibatch
 
 
 @dataclass(frozen=True)

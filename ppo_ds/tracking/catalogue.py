@@ -318,6 +318,15 @@ _POLICY = Section(
             percent=True,
         ),
         Metric(
+            "policy/off_policy_frac",
+            "off-policy tokens",
+            "share of tokens",
+            "Share of the tokens that `algo.policy.off_policy_limit` excludes from the policy loss; only "
+            "with that key.",
+            remedy=f"If it is high, {_LOWER_LR}, lower `algo.epochs`, or raise the limit.",
+            percent=True,
+        ),
+        Metric(
             "policy/entropy",
             "entropy",
             "nats per token",

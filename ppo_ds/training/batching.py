@@ -74,12 +74,14 @@ def filled(sequences: S, ranks: int) -> S:
 
 
 @torch.no_grad()
-def forward_rows(model: Callable[..., Any], sequences: Sequences, plan: list[Tensor]) -> list[Any]:
-    """Runs ``model`` on the rows of each entry of ``plan`` and returns its outputs."""
+def forward_rows(
+    model: Callable[..., Any], sequences: Sequences, plan: list[Tensor], **options: Any
+) -> list[Any]:
+    """Runs ``model`` with ``options`` on the rows of each entry of ``plan`` and returns its outputs."""
     outputs = []
     with counting(len(plan), "forwards") as done:
         for number, rows in enumerate(plan, start=1):
             micro = sequences.select(rows).trimmed()
-            outputs.append(model(micro.ids, micro.attention_mask, micro.response_width))
+            outputs.append(model(micro.ids, micro.attention_mask, micro.response_width, **options))
             done(number)
     return outputs

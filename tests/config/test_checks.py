@@ -253,12 +253,14 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
         (["algo.policy.loss=sapo", "algo.policy.tau_pos=0"], "algo.policy.tau_pos=0: must be above 0"),
         (
             ["algo.policy.loss=sapo", "algo.policy.clip_low=0.1"],
-            "algo.policy.clip_low=0.1: only used with algo.policy.loss=ppo or gspo or cispo or gmpo (it is "
+            "algo.policy.clip_low=0.1: only used with algo.policy.loss=ppo or gspo or cispo or gmpo or "
+            "clip_cov (it is "
             "sapo)",
         ),
         (
             ["algo.policy.clip_high=0.3", "algo.policy.loss=reinforce"],
-            "algo.policy.clip_high=0.3: only used with algo.policy.loss=ppo or gspo or cispo or gmpo (it is "
+            "algo.policy.clip_high=0.3: only used with algo.policy.loss=ppo or gspo or cispo or gmpo or "
+            "clip_cov (it is "
             "reinforce); set it to null",
         ),
         (
@@ -269,6 +271,27 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             ["algo.policy.loss=dppo_tv", SEQUENCE],
             "algo.policy.loss=dppo_tv: determines the ratio itself, so algo.action_level must be token",
         ),
+        (
+            ["algo.policy.loss=kl_cov", SEQUENCE],
+            "algo.policy.loss=kl_cov: determines the ratio itself, so algo.action_level must be token",
+        ),
+        (
+            ["algo.policy.cov_high=7"],
+            "algo.policy.cov_high=7: only used with algo.policy.loss=clip_cov (it is ppo); set it to 5",
+        ),
+        (
+            ["algo.policy.loss=clip_cov", "algo.policy.cov_low=6"],
+            "algo.policy.cov_low=6: must be below algo.policy.cov_high=5",
+        ),
+        (
+            ["algo.policy.top_entropy=0.2", SEQUENCE],
+            "algo.policy.top_entropy=0.2: selects tokens, so algo.action_level must be token",
+        ),
+        (
+            ["algo.policy.top_entropy=0.2", "algo.old_logprobs=rollout"],
+            "algo.old_logprobs=rollout: algo.policy.top_entropy=0.2 needs the entropies of the forward",
+        ),
+        (["algo.policy.off_policy_limit=0"], "algo.policy.off_policy_limit=0: must be above 0"),
         (
             ["algo.policy.delta=0.1"],
             "algo.policy.delta=0.1: only used with algo.policy.loss=dppo_tv or dppo_kl (it is ppo); set it "

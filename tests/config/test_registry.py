@@ -117,6 +117,9 @@ def test_the_flags_say_what_the_losses_do() -> None:
         wide = {key: 9.0 for key in ("clip_low", "clip_high") if key in entry.keys}
         options = dict(ratio="sequence", agg="seq_mean_token_sum", **wide)
         args = logprobs, old, advantage, MASK[:1]
+        if entry.selection is not None:
+            assert callable(import_target(entry.selection))
+            options |= {"selected": torch.tensor([[True, False]])}
         summed, _ = resolve(entry)(*args, **options)
         once, _ = resolve(entry)(*args, **options | {"ratio": "token" if entry.own_ratio else "sequence"})
         assert torch.equal(summed, once), name  # a loss that computes its own ratio ignores the given one

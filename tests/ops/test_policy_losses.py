@@ -1,5 +1,6 @@
 """Tests policy losses other than PPO's against numbers worked by hand and an implementation in numpy."""
 
+import itertools
 import math
 
 import numpy as np
@@ -7,7 +8,14 @@ import pytest
 import torch
 
 from ppo_ds.ops.losses import policy_loss
-from ppo_ds.ops.policy_losses import binary_kl, dppo_loss, gmpo_loss, sapo_loss
+from ppo_ds.ops.policy_losses import (
+    binary_kl,
+    clip_cov_loss,
+    dppo_loss,
+    gmpo_loss,
+    kl_cov_loss,
+    sapo_loss,
+)
 from tests.ops.golden import gradient, leaf
 
 # Three responses of 3, 2 and 1 tokens: log pi of the old policy, the log-ratio, and the advantages.
@@ -170,3 +178,46 @@ def test_gmpos_gradient_of_a_clipped_response_is_the_paper_s():
     loss, _ = gmpo_loss(x, old, torch.ones(1, 2), torch.ones(1, 2))
     assert loss.item() == pytest.approx(-math.exp(0.3))
     assert gradient(loss, x).tolist() == [pytest.approx([-math.exp(0.3) / 2, 0.0])]
+
+
+SELECTED = [[False, True, False], [True, False], [True]]
+
+
+def selected_numerical(objective):
+    """Computes a loss like ``numerical``; ``objective`` also takes the row of SELECTED."""
+    rows = itertools.cycle(SELECTED)  # one row after the other, in each evaluation
+
+    def with_row(*columns):
+        return np.array([objective(*token) for token in zip(*columns, next(rows), strict=True)])
+
+    return numerical(with_row)
+
+
+SELECTED_MASK = torch.tensor([[*row, *[False] * (3 - len(row))] for row in SELECTED])
+
+
+def test_clip_cov():
+    """The selected tokens have no loss and no gradient; the others have PPO's, over the same divisor."""
+
+    def objective(new, old, advantage, selected):
+        r = math.exp(new - old)
+        return 0.0 if selected else max(-advantage * r, -advantage * min(max(r, 0.8), 1.28))
+
+    loss, slopes, metrics = ours(clip_cov_loss, selected=SELECTED_MASK, clip_low=0.2, clip_high=0.28)
+    expected, expected_slopes = selected_numerical(objective)
+    assert loss == pytest.approx(expected, abs=1e-12) and slopes == pytest.approx(expected_slopes, abs=1e-8)
+    # three selected tokens; of the others, PPO clips log-ratio 1.2 (A > 0) and -0.9 (A < 0)
+    assert metrics["policy/clipfrac"] == pytest.approx(5 / 6)
+
+
+@pytest.mark.parametrize("coef", [1.0, 0.3])
+def test_kl_cov(coef):
+    """The selected tokens have coef * |log pi - log pi_old| in addition; nothing is clipped."""
+
+    def objective(new, old, advantage, selected):
+        return -advantage * math.exp(new - old) + (coef * abs(new - old) if selected else 0.0)
+
+    loss, slopes, metrics = ours(kl_cov_loss, selected=SELECTED_MASK, kl_cov_coef=coef)
+    expected, expected_slopes = selected_numerical(objective)
+    assert loss == pytest.approx(expected, abs=1e-12) and slopes == pytest.approx(expected_slopes, abs=1e-8)
+    assert metrics["policy/clipfrac"] == 0

@@ -23,6 +23,7 @@ POLICY = dict(
     level="token", kind="ppo", clip_low=0.2, clip_high=None, dual_clip=None, agg="token_mean",
     entropy_coef=0.0, entropy_kind="exact", kl_in_loss=False, kl_estimator="k2", aux_coef=0.0,
     positive_nll=0.0, above=0.0,
+    off_policy_limit=None, keys={},
 )  # fmt: skip
 VALUE = dict(clip=0.2, half=True, coef=1.0, agg="token_mean")
 
@@ -162,10 +163,11 @@ def on_policy(rows):
 def policy_objective(**changes):
     """Makes a policy objective from the settings POLICY with these changes."""
     made = POLICY | changes
-    entry = POLICY_LOSSES[made["kind"]]
+    entry, clips = POLICY_LOSSES[made["kind"]], {name: made[name] for name in CLIP}
     return PolicyObjective(
-        loss=policy_loss(PolicyConfig(loss=made["kind"], **{name: made[name] for name in CLIP})),
+        loss=policy_loss(PolicyConfig(loss=made["kind"], **clips, **made["keys"])),
         sums_over_tokens=entry.sums_over_tokens,
+        off_policy_limit=made["off_policy_limit"],
         entropy=EntropyConfig(coef=made["entropy_coef"], kind=made["entropy_kind"]),
         kl=resolve(KL_ESTIMATORS[made["kl_estimator"]]) if made["kl_in_loss"] else None,
         positive_nll=PositiveNLLConfig(coef=made["positive_nll"], above=made["above"]),

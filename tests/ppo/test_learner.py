@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ppo_ds.build.algorithm import selects_tokens, token_selection
+from ppo_ds.config.sections.algo import PolicyConfig
 from ppo_ds.types import Sequences
 from tests.ppo.learner_cases import (
     ANSWERS,
@@ -67,6 +69,43 @@ def test_ranks_change_neither_weights_nor_numbers(on_ranks, world, rows, objecti
         same(others, [engine.module for engine in engines])
         del numbers["perf/pad_frac_update"]
         assert numbers == pytest.approx(alone, rel=1e-6, abs=1e-7)
+
+
+# Policy losses with a selection of tokens, or another limit than PPO's clip
+COVARIANCE = dict(cov_frac=0.3)
+LOSSES = {
+    "sapo": {},
+    "dppo_tv": dict(delta=0.01),
+    "dppo_kl": dict(delta=0.01),
+    "gmpo": {},
+    "clip_cov": COVARIANCE | dict(cov_low=-1.0, cov_high=1.0),
+    "kl_cov": COVARIANCE,
+    "ppo": dict(top_entropy=0.2),
+    "cispo": dict(off_policy_limit=0.1),
+}
+
+
+def learned_with(world, rows, loss, budget=10_000):
+    section = PolicyConfig(loss=loss, **LOSSES[loss])
+    noise = torch.rand(rows.response_mask.shape, generator=torch.Generator().manual_seed(1))
+    select = token_selection(section) if selects_tokens(section) else None
+    policy = dict(kind=loss, keys=LOSSES[loss], off_policy_limit=section.off_policy_limit)
+    return learned(world, replace(rows, entropy=noise), policy=policy, select_tokens=select, budget=budget)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_ranks_and_micro_batches_do_not_change_which_tokens_are_trained(on_ranks, world, rows, loss):
+    alone, *engines = learned_with(world, rows, loss)
+    _, plain, _ = learned(world, rows, policy=dict(kind="cispo" if loss == "cispo" else "ppo"))
+    assert (engines[0].module.head - plain.module.head).abs().max() > 1e-4
+    del alone["perf/pad_frac_update"]
+    if loss == "cispo":
+        assert 0 < alone["policy/off_policy_frac"] < 1
+    for ranks, budget in ((1, 1), (2, 24), (4, 1)):
+        for numbers, *others in on_ranks(ranks, lambda world, b=budget: learned_with(world, rows, loss, b)):
+            same(others, [engine.module for engine in engines])
+            del numbers["perf/pad_frac_update"]
+            assert numbers == pytest.approx(alone, rel=1e-6, abs=1e-7)
 
 
 def test_the_ratio_is_to_the_old_policy_and_not_to_the_generating_one(world, rows):

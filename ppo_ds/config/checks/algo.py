@@ -99,8 +99,8 @@ def check_policy_loss(config: Config, ranks: int) -> Iterator[str]:
     entry = POLICY_LOSSES[policy.loss]
     for key, default in defaults(type(policy)).items():
         value = getattr(policy, key)
-        if key != "loss" and key not in entry.keys and value != default:
-            users = [name for name, other in POLICY_LOSSES.items() if key in other.keys]
+        users = [name for name, other in POLICY_LOSSES.items() if key in (*other.keys, *other.selection_keys)]
+        if users and policy.loss not in users and value != default:
             yield (
                 f"algo.policy.{key}={_short(value)}: only used with algo.policy.loss={' or '.join(users)} "
                 f"(it is {policy.loss}); set it to {_short(default)}"
@@ -113,6 +113,15 @@ def check_policy_loss(config: Config, ranks: int) -> Iterator[str]:
         )
     if "clip_low" in entry.keys and policy.clip_low is None and policy.clip_high is None:
         yield "algo.policy.clip_high=null: must be a number if algo.policy.clip_low is null (often 4)"
+    if policy.cov_low >= policy.cov_high:
+        yield (
+            f"algo.policy.cov_low={policy.cov_low:g}: must be below algo.policy.cov_high={policy.cov_high:g}"
+        )
+    if policy.top_entropy is not None and config.algo.action_level == "sequence":
+        yield (
+            f"algo.policy.top_entropy={policy.top_entropy:g}: selects tokens, so algo.action_level must be "
+            "token"
+        )
 
 
 def _short(value: Any) -> str:
@@ -183,6 +192,11 @@ def check_old_logprobs(config: Config, ranks: int) -> Iterator[str]:
         yield (
             f"{key}: critic.share_trunk=true computes the values in the forward that this saves; set "
             "algo.old_logprobs=recompute"
+        )
+    if algo.policy.top_entropy is not None:
+        yield (
+            f"{key}: algo.policy.top_entropy={algo.policy.top_entropy:g} needs the entropies of the forward "
+            "that this saves; set algo.old_logprobs=recompute"
         )
     if config.health.max_parity is None:
         yield (

@@ -5,7 +5,7 @@ A preset in conf/algo/ sets the keys in which it differs from the defaults.
 
 from typing import Annotated, Literal
 
-from annotated_types import Gt, Le
+from annotated_types import Gt, Le, Lt
 from pydantic import Field
 
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES
@@ -94,6 +94,21 @@ class PolicyConfig(Section):
         None,
         description="Distance from the old policy beyond which dppo_tv (in probability) and dppo_kl (in "
         "nats) mask a token; null: 0.15 and 0.05.",
+    )
+    cov_frac: Annotated[Number, Gt(0), Lt(1)] | None = Field(
+        None, description="Share of the tokens that clip_cov or kl_cov select; null: 0.0002 and 0.002."
+    )
+    cov_low: Number = Field(1.0, description="Least covariance of a token that clip_cov selects.")
+    cov_high: Number = Field(5.0, description="Largest covariance of a token that clip_cov selects.")
+    kl_cov_coef: NonNegative = Field(1.0, description="Coefficient of kl_cov's penalty.")
+    off_policy_limit: Positive | None = Field(
+        None,
+        description="Mean log-ratio of the sampling to the current policy, in nats, beyond which the tokens "
+        "of a response with a negative advantage leave the loss (DeepSeek-V3.2); null: off.",
+    )
+    top_entropy: Annotated[Number, Gt(0), Lt(1)] | None = Field(
+        None,
+        description="Share of the tokens, those of the highest entropy, that have a policy loss; null: all.",
     )
 
 
