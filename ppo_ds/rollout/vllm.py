@@ -274,7 +274,8 @@ def start_engine(lm: PreTrainedModel, **options: Any) -> Any:
                 seed=0,
                 **options,
             )
-        except (ValueError, NotImplementedError, AssertionError) as error:
+        # vLLM also raises the last two for models that it supports in part, such as GPT-NeoX in 0.32
+        except (ValueError, NotImplementedError, AssertionError, AttributeError, KeyError) as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"rollout.backend=vllm: vLLM cannot decode this model ({reason})") from error
     _engines.append(engine)
