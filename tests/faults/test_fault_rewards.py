@@ -65,7 +65,7 @@ def test_a_pool_changes_no_number_and_a_stopped_run_continues_to_the_same_weight
     In the last one, a call on rank 1 never returns. The signal must end both ranks within the patience of the
     test, with a checkpoint and without worker processes; the next start continues.
     """
-    how = ("run.steps=3", "data.eval_path=null", "eval.every=null")
+    how = ("run.steps=3", "data.eval_path=null", "eval.every=null", "eval.train_prompts=0")
     assert ranks.run(2, arguments(root, "plain", *how))[0] == [0, 0]
     codes, output = ranks.run(2, arguments(root, "three", *how, *IN_POOL, "reward.workers=3"))
     assert codes == [0, 0], output

@@ -263,7 +263,7 @@ def test_stopped_in_every_phase_it_ends_with_the_weights_of_an_undisturbed_run(
 def test_with_zero_3_layer_by_layer_ranks_leave_generation_in_step(root: Path, ranks: Ranks) -> None:
     how = (
         "actor.zero.stage=3", "actor.zero.generation_gather=layers", "rollout.backend=hf",
-        "eval.every=null", "data.eval_path=null", "run.steps=2",
+        "eval.every=null", "data.eval_path=null", "eval.train_prompts=0", "run.steps=2",
         "actor.deepspeed.zero_optimization.stage3_param_persistence_threshold=0",
     )  # fmt: skip
     assert ranks.run(2, arguments(root, "whole", *how))[0] == [0, 0]
