@@ -266,6 +266,9 @@ def start_engine(lm: PreTrainedModel, **options: Any) -> Any:
                 folder,
                 skip_tokenizer_init=True,
                 load_format="dummy",  # the weights come from the trainer
+                # vLLM refuses to start if this share of the GPU is not free, although it then takes no more
+                # than kv_cache_memory_bytes for the cache; most of the GPU belongs to the training
+                gpu_memory_utilization=0.01,
                 dtype=str(lm.dtype).removeprefix("torch."),
                 generation_config="vllm",
                 distributed_executor_backend="external_launcher",
