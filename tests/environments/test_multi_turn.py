@@ -75,7 +75,7 @@ def test_the_last_turn_still_gets_its_reward(generator_of, prompts_of):
 
 
 class Fragile(Adder):
-    """Fails in the way that the answer names."""
+    """Fails if the turn is a, b or c, each in another way."""
 
     def step(self, answer):
         failures = {"a": lambda: 1 / 0, "b": lambda: exit(3), "c": lambda: ("no tuple",)}

@@ -11,7 +11,8 @@ from ppo_ds.ppo.sample_rows import sample_rows
 from ppo_ds.ppo.scoring import scored
 from ppo_ds.rewards.environment import EnvironmentReward
 from ppo_ds.types import Rollout
-from tests.ppo.algo_cases import Stub, critic_free, gae, maker, rounded
+from tests.ppo.algo_cases import Stub, critic_free, gae, make_experience, maker, rounded
+from tests.ppo.learner_cases import ANSWERS, PROMPTS, learned, old_around
 
 STOP = 2
 
@@ -112,6 +113,32 @@ def test_nothing_depends_on_the_log_probs_of_feedback(world, estimator):
     assert torch.equal(plain.rewards, noisy.rewards) and torch.equal(plain.advantages, noisy.advantages)
     assert torch.equal(plain.logprobs[mask], noisy.logprobs[mask])
     assert estimator != "gae" or torch.equal(plain.returns[states], noisy.returns[states])
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
+def test_the_update_ignores_every_number_on_feedback(world, loss):
+    """Two updates, with the KL in the loss, give the same weights, bit for bit."""
+    rows = old_around(make_experience(PROMPTS, ANSWERS))
+    feedback = torch.zeros_like(rows.response_mask)
+    feedback[:, 1] = rows.response_lengths > 2
+    states = torch.nn.functional.pad(feedback, (0, 1))
+    rows = replace(
+        rows,
+        feedback_mask=feedback,
+        response_mask=rows.response_mask & ~feedback,
+        value_mask=rows.value_mask & ~states,
+    )
+    on_tokens = ("decode_logprobs", "logprobs", "old_logprobs", "ref_logprobs", "advantages", "weights")
+    columns = {name: feedback for name in on_tokens} | {"values": states, "returns": states}
+    noisy = replace(
+        rows, **{name: getattr(rows, name).masked_fill(mask, 321.0) for name, mask in columns.items()}
+    )
+    settings = {"policy": {"kind": loss, "kl_in_loss": True, "clip_low": 0.2}}
+    plain, changed = (learned(world, each, kl_coef=0.1, **settings) for each in (rows, noisy))
+    assert int(feedback.sum()) == 4 and plain[0] == changed[0]
+    for before, after in zip(plain[1:], changed[1:], strict=True):
+        for one, other in zip(before.module.parameters(), after.module.parameters(), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_sample_rows_have_the_turns(world, tokenizer):

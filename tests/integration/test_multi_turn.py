@@ -1,0 +1,79 @@
+"""Tests whole runs with an environment: learning data, metrics, samples, and a run that is resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launching import launch
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    "+experiment=calculator",
+    *("run.steps=4", "rollout.prompts_per_step=16", "algo.minibatch_size=8", "eval.every=2"),
+    *("prepare.digits=1", "prepare.problems=81", "prepare.heldout=10", "prepare.validation=20"),
+    *("prepare.calls=1", "prepare.target_accuracy=0.05", "prepare.learning_rate=0.01"),
+    *("prepare.hidden_size=32", "prepare.heads=2", "prepare.batch_size=51"),
+    *("tracker.samples=-1", "tracker.wandb.mode=disabled"),
+)
+
+
+def trained(folder: Path, *more: str) -> Path:
+    """Runs the experiment in ``folder``, starting or continuing it, and returns its run directory."""
+    done = launch("python", *SMALL, f"run.dir={folder}", *more, cwd=folder.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def numbers(folder: Path) -> list[dict[str, float]]:
+    """Returns the metrics of each step that do not depend on the speed of the machine."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    speed = ("time/", "perf/", "mem/", "health/rank_time", "wall")
+    return [{k: v for k, v in line.items() if not k.startswith(speed)} for line in lines]
+
+
+FRAGILE = """
+from ppo_ds.examples.calculator import Calculator
+
+class Fragile(Calculator):
+    def reset(self, row):
+        super().reset(row)
+        if row["prompt"].startswith("1"):
+            raise OSError("no connection")
+
+    def step(self, answer):
+        if answer.startswith("?"):
+            raise OSError("no connection")
+        return super().step(answer)
+"""
+
+
+def test_errors_of_the_environment_do_not_end_the_run(tmp_path: Path) -> None:
+    """A reset that fails leaves an empty response, which no part of the step trains on."""
+    (tmp_path / "fragile.py").write_text(FRAGILE)
+    path = f"rollout.environment.path={tmp_path}/fragile.py:Fragile"
+    run = trained(tmp_path / "run", path, "rollout.environment.trial=false")
+    ended = [line["rollout/ended_error_frac"] for line in numbers(run) if "rollout/turns_mean" in line]
+    assert len(ended) == 4 and all(share > 0 for share in ended)
+    assert any(line["rollout/turns_mean"] < 1 for line in numbers(run) if "rollout/turns_mean" in line)
+
+
+def test_a_resumed_run_draws_the_same_turns(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole")
+    trained(tmp_path / "parts", "run.stop_at_step=2")
+    parts = trained(tmp_path / "parts")
+    assert numbers(parts) == numbers(whole)
+    assert (parts / "samples" / "step_000004.jsonl").read_text() == (
+        whole / "samples" / "step_000004.jsonl"
+    ).read_text()
+    steps = [line for line in numbers(whole) if "rollout/turns_mean" in line]
+    assert len(steps) == 4 and any(line["rollout/turns_mean"] > 1 for line in steps)
+    assert all(line["parity/logp_abs_diff_max"] < 1e-4 for line in steps)
+    for line in steps:
+        ended = [value for name, value in line.items() if name.startswith("rollout/ended_")]
+        assert len(ended) == 5 and sum(ended) == pytest.approx(1)
+    rows = [json.loads(line) for line in (whole / "samples" / "step_000004.jsonl").read_text().splitlines()]
+    assert any([turn["by"] for turn in row["turns"]][:2] == ["policy", "environment"] for row in rows)
