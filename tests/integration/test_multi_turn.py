@@ -31,7 +31,7 @@ def trained(folder: Path, *more: str) -> Path:
 def numbers(folder: Path) -> list[dict[str, float]]:
     """Returns the metrics of each step that do not depend on the speed of the machine."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    speed = ("time/", "perf/", "mem/", "health/rank_time", "wall")
+    speed = ("time", "perf/", "mem/", "health/rank_time", "wall")
     return [{k: v for k, v in line.items() if not k.startswith(speed)} for line in lines]
 
 
