@@ -63,6 +63,10 @@ TINY = """
     memory.rollout_tokens=200 memory.score_tokens=128 memory.train_tokens=64
     eval.every=null checkpoint.every=0
 """
+# a reward of two parts for the preset gdpo, in place of the reward of TINY
+PARTS = """reward=weighted ~reward.path
+    reward@reward.parts.right.reward=sums reward@reward.parts.short.reward=length
+    reward.parts.short.reward.shortest=1 reward.parts.short.reward.longest=2"""
 SHARD_ALL = "deepspeed.zero_optimization.stage3_param_persistence_threshold=0"  # shards tiny weights too
 ADAPTIVE_KL = "algo.kl.controller=adaptive algo.kl.target=0.01 algo.kl.horizon=200"
 SAMPLING = "sampling.temperature=0.7 sampling.top_k=6 sampling.top_p=0.9 sampling.min_new_tokens=2"
@@ -124,6 +128,8 @@ def cases() -> dict[str, str]:
     """Returns the arguments of launch/train.py for each run: the quickstart, every preset, the others."""
     presets = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
     added = {preset: f"algo={preset}" for preset in presets} | OTHERS
+    added["vapo"] += " algo.value.pretrain_rollouts=1"
+    added["gdpo"] += f" {PARTS}"
     quickstart = {"quickstart": f"{COMMON} run.steps=10 eval.every=5"}
     return quickstart | {name: f"{COMMON} {TINY} {arguments}" for name, arguments in added.items()}
 
