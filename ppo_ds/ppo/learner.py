@@ -113,6 +113,7 @@ class Learner:
         assert not first_forward or self.epochs * steps_per_epoch == 1, (
             "the log-probs of a second optimizer step are no longer those of the old policy"
         )
+        draws = torch.Generator().manual_seed(seed)  # selected tokens do not change the order of the rows
         models, metrics, approx_kl, steps_done = self.models(critic_only), MetricSums(), 0.0, 0
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
 
@@ -126,7 +127,7 @@ class Learner:
             if self.mask_truncated:
                 minibatch = without_truncated(minibatch)
             if self.select_tokens is not None and not critic_only:
-                minibatch = self.select_tokens(minibatch, shuffle)
+                minibatch = self.select_tokens(minibatch, draws)
             plan = microbatch_rows(minibatch, self.token_budget, self.world, self.packed)
             micros = [minibatch.select(part).trimmed() for part in plan]
             metrics.add_parts({"perf/pad_frac_update": padding(micros, self.packed)})

@@ -121,6 +121,7 @@ SUBTRACTED = "algo.reward_shaping.missing_eos=subtract"
 SCALED = "algo.reward_shaping.missing_eos=scale"
 BUFFER = "algo.reward_shaping.overlong_buffer=4"
 ICEPOP = "algo.rollout_is.kind=icepop"
+CLIP_COV = "algo.policy={loss:clip_cov,cov_frac:0.5,cov_low:0,cov_high:50}"
 SAMPLE = "algo.entropy.kind=sample"
 ENTROPY = "algo.entropy.coef=0.3"
 SEQUENCE = "algo.action_level=sequence"
@@ -178,6 +179,18 @@ NORM = "algo.loss.agg=token_sum_norm"
         ("algo.minibatch_size=2", [], LEARNED | {"trained"}),
         ("algo.target_kl=0.1", [], LEARNED | {"trained"}),
         ("algo.policy.loss=cispo", [], {"actor"}),
+        ("algo.policy.clip_low=null", ["algo.policy.loss=cispo", "algo.policy.clip_high=4"], {"actor"}),
+        ("algo.policy.loss=sapo", [], {"actor"}),
+        ("algo.policy.tau_pos=3", ["algo.policy.loss=sapo"], {"actor"}),
+        ("algo.policy.tau_neg=3", ["algo.policy.loss=sapo"], {"actor"}),
+        ("algo.policy.loss=dppo_tv", [], {"actor"}),
+        ("algo.policy.delta=0.01", ["algo.policy.loss=dppo_kl"], {"actor"}),
+        ("algo.policy.loss=gmpo", [], {"actor"}),
+        ("algo.policy.cov_low=-5", [CLIP_COV], {"actor"}),
+        ("algo.policy.cov_frac=0.5", ["algo.policy.loss=kl_cov"], {"actor"}),
+        ("algo.policy.kl_cov_coef=3", ["algo.policy.loss=kl_cov"], {"actor"}),
+        ("algo.policy.off_policy_limit=0.05", [], {"actor"}),
+        ("algo.policy.top_entropy=0.3", [], {"actor"}),
         ("algo.policy.clip_low=0.3", [], {"actor"}),
         ("algo.policy.clip_high=0.3", [], {"actor"}),
         ("algo.policy.dual_clip=3", [], {"actor"}),
