@@ -19,7 +19,15 @@ from tests.docs.pages import ROOT, Block, blocks, name_of, pages, spans, words
 from tests.test_requirements import KEYS, is_setting
 
 # Programs that start the command after them; NAME=VALUE before a program sets a variable.
-STARTERS = ("deepspeed", "torchrun", "python", "python3", ".venv/bin/python", "sbatch")
+STARTERS = (
+    "deepspeed",
+    "torchrun",
+    "python",
+    "python3",
+    ".venv/bin/python",
+    ".venv-vllm/bin/python",
+    "sbatch",
+)
 # Files and folders that the reader has: their absence is no error of the page.
 OF_THE_READER = re.compile(r": (no such (file|folder)$|no such checkpoint folder;|not a model folder )")
 # A run that needs nothing but the settings of a fragment such as reward=remote reward.url=...
