@@ -130,8 +130,10 @@ def resolve(config: Config, estimate: Callable[[Config], Estimate], usable: int,
         lines.append(titled("memory", text))
     if numbers:
         left, total, held = map(format_bytes, (max(0, usable - resident), usable, resident))
-        text = f"{left} per rank for a phase: {total} usable - {held} of weights, optimizer states and "
-        lines.insert(0, titled("memory", f"{text}gradient buffers"))
+        held += " of weights, optimizer states and gradient buffers" + ", and of vLLM" * (
+            base.vllm is not None
+        )
+        lines.insert(0, titled("memory", f"{left} per rank for a phase: {total} usable - {held}"))
     return Resolution(numbers, lines)
 
 

@@ -22,6 +22,7 @@ BRING = {
 }
 
 
+GROUPS = {"rlhf_70b_lora": 8}  # ranks that generate together
 SMALL_BATCHES = ("minimind", "zysnlp")  # two samples per optimizer step
 
 
@@ -33,8 +34,14 @@ def brought(experiment: str) -> list[str]:
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_is_sound_for_any_usual_number_of_ranks(experiment: str, ranks: int) -> None:
     ranks = min(ranks, 2) if experiment in SMALL_BATCHES else ranks
-    config = compose(f"+experiment={experiment}", *brought(experiment), ranks=ranks)
-    assert config.run.name == experiment
+    arguments = f"+experiment={experiment}", *brought(experiment)
+    if ranks % GROUPS.get(experiment, 1):
+        assert complaints(*arguments, ranks=ranks) == [
+            f"rollout.vllm.tensor_parallel=8: must divide the number of ranks, {ranks}; use one of "
+            f"{', '.join(str(n) for n in (1, 2, 4) if n <= ranks)}"
+        ]
+        arguments += ("run.dry_run=true",)
+    assert compose(*arguments, ranks=ranks).run.name == experiment
     compose("debug=tiny", f"+experiment={experiment}", *brought(experiment), ranks=ranks)
 
 

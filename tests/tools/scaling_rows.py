@@ -25,6 +25,7 @@ from tests.support.hub_models import hub_folders
 
 GIB = 2**30
 LORA = ("actor.lora.rank=64", "critic.lora.rank=64")
+VLLM = ("rollout.backend=vllm", "rollout.vllm.tensor_parallel=8")
 # experiment, number of GPUs, what it changes
 ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("rlhf", 1, ("zero=stage1",)),
@@ -37,7 +38,9 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("rlhf_7b", 64, ("rollout.prompts_per_step=1024",)),
     ("rlhf_7b", 512, ("rollout.prompts_per_step=4096",)),
     ("rlhf_70b_lora", 8, ()),
+    ("rlhf_70b_lora", 8, ("rollout.backend=auto", "rollout.vllm.tensor_parallel=1")),
     ("rlhf_70b", 64, ()),
+    ("rlhf_70b", 64, VLLM),
     ("rlhf_70b", 512, ("rollout.prompts_per_step=4096",)),
 ]
 

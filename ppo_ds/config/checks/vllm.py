@@ -23,7 +23,8 @@ def check_vllm(config: Config, ranks: int) -> Iterator[str]:
                     f"(it is {rollout.backend})"
                 )
         return
-    if ranks % settings.tensor_parallel:
+    # a dry run, which decodes without vLLM, may have fewer ranks
+    if ranks % settings.tensor_parallel and not config.run.dry_run:
         fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         yield (
             f"rollout.vllm.tensor_parallel={settings.tensor_parallel}: must divide the number of ranks, "

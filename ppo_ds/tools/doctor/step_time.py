@@ -301,7 +301,7 @@ class PPOTime(StepTime):
         work = decode_work([self.prompt] * len(rows), rows, slots)
         prompts = -(-len(rows) // self.config.rollout.samples_per_prompt)
         prefilled, pairs = prompts * self.prompt, prompts * causal_pairs([self.prompt])
-        forwards = work.steps + max(-(-prefilled // BATCHED_TOKENS), -(-len(rows) // slots))
+        prefills = max(-(-prefilled // BATCHED_TOKENS), -(-len(rows) // slots))
 
         prefill = machine.products(
             forward_flops(shape.size, prefilled, pairs, 0) / group, dtype, self.assumed.forward
@@ -317,16 +317,17 @@ class PPOTime(StepTime):
         graphs = machine.on_gpu and not settings.enforce_eager
         between = self.assumed.graph_us if graphs else self.assumed.launch_us
         launches = machine.launches(work.steps * (shape.layers + HEAD_LAYERS), between)
-        links = self.all_reduces(prefilled + work.row_steps, forwards, group)
-        busy = prefill + (max(decode, read) if machine.on_gpu else decode + read) + launches
-        token = (busy - prefill + links * work.steps / forwards) / work.steps
+        waits = self.all_reduces(work.row_steps, work.steps, group)
+        stepping = (max(decode, read) if machine.on_gpu else decode + read) + launches + waits
+        token = stepping / work.steps
+        links = waits + self.all_reduces(prefilled, prefills, group)
         held = f"divided among {group} ranks" if group > 1 else "whole"
         detail = (
             f"{work.steps} decode steps of {1000 * token:.1f} ms with {slots} rows of {group} rank(s) at a "
             f"time, weights {held}"
         )
         resources = {COMPUTE: prefill + decode, MEMORY: read, LAUNCHES: launches, LINKS: links}
-        return PhaseTime(busy + links, resources, detail)
+        return PhaseTime(prefill + stepping + links - waits, resources, detail)
 
     def all_reduces(self, tokens: int, forwards: int, group: int) -> float:
         """Returns the seconds of the all-reduces of tensor parallelism, two in each layer of a forward.
