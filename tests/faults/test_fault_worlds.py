@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from launch import export
+from ppo_ds.tools import model_card
 from tests.faults.worlds_worker import CASES, SAVED, UNEVEN, checkpoint
 from tests.invariant import invariant_assets
 from tests.support.ranks import RankServer
@@ -122,8 +124,11 @@ def test_one_rank_trains_on(root: Path, case: str) -> None:
 
 @EVERY
 def test_the_learning_rate_goes_on_by_the_schedule(root: Path, case: str) -> None:
-    """Expects 1e-3 after one step of warm-up, then half a cosine over three steps down to 1e-4."""
-    expected = [5e-4, 1e-3, 5.5e-4, 1e-4]
+    """Expects 1e-3 after one step of warm-up, then half a cosine over three steps down to 1e-4.
+
+    The default rate of adapters is ten times as high.
+    """
+    expected = [10 * lr if case == "lora" else lr for lr in (5e-4, 1e-3, 5.5e-4, 1e-4)]
     for where, since in (("two", 0), ("one", SAVED), ("back", SAVED)):
         for name in ("policy/lr", "value/lr"):
             assert [line[name] for line in steps(root / where / case)] == pytest.approx(expected[since:]), (
@@ -193,6 +198,24 @@ def files(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports no curves, because a plot takes a second, and no test reads it."""
+    monkeypatch.setattr(model_card, "plot_curves", lambda *_, **__: False)
+
+
+def without_cards(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Splits the files of an export into those of the model and the model cards, without their results.
+
+    A run itself writes no cards. The results are metrics of the run that saved the checkpoint.
+    """
+    cards = {name: text.decode() for name, text in found.items() if Path(name).name == model_card.CARD}
+    for name, card in cards.items():
+        cards[name] = re.sub(r"## Results\n.*(?=## Settings\n)", "", card, flags=re.DOTALL)
+        assert "\n## Settings\n" in card
+    return {name: content for name, content in found.items() if name not in cards}, cards
+
+
 def export_to(out: Path, *arguments: str) -> Path:
     assert export.main([*arguments[:1], str(out), *arguments[1:]]) == 0
     return out
@@ -205,10 +228,17 @@ def test_an_export_is_the_folder_that_the_run_left(root: Path, tmp_path: Path, c
         f"adapter/{name}": content for name, content in files(run_dir / "adapter").items()
     }
     assert ("adapter/adapter_model.safetensors" in left) == (case == "lora")
-    assert files(export_to(tmp_path / "actor", str(run_dir))) == left
-    assert files(export_to(tmp_path / "critic", str(run_dir), "--role=critic")) == files(run_dir / "critic")
-    if (run_dir / "model_ema").exists():
-        assert files(export_to(tmp_path / "ema", str(run_dir), "--role=ema")) == files(run_dir / "model_ema")
+    cards = {"README.md"}
+    if case == "lora":  # the adapter of an export is complete without the model's folder
+        left |= {f"adapter/{name}": left[name] for name in ("tokenizer.json", "tokenizer_config.json")}
+        cards.add("adapter/README.md")
+    exported, described = without_cards(files(export_to(tmp_path / "actor", str(run_dir))))
+    assert exported == left and described.keys() == cards
+    folders = {"critic": "critic"} | ({"ema": "model_ema"} if (run_dir / "model_ema").exists() else {})
+    for role, folder in folders.items():
+        out = export_to(tmp_path / role, str(run_dir), f"--role={role}")
+        exported, described = without_cards(files(out))
+        assert exported == files(run_dir / folder) and described.keys() == {"README.md"}
 
 
 @EVERY
@@ -218,9 +248,9 @@ def test_an_earlier_step_is_another_model_and_has_the_weights_of_its_masters(
     run_dir = root / "two" / case
     early = export_to(tmp_path / "early", str(run_dir), "--step=2")
     assert files(early)["model.safetensors"] != files(run_dir / "model")["model.safetensors"]
-    assert files(early) == files(
-        export_to(tmp_path / "same", str(checkpoint(root / "one" / case)))
-    )  # an export does not depend on the run that saved the checkpoint
+    # except for the results, an export does not depend on the run that saved the checkpoint
+    same = export_to(tmp_path / "same", str(checkpoint(root / "one" / case)))
+    assert without_cards(files(early)) == without_cards(files(same))
     masters = tensors(checkpoint(run_dir))
     for name, weight in load_file(early / "model.safetensors").items():
         master = masters.get(f"actor/weight/lm.{name}")
