@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -25,6 +25,15 @@ from ppo_ds.errors import UserError  # noqa: E402
 
 STEPS = 3
 PHASES = ("generate", "reward", "update")
+
+
+class Config:
+    """Config of a stage without generation."""
+
+    model_fields: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, run: SimpleNamespace):
+        self.run = run
 
 
 class Loop:
@@ -78,9 +87,8 @@ def run(folder: Path, case: str) -> None:
     sys.modules["ppo_ds.build.run"] = SimpleNamespace(
         build_run=lambda config, watch, **others: build(folder, case, minutes, watch)
     )
-    train.load_config = lambda argv: SimpleNamespace(
-        run=SimpleNamespace(dir=str(folder), verbose=False, dry_run=False, timeout_minutes=minutes)
-    )
+    settings = SimpleNamespace(dir=str(folder), verbose=False, dry_run=False, timeout_minutes=minutes)
+    train.load_config = lambda argv: Config(settings)
     train.hub_names = lambda config: []
     train.open_screen = lambda: None
     train.main([])

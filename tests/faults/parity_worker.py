@@ -60,10 +60,6 @@ class StaleGenerator(CopyingGenerator):
     left_out = LEFT_OUT
 
 
-for name, backend in (("copying", CopyingGenerator), ("stale", StaleGenerator)):
-    DECODE_BACKENDS[name] = DecodeBackendEntry(f"{__name__}.{backend.__name__}", "Decodes with a copy.")
-
-
 def train(root: Path, case: str, run_dir: Path, backend: str) -> str:
     """Trains, or continues the run in ``run_dir``, and returns why the run ended."""
     stage, algo = CASES[case]
@@ -86,6 +82,8 @@ def train(root: Path, case: str, run_dir: Path, backend: str) -> str:
 def main() -> None:
     root = Path(sys.argv[1])
     report.plot_curves = lambda *_, **__: False  # a plot takes a second, and no test reads it
+    for name, backend in (("copying", CopyingGenerator), ("stale", StaleGenerator)):
+        DECODE_BACKENDS[name] = DecodeBackendEntry(f"{__name__}.{backend.__name__}", "Decodes with a copy.")
     for case in CASES:
         assert train(root, case, root / case / "stale", "stale") == "max_parity"
     assert train(root, "rollout", root / "rollout" / "stale", "copying") == "done"  # continues the run

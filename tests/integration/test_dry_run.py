@@ -100,21 +100,25 @@ GIVEN = (
 )
 
 
-def composed(*arguments: str, ranks: int = 1) -> Config:
+def composed(*arguments: str, ranks: int = 1, given: Sequence[str] = GIVEN) -> Config:
     return load_config(
-        [*GIVEN, "rollout.prompts_per_step=240", "sampling.max_new_tokens=256", *arguments], world_size=ranks
+        [*given, "rollout.prompts_per_step=240", "sampling.max_new_tokens=256", *arguments], world_size=ranks
     )
 
 
 @pytest.mark.parametrize("algo", sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml")))
 def test_a_sound_config_is_sound_when_it_is_small(algo: str) -> None:
     ranks = 3
+    part = "reward.parts.{}.reward._target_=ppo_ds.rewards.rules.FormatReward"
+    two_parts = ["reward=weighted", part.format("one"), part.format("two")]  # gdpo needs two
+    given = [*GIVEN[:1], *two_parts, *GIVEN[3:]] if algo == "gdpo" else GIVEN
     config = composed(
         f"algo={algo}",
         "rollout.samples_per_prompt=8",
         "algo.minibatch_size=480",
         "run.max_minutes=9",
         ranks=ranks,
+        given=given,
     )
     small = dry_run_config(config, ranks)
     assert list(problems(small, ranks)) == []

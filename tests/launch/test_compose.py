@@ -64,6 +64,11 @@ OPTIONS = sorted(
 )
 
 
+TWO_PARTS = [
+    "reward=weighted",
+    *(f"reward.parts.{name}.reward._target_=ppo_ds.rewards.rules.FormatReward" for name in ("one", "two")),
+]
+
 # The sections that the options of a group set; "" is the whole config.
 SECTIONS = {"model": "actor.model", "zero": "", "debug": ""}
 
@@ -71,6 +76,8 @@ SECTIONS = {"model": "actor.model", "zero": "", "debug": ""}
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_sets_its_keys(option: str) -> None:
     fill = {
+        "algo=gdpo": TWO_PARTS,
+        "reward=environment": ["rollout.environment.path=pkg.mod:Game"],
         "reward=model": ["reward.model.path=org/reward"],
         "reward=get_score": ["reward.model.path=org/reward"],
         "reward=function": ["reward.path=pkg.mod:score"],
@@ -85,7 +92,7 @@ def test_every_option_of_every_group_sets_its_keys(option: str) -> None:
     config = compose(
         *(MINIMAL[3:4] if group == "debug" else MINIMAL[3:]),
         *([] if group == "model" else ["actor.model.path=org/actor"]),
-        *([] if group == "reward" else MINIMAL[1:3]),
+        *([] if group == "reward" or option == "algo=gdpo" else MINIMAL[1:3]),
         f"model@actor.model={name}" if group == "model" else option,
         *fill,
     )
@@ -242,18 +249,18 @@ def test_values_that_hydra_cannot_read_are_text(text: str) -> None:
             "data.mix={path:p.jsonl}",
             "data.mix={path:p.jsonl}: must be a list, as in data.mix=[{path:p.jsonl}]",
         ),
-        ("algo.kl=[1,2]", "algo.kl=[1,2]: must be a section with keys place, estimator, clamp, coef"),
+        ("algo.kl=[1,2]", "algo.kl=[1,2]: must be a section with keys place, estimator, coef, clamp"),
         ("algo.polcy.loss=x", "algo.polcy.loss=x: no such key; did you mean algo.policy.loss?"),
         ("actr.optim.lr=1", "actr.optim.lr=1: no such key; did you mean actor.optim.lr?"),
         ("algo.zzz.x.y=1", "algo.zzz.x.y=1: no such key; the keys of algo are kl, gae"),
         (
             "+experiment=rhlf",
-            "+experiment=rhlf: no such experiment; available: deepspeed_chat, grpo, minimind,",
+            "+experiment=rhlf: no such experiment; available: calculator, deepspeed_chat, grpo,",
         ),
-        ("algo=standart", "algo=standart: no such algo; available: dapo, deepspeed_chat, dr_grpo, grpo,"),
+        ("algo=standart", "algo=standart: no such algo; available: cispo, dapo, deepspeed_chat, dppo,"),
         (
             "reward={path:x}",
-            "reward={path:x}: no such reward; available: deberta_v3_large, exact_match, format, function",
+            "reward={path:x}: no such reward; available: deberta_v3_large, environment, exact_match,",
         ),
         ("model@actor=x", "model@actor=x: no such model; available: llama3.1"),
         ("modl@actor.model=x", "modl@actor.model=x: no such group; the groups are"),

@@ -12,6 +12,7 @@ ALLOWED = {
     ("launch/cluster/environment.py", "open"): "the variables of the other nodes; no file of a run",
     ("launch/cluster/environment.py", "fdopen"): "the same",
     ("launch/evaluate.py", "TemporaryFile"): "tests whether --out is writable; the file is removed",
+    ("launch/cli.py", "open"): "/dev/null, in place of a closed pipe",
     ("ppo_ds/build/dry_run.py", "touch"): "marks the new directory of a dry run",
     ("ppo_ds/config/run_record.py", "rename"): "moves the files of an earlier run within the run directory",
     ("ppo_ds/engine/checkpoint/checkpoints.py", "rename"): "gives a checkpoint the name of a draft",
