@@ -85,8 +85,8 @@ def _discounted_sum(x: Tensor, mask: Tensor, decay: float | Tensor) -> Tensor:
     The loop issues one fused operation per position.
     """
     columns = keep(x, mask).t().contiguous()
-    decay = torch.as_tensor(decay, dtype=columns.dtype, device=columns.device)
-    decays = torch.where(mask.bool().t(), decay, 1.0).contiguous()
+    ones = torch.ones_like(columns)
+    decays = torch.where(mask.bool().t(), (ones * decay).to(columns.dtype), ones).contiguous()
     y = torch.zeros_like(columns)
     running = torch.zeros_like(columns[0])
     for t in reversed(range(len(columns))):
