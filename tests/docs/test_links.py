@@ -45,3 +45,8 @@ def test_wrong_links_are_found(tmp_path: Path) -> None:
     assert links(page) == ["#a-b-c", "nothing.md", "nothing.png", "#nothing"]
     assert anchors(page) == {"a-b-c"}
     assert len(broken(page)) == 3
+
+
+def test_no_page_holds_two_versions_of_a_merge() -> None:
+    marks = ("<<<<<<< ", ">>>>>>> ")
+    assert [name_of(page) for page in pages() if any(mark in page.read_text() for mark in marks)] == []
