@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message
 from ppo_ds.rewards.user_function import load_object
-from ppo_ds.rewards.values import described, is_float32
+from ppo_ds.rewards.values import described, is_float32, quoted
 from ppo_ds.types import Row
 
 KEY = "rollout.environment"
@@ -87,7 +87,11 @@ def load_environment(path: str, arguments: Mapping[str, Any]) -> Callable[[], En
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:
-    """Checks messages; raises InvalidResult unless they are dicts with the texts role and content."""
+    """Checks messages; raises InvalidResult unless they are dicts with the texts role and content.
+
+    All texts must be valid Unicode: no tokenizer accepts a lone surrogate, which a program's output may
+    contain if it was decoded with ``errors="surrogateescape"``.
+    """
     if not isinstance(value, (list, tuple)) or not value:
         raise InvalidResult(f"returned {described(value)}, which is not a list of messages")
     for message in value:
@@ -97,6 +101,14 @@ def read_messages(value: Any) -> tuple[Message, ...]:
             raise InvalidResult(
                 f"returned {described(message)} as a message; it must have the texts role and content"
             )
+        for key in ("role", "content"):
+            try:
+                message[key].encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise InvalidResult(
+                    f"returned {quoted(message[key])} as the {key} of a message, which is not valid Unicode: "
+                    f"a lone surrogate at character {error.start + 1}"
+                ) from error
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 
@@ -116,8 +128,8 @@ def read_step(value: Any) -> Step:
         raise InvalidResult(f"returned done = {described(done)}, which is neither True nor False")
     if done:
         return Step((), float(reward), done)
-    if isinstance(feedback, str) and feedback:
-        return Step(({"role": "user", "content": feedback},), float(reward), done)
-    if not feedback or isinstance(feedback, str):
+    if not feedback:
         raise InvalidResult("returned no feedback although the episode is not done")
+    if isinstance(feedback, str):
+        feedback = [{"role": "user", "content": feedback}]
     return Step(read_messages(feedback), float(reward), done)

@@ -110,6 +110,39 @@ def test_an_error_in_reset_gives_an_empty_response(generator_of, prompts_of):
     assert rollout.response_width == 1 and all_fail.backend.calls == []
 
 
+@pytest.mark.parametrize("columns", [{}, {"messages": [{"role": "user", "content": "1="}]}])
+def test_text_that_is_not_unicode_ends_its_response_only(
+    generator_of, prompts_of, tokenizer, caplog, columns
+):
+    """The output of a program, decoded with ``surrogateescape``, in rows without and with a chat."""
+
+    class Shell(Adder):
+        def step(self, answer):
+            return ("out \udcff", 0.5, False) if answer == "a" else super().step(answer)
+
+    tokenizer.hf.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    generate = generator_of(Shell, {"1=": "a", "2=": "4"})
+    rollout = generate(prompts_of("1=", "2=", answer="4", **columns), sampling_of(20))
+    assert rollout.episode_ends == ("error", "done")
+    assert rollout.turn_rewards.sum(1).tolist() == [0, 1]
+    assert (
+        "the environment returned 'out \\udcff' as the content of a message, which is not valid Unicode: a "
+        "lone surrogate at character 5, for the prompt '1='"
+    ) in caplog.text
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+def test_a_prompt_that_is_not_unicode_ends_its_response_only(generator_of, prompts_of, tokenizer, template):
+    class Told(Adder):
+        def reset(self, row):
+            super().reset(row)
+            return [{"role": "user", "content": "\ud800"}] if row["prompt_text"] == "1=" else None
+
+    tokenizer.hf.chat_template = template
+    rollout = generator_of(Told, {"2=": "4"})(prompts_of("1=", "2=", answer="4"), sampling_of(20))
+    assert rollout.episode_ends == ("error", "done")
+
+
 def test_a_call_that_exceeds_its_time_limit_ends_the_response(generator_of, prompts_of):
     class Slow(Adder):
         def step(self, answer):
