@@ -77,9 +77,12 @@ def staged(stage: int, dtype: str = "fp32", reference: int | None = None, **zero
 def case(label: str, *overlays: dict[str, Any], **switches: str) -> Case:
     """Returns one case.
 
-    ``switches`` are generate=record|replay|sample|disturb and mistake=..., see invariant_worker.py.
+    ``switches`` are generate=record|replay|sample|disturb and mistake=..., see invariant_worker.py. A run
+    that replays rollouts has no bound on the parity, because its policy may differ from the one that decoded
+    them.
     """
-    config: dict[str, Any] = {}
+    replays = switches.get("generate", "replay") in ("replay", "disturb")
+    config: dict[str, Any] = {"health": {"max_parity": None}} if replays else {}
     for overlay in overlays:
         config = merged(config, overlay)
     return {"label": label, "config": config, **switches}

@@ -265,6 +265,7 @@ def run(case: Case, root: Path, out: Path) -> None:
     found["seen"] = set_generator(trainer, case.get("generate", "replay"), rollouts, step)
     with made(case.get("mistake")):
         found["reason"] = training.fit()
+    assert found["reason"] in ("done", "stop_at_step"), found["reason"]  # no run is compared in part
     found |= {
         "norms": norms,
         "layer_runs": layer_runs,
