@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+
+from ppo_ds.models.lora import plain_weights
 
 
 def checkpoint_tensors(lm: PreTrainedModel, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -19,6 +22,15 @@ def checkpoint_tensors(lm: PreTrainedModel, tensors: dict[str, Tensor]) -> Itera
     ``tensors`` must contain all weights of a decoder layer or none of them.
     """
     yield from revert_weight_conversion(lm, tensors).items()
+
+
+def checkpoint_names(lm: PreTrainedModel) -> set[str]:
+    """Returns the names that ``checkpoint_tensors`` yields for all weights of ``lm`` without adapters."""
+    shapes = {
+        weight.name: getattr(weight.base, "ds_shape", weight.base.shape) for weight in plain_weights(lm)
+    }
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return {name for name, _ in checkpoint_tensors(lm, tensors)}
 
 
 def tied_names(lm: PreTrainedModel) -> dict[str, list[str]]:

@@ -36,7 +36,7 @@ from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import beat, counting
 from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.errors import UserError
-from ppo_ds.models.checkpoint_names import tied_names
+from ppo_ds.models.checkpoint_names import checkpoint_names, tied_names
 from ppo_ds.models.size import shape_of
 from ppo_ds.ops.vllm_memory import sleep_level
 from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
@@ -120,7 +120,7 @@ class VLLMGenerator:
         if self.sleep and not on_gpu:
             raise UserError(f"rollout.vllm.sleep={self.sleep}: vLLM cannot sleep on a CPU; use auto or 0")
         self._asleep = False
-        self._tied = tied_names(model)
+        self._names, self._tied = checkpoint_names(model), tied_names(model)
         self._llm = start_engine(
             model,
             kv_cache_memory_bytes=kv_cache,
@@ -136,9 +136,18 @@ class VLLMGenerator:
         """Wakes the engine up and gives it ``weights`` for the duration of the block; see HybridActor."""
         if self._asleep:
             self._llm.wake_up(tags=["weights"])
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._with_tied(weights)})
+        sent: set[str] = set()
+        self._llm.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": self._with_tied(weights, sent)}
+        )
         for _ in weights:  # a collective, which every rank must complete
             pass
+        if missing := sorted(self._names - sent):  # vLLM would generate with the earlier weights
+            raise UserError(
+                f"rollout.backend=vllm: the engine did not receive {len(missing)} of {len(self._names)} "
+                f"weights of the actor ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); use "
+                "another rollout.backend and report the model"
+            )
         if self._asleep:
             self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
@@ -152,14 +161,17 @@ class VLLMGenerator:
                 self._llm.sleep(level=self.sleep)
                 self._asleep = True
 
-    def _with_tied(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Repeats each tied weight under its other names.
+    def _with_tied(
+        self, weights: Iterator[tuple[str, Tensor]], sent: set[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Repeats each tied weight under its other names, and adds the first names to ``sent``.
 
         On a CPU, vLLM's head has a copy of the tied embedding in another layout. Without its own name it
         would keep the old weights after a reload.
         """
         for name, tensor in weights:
             yield name, tensor
+            sent.add(name)  # once the engine asks for the next weight
             for other in self._tied.get(name, ()):
                 yield other, tensor
 

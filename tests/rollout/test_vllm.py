@@ -11,10 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ppo_ds.config.sections.data import VLLMConfig
 from ppo_ds.errors import UserError
+from ppo_ds.models.checkpoint_names import checkpoint_names
 from ppo_ds.rollout.vllm import CHECK_EVERY, VLLMGenerator, refusal
 from tests.support import fake_vllm
 
@@ -103,8 +106,44 @@ def test_every_weight_is_read_even_if_the_engine_stops_early(make, monkeypatch):
     lm, read = model(), []
     generator = make(lm)
     monkeypatch.setattr(fake_vllm.LLM, "_reload", lambda self, weights_iterator: next(weights_iterator))
-    with generator.loaded(read.append(name) or (name, value) for name, value in weights_of(lm)):
-        assert read == [name for name, _ in weights_of(lm)]
+    noted = (read.append(name) or (name, value) for name, value in weights_of(lm))
+    with pytest.raises(UserError, match="did not receive"), generator.loaded(noted):
+        raise AssertionError("generated with weights that were not loaded")
+    assert read == [name for name, _ in weights_of(lm)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_sync_without_some_weights_ends_before_generation(make, tied):
+    """The first sync and any later one, whatever the difference to the earlier weights."""
+    lm = model(tie_word_embeddings=tied)
+    generator = make(lm)
+    for left_out in ("model.layers.1.", "model.norm.weight", "model.embed_tokens.weight"):
+        some = [(name, value) for name, value in weights_of(lm) if not name.startswith(left_out)]
+        missing = [name for name, _ in weights_of(lm) if name.startswith(left_out)]
+        with pytest.raises(UserError) as caught, generator.loaded(iter(some)):
+            raise AssertionError("generated with earlier weights")
+        assert str(caught.value).startswith(
+            f"rollout.backend=vllm: the engine did not receive {len(missing)} of {21 - tied} weights of the "
+            f"actor ({sorted(missing)[0]}"
+        )
+        with generator.loaded(weights_of(lm)):
+            pass
+
+
+def test_names_of_the_weights_of_a_mixture_with_adapters(tmp_path):
+    """They are those that an export writes: experts have names of their own, and adapters none."""
+    config = MixtralConfig(
+        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    lm = MixtralForCausalLM(config)
+    lm.save_pretrained(tmp_path)
+    wanted = set(load_file(tmp_path / "model.safetensors"))
+    assert checkpoint_names(lm) == wanted and any("experts.3." in name for name in wanted)
+    plain = checkpoint_names(model())
+    adapted = get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    assert checkpoint_names(adapted.get_base_model()) == plain
 
 
 @pytest.mark.parametrize("stops", [(), ("dc",)])

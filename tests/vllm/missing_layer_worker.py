@@ -1,6 +1,7 @@
-"""Runs launch/train.py with a sync of weights that leaves out the last decoder layer.
+"""Runs launch/train.py with an engine that ignores the last decoder layer when it receives the weights.
 
-Arguments: "never", "always" or "later" (all syncs but those before the first update), then those of
+Arguments: "never", "always" or "later" (all syncs but those before the first update), or "unsent" (always,
+and the actor does not send the layer, which the names of the weights show), then those of
 launch/train.py. Where vLLM is not installed, the fake of the ordinary tests takes its place.
 """
 
@@ -9,10 +10,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 from torch import Tensor
 
 from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.rollout.vllm import VLLMGenerator
 from tests.support import fake_vllm
 
 LAYER = "model.layers.1."
@@ -25,13 +28,18 @@ def main() -> int:
     if find_spec("vllm") is None:
         for name in ("vllm", "vllm.sampling_params"):
             sys.modules[name] = fake_vllm
-    weights = HybridActor.weights
+    weights, with_tied, steps = HybridActor.weights, VLLMGenerator._with_tied, [0]
 
-    def without_layer(actor: HybridActor) -> Iterator[tuple[str, Tensor]]:
-        left_out = when == "always" or (when == "later" and actor.engine.global_steps > 0)
-        for name, tensor in weights(actor):
-            if not (left_out and name.startswith(LAYER)):
+    def sent(actor: HybridActor) -> Iterator[tuple[str, Tensor]]:
+        steps.append(actor.engine.global_steps)
+        return (each for each in weights(actor) if not (when == "unsent" and each[0].startswith(LAYER)))
+
+    def received(*arguments: Any) -> Iterator[tuple[str, Tensor]]:
+        ignored = when == "always" or (when == "later" and steps[-1] > 0)
+        for name, tensor in with_tied(*arguments):
+            if not (ignored and name.startswith(LAYER)):
                 yield name, tensor
 
-    HybridActor.weights = without_layer  # type: ignore[method-assign]
+    HybridActor.weights = sent  # type: ignore[method-assign]
+    VLLMGenerator._with_tied = received  # type: ignore[method-assign]
     return train(arguments)

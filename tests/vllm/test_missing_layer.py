@@ -1,4 +1,4 @@
-"""A sync of weights that leaves out a layer stops the run in the first step that it affects."""
+"""A layer that is not sent, or that the engine ignores, stops the run in the first step that it affects."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def run(server: RankServer, start: Path, folder: Path, when: str) -> tuple[int, 
         f"reward.path={ROOT}/tests/integration/digits.py:score",
     )
     assert "Traceback" not in output, output[-6000:]
-    return codes[0], [line for line in output.splitlines() if re.search("disagree|health.max_parity=", line)]
+    return codes[0], [
+        line for line in output.splitlines() if re.search("disagree|did not receive|health.max_parity=", line)
+    ]
 
 
 def test_without_a_missing_layer_the_run_ends_normally(
@@ -68,7 +70,16 @@ def test_without_a_missing_layer_the_run_ends_normally(
     assert len(metrics(tmp_path)) == 2
 
 
-def test_a_layer_that_is_never_sent_stops_the_run_before_its_first_step(
+def test_a_layer_that_is_not_sent_stops_the_run_before_the_parity_check(
+    rank_server: RankServer, start: Path, tmp_path: Path
+) -> None:
+    code, lines = run(rank_server, start, tmp_path, "unsent")
+    assert code == 2 and not (tmp_path / "metrics.jsonl").exists()
+    (line,) = lines
+    assert "did not receive 9 of 21 weights of the actor (model.layers.1.input_layernorm.weight" in line
+
+
+def test_a_layer_that_is_always_ignored_stops_the_run_before_its_first_step(
     rank_server: RankServer, start: Path, tmp_path: Path
 ) -> None:
     code, lines = run(rank_server, start, tmp_path, "always")
@@ -77,7 +88,7 @@ def test_a_layer_that_is_never_sent_stops_the_run_before_its_first_step(
     assert "generation and training disagree" in line and "rollout.backend=vllm" in line
 
 
-def test_a_layer_that_is_not_sent_again_stops_the_run_in_the_first_step_after_an_update(
+def test_a_layer_that_is_ignored_later_stops_the_run_in_the_first_step_after_an_update(
     rank_server: RankServer, start: Path, tmp_path: Path
 ) -> None:
     code, lines = run(rank_server, start, tmp_path, "later")
