@@ -275,6 +275,7 @@ POLICY_LOSSES = {
         f"{_POLICY_LOSSES}.clip_cov_loss",
         "Clipped surrogate without a few random tokens of high covariance (Cui et al. 2025).",
         keys=("clip_low", "clip_high"),
+        allows_no_lower_bound=True,
         own_ratio=True,
         selection="ppo_ds.ops.token_selection.clip_cov_tokens",
         selection_keys=("cov_frac", "cov_low", "cov_high"),

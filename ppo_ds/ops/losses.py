@@ -258,9 +258,7 @@ def policy_loss(
     """
     if kind not in OBJECTIVES:
         raise ValueError(f"unknown policy loss {kind!r}: {', '.join(OBJECTIVES)}")
-    high = clip_low if clip_high is None else clip_high
-    assert high is not None, "clip_high must be set if clip_low is None"
-    bounds = (1 - (1.0 if clip_low is None else clip_low), 1 + high)
+    bounds = ratio_bounds(clip_low, clip_high)
     objective = OBJECTIVES[kind]
     return surrogate_loss(
         lambda terms: objective.compute(terms, bounds, dual_clip),
@@ -274,6 +272,13 @@ def policy_loss(
         agg=agg,
         totals=totals,
     )
+
+
+def ratio_bounds(clip_low: float | None, clip_high: float | None) -> Bounds:
+    """Returns the bounds 1 - clip_low and 1 + clip_high of the ratio, see policy_loss."""
+    high = clip_low if clip_high is None else clip_high
+    assert high is not None, "clip_high must be set if clip_low is None"
+    return 1 - (1.0 if clip_low is None else clip_low), 1 + high
 
 
 def surrogate_loss(

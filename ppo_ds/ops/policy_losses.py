@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ppo_ds.ops.losses import Bounds, PolicyTerms, TokenLoss, clipped_objective, surrogate_loss
+from ppo_ds.ops.losses import Bounds, PolicyTerms, TokenLoss, clipped_objective, ratio_bounds, surrogate_loss
 from ppo_ds.ops.masked import masked_mean
 
 Divergence = Literal["tv", "kl"]
@@ -104,7 +104,7 @@ def geometric_mean_objective(terms: PolicyTerms, low: float, high: float) -> Tok
 def clip_cov_loss(
     *args: Tensor,
     selected: Tensor,
-    clip_low: float = 0.2,
+    clip_low: float | None = 0.2,
     clip_high: float | None = None,
     ratio: str = "token",
     **options: Any,
@@ -113,8 +113,12 @@ def clip_cov_loss(
 
     This is PPO's loss without the ``selected`` tokens [B,T], whose high covariance of log-prob and advantage
     would lower the entropy most. They have no loss and no gradient, but count in the divisor of the mean.
+
+    Args:
+        clip_low, clip_high: See policy_loss in ppo_ds.ops.losses; 1 and 1 in the authors' runs.
+        ratio: Ignored, since the covariance is that of a token.
     """
-    bounds = (1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
+    bounds = ratio_bounds(clip_low, clip_high)
     return surrogate_loss(partial(detached_objective, bounds=bounds, selected=selected), *args, **options)
 
 

@@ -24,6 +24,12 @@ def test_an_unknown_stage_is_named_with_those_that_exist() -> None:
     assert found("stage=pppo") == f"stage=pppo: must be one of {', '.join(STAGES)}; did you mean ppo?"
 
 
+@pytest.mark.parametrize("clip_low", ["1", "null"])
+def test_clip_cov_may_have_no_lower_bound_as_in_the_authors_runs(clip_low: str) -> None:
+    keys = ["algo.policy.loss=clip_cov", f"algo.policy.clip_low={clip_low}", "algo.policy.clip_high=1"]
+    assert compose(*MINIMAL, *keys, "algo.policy.cov_frac=0.0002").algo.policy.clip_high == 1
+
+
 def test_steps_or_epochs_but_not_both() -> None:
     assert "run.steps is missing" in found("run.steps=null")
     assert "run.steps=2 and run.epochs=1 are both set" in found("run.epochs=1")
@@ -231,11 +237,13 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
         (["algo.policy.clip_low=2"], "algo.policy.clip_low=2: must be above 0 and at most 1"),
         (
             ["algo.policy.clip_low=1"],
-            "algo.policy.clip_low=1: must be above 0 and below 1; only cispo can do without a lower bound",
+            "algo.policy.clip_low=1: must be above 0 and below 1; only cispo and clip_cov can do without a "
+            "lower bound",
         ),
         (
             ["algo.policy.clip_low=null", "algo.policy.clip_high=4", "algo.policy.loss=gspo"],
-            "algo.policy.clip_low=null: must be above 0 and below 1; only cispo can do without a lower bound",
+            "algo.policy.clip_low=null: must be above 0 and below 1; only cispo and clip_cov can do without "
+            "a lower bound",
         ),
         (
             ["algo.policy.clip_low=null", "algo.policy.loss=cispo"],

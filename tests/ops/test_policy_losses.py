@@ -210,6 +210,21 @@ def test_clip_cov():
     assert metrics["policy/clipfrac"] == pytest.approx(5 / 6)
 
 
+@pytest.mark.parametrize("clip_low", [1.0, None])
+def test_clip_cov_without_a_lower_bound(clip_low):
+    """With clip_low 1 or None and clip_high 1, only ratios above 2 where A > 0 are clipped."""
+    loss, _, metrics = ours(clip_cov_loss, selected=SELECTED_MASK, clip_low=clip_low, clip_high=1.0)
+    expected, _ = selected_numerical(
+        lambda new, old, advantage, selected: (
+            0.0
+            if selected
+            else max(-advantage * math.exp(new - old), -advantage * min(math.exp(new - old), 2.0))
+        )
+    )
+    assert loss == pytest.approx(expected, abs=1e-12)
+    assert metrics["policy/clipfrac"] == pytest.approx(4 / 6)  # three selected, and log-ratio 1.2
+
+
 @pytest.mark.parametrize("coef", [1.0, 0.3])
 def test_kl_cov(coef):
     """The selected tokens have coef * |log pi - log pi_old| in addition; nothing is clipped."""

@@ -111,7 +111,7 @@ def check_policy_loss(config: Config, ranks: int) -> Iterator[str]:
             f"{' and '.join(n for n, other in POLICY_LOSSES.items() if other.allows_no_lower_bound)} can do "
             "without a lower bound of the ratio"
         )
-    if "clip_low" in entry.keys and policy.clip_low is None and policy.clip_high is None:
+    if entry.allows_no_lower_bound and policy.clip_low is None and policy.clip_high is None:
         yield "algo.policy.clip_high=null: must be a number if algo.policy.clip_low is null (often 4)"
     if policy.cov_low >= policy.cov_high:
         yield (

@@ -80,7 +80,7 @@ class PolicyConfig(Section):
     clip_low: Annotated[Number, Gt(0), Le(1)] | None = Field(
         0.2,
         description="Lower clip range: the ratio is clipped to 1 - clip_low (gmpo: exp(-clip_low)); null or "
-        "1: no lower bound, for cispo only.",
+        "1: no lower bound, for cispo and clip_cov only.",
     )
     clip_high: Positive | None = Field(None, description="Upper clip range; null: algo.policy.clip_low.")
     dual_clip: Annotated[Number, Gt(1)] | None = Field(
