@@ -70,6 +70,8 @@ class PolicyLossEntry(Entry):
     keys: tuple[str, ...] = field(default=(), kw_only=True)
     # True if the loss stays sound without a lower bound of the ratio (clip_low null or 1)
     allows_no_lower_bound: bool = field(default=False, kw_only=True)
+    # True if clip_low and clip_high are limits of the log-ratio, which may be 1 or more
+    clips_log_ratio: bool = field(default=False, kw_only=True)
     # Dotted name of a function that selects the tokens which the loss takes as ``selected`` [B,T]. Called as
     # (log-probs before the update, advantages, mask, torch.Generator) with all rows of an optimizer step
     selection: str | None = field(default=None, kw_only=True)
@@ -269,6 +271,7 @@ POLICY_LOSSES = {
         f"{_POLICY_LOSSES}.gmpo_loss",
         "Advantage times the geometric mean of a response's clipped ratios (Zhao et al. 2025).",
         keys=("clip_low", "clip_high"),
+        clips_log_ratio=True,
         own_ratio=True,
     ),
     "clip_cov": PolicyLossEntry(

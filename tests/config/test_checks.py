@@ -30,6 +30,10 @@ def test_clip_cov_may_have_no_lower_bound_as_in_the_authors_runs(clip_low: str) 
     assert compose(*MINIMAL, *keys, "algo.policy.cov_frac=0.0002").algo.policy.clip_high == 1
 
 
+def test_limits_of_the_log_ratio_may_be_above_1() -> None:
+    assert compose(*MINIMAL, "algo.policy.loss=gmpo", "algo.policy.clip_low=1.5").algo.policy.clip_low == 1.5
+
+
 def test_steps_or_epochs_but_not_both() -> None:
     assert "run.steps is missing" in found("run.steps=null")
     assert "run.steps=2 and run.epochs=1 are both set" in found("run.epochs=1")
@@ -233,8 +237,16 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "in the reward use k3",
         ),
         (["algo.policy.dual_clip=1"], "algo.policy.dual_clip=1: must be above 1"),
-        (["algo.policy.clip_low=0"], "algo.policy.clip_low=0: must be above 0 and at most 1"),
-        (["algo.policy.clip_low=2"], "algo.policy.clip_low=2: must be above 0 and at most 1"),
+        (["algo.policy.clip_low=0"], "algo.policy.clip_low=0: must be above 0"),
+        (["algo.policy.clip_low=2"], "algo.policy.clip_low=2: must be above 0 and below 1; only cispo and"),
+        (
+            ["algo.policy.clip_low=2", "algo.policy.loss=cispo"],
+            "algo.policy.clip_low=2: must be above 0 and at most 1, since the ratio is positive",
+        ),
+        (
+            ["algo.policy.clip_low=null", "algo.policy.clip_high=1", "algo.policy.loss=gmpo"],
+            "algo.policy.clip_low=null: must be a number, a limit of the log-ratio with algo.policy.loss=",
+        ),
         (
             ["algo.policy.clip_low=1"],
             "algo.policy.clip_low=1: must be above 0 and below 1; only cispo and clip_cov can do without a "

@@ -105,12 +105,8 @@ def check_policy_loss(config: Config, ranks: int) -> Iterator[str]:
                 f"algo.policy.{key}={_short(value)}: only used with algo.policy.loss={' or '.join(users)} "
                 f"(it is {policy.loss}); set it to {_short(default)}"
             )
-    if "clip_low" in entry.keys and policy.clip_low in (None, 1) and not entry.allows_no_lower_bound:
-        yield (
-            f"algo.policy.clip_low={_short(policy.clip_low)}: must be above 0 and below 1; only "
-            f"{' and '.join(n for n, other in POLICY_LOSSES.items() if other.allows_no_lower_bound)} can do "
-            "without a lower bound of the ratio"
-        )
+    if "clip_low" in entry.keys:
+        yield from _bad_lower_bound(policy.loss, policy.clip_low)
     if entry.allows_no_lower_bound and policy.clip_low is None and policy.clip_high is None:
         yield "algo.policy.clip_high=null: must be a number if algo.policy.clip_low is null (often 4)"
     if policy.cov_low >= policy.cov_high:
@@ -121,6 +117,23 @@ def check_policy_loss(config: Config, ranks: int) -> Iterator[str]:
         yield (
             f"algo.policy.top_entropy={policy.top_entropy:g}: selects tokens, so algo.action_level must be "
             "token"
+        )
+
+
+def _bad_lower_bound(loss: str, clip_low: float | None) -> Iterator[str]:
+    """Yields an error line if the policy loss cannot have this lower bound."""
+    entry, line = POLICY_LOSSES[loss], f"algo.policy.clip_low={_short(clip_low)}: must be"
+    if entry.clips_log_ratio:
+        if clip_low is None:
+            yield f"{line} a number, a limit of the log-ratio with algo.policy.loss={loss}; set it to 0.4"
+    elif entry.allows_no_lower_bound:
+        if clip_low is not None and clip_low > 1:
+            yield f"{line} above 0 and at most 1, since the ratio is positive; 1 and null are no lower bound"
+    elif clip_low is None or clip_low >= 1:
+        exempt = [name for name, other in POLICY_LOSSES.items() if other.allows_no_lower_bound]
+        yield (
+            f"{line} above 0 and below 1; only {' and '.join(exempt)} can do without a lower bound of the "
+            f"ratio (algo.policy.loss is {loss})"
         )
 
 

@@ -5,7 +5,7 @@ A preset in conf/algo/ sets the keys in which it differs from the defaults.
 
 from typing import Annotated, Literal
 
-from annotated_types import Gt, Le, Lt
+from annotated_types import Gt, Lt
 from pydantic import Field
 
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES
@@ -77,10 +77,10 @@ class PolicyConfig(Section):
     """Policy loss."""
 
     loss: Annotated[str, OneOf(POLICY_LOSSES)] = Field("ppo", description="Policy loss.")
-    clip_low: Annotated[Number, Gt(0), Le(1)] | None = Field(
+    clip_low: Positive | None = Field(
         0.2,
-        description="Lower clip range: the ratio is clipped to 1 - clip_low (gmpo: exp(-clip_low)); null or "
-        "1: no lower bound, for cispo and clip_cov only.",
+        description="Lower clip range: the ratio is clipped to 1 - clip_low, so it is at most 1 (gmpo: "
+        "exp(-clip_low), any number above 0); null or 1: no lower bound, for cispo and clip_cov only.",
     )
     clip_high: Positive | None = Field(None, description="Upper clip range; null: algo.policy.clip_low.")
     dual_clip: Annotated[Number, Gt(1)] | None = Field(
