@@ -34,6 +34,28 @@ def test_limits_of_the_log_ratio_may_be_above_1() -> None:
     assert compose(*MINIMAL, "algo.policy.loss=gmpo", "algo.policy.clip_low=1.5").algo.policy.clip_low == 1.5
 
 
+@pytest.mark.parametrize(
+    ("refused", "arguments"),
+    [
+        ("overlong_buffer=4", []),
+        ("length_penalty=0.01", []),
+        ("missing_eos=subtract", []),
+        ("missing_eos=set", ["algo.reward_shaping.missing_eos_value=-1"]),
+        ("missing_eos=scale", ["algo.reward_shaping.missing_eos_value=-0.5"]),
+    ],
+)
+def test_maxrl_refuses_penalties_that_can_make_a_mean_score_negative(
+    refused: str, arguments: list[str]
+) -> None:
+    maxrl = ["algo=maxrl", "rollout.samples_per_prompt=2"]
+    line = found(*maxrl, f"algo.reward_shaping.{refused}", *arguments)
+    assert line.startswith(
+        f"algo.reward_shaping.{refused}: algo.advantage.estimator=maxrl divides by the mean score of a group"
+    )
+    kept = ["algo.reward_shaping.missing_eos=set", "algo.reward_shaping.missing_eos_value=0"]
+    assert compose(*MINIMAL, *maxrl, *kept).algo.reward_shaping.missing_eos == "set"
+
+
 def test_steps_or_epochs_but_not_both() -> None:
     assert "run.steps is missing" in found("run.steps=null")
     assert "run.steps=2 and run.epochs=1 are both set" in found("run.epochs=1")

@@ -15,6 +15,7 @@ from ppo_ds.config.schema import (
     rollout_size,
     uses_reference,
 )
+from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.text import show
 
 
@@ -261,19 +262,31 @@ def check_scores(config: Config, ranks: int) -> Iterator[str]:
             "false"
         )
     if ADVANTAGE_ESTIMATORS[estimator].divides_by_mean:
-        for key, value, wanted in (
-            ("kl.place", algo.kl.place, algo.kl.place != "reward"),
-            (
-                "reward_shaping.normalize",
-                algo.reward_shaping.normalize,
-                algo.reward_shaping.normalize == "none",
-            ),
-        ):
-            if not wanted:
-                yield (
-                    f"algo.{key}={value}: algo.advantage.estimator={estimator} divides by the mean score of "
-                    "a group, which this can make 0 or negative; set it to none"
-                )
+        for key, value, off in _may_make_scores_negative(algo):
+            yield (
+                f"algo.{key}={_short(value)}: algo.advantage.estimator={estimator} divides by the mean score "
+                f"of a group, which this can make 0 or negative; set it to {off}"
+            )
+
+
+def _may_make_scores_negative(algo: AlgoConfig) -> Iterator[tuple[str, Any, str]]:
+    """Yields key, value and remedy of each option with which scores of 0 and 1 can become negative."""
+    shaping = algo.reward_shaping
+    lowered = {
+        "subtract": shaping.missing_eos_value > 0,
+        "set": shaping.missing_eos_value < 0,
+        "scale": shaping.missing_eos_value < 0,
+    }
+    if algo.kl.place == "reward":
+        yield "kl.place", algo.kl.place, "none"
+    if shaping.normalize != "none":
+        yield "reward_shaping.normalize", shaping.normalize, "none"
+    if shaping.missing_eos is not None and lowered[shaping.missing_eos]:
+        yield "reward_shaping.missing_eos", shaping.missing_eos, "null"
+    if shaping.overlong_buffer is not None and shaping.overlong_factor:
+        yield "reward_shaping.overlong_buffer", shaping.overlong_buffer, "null"
+    if shaping.length_penalty > 0:
+        yield "reward_shaping.length_penalty", shaping.length_penalty, "0"
 
 
 def check_parts(config: Config, ranks: int) -> Iterator[str]:
