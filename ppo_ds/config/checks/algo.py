@@ -217,6 +217,11 @@ def check_old_logprobs(config: Config, ranks: int) -> Iterator[str]:
             f"{key}: needs a limit on the difference to the training engine; set health.max_parity to auto "
             "or a number"
         )
+    elif config.health.parity_action == "warn":
+        yield (
+            f"{key}: needs a limit that is enforced, since the update uses the decode backend's log-probs; "
+            "set health.parity_action to stop"
+        )
 
 
 def check_values(config: Config, ranks: int) -> Iterator[str]:
