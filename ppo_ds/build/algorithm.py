@@ -271,7 +271,11 @@ def parity_monitor(config: Config) -> ParityMonitor:
     highest, health = config.health.max_parity, config.health
     if highest == "auto":
         highest = BOUNDS[config.actor.model.dtype]
-    return ParityMonitor(highest, stops=health.parity_action == "stop")
+    return ParityMonitor(
+        highest,
+        stops=health.parity_action == "stop",
+        old_from_rollout=config.algo.old_logprobs == "rollout",
+    )
 
 
 def token_selection(policy: PolicyConfig) -> Callable[[Experience, torch.Generator], Experience]:

@@ -76,6 +76,7 @@ class ParityMonitor:
 
     highest: float | None  # nats per token; None: no limit
     stops: bool
+    old_from_rollout: bool = False  # algo.old_logprobs=rollout, which excludes algo.rollout_is
     above: bool = False
 
     def stop_if_exceeded(self, mean: float) -> None:
@@ -98,9 +99,12 @@ class ParityMonitor:
         return self.highest is not None and math.isfinite(mean) and mean > self.highest
 
     def message(self, mean: float) -> str:
+        weights = "algo.rollout_is.kind"
+        if self.old_from_rollout:
+            weights = f"algo.old_logprobs=recompute and {weights}"
         return (
             f"parity/logp_abs_diff_mean={mean:.4g} nats per token is above health.max_parity="
             f"{self.highest:g}: the decode backend probably has stale weights, so use another "
-            "rollout.backend; if the gap is rounding, set algo.rollout_is.kind and raise health.max_parity; "
+            f"rollout.backend; if the gap is rounding, set {weights} and raise health.max_parity; "
             "health.parity_action says whether this stops the run"
         )

@@ -69,6 +69,9 @@ def test_the_limit_is_by_default_that_of_the_start(dtype, bound):
     given = composed("standard", precision, "health.max_parity=0.25", "health.parity_action=warn")
     assert parity_monitor(given) == ParityMonitor(0.25, stops=False)
     assert parity_monitor(composed("standard", precision, "health.max_parity=null")).highest is None
+    bypass = parity_monitor(composed("standard", precision, "algo.old_logprobs=rollout"))
+    assert "set algo.old_logprobs=recompute and algo.rollout_is.kind and raise" in bypass.message(0.5)
+    assert "recompute" not in parity_monitor(composed("standard", precision)).message(0.5)
 
 
 # -- in a run ------------------------------------------------------------------------------------------------
