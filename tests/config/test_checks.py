@@ -777,6 +777,10 @@ PARTS = [
         ),
         ("algo.reward_shaping.overlong_buffer=4", "algo.reward_shaping.overlong_buffer=4: changes the total"),
         (
+            "algo.dynamic_sampling.enabled=true",
+            "algo.dynamic_sampling.enabled=true: keeps prompts by the total score, but",
+        ),
+        (
             "algo.reward_shaping.length_penalty=0.1",
             "algo.reward_shaping.length_penalty=0.1: changes the total",
         ),

@@ -305,6 +305,11 @@ def check_parts(config: Config, ranks: int) -> Iterator[str]:
             f"algo.advantage.estimator={estimator}: normalizes the parts of a reward one by one; set "
             f"reward=weighted with two or more parts whose weight is not 0 (it has {parts})"
         )
+    if algo.dynamic_sampling.enabled:
+        yield (
+            "algo.dynamic_sampling.enabled=true: keeps prompts by the total score, but "
+            f"algo.advantage.estimator={estimator} uses the parts of the reward; set it to false"
+        )
     for key, value, off in (
         ("kl.place", algo.kl.place, None if algo.kl.place != "reward" else "loss or none"),
         ("reward_shaping.clip", shaping.clip, "null" if shaping.clip else None),
