@@ -310,7 +310,8 @@ def surrogate_loss(
         The loss, 0-dim, and its metrics (see the module's docstring), each (sum, count) over tokens unless
         noted:
             policy/loss          as aggregated by ``agg``
-            policy/clipfrac      tokens whose gradient the clip sets to zero
+            policy/clipfrac      tokens where the clip applies: it sets their gradient to zero, but in cispo
+                                 it limits their weight; in gmpo it applies to the ratio of each token
             policy/clipfrac_low  tokens whose gradient the dual clip sets to zero
             policy/approx_kl     k3 of KL(old || new), with the clamped log-ratio
             policy/kl_k1         log-prob old - new, per token and unclamped

@@ -299,7 +299,10 @@ _POLICY = Section(
             "policy/clipfrac",
             "clipped tokens",
             "share of tokens",
-            "Share of the tokens whose gradient the clip (`algo.policy.clip_low`, `clip_high`) sets to 0.",
+            "Share of the tokens whose gradient the clip (`algo.policy.clip_low`, `clip_high`) sets to 0. "
+            "In `cispo`, the clip limits the weight of these tokens, which keep a gradient. In `gmpo`, it "
+            "applies to each token's own ratio, before the mean over the response. In `clip_cov` and DPPO, "
+            "tokens that the loss leaves out count too.",
             healthy=(0.0, 0.3),
             reason="rule of thumb; measured in the quickstart: 0.004 to 0.12. gspo clips far more than "
             "grpo by design (Zheng et al. 2025: 0.15)",
