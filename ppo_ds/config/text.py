@@ -26,6 +26,11 @@ def _typed(value: Any) -> str:
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """Returns ``; did you mean x?`` for the candidate closest to ``word``, or nothing."""
-    close = get_close_matches(word, list(candidates), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    """Returns ``; did you mean x?`` for the candidate closest to ``word``, or nothing.
+
+    Candidates that consist of ``word``, an underscore and more come first, up to three of them.
+    """
+    names = list(candidates)
+    close = [name for name in names if name.startswith(f"{word}_")][:3]
+    close = close or get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

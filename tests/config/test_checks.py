@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_ds.config.registry import STAGES
+from ppo_ds.config.registry import POLICY_LOSSES, STAGES
 from ppo_ds.config.schema import reference_is_base
 from tests.config.commands import MINIMAL, complaints, compose, model_folder, problems
 
@@ -257,6 +257,11 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             ["algo.kl.estimator=k3+"],
             "algo.kl.estimator=k3+: differs from k3 only in its gradient, so it needs algo.kl.place=loss; "
             "in the reward use k3",
+        ),
+        (
+            ["algo.policy.loss=dppo"],
+            f"algo.policy.loss=dppo: must be one of {', '.join(POLICY_LOSSES)}; did you mean dppo_tv or "
+            "dppo_kl?",
         ),
         (["algo.policy.dual_clip=1"], "algo.policy.dual_clip=1: must be above 1"),
         (["algo.policy.clip_low=0"], "algo.policy.clip_low=0: must be above 0"),
