@@ -56,6 +56,11 @@ def test_maxrl_refuses_penalties_that_can_make_a_mean_score_negative(
     assert compose(*MINIMAL, *maxrl, *kept).algo.reward_shaping.missing_eos == "set"
 
 
+def test_remax_with_dynamic_sampling_has_one_line() -> None:
+    line = found("algo=remax", "algo.dynamic_sampling.enabled=true")
+    assert "compares a response with the greedy one" in line
+
+
 def test_steps_or_epochs_but_not_both() -> None:
     assert "run.steps is missing" in found("run.steps=null")
     assert "run.steps=2 and run.epochs=1 are both set" in found("run.epochs=1")

@@ -358,14 +358,16 @@ def check_groups(config: Config, ranks: int) -> Iterator[str]:
     algo, n = config.algo, config.rollout.samples_per_prompt
     if n > 1:
         return
+    estimator = ADVANTAGE_ESTIMATORS[algo.advantage.estimator]
+    excludes_dynamic = estimator.needs_greedy or estimator.needs_parts  # which has a line of its own
     for key, value, needs in (
-        (
-            "algo.advantage.estimator",
-            algo.advantage.estimator,
-            ADVANTAGE_ESTIMATORS[algo.advantage.estimator].needs_group,
-        ),
+        ("algo.advantage.estimator", algo.advantage.estimator, estimator.needs_group),
         ("algo.advantage.whiten", "group", algo.advantage.whiten == "group"),
-        ("algo.dynamic_sampling.enabled", "true", algo.dynamic_sampling.enabled),
+        (
+            "algo.dynamic_sampling.enabled",
+            "true",
+            algo.dynamic_sampling.enabled and not excludes_dynamic,
+        ),
     ):
         if needs:
             yield (
