@@ -270,7 +270,10 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
         ),
         (["algo.policy.dual_clip=1"], "algo.policy.dual_clip=1: must be above 1"),
         (["algo.policy.clip_low=0"], "algo.policy.clip_low=0: must be above 0"),
-        (["algo.policy.clip_low=2"], "algo.policy.clip_low=2: must be above 0 and below 1; only cispo and"),
+        (
+            ["algo.policy.clip_low=2"],
+            "algo.policy.clip_low=2: must be above 0 and below 1, so set it, often to 0.2",
+        ),
         (
             ["algo.policy.clip_low=2", "algo.policy.loss=cispo"],
             "algo.policy.clip_low=2: must be above 0 and at most 1, since the ratio is positive",
@@ -281,13 +284,17 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
         ),
         (
             ["algo.policy.clip_low=1"],
-            "algo.policy.clip_low=1: must be above 0 and below 1; only cispo and clip_cov can do without a "
-            "lower bound",
+            "algo.policy.clip_low=1: must be above 0 and below 1, so set it, often to 0.2; only cispo and "
+            "clip_cov can do without a lower bound",
         ),
         (
             ["algo.policy.clip_low=null", "algo.policy.clip_high=4", "algo.policy.loss=gspo"],
-            "algo.policy.clip_low=null: must be above 0 and below 1; only cispo and clip_cov can do without "
-            "a lower bound",
+            "algo.policy.clip_low=null: must be above 0 and below 1, so set it, often to 0.2; only cispo and "
+            "clip_cov can do without a lower bound",
+        ),
+        (
+            ["algo=cispo", "algo.policy.loss=ppo", PAIRS],
+            "algo.policy.clip_low=null: must be above 0 and below 1, so set it, often to 0.2",
         ),
         (
             ["algo.policy.clip_low=null", "algo.policy.loss=cispo"],

@@ -133,8 +133,8 @@ def _bad_lower_bound(loss: str, clip_low: float | None) -> Iterator[str]:
     elif clip_low is None or clip_low >= 1:
         exempt = [name for name, other in POLICY_LOSSES.items() if other.allows_no_lower_bound]
         yield (
-            f"{line} above 0 and below 1; only {' and '.join(exempt)} can do without a lower bound of the "
-            f"ratio (algo.policy.loss is {loss})"
+            f"{line} above 0 and below 1, so set it, often to 0.2; only {' and '.join(exempt)} can do "
+            f"without a lower bound of the ratio (algo.policy.loss is {loss})"
         )
 
 
