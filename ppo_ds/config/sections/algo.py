@@ -67,8 +67,7 @@ class AdvantageConfig(Section):
     whiten: Literal["batch", "none", "group", "minibatch"] = Field(
         "batch",
         description="Whitens advantages under the mask, over all ranks, per rollout (batch) or optimizer "
-        "step "
-        "(minibatch); group: over the responses to one prompt.",
+        "step (minibatch); group: over the responses to one prompt.",
     )
     unbiased: bool = Field(False, description="Divides by n - 1 in the variance.")
 
@@ -179,8 +178,7 @@ class RewardShapingConfig(Section):
     normalize: Literal["none", "running", "first"] = Field(
         "none",
         description="Normalizes scores, before the clip, by the mean and standard deviation of all scores "
-        "so far "
-        "(running) or of the first rollout (first).",
+        "so far (running) or of the first rollout (first).",
     )
     normalize_std: bool = Field(
         True, description="Divides by the standard deviation; false: only subtracts the mean."
@@ -290,8 +288,7 @@ class AlgoConfig(Section):
     target_kl: Positive | None = Field(
         None,
         description="Ends the passes once the policy is this far from the old one, in nats per token (or "
-        "per response "
-        "at algo.action_level=sequence); null: off.",
+        "per response at algo.action_level=sequence); null: off.",
     )
     minibatch_size: Count | None = Field(
         None, description="Samples per optimizer step, over all ranks; null: the whole rollout."
