@@ -26,12 +26,17 @@ class Subgroup:
             group = dist.new_group(list(range(first, first + size)), backend="gloo")
             if first <= world.rank < first + size:
                 self._group = group
+                self.ranks = list(range(first, first + size))  # of the whole world
 
     def gather_objects(self, item: T) -> list[T]:
         """Returns every rank's ``item`` on every rank of the group, in rank order. Items are pickled."""
         items: list[Any] = [None] * self.size
         dist.all_gather_object(items, item, group=self._group)
         return items
+
+    def barrier(self) -> None:
+        """Waits until all ranks of the group have called it."""
+        dist.barrier(group=self._group)
 
     def any(self, flag: bool) -> bool:
         """Returns whether ``flag`` is true on any rank of the group."""

@@ -25,6 +25,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from glob import escape
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +53,8 @@ REQUIRED = {
     "VLLM_NO_USAGE_STATS": "1",  # no reports over the network
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # distributed/threads.py divides the cores
 }
+# Memory that tensor-parallel ranks share on a CPU. Its names do not depend on the run.
+SHARED_MEMORY = Path("/dev/shm")
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 # All engines of this process. Deleting an engine would destroy the default process group.
 _engines: list[Any] = []
@@ -130,6 +134,8 @@ class VLLMGenerator:
             enforce_eager=settings.enforce_eager or not on_gpu,
             logprobs_mode="raw_logprobs" if temperature == 1.0 else "processed_logprobs",
         )
+        if group is not None and not on_gpu:
+            remove_shared_names(group)
 
     @contextmanager
     def loaded(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
@@ -293,8 +299,26 @@ def start_engine(lm: PreTrainedModel, **options: Any) -> Any:
         except (ValueError, NotImplementedError, AssertionError, AttributeError, KeyError) as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"rollout.backend=vllm: vLLM cannot decode this model ({reason})") from error
+        except RuntimeError as error:
+            if "SHMManager failed. errno: 17" not in str(error):
+                raise
+            raise UserError(
+                f"rollout.vllm.tensor_parallel={options['tensor_parallel_size']}: shared memory of a run "
+                f"is in the way; if none is running on this machine, delete {SHARED_MEMORY}/-tp:*"
+            ) from error
     _engines.append(engine)
     return engine
+
+
+def remove_shared_names(group: Subgroup) -> None:
+    """Removes the names of the memory that engines share on a CPU. A collective of ``group``.
+
+    The memory stays in use without them. Otherwise they would be left behind, and the next run would fail.
+    """
+    group.barrier()  # all engines have opened the memory
+    ranks = escape(f"[{'-'.join(map(str, group.ranks))}]")
+    for file in SHARED_MEMORY.glob(f"-tp:*-{ranks}-cpushm_*"):
+        file.unlink(missing_ok=True)
 
 
 def _import_vllm() -> Any:

@@ -59,6 +59,11 @@ def make(tokenizer):
     return start
 
 
+def fake_group(**changes):
+    """Returns a group of ranks, of which only this one exists; its engines share no memory."""
+    return SimpleNamespace(**dict(rank=0, ranks=["none"], barrier=lambda: None, any=bool) | changes)
+
+
 def weights_of(lm):
     return iter(lm.named_parameters())  # tied weights once, as HybridActor.weights
 
@@ -158,13 +163,13 @@ def test_ranks_of_a_group_generate_the_rows_of_all_and_keep_their_own(make, prom
             alone.append(generator(part, options))
     sent = []  # the rows that each rank passes to the others
     for part, seed in zip(parts, seeds, strict=True):
-        group = SimpleNamespace(rank=0, gather_objects=lambda rows: [sent.append(rows) or rows], any=bool)
+        group = fake_group(gather_objects=lambda rows: [sent.append(rows) or rows])
         generator = make(lm, group=group)
         torch.manual_seed(seed)
         with generator.loaded(weights_of(lm)):
             generator(part, options)
     for rank, part in enumerate(parts):
-        generator = make(lm, group=SimpleNamespace(rank=rank, gather_objects=lambda rows: sent, any=bool))
+        generator = make(lm, group=fake_group(rank=rank, gather_objects=lambda rows: sent))
         with generator.loaded(weights_of(lm)):
             together = generator(part, options)
         assert torch.equal(together.ids, alone[rank].ids)
@@ -173,8 +178,8 @@ def test_ranks_of_a_group_generate_the_rows_of_all_and_keep_their_own(make, prom
 
 def test_a_group_stops_at_the_same_step_once_one_rank_must_stop(make, prompts, sampling, monkeypatch):
     lm, steps, asked = model(), [], []
-    group = SimpleNamespace(
-        rank=0, gather_objects=lambda rows: [rows], any=lambda flag: asked.append(flag) or len(asked) == 3
+    group = fake_group(
+        gather_objects=lambda rows: [rows], any=lambda flag: asked.append(flag) or len(asked) == 3
     )
     generator = make(lm, longest=300, group=group)
     step = fake_vllm.LLMEngine.step
@@ -259,6 +264,31 @@ def test_settings_that_vllm_does_not_support_are_one_line(make, monkeypatch):
         "rollout.backend=vllm: vLLM cannot decode this model "
         "(To serve at least one request, 1 GiB is needed.)"
     )
+
+
+def test_names_of_shared_memory_are_removed_once_all_engines_have_started(make, monkeypatch, tmp_path):
+    files = [tmp_path / f"-tp:0-[2-3]-cpushm_{rank}" for rank in range(2)]
+    others = [tmp_path / "-tp:0-[0-1]-cpushm_0", tmp_path / "other"]  # another group may still be starting
+    for file in files + others:
+        file.touch()
+    there = []  # the files when the ranks meet
+    group = fake_group(ranks=[2, 3], barrier=lambda: there.extend(file.exists() for file in files))
+    monkeypatch.setattr("ppo_ds.rollout.vllm.SHARED_MEMORY", tmp_path)
+    make(model(), group=group)
+    assert there == [True, True] and sorted(tmp_path.iterdir()) == sorted(others)
+
+
+def test_shared_memory_of_another_run_is_one_line(make, monkeypatch):
+    def fail(self, *args, **kwargs):
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(fake_vllm.LLM, "__init__", fail)
+    reason = "create shm in SHMManager failed. errno: 17"
+    with pytest.raises(UserError, match=r"^rollout.vllm.tensor_parallel=2: .* delete /dev/shm/-tp:\*$"):
+        make(model(), VLLMConfig(tensor_parallel=2))
+    reason = "another reason"
+    with pytest.raises(RuntimeError, match="another reason"):
+        make(model())
 
 
 def test_what_is_refused(monkeypatch):

@@ -36,7 +36,7 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             print("==", name, flush=True)
         run = build_run(load_config(arguments))
-        remove_shared_memory()  # all ranks have opened it, and other runs need the names
+        assert not list(Path("/dev/shm").glob("-tp:*-cpushm_*"))  # other runs need the names
         run.fit()
         for model in run.stage.models.values():
             if model is not None:
