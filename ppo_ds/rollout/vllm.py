@@ -136,6 +136,9 @@ class VLLMGenerator:
         )
         if group is not None and not on_gpu:
             remove_shared_names(group)
+        if self.sleep:  # training, and what comes before the first generation, need the memory
+            self._llm.sleep(level=self.sleep)
+            self._asleep = True
 
     @contextmanager
     def loaded(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
@@ -191,7 +194,10 @@ class VLLMGenerator:
             parts = self.group.gather_objects(rows)
             first = sum(len(part) for part in parts[: self.group.rank])
             rows = [row for part in parts for row in part]
-        answers = self._generate(rows, sampling)[first : first + len(prompts)]
+        # at each step the engine also draws from the default generators, as often as it schedules
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
+            answers = self._generate(rows, sampling)[first : first + len(prompts)]
         lengths = torch.tensor([max(1, len(answer.tokens)) for answer in answers])
         responses = torch.full((len(prompts), int(lengths.max())), self.tokenizer.pad_id)
         logprobs = torch.zeros(responses.shape)

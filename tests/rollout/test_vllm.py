@@ -106,6 +106,53 @@ def test_the_engine_sleeps_between_phases_and_generates_only_inside_them(make, p
         generator(rows, sampling(4))
 
 
+def test_an_engine_sleeps_from_its_start(make, monkeypatch):
+    """Weights, then the cache, wake up for the first generation as for later ones."""
+    calls, lm = [], model()
+
+    def noting(name, call):
+        def noted(self, *args, **kwargs):
+            calls.append((name, *kwargs.get("tags", ())))
+            return call(self, *args, **kwargs)
+
+        return noted
+
+    for name in ("__init__", "sleep", "wake_up", "collective_rpc"):
+        monkeypatch.setattr(fake_vllm.LLM, name, noting(name, getattr(fake_vllm.LLM, name)))
+    on_gpu = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"), dtype=torch.float32, is_floating_point=lambda: True
+    )
+    lm.parameters = lambda recurse=True: iter([on_gpu] * recurse)
+    generator = make(lm)
+    assert calls == [("__init__",), ("sleep",)] and generator._llm.arguments["enable_sleep_mode"]
+    for _ in range(2):
+        calls.clear()
+        with generator.loaded(weights_of(lm)):
+            assert calls == [("wake_up", "weights"), ("collective_rpc",), ("wake_up", "kv_cache")]
+        assert calls[3:] == [("sleep",)]
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+def test_draws_of_the_engine_do_not_change_the_random_state(make, prompts, sampling, monkeypatch, steps):
+    """Afterwards the state depends on the number of rows only, not on how the engine schedules them."""
+    step = fake_vllm.LLMEngine.step
+
+    def drawing(self):
+        torch.rand(7)
+        return step(self)
+
+    monkeypatch.setattr(fake_vllm.LLMEngine, "step", drawing)
+    lm = model()
+    generator = make(lm)
+    with generator.loaded(weights_of(lm)):
+        torch.manual_seed(5)
+        generator(prompts([3, 4, 5], [6]), sampling(steps))
+    found = torch.get_rng_state()
+    torch.manual_seed(5)
+    torch.randint(2**62, (2,))
+    assert torch.equal(found, torch.get_rng_state())
+
+
 def test_every_weight_is_read_even_if_the_engine_stops_early(make, monkeypatch):
     """Reading the weights is a collective with ZeRO-3."""
     lm, read = model(), []
