@@ -56,9 +56,9 @@ def start_calls(pool: CallPool, calls: Sequence[Callable[[], Any]]) -> Pending[l
     def attempt(call: Callable[[], Any]) -> Outcome:
         try:
             return Outcome(pool.run(call, cancelled))
-        except CancelledError:
-            raise
         except BaseException as error:  # also SystemExit
+            if isinstance(error, CancelledError) and cancelled.is_set():
+                raise  # an environment may raise CancelledError too, from a pool of its own
             return Outcome(error=error)
 
     tasks = tuple(pool.submit(attempt, call) for call in calls)

@@ -1,5 +1,6 @@
 """Tests responses of several turns: their tokens, masks, rewards and ends, worked by hand."""
 
+from concurrent.futures import Future
 from threading import Event
 
 import numpy as np
@@ -75,20 +76,31 @@ def test_the_last_turn_still_gets_its_reward(generator_of, prompts_of):
 
 
 class Fragile(Adder):
-    """Fails if the turn is a, b or c, each in another way."""
+    """Fails if the turn is a, b, c or abc, each in another way."""
 
     def step(self, answer):
-        failures = {"a": lambda: 1 / 0, "b": lambda: exit(3), "c": lambda: ("no tuple",)}
+        failures = {
+            "a": lambda: 1 / 0,
+            "b": lambda: exit(3),
+            "c": lambda: ("no tuple",),
+            "abc": self.wait_for_a_cancelled_task,
+        }
         return failures[answer]() if answer in failures else super().step(answer)
+
+    def wait_for_a_cancelled_task(self):
+        task = Future()
+        task.cancel()
+        return task.result()  # raises concurrent.futures.CancelledError
 
 
 def test_an_error_ends_its_response_only(generator_of, prompts_of, caplog):
-    script = {"1=": "a", "2=": "b", "3=": "c", "4=": "?2+2", "4=?2+2<eos>>4=": "4"}
-    rollout = generator_of(Fragile, script)(prompts_of("1=", "2=", "3=", "4=", answer="4"), sampling_of(20))
-    assert rollout.episode_ends == ("error", "error", "error", "done")
-    assert rollout.finished.tolist() == [False, False, False, True]
-    assert rollout.response_lengths.tolist() == [2, 2, 2, 10]
-    assert rollout.turn_rewards.sum(1).tolist() == [0, 0, 0, 1.25]
+    script = {"1=": "a", "2=": "b", "3=": "c", "4=": "abc", "5=": "?2+3", "5=?2+3<eos>>5=": "5"}
+    prompts = prompts_of("1=", "2=", "3=", "4=", "5=", answer="5")
+    rollout = generator_of(Fragile, script)(prompts, sampling_of(20))
+    assert rollout.episode_ends == ("error", "error", "error", "error", "done")
+    assert rollout.finished.tolist() == [False, False, False, False, True]
+    assert rollout.response_lengths.tolist() == [2, 2, 2, 4, 10]
+    assert rollout.turn_rewards.sum(1).tolist() == [0, 0, 0, 0, 1.25]
     (record,) = caplog.records  # only the first error is logged
     assert "the environment raised ZeroDivisionError: division by zero at " in record.getMessage()
     assert "for the prompt '1='" in record.getMessage()
