@@ -5,7 +5,7 @@ give other tokens than those that the policy sampled (TRL, verl and prime-rl do 
 tokens between two turns are found by rendering a short conversation with the chat template, with and without
 the feedback. Their text begins after the content of the assistant's message, so it has the end of that
 message, the messages of the feedback and the beginning of the next answer. An end token that the policy has
-sampled itself is left out. In a row without a chat template, the texts of the feedback are encoded as they
+sampled itself is left out, and so is a stop string of one token with which the template ends an answer. In a row without a chat template, the texts of the feedback are encoded as they
 are.
 """
 
@@ -46,8 +46,10 @@ class FeedbackEncoder:
             )
         start = before.rindex(_ANSWER) + len(_ANSWER)
         end_of_answer, ids = self._encode(before[start:]), self._encode(after[start:])
-        sampled = ids.index(last_id) + 1 if last_id in end_of_answer else 0
-        return ids[sampled:]
+        end = ids[: len(end_of_answer)]
+        # a stop string, such as a line break, may also occur after the template's end token
+        is_end = last_id in self._tokenizer.stop_ids or end[:1] == [last_id]
+        return ids[end.index(last_id) + 1 :] if is_end and last_id in end else ids
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode_many([text], special_tokens=False)[0]

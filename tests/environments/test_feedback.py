@@ -50,6 +50,15 @@ def test_the_end_token_that_the_policy_sampled_is_not_repeated():
     assert text_after(chat_tokenizer(SPACED), "o") == " <|im_end|>" + spaced
 
 
+def test_only_an_end_token_is_skipped_in_the_middle_of_the_template():
+    """sampling.stop may be a line break, which ChatML has after its end token."""
+    rest = "\n<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
+    assert text_after(chat_tokenizer(CHATML), "\n") == "<|im_end|>" + rest
+    lines = "{% for m in messages %}{{ m.role }}? {{ m.content }}\n{% endfor %}"
+    assert text_after(chat_tokenizer(lines), "\n") == "user? so\n"  # the line break ends an answer
+    assert text_after(chat_tokenizer(lines), "o") == "\nuser? so\n"
+
+
 def test_prompt_turn_and_feedback_are_the_conversation_of_the_template():
     tokenizer = chat_tokenizer(CHATML)
     prompt, feedback = [{"role": "user", "content": "go"}], [{"role": "tool", "content": "3"}, *FEEDBACK]
