@@ -160,8 +160,8 @@ class MultiTurnGenerator:
 
     def stepped(self, episode: Episode, step: Step, is_last: bool) -> None:
         """Stores the reward of a turn and appends the feedback, unless the episode ends."""
-        episode.rewards[-1] = step.reward
         if step.done or is_last:
+            episode.rewards[-1] = step.reward
             episode.end = DONE if step.done else TURNS
             return
         if "messages" in episode.row:
@@ -170,6 +170,7 @@ class MultiTurnGenerator:
             ids = self.encoder.encode_text(step.feedback)
         if not ids:
             raise InvalidResult("returned feedback without tokens")
+        episode.rewards[-1] = step.reward  # not before: a turn with an error has no reward
         if len(episode.ids) + len(ids) >= episode.limit:
             episode.end = LENGTH
             return

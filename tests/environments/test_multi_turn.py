@@ -122,6 +122,17 @@ def test_an_error_in_reset_gives_an_empty_response(generator_of, prompts_of):
     assert rollout.response_width == 1 and all_fail.backend.calls == []
 
 
+def test_a_turn_with_an_error_has_no_reward(generator_of, prompts_of, tokenizer):
+    """The template refuses the feedback, after the environment has returned a reward."""
+    tokenizer.hf.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if '>' in m.content %}{{ raise_exception('no') }}"
+        "{% endif %}{% endfor %}"
+    )
+    prompts = prompts_of("1=", answer="2", messages=[{"role": "user", "content": "1="}])
+    rollout = generator_of(Adder, {"1=": "?1+1"})(prompts, sampling_of(20))
+    assert rollout.episode_ends == ("error",) and rollout.turn_rewards.sum().item() == 0
+
+
 @pytest.mark.parametrize("columns", [{}, {"messages": [{"role": "user", "content": "1="}]}])
 def test_text_that_is_not_unicode_ends_its_response_only(
     generator_of, prompts_of, tokenizer, caplog, columns
