@@ -38,8 +38,8 @@ class Environment(Protocol):
     def step(self, answer: str) -> tuple[str | list[Message] | None, float, bool]:
         """Takes one turn of the policy as text, and returns feedback, reward and whether the episode is done.
 
-        The feedback is a text, which becomes a message of the user, or a list of messages with the keys role
-        and content. It is ignored if the episode is done.
+        The feedback is a text, which becomes a message of the user, or a list of messages: dicts of texts with
+        the keys role and content. It is ignored if the episode is done.
         """
 
 
@@ -87,9 +87,9 @@ def load_environment(path: str, arguments: Mapping[str, Any]) -> Callable[[], En
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:
-    """Checks messages; raises InvalidResult unless they are dicts with the texts role and content.
+    """Checks messages; raises InvalidResult unless they are dicts of texts with role and content.
 
-    All texts must be valid Unicode: no tokenizer accepts a lone surrogate, which a program's output may
+    Other texts, such as name or tool_call_id, are kept for the chat template. All texts must be valid Unicode: no tokenizer accepts a lone surrogate, which a program's output may
     contain if it was decoded with ``errors="surrogateescape"``.
     """
     if not isinstance(value, (list, tuple)) or not value:
@@ -101,15 +101,19 @@ def read_messages(value: Any) -> tuple[Message, ...]:
             raise InvalidResult(
                 f"returned {described(message)} as a message; it must have the texts role and content"
             )
-        for key in ("role", "content"):
+        for key, text in message.items():
+            if not isinstance(text, str):
+                raise InvalidResult(
+                    f"returned {described(text)} as the {key} of a message; remove it, or write it as a text"
+                )
             try:
-                message[key].encode("utf-8")
+                text.encode("utf-8")
             except UnicodeEncodeError as error:
                 raise InvalidResult(
-                    f"returned {quoted(message[key])} as the {key} of a message, which is not valid Unicode: "
-                    f"a lone surrogate at character {error.start + 1}"
+                    f"returned {quoted(text)} as the {key} of a message, which is not valid Unicode: a lone "
+                    f"surrogate at character {error.start + 1}"
                 ) from error
-    return tuple({"role": message["role"], "content": message["content"]} for message in value)
+    return tuple(dict(message) for message in value)
 
 
 def read_reset(value: Any) -> tuple[Message, ...] | None:

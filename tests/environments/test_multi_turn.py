@@ -190,6 +190,10 @@ def test_a_call_that_exceeds_its_time_limit_ends_the_response(generator_of, prom
         (("", 1.0, False), "returned no feedback although the episode is not done"),
         ((None, 1.0, False), "returned no feedback although the episode is not done"),
         ((["a"], 1.0, False), "returned 'a' (str) as a message; it must have the texts role and content"),
+        (
+            ([{"role": "user", "content": "a", "tool_calls": []}], 1.0, False),
+            "returned '[]' (list) as the tool_calls of a message; remove it, or write it as a text",
+        ),
         ((3, 1.0, False), "returned '3' (int), which is not a list of messages"),
     ],
 )
@@ -202,6 +206,11 @@ def test_results_that_are_refused(result, problem):
 def test_rewards_and_ends_may_be_of_other_number_types():
     assert read_step((None, np.float32(0.5), True)).reward == 0.5
     assert read_step(("a", 1, False)).feedback == ({"role": "user", "content": "a"},)
+
+
+def test_other_texts_of_a_message_are_kept_for_the_template():
+    message = {"role": "tool", "content": "3", "name": "add", "tool_call_id": "7"}
+    assert read_step(([message], 1, False)).feedback == (message,)
 
 
 # -- prompts, random numbers, stops --------------------------------------------------------------------------
