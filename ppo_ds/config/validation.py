@@ -36,6 +36,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     models.check_critic_from_reward: ("critic", "reward"),
     reward.check_reward: ("reward",),
     reward.check_environment_reward: ("rollout", "reward"),
+    reward.check_shaping_of_turns: ("reward", "algo"),
     reward.check_prepare: (),
     algo.check_kl: ("rollout", "algo"),
     algo.check_policy_loss: ("algo",),

@@ -38,8 +38,8 @@ class Environment(Protocol):
     def step(self, answer: str) -> tuple[str | list[Message] | None, float, bool]:
         """Takes one turn of the policy as text, and returns feedback, reward and whether the episode is done.
 
-        The feedback is a text, which becomes a message of the user, or a list of messages: dicts of texts with
-        the keys role and content. It is ignored if the episode is done.
+        The feedback is a text, which becomes a message of the user, or a list of messages, dicts of texts
+        with the keys role and content. It is ignored if the episode is done.
         """
 
 
@@ -89,8 +89,9 @@ def load_environment(path: str, arguments: Mapping[str, Any]) -> Callable[[], En
 def read_messages(value: Any) -> tuple[Message, ...]:
     """Checks messages; raises InvalidResult unless they are dicts of texts with role and content.
 
-    Other texts, such as name or tool_call_id, are kept for the chat template. All texts must be valid Unicode: no tokenizer accepts a lone surrogate, which a program's output may
-    contain if it was decoded with ``errors="surrogateescape"``.
+    Other texts, such as name or tool_call_id, are kept for the chat template. All texts must be valid
+    Unicode: no tokenizer accepts a lone surrogate, which a program's output may contain if it was decoded
+    with ``errors="surrogateescape"``.
     """
     if not isinstance(value, (list, tuple)) or not value:
         raise InvalidResult(f"returned {described(value)}, which is not a list of messages")

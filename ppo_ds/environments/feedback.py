@@ -5,8 +5,8 @@ give other tokens than those that the policy sampled (TRL, verl and prime-rl do 
 tokens between two turns are found by rendering a short conversation with the chat template, with and without
 the feedback. Their text begins after the content of the assistant's message, so it has the end of that
 message, the messages of the feedback and the beginning of the next answer. An end token that the policy has
-sampled itself is left out, and so is a stop string of one token with which the template ends an answer. In a row without a chat template, the texts of the feedback are encoded as they
-are.
+sampled itself is left out, and so is a stop string of one token with which the template ends an answer. In a
+row without a chat template, the texts of the feedback are encoded as they are.
 """
 
 from __future__ import annotations

@@ -96,3 +96,17 @@ def test_the_reward_environment_needs_an_environment():
         "reward=environment: there is no environment; set rollout.environment.path, or choose another reward"
     )
     assert problems(*settings, "reward=environment", "rollout.environment.path=a.b:C") == []
+
+
+def test_shaping_of_whole_scores_is_refused_for_rewards_of_turns():
+    settings = [line for line in MINIMAL if not line.startswith("reward")]
+    settings += ["reward=environment", "rollout.environment.path=a.b:C"]
+    assert complaints(*settings, "algo=rlhf") == [
+        "algo.reward_shaping.normalize=running: does not apply to the rewards of turns, which are all scores "
+        "of reward=environment; set it to none",
+        "algo.reward_shaping.missing_eos=set: does not apply to the rewards of turns, which are all scores "
+        "of reward=environment; set it to subtract or null",
+    ]
+    assert problems(*settings, "algo.reward_shaping.missing_eos=subtract") == []
+    mixture = ["reward=weighted", "reward@reward.parts.turns.reward=environment"]
+    assert problems(*settings[:-2], *mixture, settings[-1], "algo=rlhf") == []

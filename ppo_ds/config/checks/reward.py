@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo_ds.config.schema import Config, all_rewards, uses_environment
+from ppo_ds.config.schema import ENVIRONMENT_REWARD, Config, all_rewards, uses_environment
 from ppo_ds.config.signatures import misused_targets
 
 
@@ -26,6 +26,23 @@ def check_environment_reward(config: Config, ranks: int) -> Iterator[str]:
                 f"{key}=environment: there is no environment; set rollout.environment.path, or choose "
                 "another reward"
             )
+
+
+def check_shaping_of_turns(config: Config, ranks: int) -> Iterator[str]:
+    """Yields an error line for each option for scores of whole responses if only turns have scores."""
+    if config.reward.get("_target_") != ENVIRONMENT_REWARD:
+        return
+    shaping = config.algo.reward_shaping
+    if shaping.normalize != "none":
+        yield (
+            f"algo.reward_shaping.normalize={shaping.normalize}: does not apply to the rewards of turns, "
+            "which are all scores of reward=environment; set it to none"
+        )
+    if shaping.missing_eos in ("set", "scale"):
+        yield (
+            f"algo.reward_shaping.missing_eos={shaping.missing_eos}: does not apply to the rewards of turns, "
+            "which are all scores of reward=environment; set it to subtract or null"
+        )
 
 
 def check_prepare(config: Config, ranks: int) -> Iterator[str]:
