@@ -452,7 +452,6 @@ ALLOWED = {
         "ppo_ds/build/dry_run.py",
         "trust_remote_code=bool(model.get('trust_remote_code'))",
     ): "of the same model",
-    ("ppo_ds/build/preflight.py", "trust_remote_code=actor.trust_remote_code"): "of the same model",
     ("ppo_ds/build/preflight.py", "trust_remote_code=model.trust_remote_code"): "of the same model",
     ("ppo_ds/models/loading.py", "trust_remote_code=model.trust_remote_code"): "of the same model",
     ("ppo_ds/models/loading.py", "trust_remote_code=trust_remote_code"): "of the same model",

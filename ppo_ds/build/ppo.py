@@ -138,7 +138,7 @@ def read_data(config: Config, context: RunContext) -> tuple[Inputs, tuple[int, .
     context.banner.starting("reading and tokenizing the data")
     inputs, note = read_inputs(config, context.world), context.banner.note
     stops = stop_ids(config, inputs.tokenizer)
-    preflight(config, inputs)
+    preflight(config, inputs, context.world.device.type == "cuda")
     # on one rank only, since a user's code may have side effects
     context.world.on_all(lambda: try_user_code(config, inputs) if context.world.is_main else None)
     hides_stops = bool(masked_stop_ids(config.algo.train_on_eos, stops, inputs.tokenizer.pad_id))

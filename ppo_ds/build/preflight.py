@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ppo_ds.build.data import Inputs, read_inputs
 from ppo_ds.build.roles import CLASSIFIER
 from ppo_ds.config.checks.data import is_prepared
+from ppo_ds.config.registry import has_own_weights
 from ppo_ds.config.schema import Config, all_rewards, reward_models, uses_reference
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
@@ -19,12 +20,13 @@ from ppo_ds.distributed.world import World
 from ppo_ds.environments.base import load_environment
 from ppo_ds.errors import UserError
 from ppo_ds.models.chat_scorer import expect_trusted
-from ppo_ds.models.loading import load_config
+from ppo_ds.models.loading import config_of, load_config
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.vllm_memory import parallel_problem
 from ppo_ds.rewards.base import reward_errors_as_user_errors
 from ppo_ds.rewards.model import check_reward_model
 from ppo_ds.rewards.user_function import load_function
+from ppo_ds.rollout.vllm_support import model_problem, package_problem, sleep_problem
 from ppo_ds.types import Row
 
 CHAT_SCORER = "ppo_ds.rewards.get_score.get_score_reward"
@@ -58,7 +60,7 @@ def check_inputs(config: Config, world: World, *, prepared: bool) -> None:
     if settings.path and (prepared or not is_prepared(settings.path.rpartition(":")[0], config)):
         load_environment(settings.path, settings.arguments)
     if prepared:
-        preflight(config, read_inputs(config, world))
+        preflight(config, read_inputs(config, world), world.device.type == "cuda")
 
 
 def function_rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -70,13 +72,14 @@ def function_rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, d
             yield from function_rewards(inner, f"{key}.{name}")
 
 
-def preflight(config: Config, inputs: Inputs) -> None:
-    """Raises UserError if a model or a reward cannot work with the data.
+def preflight(config: Config, inputs: Inputs, on_gpu: bool) -> None:
+    """Raises UserError if a model or a reward cannot work with the data, or vLLM with the actor.
 
     Not a collective: all ranks read the same files.
     """
     check_vocabularies(config, inputs.tokenizer)
-    check_tensor_parallel(config)
+    check_engine_package(config)
+    check_engine_model(config, on_gpu)
     check_rewards(all_rewards(config), inputs)
 
 
@@ -109,20 +112,28 @@ def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:
         check_vocabulary(key, model, tokenizer, "actor")
 
 
-def check_tensor_parallel(config: Config) -> None:
-    """Raises UserError if vLLM cannot divide the actor among the ranks of a tensor-parallel group."""
-    actor, group = config.actor.model, config.rollout.vllm.tensor_parallel
-    if config.rollout.backend != "vllm" or group == 1:
+def check_engine_package(config: Config) -> None:
+    """Raises UserError if the run needs vLLM and this machine has none, or a version that was not tested."""
+    if has_own_weights(config.rollout.backend) and (problem := package_problem()):
+        raise UserError(f"rollout.backend={config.rollout.backend}: {problem}; or use rollout.backend=auto")
+
+
+def check_engine_model(config: Config, on_gpu: bool) -> None:
+    """Raises UserError if vLLM cannot decode the actor or divide it among a tensor-parallel group."""
+    rollout, key = config.rollout, "actor.model.path"
+    if not has_own_weights(rollout.backend):
         return
-    key = "actor.model.path"
-    found = load_config(
-        actor.path, revision=actor.revision, trust_remote_code=actor.trust_remote_code, key=key
-    ).get_text_config()
-    heads = getattr(found, "num_attention_heads", 0)
-    keys = getattr(found, "num_key_value_heads", None) or heads
+    if problem := sleep_problem(rollout.vllm.sleep, on_gpu):
+        raise UserError(f"rollout.vllm.sleep={rollout.vllm.sleep}: {problem}")
+    found, where = config_of(config.actor.model, key), f"{key}={config.actor.model.path}"
+    if problem := model_problem(found, on_gpu):
+        raise UserError(f"rollout.backend={rollout.backend}: {problem}; use rollout.backend=auto ({where})")
+    text, group = found.get_text_config(), rollout.vllm.tensor_parallel
+    heads = getattr(text, "num_attention_heads", 0)
+    keys = getattr(text, "num_key_value_heads", None) or heads
     # some model families use other names; vLLM then checks the sizes itself
-    if heads and (problem := parallel_problem(heads, keys, getattr(found, "intermediate_size", 0), group)):
-        raise UserError(f"rollout.vllm.tensor_parallel={group}: {problem} ({key}={actor.path})")
+    if heads and (problem := parallel_problem(heads, keys, getattr(text, "intermediate_size", 0), group)):
+        raise UserError(f"rollout.vllm.tensor_parallel={group}: {problem} ({where})")
 
 
 def check_vocabulary(key: str, model: Any, tokenizer: Tokenizer, tokenizer_of: str) -> None:

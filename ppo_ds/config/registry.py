@@ -108,7 +108,8 @@ class DecodeBackendEntry(Entry):
     """
 
     # Dotted name of a function (model, number of tokens of the longest sequence) that returns the reason why
-    # the backend cannot decode the model, or None. Without a function the backend decodes every model.
+    # the backend cannot decode the model, or None. It is called with the model in memory. Without a function
+    # the backend decodes every model that the checks before loading accept (build/preflight.py).
     refusal: str | None = field(default=None, kw_only=True)
     # True once the backend was measured to be faster than the backends below it in the table
     in_auto: bool = field(default=False, kw_only=True)
@@ -353,7 +354,6 @@ DECODE_BACKENDS = {
     "vllm": DecodeBackendEntry(
         "ppo_ds.rollout.vllm.VLLMGenerator",
         "vLLM in the trainer's process, with weights of its own (rollout.vllm).",
-        refusal="ppo_ds.rollout.vllm.refusal",
         own_weights=True,
     ),
 }

@@ -56,12 +56,11 @@ def size_of(model: nn.Module) -> Size:
     body = sum(_numel(p) for p in model.parameters() if p is not embedding and p is not head)
     # a state-space model has no attention heads and keeps no keys and values
     heads = getattr(config, "num_attention_heads", None) or 0
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    head_dim = head_size(config)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), None)
-    active = getattr(config, "num_experts_per_tok", None)
+    experts, active = expert_counts(config)
     idle = 0  # parameters of the experts that a token does not use; all tokens use the shared experts
-    if experts and active:
+    if experts:
         routed = sum(_numel(p) for name, p in model.named_parameters() if ".experts." in name)
         idle = routed * (experts - active) // experts
     return Size(
@@ -72,6 +71,19 @@ def size_of(model: nn.Module) -> Size:
         kv_width=kv_heads * head_dim,
         idle=idle,
     )
+
+
+def head_size(config: Any) -> int:
+    """Returns the size of an attention head, by the config of a language model."""
+    heads = getattr(config, "num_attention_heads", None) or 0
+    return getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+
+
+def expert_counts(config: Any) -> tuple[int, int]:
+    """Returns the number of routed experts and how many of them a token uses; zeros unless both are known."""
+    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), None)
+    active = getattr(config, "num_experts_per_tok", None)
+    return (experts, active) if experts and active else (0, 0)
 
 
 def _numel(parameter: nn.Parameter) -> int:

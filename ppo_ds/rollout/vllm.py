@@ -39,14 +39,12 @@ from ppo_ds.distributed.heartbeat import beat, counting
 from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.errors import UserError
 from ppo_ds.models.checkpoint_names import checkpoint_names, tied_names
-from ppo_ds.models.size import shape_of
 from ppo_ds.ops.vllm_memory import sleep_level
 from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
+from ppo_ds.rollout.vllm_support import INSTALL
 from ppo_ds.types import Prompts, Rollout
 
-TESTED = ("0.32",)  # versions of vLLM, without the last number
 CHECK_EVERY = 16  # steps between two exchanges of stop requests in a tensor-parallel group
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, which has the weights
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # only the first version was tested
@@ -58,30 +56,6 @@ SHARED_MEMORY = Path("/dev/shm")
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 # All engines of this process. Deleting an engine would destroy the default process group.
 _engines: list[Any] = []
-
-
-def refusal(lm: PreTrainedModel, longest: int | None = None) -> str | None:
-    """Returns the reason why vLLM cannot be used, or None: it is missing, or its version was not tested."""
-    try:
-        version = str(_import_vllm().__version__)
-    except ImportError as error:
-        return (
-            "vLLM cannot be imported; install it with pip install -c constraints-vllm.txt -e '.[vllm]' "
-            f"({' '.join(str(error).split())[:200]})"
-        )
-    if version.rpartition(".")[0] not in TESTED:
-        tested = ", ".join(f"{version}.*" for version in TESTED)
-        return f"vLLM {version} was not tested with this trainer; install one of {tested}"
-    if getattr(lm.config, "auto_map", None):
-        return "the model brings code of its own, which vLLM would need in another form"
-    on_gpu, shape = next(lm.parameters()).device.type == "cuda", shape_of(lm)
-    size = shape.width // max(1, shape.heads)
-    if not on_gpu and size not in CPU_HEAD_SIZES:
-        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        return f"the model has attention heads of size {size}; on a CPU vLLM supports {sizes}"
-    if not on_gpu and shape.idle:  # seen with Mixtral and Qwen3-MoE: gaps of several nats after a reload
-        return "the model is a mixture of experts, which vLLM 0.32 does not reload correctly on a CPU"
-    return None
 
 
 @dataclass
@@ -121,8 +95,6 @@ class VLLMGenerator:
         self.should_stop = should_stop
         self.temperature = temperature
         self.sleep = sleep_level(settings.sleep, on_gpu)
-        if self.sleep and not on_gpu:
-            raise UserError(f"rollout.vllm.sleep={self.sleep}: vLLM cannot sleep on a CPU; use auto or 0")
         self._asleep = False
         self._names, self._tied = checkpoint_names(model), tied_names(model)
         self._llm = start_engine(
@@ -328,12 +300,15 @@ def remove_shared_names(group: Subgroup) -> None:
 
 
 def _import_vllm() -> Any:
-    """Imports vLLM, which reads its environment variables at import."""
+    """Imports vLLM, which reads its environment variables at import. Raises UserError if this fails."""
     os.environ |= REQUIRED
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    import vllm
-
+    try:
+        import vllm
+    except ImportError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"rollout.backend=vllm: vLLM cannot be imported ({reason}); {INSTALL}") from error
     return vllm
 
 

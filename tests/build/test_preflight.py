@@ -18,6 +18,7 @@ from ppo_ds.build.preflight import check_inputs, preflight
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
+from ppo_ds.rollout import vllm_support
 from tests.config.commands import compose
 
 TEMPLATE = (
@@ -73,7 +74,7 @@ def check(tmp_path, folder):
             *arguments,
         )
         try:
-            preflight(config, read_inputs(config, SimpleNamespace(rank=0, size=1)))
+            preflight(config, read_inputs(config, SimpleNamespace(rank=0, size=1)), on_gpu=False)
         except UserError as error:
             return [line.replace(f"{tmp_path}/", "") for line in error.problems]
         return []
@@ -362,3 +363,22 @@ def test_files_of_real_classifiers_have_their_heads(tmp_path):
     for i, config in enumerate(families):
         AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / str(i))
         assert expect_reward_model(ModelConfig(path=str(tmp_path / str(i))))[:2] == (30, i < 2)
+
+
+def test_what_vllm_cannot_decode_is_found_before_weights_are_read(check, folder, monkeypatch):
+    """The model folders have no weights; vLLM is not installed."""
+    fits = folder("fits", hidden_size=64)
+    monkeypatch.setattr(vllm_support, "installed_version", lambda: None)
+    (line,) = check("reward=numeric", "rollout.backend=vllm", actor=fits)
+    assert line.startswith("rollout.backend=vllm: vLLM is not installed; ") and line.endswith("=auto")
+    monkeypatch.setattr(vllm_support, "installed_version", lambda: "0.33.0")
+    (line,) = check("reward=numeric", "rollout.backend=vllm", actor=fits)
+    assert line.startswith("rollout.backend=vllm: vLLM 0.33.0 was not tested with this trainer; ")
+    monkeypatch.setattr(vllm_support, "installed_version", lambda: "0.32.0")
+    assert check("reward=numeric", "rollout.backend=vllm", actor=fits) == []
+    assert check("reward=numeric", "rollout.backend=vllm", "rollout.vllm.sleep=2", actor=fits) == [
+        "rollout.vllm.sleep=2: vLLM cannot sleep on a CPU; use auto or 0"
+    ]
+    (line,) = check("reward=numeric", "rollout.backend=vllm")
+    assert line.startswith("rollout.backend=vllm: the model has attention heads of size 4; on a CPU vLLM ")
+    assert line.endswith("use rollout.backend=auto (actor.model.path=actor)")

@@ -47,6 +47,7 @@ from ppo_ds.ops.memory import (
 )
 from ppo_ds.ops.token_sampling import draw
 from ppo_ds.ops.vllm_memory import COMMUNICATOR, GRAPHS
+from ppo_ds.rollout import vllm_support
 from ppo_ds.tools.doctor.cluster import Cluster
 from ppo_ds.tools.doctor.finetune import plan_finetuning
 from ppo_ds.tools.doctor.model_shapes import plan_models
@@ -630,6 +631,19 @@ def test_an_assumed_length_is_at_most_the_maximum(
     assert code == 2 and said.startswith(f"error: {problem}") and said.count("\n") == 1
     code, said = diagnosis(capsys, *arguments(start), "--gpu", "h100", "--assume", "prompt=64", "response=32")
     assert code == 0, said
+
+
+def test_vllm_is_checked_without_loading_it(
+    start: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package is looked for only if the run is to start on this machine."""
+    monkeypatch.setattr(vllm_support, "installed_version", lambda: None)
+    asked = arguments(start, "rollout.backend=vllm", "rollout.vllm.sleep=2")
+    code, said = diagnosis(capsys, *asked)
+    assert code != 0 and "decode     error: rollout.backend=vllm: vLLM is not installed; " in said
+    assert "decode     error: rollout.vllm.sleep=2: vLLM cannot sleep on a CPU; use auto or 0" in said
+    _, said = diagnosis(capsys, *asked, "--gpus", "1", "--gpu-mem", "80")
+    assert "decode     error" not in said
 
 
 def test_all_errors_are_reported_together(start: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from ppo_ds.build.banner import batch_equation
 from ppo_ds.build.memory_estimate import USABLE, Estimate, Hardware
+from ppo_ds.build.preflight import check_engine_package
 from ppo_ds.build.token_budgets import automatic, resolve, used_budgets, with_numbers
 from ppo_ds.config.schema import Config, main_model_path, trained_models
 from ppo_ds.engine.memory_budget import GIB, cpu_memory, format_bytes
@@ -37,6 +38,8 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
     hardware, report = Hardware(cluster.ranks, cluster.gpu_memory), Report()
     report.add("for", str(cluster))
     report.add("versions", versions())
+    if config.stage == "ppo" and cluster.is_this_machine:
+        report.attempt("decode", lambda: check_engine_package(config), lambda _: None)
     plan, found = None, None
     reason = "see the errors above"
     if config.prepare is not None and not Path(main_model_path(config)).exists():

