@@ -217,8 +217,10 @@ def prepare_environment(verbose: bool, trains: bool = False, fixed_segments: boo
     The umask is set so that new files are never writable for every user, since a later start would refuse
     such files.
 
-    With ``fixed_segments``, torch's allocator does not use expandable segments, which vLLM's memory pool for
-    sleeping does not support.
+    With ``fixed_segments``, expandable segments, which vLLM's memory pool for sleeping does not support, are
+    not switched on. If the user's own variable switches them on, vLLM 0.32 switches them off while it
+    allocates in that pool, and on again afterwards (use_memory_pool in its device_allocator/cumem.py). Not
+    tried on a GPU.
 
     With ``trains``, raises UserError if this machine has a GPU that torch cannot use and the user has not
     chosen the CPU.

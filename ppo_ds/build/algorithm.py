@@ -15,6 +15,7 @@ from ppo_ds.config.registry import (
     KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
     POLICY_LOSSES,
+    has_own_weights,
     import_target,
     resolve,
 )
@@ -275,6 +276,7 @@ def parity_monitor(config: Config) -> ParityMonitor:
         highest,
         stops=health.parity_action == "stop",
         old_from_rollout=config.algo.old_logprobs == "rollout",
+        own_weights=has_own_weights(config.rollout.backend),
     )
 
 

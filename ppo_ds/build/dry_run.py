@@ -27,7 +27,8 @@ SHOWN = (
     "one checkpoint written and read again"
 )
 NOT_SHOWN = (
-    f"not tested: memory (use {command('doctor')}), speed, the real weights, and whether the model learns; "
+    f"not tested: memory (use {command('doctor')}), speed, the real weights, vLLM (rollout.backend=vllm is "
+    "replaced by auto), and whether the model learns; "
 )
 REMOVED = "its files are removed"
 Model = tuple[str, str | None]  # path, revision

@@ -130,9 +130,8 @@ def resolve(config: Config, estimate: Callable[[Config], Estimate], usable: int,
         lines.append(titled("memory", text))
     if numbers:
         left, total, held = map(format_bytes, (max(0, usable - resident), usable, resident))
-        held += " of weights, optimizer states and gradient buffers" + ", and of vLLM" * (
-            base.vllm is not None
-        )
+        kinds = ["weights", "optimizer states", "gradient buffers", *(["vLLM"] if base.vllm else [])]
+        held += f" of {', '.join(kinds[:-1])} and {kinds[-1]}"
         lines.insert(0, titled("memory", f"{left} per rank for a phase: {total} usable - {held}"))
     return Resolution(numbers, lines)
 

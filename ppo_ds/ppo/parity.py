@@ -77,6 +77,7 @@ class ParityMonitor:
     highest: float | None  # nats per token; None: no limit
     stops: bool
     old_from_rollout: bool = False  # algo.old_logprobs=rollout, which excludes algo.rollout_is
+    own_weights: bool = False  # the decode backend has weights of its own (rollout.backend=vllm)
     above: bool = False
 
     def stop_if_exceeded(self, mean: float) -> None:
@@ -99,12 +100,17 @@ class ParityMonitor:
         return self.highest is not None and math.isfinite(mean) and mean > self.highest
 
     def message(self, mean: float) -> str:
+        cause = "the decode backend probably has stale weights, so use another rollout.backend"
+        if self.own_weights:
+            cause = (
+                "the engine of rollout.backend=vllm probably has stale weights, because the sync did not "
+                "send some names or vLLM ignored them, so report the model"
+            )
         weights = "algo.rollout_is.kind"
         if self.old_from_rollout:
             weights = f"algo.old_logprobs=recompute and {weights}"
         return (
             f"parity/logp_abs_diff_mean={mean:.4g} nats per token is above health.max_parity="
-            f"{self.highest:g}: the decode backend probably has stale weights, so use another "
-            f"rollout.backend; if the gap is rounding, set {weights} and raise health.max_parity; "
+            f"{self.highest:g}: {cause}; if the gap is rounding, set {weights} and raise health.max_parity; "
             "health.parity_action says whether this stops the run"
         )

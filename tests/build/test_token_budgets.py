@@ -29,6 +29,7 @@ from ppo_ds.build.token_budgets import (
 )
 from ppo_ds.config.schema import Config
 from ppo_ds.engine.memory_budget import GIB, LAZY, LIBRARIES, cpu_memory, host_memory, tensor_memory
+from ppo_ds.ops.vllm_memory import VllmMemory
 from ppo_ds.rewards.pending import Pending
 from ppo_ds.training.token_budgets import TokenBudget
 from tests.config.commands import MINIMAL, compose
@@ -110,6 +111,14 @@ def test_the_banner_shows_the_arithmetic() -> None:
     )
     *_, line = resolve(compose(*MINIMAL), estimated, 0, True).lines
     assert line.endswith("takes 1.0 MiB; this is one row, and by the estimate it does not fit")
+
+
+def test_the_banner_counts_the_memory_of_vllm() -> None:
+    def engine(config: Config) -> Estimate:
+        return replace(estimated(config), vllm=VllmMemory(1, 1, 1, 1))
+
+    line = resolve(compose(*MINIMAL, "rollout.backend=vllm"), engine, 3 * GIB, True).lines[0]
+    assert line.endswith(" of weights, optimizer states, gradient buffers and vLLM")
 
 
 def test_the_banner_names_the_states_that_generation_offloads() -> None:

@@ -226,7 +226,9 @@ def test_a_dry_run_on_two_ranks(start: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("dry run: ")]
     assert (
-        "2 steps on 2 rank(s), one checkpoint written and read again" in said and "not tested: memory" in said
+        "2 steps on 2 rank(s), one checkpoint written and read again" in said
+        and "not tested: memory" in said
+        and "vLLM (rollout.backend=vllm is replaced by auto)" in said
     )
     assert "reward.model.path" not in done.stderr and "step 2/2" in done.stdout
     assert "metrics.jsonl" not in done.stdout and "curves.png" not in done.stdout  # they are removed

@@ -234,6 +234,14 @@ def test_the_users_settings_of_the_gpu_stay(tmp_path: Path, name: str) -> None:
     assert found | {"TORCH_CUDNN_SDPA_DEPRIORITIZED": env["TORCH_CUDNN_SDPA_DEPRIORITIZED"]} == given
 
 
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}])
+def test_expandable_segments_with_vllm_are_those_of_the_user(tmp_path: Path, given: dict[str, str]) -> None:
+    env = environment_at_import(
+        tmp_path, "train.py", *MINIMAL, "run.dir=run", "rollout.backend=vllm", **given
+    )
+    assert {name: env[name] for name in train.ALLOCATOR_SETTINGS if name in env} == given
+
+
 def start_on_a_gpu_machine(folder: Path, *arguments: str, **given: str) -> subprocess.CompletedProcess[str]:
     """Starts train.py with a torch that finds no GPU, on a machine whose nvidia-smi lists one.
 

@@ -62,6 +62,18 @@ def test_a_gap_above_the_limit_refuses_the_step(highest, gap, stops):
     assert "\n" not in line
 
 
+def test_an_engine_with_its_own_weights_suspects_the_sync():
+    with pytest.raises(StepRefused, match="the sync did not send some names or vLLM ignored them") as raised:
+        ParityMonitor(0.5, stops=True, own_weights=True).stop_if_exceeded(0.6)
+    assert "use another" not in str(raised.value) and "rollout.backend=vllm" in str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["auto", "vllm"])
+def test_the_monitor_knows_whether_the_backend_has_weights_of_its_own(backend):
+    config = composed("standard", f"rollout.backend={backend}")
+    assert parity_monitor(config).own_weights is (backend == "vllm")
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-3), ("fp16", 2e-2), ("bf16", 1e-1)])
 def test_the_limit_is_by_default_that_of_the_start(dtype, bound):
     precision = f"actor.model.dtype={dtype}"
