@@ -257,8 +257,9 @@ def start_engine(lm: PreTrainedModel, **options: Any) -> Any:
     config.architectures = [type(lm).__name__]
     with tempfile.TemporaryDirectory(prefix="ppo_ds-") as folder, _process_unchanged():
         config.save_pretrained(folder)
+        vllm = _import_vllm()
         try:
-            engine = _import_vllm().LLM(
+            engine = vllm.LLM(
                 folder,
                 skip_tokenizer_init=True,
                 load_format="dummy",  # the weights come from the trainer
