@@ -54,6 +54,8 @@ REQUIRED = {
 # Memory that tensor-parallel ranks share on a CPU. Its names do not depend on the run.
 SHARED_MEMORY = Path("/dev/shm")
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+# words in vLLM's errors at the start
+CACHE_TOO_SMALL = ("No available memory for the cache blocks", "To serve at least one request")
 # All engines of this process. Deleting an engine would destroy the default process group.
 _engines: list[Any] = []
 
@@ -277,6 +279,11 @@ def start_engine(lm: PreTrainedModel, **options: Any) -> Any:
         # vLLM also raises the last two for models that it supports in part, such as GPT-NeoX in 0.32
         except (ValueError, NotImplementedError, AssertionError, AttributeError, KeyError) as error:
             reason = " ".join(str(error).split())[:300]
+            if any(words in reason for words in CACHE_TOO_SMALL):
+                raise UserError(
+                    "rollout.vllm.kv_cache_gb: the key-value cache does not hold one prompt and response of "
+                    f"{options['max_model_len']} tokens; raise it (vLLM: {reason})"
+                ) from error
             raise UserError(f"rollout.backend=vllm: vLLM cannot decode this model ({reason})") from error
         except RuntimeError as error:
             if "SHMManager failed. errno: 17" not in str(error):

@@ -298,16 +298,22 @@ def test_the_options_of_an_engine(make):
 
 
 def test_settings_that_vllm_does_not_support_are_one_line(make, monkeypatch):
-    def fail(self, *args, **kwargs):
-        raise ValueError("To serve at least one request,\n 1 GiB is needed.")
+    for reason, line in (
+        ("no such\n layer", "rollout.backend=vllm: vLLM cannot decode this model (no such layer)"),
+        (
+            "To serve at least one request,\n 1 GiB is needed.",
+            "rollout.vllm.kv_cache_gb: the key-value cache does not hold one prompt and response of 64 "
+            "tokens; raise it (vLLM: To serve at least one request, 1 GiB is needed.)",
+        ),
+    ):
 
-    monkeypatch.setattr(fake_vllm.LLM, "__init__", fail)
-    with pytest.raises(UserError) as caught:
-        make(model())
-    assert str(caught.value) == (
-        "rollout.backend=vllm: vLLM cannot decode this model "
-        "(To serve at least one request, 1 GiB is needed.)"
-    )
+        def fail(self, *args, reason=reason, **kwargs):
+            raise ValueError(reason)
+
+        monkeypatch.setattr(fake_vllm.LLM, "__init__", fail)
+        with pytest.raises(UserError) as caught:
+            make(model())
+        assert str(caught.value) == line
 
 
 def test_names_of_shared_memory_are_removed_once_all_engines_have_started(make, monkeypatch, tmp_path):
