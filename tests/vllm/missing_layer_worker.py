@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.rollout import vllm_support
 from ppo_ds.rollout.vllm import VLLMGenerator
 from tests.support import fake_vllm
 
@@ -28,6 +29,7 @@ def main() -> int:
     if find_spec("vllm") is None:
         for name in ("vllm", "vllm.sampling_params"):
             sys.modules[name] = fake_vllm
+        vllm_support.version = lambda package: fake_vllm.__version__
     weights, with_tied, steps = HybridActor.weights, VLLMGenerator._with_tied, [0]
 
     def sent(actor: HybridActor) -> Iterator[tuple[str, Tensor]]:
