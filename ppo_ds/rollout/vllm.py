@@ -289,8 +289,8 @@ def start_engine(lm: PreTrainedModel, **options: Any) -> Any:
             if "SHMManager failed. errno: 17" not in str(error):
                 raise
             raise UserError(
-                f"rollout.vllm.tensor_parallel={options['tensor_parallel_size']}: shared memory of a run "
-                f"is in the way; if none is running on this machine, delete {SHARED_MEMORY}/-tp:*"
+                f"rollout.vllm.tensor_parallel={options['tensor_parallel_size']}: shared memory of "
+                f"another run exists; if none is running on this machine, delete {SHARED_MEMORY}/-tp:*"
             ) from error
     _engines.append(engine)
     return engine

@@ -82,8 +82,10 @@ def test_the_trial_call_finds_errors(tmp_path, tokenizer, step, problem):
 
 
 def test_the_trial_call_accepts_an_environment(tmp_path, tokenizer):
-    (tmp_path / "fine.py").write_text(GOOD)
+    noting = f"open({str(tmp_path / 'answers')!r}, 'a').write(answer); return"
+    (tmp_path / "fine.py").write_text(GOOD.replace('return "again', noting + ' "again'))
     try_environment(f"{tmp_path}/fine.py:Mine", {}, 60.0, {"prompt_text": "1="}, tokenizer)
+    assert (tmp_path / "answers").read_text() == "This is a trial response."
 
 
 # -- the config --------------------------------------------------------------------------------------------
