@@ -14,8 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.options import LEARNING_RATE, folder_of, stops_early, workload_of
-from benchmarks.workloads import EPOCHS, MINIBATCHES
+from benchmarks.options import LEARNING_RATE, folder_of, minibatch_of, stops_early, workload_of
 from ppo_ds.distributed.threads import own_cores, share, user_limit
 
 HERE = Path(__file__).resolve().parent
@@ -73,9 +72,9 @@ def trl_arguments(args: argparse.Namespace, result: Path) -> list[str]:
         "prompts": work.prompts,
         "new-tokens": work.new_tokens,
         "max-prompt-tokens": work.prompt_tokens[1],
-        "epochs": EPOCHS,
-        "minibatches": MINIBATCHES,
-        "micro-rows": args.trl_micro_rows or work.minibatch,
+        "epochs": args.passes,
+        "minibatches": args.minibatches,
+        "micro-rows": args.trl_micro_rows or minibatch_of(args),
         "rollout-rows": work.prompts,
         "threads": args.threads,
         "dtype": work.dtype,

@@ -10,7 +10,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.workloads import EPOCHS, MINIBATCHES, WORKLOADS, Workload, dry
+from benchmarks.workloads import MINIBATCHES, PASSES, WORKLOADS, Workload, dry
 
 PAIRS = 5
 LEARNING_RATE = 1e-8  # too small to change the response lengths of a prepared model
@@ -37,8 +37,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--threads", type=count, help="threads of each rank on a CPU; default: its share of the cores"
     )
+    p.add_argument("--prompts", type=count, help="prompts of one PPO step; default: the workload's")
     p.add_argument(
-        "--prompts", type=count, help="prompts of one PPO step, an even number; default: the workload's"
+        "--passes", type=count, default=PASSES, help=f"passes over each rollout (default {PASSES})"
+    )
+    p.add_argument(
+        "--minibatches",
+        type=count,
+        default=MINIBATCHES,
+        help=f"optimizer steps of each pass; they must divide the prompts (default {MINIBATCHES})",
     )
     p.add_argument(
         "--set",
@@ -83,8 +90,11 @@ def parsed(argv: list[str]) -> argparse.Namespace:
 
 
 def _problem(args: argparse.Namespace) -> str | None:
-    if (args.prompts or 0) % MINIBATCHES:
-        return f"--prompts {args.prompts}: must be even, since a minibatch is half of them"
+    if (prompts := workload_of(args).prompts) % args.minibatches:
+        return (
+            f"--minibatches {args.minibatches}: does not divide the {prompts} prompts; choose a divisor, or "
+            "another --prompts"
+        )
     if args.cpu_seconds and args.threads != 1:
         return "--cpu-seconds needs --threads 1, since the CPU seconds of all threads are added"
     if not args.against:
@@ -113,6 +123,11 @@ def workload_of(args: argparse.Namespace) -> Workload:
     chosen = WORKLOADS[args.workload]
     chosen = dry(chosen) if args.dry else chosen
     return replace(chosen, dtype=args.dtype or chosen.dtype, prompts=args.prompts or chosen.prompts)
+
+
+def minibatch_of(args: argparse.Namespace) -> int:
+    """Returns the number of responses of an optimizer step."""
+    return workload_of(args).prompts // args.minibatches
 
 
 def stops_early(args: argparse.Namespace) -> bool:
@@ -148,9 +163,10 @@ def overrides(args: argparse.Namespace) -> list[str]:
         "data.max_prompt_tokens": work.prompt_tokens[1],
         "rollout.prompts_per_step": work.prompts,
         "sampling.max_new_tokens": work.new_tokens,
-        "algo.epochs": EPOCHS,
-        "algo.minibatch_size": work.minibatch,
+        "algo.epochs": args.passes,
+        "algo.minibatch_size": minibatch_of(args),
         "checkpoint.every": 0,
+        "eval.train_prompts": 0,
         "tracker.samples": 0,
     }
     if not stops_early(args):

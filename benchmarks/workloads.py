@@ -16,7 +16,7 @@ from typing import Any
 
 PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"  # ids 0, 1, 2
 DONE = "prepared.json"  # written last: only a complete folder has it
-EPOCHS, MINIBATCHES = 2, 2  # epochs over a rollout, and optimizer steps per epoch
+PASSES, MINIBATCHES = 2, 2  # passes over a rollout, and optimizer steps per pass, unless given
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,6 @@ class Workload:
     new_tokens: int  # length of the longest response
     mean_tokens: int | None  # mean response length before truncation at new_tokens; None: all have new_tokens
     dtype: str
-
-    @property
-    def minibatch(self) -> int:
-        return self.prompts // MINIBATCHES
 
 
 CPU_MODEL = Shape(320, 4, 5, 5, 896, 8192)

@@ -29,6 +29,7 @@ from ppo_ds.distributed.world import World, connect, seed_everything
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.errors import UserError
 from ppo_ds.models.download import download_files
+from ppo_ds.ops import matmul
 from ppo_ds.tracking.banner import Banner
 from ppo_ds.tracking.console import ConsoleTracker
 from ppo_ds.tracking.html.live import ReportTracker
@@ -68,6 +69,7 @@ def build_run(
     world = connect(
         config.run.timeout_minutes, config.run.verbose, config.run.threads, config.run.deterministic
     )
+    matmul.use(config.run.matmul)
     store = RankStore()
     stop = StopRequest(world, config.run.max_minutes, store)
     if watchdog is not None:

@@ -17,6 +17,7 @@ from ppo_ds.engine.processor import computes_bf16
 from ppo_ds.engine.trained import TrainedModel, parameter_counts
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.models.size import stored_parameters
+from ppo_ds.ops import matmul
 from ppo_ds.training.stage import RunContext
 
 
@@ -81,9 +82,10 @@ def evaluated_rows(config: Config, held_out: Sized | None) -> int:
 def machine(world: World) -> list[str]:
     """Returns the lines on ranks, device and threads."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    onednn = world.device.type == "cpu" and matmul.library() == "onednn"
     return [
         f"{world.size} rank(s) on {device}; torch {torch.__version__}",
-        f"threads    {world.threads}",
+        f"threads    {world.threads}" + ("; oneDNN multiplies large fp32 matrices" if onednn else ""),
     ]
 
 

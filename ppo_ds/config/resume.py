@@ -39,6 +39,7 @@ MUTABLE = (
     ),
     *(
         "run.threads",
+        "run.matmul",
         "run.verbose",
         "rollout.environment.trial",
         "rollout.environment.workers",

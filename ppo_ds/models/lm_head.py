@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ppo_ds.models.linear import Linear
 from ppo_ds.ops.linear_logprobs import (
     LabelStatistics,
     has_fp32_products,
@@ -28,7 +29,7 @@ from ppo_ds.ops.linear_logprobs import (
 _MARK = 1000.1  # replaces all logits in a probe; a soft cap or a scale changes this value
 
 
-class LMHead(nn.Linear):
+class LMHead(Linear):
     """Linear LM head that computes logits, or statistics of given labels such as their log-probs.
 
     ``forward`` computes both, because the hooks of ZeRO-3 are on the forward of a module: they gather the
@@ -70,7 +71,7 @@ def install_head(lm: PreTrainedModel) -> None:
     A head of another class is left unchanged.
     """
     linear = lm.get_output_embeddings()
-    if type(linear) is nn.Linear:
+    if type(linear) in (nn.Linear, Linear):
         head = LMHead(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
         lm.set_output_embeddings(head.train(linear.training))

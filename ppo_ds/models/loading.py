@@ -35,6 +35,7 @@ from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.similar_paths import did_you_mean_model
 from ppo_ds.errors import UserError
 from ppo_ds.models.download import UNREACHABLE, fetch_weights, hub_arguments
+from ppo_ds.models.linear import install_linears
 from ppo_ds.storage.links import links_that_leave
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -174,6 +175,7 @@ def from_pretrained(
     elif _is_own_code(type(module)):
         with user_errors(path, key, Exception):
             _compute_buffers(module)
+    install_linears(module)
     return module, info
 
 

@@ -15,6 +15,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.models.layout import make_layout
+from ppo_ds.models.linear import install_linears
 from ppo_ds.models.lm_head import HeadProbe, LMHead, forward_at, install_head, probe_head
 from ppo_ds.models.loading import config_of, from_pretrained, refuse_missing
 from ppo_ds.models.lora import (
@@ -262,6 +263,7 @@ def unsharded_twin(lm: nn.Module, device: torch.device) -> nn.Module:
                     torch.empty(0, device=device, dtype=parameter.dtype), requires_grad=False
                 )
                 target._parameters[key] = empty.setdefault(id(parameter), hollow)
+    install_linears(twin)
     install_head(twin)
     twin.eval()
     twin.generation_config = lm.generation_config

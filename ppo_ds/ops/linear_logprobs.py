@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ppo_ds.ops import matmul
 from ppo_ds.ops.masked import widen
 
 CPU_BLOCK = 2**20  # numbers in a block of logits: 4 MB of float32 fit the caches of a CPU
@@ -118,7 +119,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     """Computes the matrix product of a and b as a new tensor in float32 or wider."""
     if has_fp32_products(a, b):
         return torch.mm(a, b, out_dtype=torch.float32)
-    return widen(torch.mm(a, b))
+    return widen(matmul.mm(a, b))
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,8 +145,8 @@ class _Product(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         grad = grad.to(hidden.dtype)
         return (
-            torch.mm(grad, weight) if ctx.needs_input_grad[0] else None,
-            torch.mm(grad.t(), hidden) if ctx.needs_input_grad[1] else None,
+            matmul.mm(grad, weight) if ctx.needs_input_grad[0] else None,
+            matmul.mm(grad.t(), hidden) if ctx.needs_input_grad[1] else None,
         )
 
 
@@ -276,7 +277,7 @@ class _LinearStatistics(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden += _product(d, weight[block])
             if grad_weight is not None:
-                torch.mm(d.t(), hidden, out=grad_weight[block])
+                matmul.mm(d.t(), hidden, out=grad_weight[block])
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,

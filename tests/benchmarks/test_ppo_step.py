@@ -289,6 +289,13 @@ def test_trl_gets_the_same_work():
     )
 
 
+def test_both_trainers_make_the_given_optimizer_steps():
+    args = parsed(["W1", "--passes", "1", "--minibatches", "4", "--threads", "1"])
+    asked = trl_step.parsed(against.trl_arguments(args, Path("out.json")))
+    assert (asked.epochs, asked.minibatches, asked.micro_rows) == (1, 4, 8)
+    assert {"algo.epochs=1", "algo.minibatch_size=8"} <= set(overrides(args))
+
+
 def test_a_comparison_without_trl_reports_its_requirements(capsys):
     with pytest.raises(SystemExit) as left:
         parsed(["W1", "--against", "trl"])
@@ -300,7 +307,8 @@ def test_a_comparison_without_trl_reports_its_requirements(capsys):
     ("words", "said"),
     [
         (["--steps", "0"], "--steps"),
-        (["--prompts", "3"], "--prompts 3"),
+        (["--prompts", "3"], "does not divide the 3 prompts"),
+        (["--minibatches", "5"], "--minibatches 5"),
         (["--pairs", "5"], "--pairs"),
         (["--trl-python", "x"], "--trl-python"),
         (["--trl-micro-rows", "4"], "--trl-micro-rows"),

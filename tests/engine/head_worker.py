@@ -5,7 +5,8 @@ from __future__ import annotations
 import faulthandler
 import json
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from ppo_ds.models import lm_head
 from ppo_ds.models.lm_head import LMHead
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading
+from ppo_ds.ops import matmul
 
 V, T, R, ROWS, STEPS = 29, 9, 5, 4, 5
 HANG = 200  # seconds after which a hanging process prints its stacks and exits
@@ -36,6 +38,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "tied, values": {"value_head": True},
     "llama, bf16": {"dtype": "bf16"},
     "capped, logits as on a GPU": {},
+    "llama, oneDNN": {},
+    "tied, checkpointed, oneDNN": {"checkpointing": True},
+    "tied, adapters, oneDNN": {"lora": True},
+    "biased, oneDNN": {},
 }
 
 
@@ -108,7 +114,11 @@ def case(world: World, root: Path, kind: str) -> dict[str, Any]:
     options = KINDS[kind]
     sharded, whole = (trained(world, root / kind.partition(",")[0], stage, **options) for stage in (3, 0))
     start = consolidated(whole)
-    norms = [(step(sharded), step(whole)) for _ in range(STEPS)]
+    norms = []
+    for _ in range(STEPS):
+        with products_of("onednn" if "oneDNN" in kind else "torch"):
+            norm = step(sharded)
+        norms.append((norm, step(whole)))
     head = sharded.module.lm.get_output_embeddings()
     ours, theirs = consolidated(sharded), consolidated(whole)
     return {
@@ -119,6 +129,14 @@ def case(world: World, root: Path, kind: str) -> dict[str, Any]:
         "gap": 0.0 if ours is None else distance(ours, theirs),
         "moved": 0.0 if ours is None else distance(start, theirs),
     }
+
+
+@contextmanager
+def products_of(library: matmul.Library) -> Iterator[None]:
+    """Computes all fp32 products of linear layers and heads by the library, however small they are."""
+    smallest = 0 if library == "onednn" else matmul.SMALLEST
+    with mock.patch.object(matmul, "SMALLEST", smallest), mock.patch.object(matmul, "_library", library):
+        yield
 
 
 def released(module: nn.Module) -> bool:

@@ -55,6 +55,11 @@ class RunConfig(Section):
     threads: Count | None = Field(
         None, description="CPU threads of each rank; null: the machine's cores divided by its ranks."
     )
+    matmul: Literal["auto", "torch", "onednn"] = Field(
+        "auto",
+        description="Library that multiplies large fp32 matrices on a CPU: torch (its default, Intel MKL) or "
+        "onednn; auto: onednn on processors of AMD with AVX-512, where it is faster, and torch on others.",
+    )
     timeout_minutes: Positive = Field(
         30.0, description="A phase without a heartbeat for this time counts as a hang and ends the run."
     )

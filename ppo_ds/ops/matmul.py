@@ -1,0 +1,99 @@
+"""Products of fp32 matrices on a CPU, computed by oneDNN where it is faster than torch's default library.
+
+PyTorch multiplies fp32 matrices with Intel MKL, which does not use AVX-512 on processors of other vendors.
+oneDNN, which PyTorch contains too, does. On an AMD EPYC of the Zen 5 generation it computed the products of a
+small Llama 1.6 to 2.3 times as fast (docs/performance.md). All other products are left to torch: other dtypes
+and devices, and all products on Intel's processors and on processors without AVX-512.
+
+oneDNN is called by the operator that TorchInductor calls for compiled linear layers. It has no derivative,
+which ``_Linear`` adds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Library = Literal["torch", "onednn"]
+# Smaller products, in multiplications, are faster with torch: a call of oneDNN takes about 15 microseconds
+# longer.
+SMALLEST = 2**21
+
+
+def faster_library(cpuinfo: Path = Path("/proc/cpuinfo")) -> Library:
+    """Returns the library that multiplies fp32 matrices faster on this processor."""
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return "torch"
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return "torch"
+    fields = {name.strip(): value.split() for name, _, value in (x.partition(":") for x in text.splitlines())}
+    amd = fields.get("vendor_id") == ["AuthenticAMD"]
+    return "onednn" if amd and "avx512f" in fields.get("flags", []) else "torch"
+
+
+_library: Library = faster_library()
+
+
+def library() -> Library:
+    """Returns the library that multiplies fp32 matrices on the CPU in this process."""
+    return _library
+
+
+def use(chosen: Library | Literal["auto"]) -> None:
+    """Chooses the library for this process; ``auto`` is the faster one."""
+    global _library
+    _library = faster_library() if chosen == "auto" else chosen
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes x weight^T + bias [...,N] of x [...,K], weight [N,K] and bias [N], with derivatives."""
+    if not _takes(x, weight, x.numel() * len(weight)):
+        return torch.nn.functional.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias)
+
+
+def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Computes the product [M,N] of a [M,K] and b [K,N], in ``out`` if given, without derivatives."""
+    if not _takes(a, b, a.numel() * b.shape[1]):
+        return torch.mm(a, b, out=out)
+    product = _onednn(a, b.t())
+    return product if out is None else out.copy_(product)
+
+
+def _takes(a: Tensor, b: Tensor, multiplications: int) -> bool:
+    """Returns whether oneDNN computes the product of a and b."""
+    large = _library == "onednn" and multiplications >= SMALLEST
+    return large and a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
+
+
+def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes a b^T + bias."""
+    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    """Computes ``linear`` and its gradients by oneDNN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # the parameter itself is saved: ZeRO-3 gathers it again for the backward
+        ctx.save_for_backward(x, weight)
+        return _onednn(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        return (
+            _onednn(grad, weight.t()) if needs_x else None,
+            _onednn(rows.t(), x.flatten(0, -2).t()) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
