@@ -1,0 +1,347 @@
+"""Compares what this trainer and TRL's learn with equal settings: PPO and GRPO on the sums of the quickstart.
+
+    python benchmarks/equal_learning.py --trl-python TRL_ENV/bin/python
+
+Both trainers start from the same weights, on the same prompts, with the settings in ``PPO`` and ``GRPO``
+below. They save the policy every few steps, with the seconds of training so far. Then one program measures
+all policies on held-out prompts: the mean score, and the KL to the initial policy. Each run is a process of
+its own with one thread. An interrupted command continues. Without --trl-python, only this trainer runs.
+docs/equal_learning.md has the settings of both trainers side by side, and the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [
+    str(HERE.parent),
+    *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE),
+]
+
+NAMES = {"ours": "ppo_ds", "trl": "TRL"}
+KLS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # at which the table compares the scores
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a run, which both trainers read; docs/equal_learning.md has their names in each trainer."""
+
+    algorithm: str  # ppo or grpo
+    steps: int  # rollouts
+    save_every: int  # steps between two saved policies
+    prompts: int  # prompts of one rollout
+    samples: int  # responses to each prompt
+    epochs: int  # passes over a rollout, of one optimizer step each
+    kl_coef: float
+    grad_clip: float  # 0: off
+    lr: float = 2e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    new_tokens: int = 8
+    seed: int = 0
+
+
+# TRL's PPOTrainer does not clip gradients, whatever its max_grad_norm
+PPO = Settings("ppo", steps=100, save_every=5, prompts=256, samples=1, epochs=4, kl_coef=0.05, grad_clip=0.0)
+GRPO = Settings("grpo", steps=200, save_every=10, prompts=32, samples=8, epochs=1, kl_coef=0.04, grad_clip=1.0)
+TASK: dict[str, Any] = {}  # arguments of ppo_ds.examples.sums.prepare: its defaults
+QUICK = {"steps": 2, "save_every": 1, "prompts": 4, "samples": 2}
+QUICK_TASK = {"max_operand": 9, "heldout": 10, "validation": 10, "hidden_size": 16, "heads": 2, "layers": 1}
+
+
+def main(argv: list[str]) -> int:
+    args = parsed(argv)
+    start = args.folder / "start"
+    prepare_start(start, QUICK_TASK | {"target_accuracy": 0.001} if args.quick else TASK)
+    runs = []
+    for settings in chosen(args):
+        for trainer in ("ours", "trl") if args.trl_python else ("ours",):
+            run_dir = args.folder / f"{settings.algorithm}_{trainer}_{settings.seed}"
+            train(run_dir, start, settings, args.trl_python if trainer == "trl" else None)
+            points = evaluated(run_dir, start, settings, samples=args.samples)
+            runs.append(
+                {
+                    "algorithm": settings.algorithm,
+                    "trainer": trainer,
+                    "seed": settings.seed,
+                    **json.loads((run_dir / "clock.json").read_text())["machine"],
+                    "points": points,
+                }
+            )
+            print(f"{run_dir.name}: {summary(points)}", flush=True)
+    results = {"settings": [asdict(settings) for settings in (PPO, GRPO)], "runs": runs}
+    (args.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    for algorithm in dict.fromkeys(run["algorithm"] for run in runs):
+        found = [run for run in runs if run["algorithm"] == algorithm]
+        print("\n".join(["", algorithm.upper(), *table(found)]))
+        draw(found, (args.plots or args.folder) / f"equal_learning_{algorithm}.png")
+    return 0
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="benchmarks/equal_learning.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument("--trl-python", help="the Python of an environment with trl==1.10.0")
+    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    p.add_argument(
+        "--algorithms", nargs="+", choices=("ppo", "grpo"), default=["ppo", "grpo"], help="default: both"
+    )
+    p.add_argument(
+        "--samples", type=int, default=4, help="sampled responses per held-out prompt (default %(default)s)"
+    )
+    p.add_argument("--quick", action="store_true", help="tiny sizes, to test that it runs")
+    p.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("outputs/equal_learning"),
+        help="folder of models, runs, results.json and plots (default %(default)s)",
+    )
+    p.add_argument("--plots", type=Path, help="folder of the plots; default: the same")
+    args = p.parse_args(argv)
+    args.folder = args.folder.resolve()
+    return args
+
+
+def chosen(args: argparse.Namespace) -> list[Settings]:
+    """Returns the settings of all pairs of runs."""
+    return [
+        replace(settings, seed=seed, **(QUICK if args.quick else {}))
+        for settings in (PPO, GRPO)
+        if settings.algorithm in args.algorithms
+        for seed in args.seeds
+    ]
+
+
+# -- training -----------------------------------------------------------------------------------------
+
+
+def prepare_start(folder: Path, task: dict[str, Any]) -> None:
+    """Writes ``model/``, ``critic/``, ``train.jsonl`` and ``heldout.jsonl``.
+
+    The model is that of +experiment=quickstart, after its supervised warm start. The critic has the same
+    trunk and a head of zeros.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    from ppo_ds.examples.sums import prepare
+
+    prepare(str(folder), seed=0, **task)
+    critic = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
+    critic.score.weight.data.zero_()
+    critic.save_pretrained(folder / "critic")
+    for file in (folder / "model").glob("tokenizer*"):
+        (folder / "critic" / file.name).write_bytes(file.read_bytes())
+
+
+def train(run_dir: Path, start: Path, settings: Settings, trl_python: str | None) -> None:
+    """Trains in a process of its own, unless the run is complete; ``trl_python`` None: with this trainer."""
+    if (run_dir / "clock.json").exists():  # written last
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    values = {"folder": str(start), "run_dir": str(run_dir), **asdict(settings)}
+    (run_dir / "settings.json").write_text(json.dumps(values, indent=1) + "\n")
+    script = "equal_learning_trl.py" if trl_python else "equal_learning_ours.py"
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    command = [trl_python or sys.executable, str(HERE / script), str(run_dir / "settings.json")]
+    with (run_dir / "log.txt").open("w") as log:
+        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
+    if code:
+        raise SystemExit(f"error: {script} ended with exit code {code}; its output is in {run_dir}/log.txt")
+
+
+# -- evaluation ---------------------------------------------------------------------------------------
+
+
+def evaluated(run_dir: Path, start: Path, settings: Settings, samples: int) -> list[dict[str, float]]:
+    """Returns step, seconds, CPU seconds, mean score, KL and response length of each saved policy."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from ppo_ds.models.tokenizer import load_tokenizer
+
+    rows = [json.loads(line) for line in (start / "heldout.jsonl").read_text().splitlines()]
+    tokenizer = load_tokenizer(start / "model")
+    initial, policy = (AutoModelForCausalLM.from_pretrained(start / "model").eval() for _ in range(2))
+    times = json.loads((run_dir / "clock.json").read_text())["times"]
+    points = []
+    torch.set_num_threads(1)
+    for time in [{"step": 0, "seconds": 0.0, "cpu_seconds": 0.0}, *times]:
+        if time["step"]:
+            policy.load_state_dict(load_file(run_dir / f"step_{time['step']}.safetensors"))
+        torch.manual_seed(0)
+        kl, length = kl_and_length(policy, initial, tokenizer, rows, samples, settings.new_tokens)
+        points.append({**time, "score": expected_score(policy, tokenizer, rows), "kl": kl, "length": length})
+    return points
+
+
+def expected_score(policy: Any, tokenizer: Any, rows: list[dict[str, str]]) -> float:
+    """Returns the mean probability of the correct answer with its end token.
+
+    This is the expected score of a response sampled at temperature 1, without sampling noise.
+    """
+    import torch
+
+    from ppo_ds.examples.sums import IGNORED, encode
+
+    ids, labels = encode(rows, tokenizer)
+    targets = labels[:, 1:]
+    with torch.no_grad():
+        logprobs = policy(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    chosen = logprobs.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return chosen.masked_fill(targets == IGNORED, 0).sum(1).exp().mean().item()
+
+
+def kl_and_length(
+    policy: Any, initial: Any, tokenizer: Any, rows: list[dict[str, str]], samples: int, new_tokens: int
+) -> tuple[float, float]:
+    """Returns the KL of whole responses to the initial policy, in nats, and the mean length of responses.
+
+    Responses are sampled from ``policy`` at temperature 1. At each of their tokens, including the end token,
+    the KL between the two distributions over the vocabulary is exact; it is summed over the tokens.
+    """
+    import torch
+
+    pad, stop = tokenizer.pad_id, tokenizer.stop_ids[0]
+    prompts = [
+        ids for ids in tokenizer.encode_many([row["prompt"] for row in rows], True) for _ in range(samples)
+    ]
+    width = max(map(len, prompts))
+    prefix = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts])
+    real = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    with torch.no_grad():
+        ids = policy.generate(
+            input_ids=prefix,
+            attention_mask=real,
+            max_new_tokens=new_tokens,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=stop,
+            pad_token_id=pad,
+        )
+        response = ids[:, width:]
+        stops = (response == stop).long()
+        kept = stops.cumsum(1) - stops == 0  # up to the end token and with it
+        mask = torch.cat([real, kept.long()], dim=1)
+        logp, logq = (
+            model(input_ids=ids, attention_mask=mask).logits[:, width - 1 : -1].log_softmax(-1)
+            for model in (policy, initial)
+        )
+    kl = (logp.exp() * (logp - logq)).sum(-1).masked_fill(~kept, 0).sum(1)
+    return kl.mean().item(), kept.sum(1).float().mean().item()
+
+
+# -- results ------------------------------------------------------------------------------------------
+
+
+def summary(points: list[dict[str, float]]) -> str:
+    last = points[-1]
+    return (
+        f"score {points[0]['score']:.3f} to {last['score']:.3f}, KL {last['kl']:.3f}, "
+        f"{last['seconds']:.0f} s, {last['cpu_seconds']:.0f} CPU s"
+    )
+
+
+def score_at(points: list[dict[str, float]], kl: float) -> float | None:
+    """Interpolates the score at the point where a run first reaches this KL; None if it never does."""
+    for before, after in pairwise(points):
+        if before["kl"] < kl <= after["kl"]:
+            share = (kl - before["kl"]) / (after["kl"] - before["kl"])
+            return before["score"] + share * (after["score"] - before["score"])
+    return None
+
+
+def table(runs: list[dict[str, Any]]) -> list[str]:
+    """Formats mean and range over the seeds of the score at several KLs, as Markdown.
+
+    A KL that some run does not reach is left out.
+    """
+    trainers = list(dict.fromkeys(run["trainer"] for run in runs))
+    lines = [
+        "| KL, nats | " + " | ".join(f"{NAMES[trainer]}, score" for trainer in trainers) + " |",
+        "|--:|" + "--:|" * len(trainers),
+    ]
+    for kl in KLS:
+        cells = []
+        for trainer in trainers:
+            scores = [score_at(run["points"], kl) for run in runs if run["trainer"] == trainer]
+            cells.append(_spread([score for score in scores if score is not None], len(scores)))
+        if all(cells):
+            lines.append(f"| {kl:g} | " + " | ".join(cells) + " |")
+    ends = {
+        "last step: score": ("score", 3),
+        "last step: KL, nats": ("kl", 3),
+        "seconds": ("seconds", 0),
+        "CPU seconds": ("cpu_seconds", 0),
+    }
+    for title, (key, digits) in ends.items():
+        last = [
+            [run["points"][-1][key] for run in runs if run["trainer"] == trainer] for trainer in trainers
+        ]
+        cells = [_spread(values, len(values), digits) for values in last]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _spread(values: list[float], count: int, digits: int = 3) -> str:
+    """Returns mean and range, or an empty text if some of the ``count`` values are missing."""
+    if len(values) < count:
+        return ""
+    return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def draw(runs: list[dict[str, Any]], file: Path) -> None:
+    """Draws the score over KL and over wall-clock seconds: thin lines for the seeds, thick for their mean."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    titles = {"kl": "KL to the initial policy, nats per response", "seconds": "seconds of training"}
+    for axes, (key, title) in zip(panels, titles.items(), strict=True):
+        for i, trainer in enumerate(dict.fromkeys(run["trainer"] for run in runs)):
+            seeds = [run["points"] for run in runs if run["trainer"] == trainer]
+            for points in seeds:
+                axes.plot(
+                    [p[key] for p in points], [p["score"] for p in points], color=f"C{i}", lw=0.7, alpha=0.6
+                )
+            steps = list(zip(*seeds, strict=True))
+            axes.plot(
+                [mean(p[key] for p in step) for step in steps],
+                [mean(p["score"] for p in step) for step in steps],
+                color=f"C{i}",
+                lw=2.2,
+                label=f"{NAMES[trainer]}, mean of {len(seeds)} seeds",
+            )
+        axes.set(xlabel=title)
+        axes.grid(alpha=0.3)
+    panels[0].set(ylabel="expected score on held-out prompts")
+    panels[0].legend(fontsize=9)
+    figure.suptitle(runs[0]["algorithm"].upper())
+    figure.savefig(file, dpi=110)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
