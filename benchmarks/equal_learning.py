@@ -53,7 +53,9 @@ class Settings:
 
 # TRL's PPOTrainer does not clip gradients, whatever its max_grad_norm
 PPO = Settings("ppo", steps=100, save_every=5, prompts=256, samples=1, epochs=4, kl_coef=0.05, grad_clip=0.0)
-GRPO = Settings("grpo", steps=200, save_every=10, prompts=32, samples=8, epochs=1, kl_coef=0.04, grad_clip=1.0)
+GRPO = Settings(
+    "grpo", steps=200, save_every=10, prompts=32, samples=8, epochs=1, kl_coef=0.04, grad_clip=1.0
+)
 TASK: dict[str, Any] = {}  # arguments of ppo_ds.examples.sums.prepare: its defaults
 QUICK = {"steps": 2, "save_every": 1, "prompts": 4, "samples": 2}
 QUICK_TASK = {"max_operand": 9, "heldout": 10, "validation": 10, "hidden_size": 16, "heads": 2, "layers": 1}
@@ -296,9 +298,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
         "CPU seconds": ("cpu_seconds", 0),
     }
     for title, (key, digits) in ends.items():
-        last = [
-            [run["points"][-1][key] for run in runs if run["trainer"] == trainer] for trainer in trainers
-        ]
+        last = [[run["points"][-1][key] for run in runs if run["trainer"] == trainer] for trainer in trainers]
         cells = [_spread(values, len(values), digits) for values in last]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return lines
@@ -312,14 +312,21 @@ def _spread(values: list[float], count: int, digits: int = 3) -> str:
 
 
 def draw(runs: list[dict[str, Any]], file: Path) -> None:
-    """Draws the score over KL and over wall-clock seconds: thin lines for the seeds, thick for their mean."""
+    """Draws the score over KL, seconds and CPU seconds: thin lines for the seeds, thick ones for their mean.
+
+    A point of a mean is the mean of one step over the seeds.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(12, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    titles = {"kl": "KL to the initial policy, nats per response", "seconds": "seconds of training"}
+    panels = figure.subplots(1, 3, sharey=True)
+    titles = {
+        "kl": "KL to the initial policy, nats per response",
+        "seconds": "seconds of training",
+        "cpu_seconds": "CPU seconds of training",
+    }
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
         for i, trainer in enumerate(dict.fromkeys(run["trainer"] for run in runs)):
             seeds = [run["points"] for run in runs if run["trainer"] == trainer]

@@ -85,7 +85,9 @@ def ppo_trainer(settings: dict, scratch: str, clock):
         ref_model=AutoModelForCausalLM.from_pretrained(start / "model"),
         reward_model=reward_model(tokenizer),
         value_model=AutoModelForSequenceClassification.from_pretrained(start / "critic", num_labels=1),
-        train_dataset=Dataset.from_dict({"input_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts]}),
+        train_dataset=Dataset.from_dict(
+            {"input_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts]}
+        ),
         callbacks=[clock],
     )
 
@@ -196,13 +198,13 @@ def save(policy, step: int, settings: dict) -> None:
 
 
 def count_steps(trainer, settings: dict) -> list[int]:
-    """Returns a list whose only element counts the optimizer steps; PPOTrainer creates its optimizer early."""
+    """Returns a list whose only element counts the optimizer steps."""
     count = [0]
 
     def after(*_args):
         count[0] += 1
 
-    if trainer.optimizer is None:
+    if trainer.optimizer is None:  # GRPOTrainer would create it later
         trainer.create_optimizer_and_scheduler(settings["steps"] * settings["epochs"])
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     optimizer.register_step_post_hook(after)

@@ -1,0 +1,172 @@
+"""Tests the comparison of learning: its measurements by hand, the reward given to TRL, the whole command.
+
+The command is run without TRL, unless $TRL_PYTHON names the Python of an environment with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.equal_learning import (
+    GRPO,
+    PPO,
+    expected_score,
+    kl_and_length,
+    score_at,
+    table,
+)
+from benchmarks.equal_learning_ours import overrides
+from benchmarks.equal_learning_trl import reward_model, score
+from launch.cli import load_config
+from ppo_ds.examples import sums
+from ppo_ds.models import tiny
+from tests.support.environment import ROOT, environment
+
+ROWS = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "12+30=", "answer": "42"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny.character_tokenizer(sums.CHARACTERS)
+
+
+@pytest.fixture(scope="module")
+def models(tokenizer):
+    """Returns a policy that samples every token with the same probability, and a random initial policy."""
+    torch.manual_seed(0)
+    policy, initial = (
+        tiny.tiny_llama(tokenizer, hidden_size=16, layers=1, heads=2, max_tokens=32).eval() for _ in range(2)
+    )
+    policy.lm_head.weight.data.zero_()
+    initial.lm_head.weight.data.mul_(20)  # far from uniform
+    return policy, initial
+
+
+def test_the_expected_score_is_the_probability_of_the_answer_and_the_end_token(models, tokenizer) -> None:
+    p = 1 / tokenizer.vocab_size
+    assert expected_score(models[0], tokenizer, ROWS) == pytest.approx((p**2 + p**3) / 2)
+
+
+def test_the_kl_of_one_token_is_that_of_the_two_distributions(models, tokenizer) -> None:
+    policy, initial = models
+    by_hand = []
+    for row in ROWS:
+        ids = torch.tensor(tokenizer.encode_many([row["prompt"]], True))
+        with torch.no_grad():
+            q = initial(input_ids=ids).logits[0, -1].double().softmax(-1)
+        p = 1 / tokenizer.vocab_size
+        by_hand.append(sum(p * (torch.tensor(p).log() - each.log()) for each in q).item())
+    kl, length = kl_and_length(policy, initial, tokenizer, ROWS, samples=3, new_tokens=1)
+    assert kl == pytest.approx(sum(by_hand) / 2, rel=1e-5) and kl > 0.05
+    assert length == 1
+
+
+def test_positions_after_the_end_token_do_not_count(models, tokenizer) -> None:
+    policy, initial = models
+    prompt, stop = tokenizer.encode_many(["1+2="], True)[0], tokenizer.stop_ids[0]
+    found = []
+    for rest in ([stop], [stop, tokenizer.pad_id, tokenizer.pad_id], [stop, 7, 7]):
+        drawn = torch.tensor([[*prompt, 6, *rest]])
+        fixed = Fixed(policy, drawn)
+        found.append(kl_and_length(fixed, initial, tokenizer, ROWS[:1], samples=1, new_tokens=4))
+    assert found[0] == pytest.approx(found[1]) and found[0] == pytest.approx(found[2])
+    assert found[0][1] == 2
+
+
+class Fixed:
+    """A policy whose sampled responses are given."""
+
+    def __init__(self, model, drawn):
+        self.model, self.drawn = model, drawn
+
+    def __call__(self, **inputs):
+        return self.model(**inputs)
+
+    def generate(self, **_options):
+        return self.drawn
+
+
+@pytest.mark.parametrize("response", ["42", "43", "", "042", "42=", "4242", "+", "12+30=42"])
+def test_trl_gets_the_reward_of_the_quickstart(response: str, tokenizer) -> None:
+    """The module is called as TRL does: left-padded prompt, end token, padding, hidden states, then score."""
+    expected = sums.reward([ROWS[1]["prompt"]], [response], [ROWS[1]])[0]
+    assert score(ROWS[1]["prompt"] + response) == expected
+    text = tokenizer.encode_many([ROWS[1]["prompt"] + response], True)[0]
+    ids = torch.tensor([[tokenizer.pad_id] * 2 + text + [tokenizer.stop_ids[0], tokenizer.pad_id]])
+    model = reward_model(tokenizer.hf)
+    output = model.model(input_ids=ids, attention_mask=ids != tokenizer.pad_id, position_ids=None)
+    logits = model.score(output.hidden_states[-1])
+    assert logits.shape == (*ids.shape, 1) and logits[0, -2, 0] == expected
+
+
+@pytest.mark.parametrize("settings", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_this_trainer_gets_the_settings(settings, models, tokenizer, tmp_path: Path) -> None:
+    for name in ("model", "critic"):
+        tiny.save(models[1], tokenizer, tmp_path / name)
+    (tmp_path / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    folders = {"folder": str(tmp_path), "run_dir": str(tmp_path)}
+    values = json.loads(json.dumps(folders | vars(settings) | {"seed": 3}))
+    config = load_config(overrides(values))
+    assert (config.run.seed, config.run.steps, config.algo.epochs) == (3, settings.steps, settings.epochs)
+    assert config.rollout.prompts_per_step * config.rollout.samples_per_prompt == 256
+    assert config.algo.minibatch_size == 256  # one optimizer step per pass, as TRL has by default
+    optimizers = [config.actor.optim] + ([config.critic.optim] if settings.algorithm == "ppo" else [])
+    for optim in optimizers:
+        assert (optim.lr, tuple(optim.betas), optim.eps) == (settings.lr, settings.betas, settings.eps)
+        assert (optim.schedule, optim.warmup_steps, optim.grad_clip) == ("constant", 0, settings.grad_clip)
+    if settings.algorithm == "ppo":  # the defaults of TRL's PPOConfig
+        assert (config.algo.kl.place, config.algo.kl.estimator, config.algo.kl.coef) == ("reward", "k1", 0.05)
+        assert (config.algo.gae.gamma, config.algo.gae.lam, config.algo.value.coef) == (1.0, 0.95, 0.1)
+        assert (config.algo.policy.clip_low, config.algo.value.clip, config.algo.epochs) == (0.2, 0.2, 4)
+
+
+def test_scores_are_compared_where_a_run_first_reaches_the_kl() -> None:
+    points = [{"kl": kl, "score": score} for kl, score in ((0.0, 0.2), (0.2, 0.4), (0.1, 0.5), (0.3, 0.8))]
+    assert score_at(points, 0.1) == pytest.approx(0.3)
+    assert score_at(points, 0.25) == pytest.approx(0.5 + 0.75 * 0.3)
+    assert score_at(points, 0.31) is None
+
+
+def test_the_table_has_mean_and_range_over_the_seeds() -> None:
+    def run(trainer: str, last: float) -> dict:
+        end = {"kl": 0.1, "score": last, "seconds": 2.0, "cpu_seconds": 1.0}
+        return {"trainer": trainer, "points": [{"kl": 0.0, "score": 0.0, "seconds": 0.0}, end]}
+
+    lines = table([run("ours", 0.4), run("ours", 0.8), run("trl", 0.2)])
+    assert lines[2] == "| 0.02 | 0.120 (0.080 to 0.160) | 0.040 (0.040 to 0.040) |"
+    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| 0.02", "| 0.05", "| 0.1"]
+    assert lines[5] == "| last step: score | 0.600 (0.400 to 0.800) | 0.200 (0.200 to 0.200) |"
+    assert lines[-1] == "| CPU seconds | 1 (1 to 1) | 1 (1 to 1) |"
+
+
+@pytest.mark.slow
+def test_the_command_trains_measures_and_draws(tmp_path: Path) -> None:
+    study = tmp_path / "study"
+    command = [sys.executable, str(ROOT / "benchmarks" / "equal_learning.py"), "--quick", "--seeds", "0"]
+    command += ["--folder", str(study)]
+    trainers = ["ours"]
+    if trl := os.environ.get("TRL_PYTHON"):
+        command, trainers = [*command, "--trl-python", trl], ["ours", "trl"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = json.loads((study / "results.json").read_text())["runs"]
+    assert [(run["algorithm"], run["trainer"]) for run in runs] == [
+        (algorithm, trainer) for algorithm in ("ppo", "grpo") for trainer in trainers
+    ]
+    for run in runs:
+        assert [point["step"] for point in run["points"]] == [0, 1, 2]
+        assert run["points"][0]["kl"] == pytest.approx(0, abs=1e-6)
+        assert [point["seconds"] for point in run["points"]] == sorted(p["seconds"] for p in run["points"])
+    first, last = (next(run["points"][i] for run in runs if run["algorithm"] == "ppo") for i in (0, -1))
+    assert last["score"] != first["score"]
+    for algorithm in ("ppo", "grpo"):
+        assert (study / f"equal_learning_{algorithm}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
