@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ppo_ds.data.preferences import PreferenceSource
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.ops.batching import balance_ranks, padded_tokens, plan_forwards
+from ppo_ds.ops.batching import padded_tokens, plan_share
 from ppo_ds.ops.losses import pair_accuracy
 from ppo_ds.types import Metrics, PreferencePairs
 
@@ -31,10 +31,7 @@ def pair_plan(pairs: PreferencePairs, token_budget: int, world: World, packed: b
     # tokens of a pair; if both texts are padded to the longer one, half of them, and half of the budget
     lengths = pairs.lengths.sum(1) if packed else pairs.lengths.max(1).values
     budget = token_budget if packed else max(token_budget // 2, 1)
-    shares = balance_ranks(lengths, world.size)
-    count = max(len(plan_forwards(lengths[rows], budget, packed=packed)) for rows in shares)
-    mine = shares[world.rank]
-    return [mine[rows] for rows in plan_forwards(lengths[mine], budget, at_least=count, packed=packed)]
+    return plan_share(lengths, budget, world.rank, world.size, packed)
 
 
 def pair_padding(micros: list[PreferencePairs], packed: bool) -> Tensor:

@@ -5,7 +5,10 @@ All functions are deterministic; indices are on the CPU.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -32,17 +35,17 @@ def plan_forwards(
     Returns:
         Row indices of each group (LongTensor).
     """
-    sizes = lengths.tolist()
-    assert 1 <= at_least <= len(sizes), f"{at_least} groups of {len(sizes)} rows"
-    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-    descending = [sizes[i] for i in order]
-    ends = fill_groups(descending, token_budget) if packed else cheapest_groups(descending, token_budget)
-    groups = [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-    def cost(rows: list[int]) -> int:
-        return sum(sizes[i] for i in rows) if packed else len(rows) * sizes[rows[0]]
-
-    return _split(groups, at_least, cost)
+    assert 1 <= at_least <= len(lengths), f"{at_least} groups of {len(lengths)} rows"
+    order = torch.argsort(lengths.cpu(), descending=True, stable=True)
+    descending = lengths.cpu()[order].tolist()
+    if packed:
+        tokens = [0, *accumulate(descending)]
+        ends = fill_groups(descending, token_budget)
+        ends = split_groups(ends, at_least, lambda start, end: tokens[end] - tokens[start])
+    else:
+        ends = cheapest_groups(descending, token_budget)
+        ends = split_groups(ends, at_least, lambda start, end: (end - start) * descending[start])
+    return _groups(order, ends)
 
 
 def plan_microbatches(
@@ -53,31 +56,46 @@ def plan_microbatches(
     ``limits`` [B] is the maximum number of new tokens of each row. A group costs rows * (its longest prompt +
     its largest limit).
     """
-    prompts, responses = prompt_lengths.tolist(), limits.tolist()
-    assert 1 <= at_least <= len(prompts), f"{at_least} groups of {len(prompts)} rows"
-    groups: list[list[int]] = []
-    longest_prompt = longest_response = 0
-    for row in sorted(range(len(prompts)), key=lambda i: -(prompts[i] + responses[i])):
-        longest_prompt = max(longest_prompt, prompts[row])
-        longest_response = max(longest_response, responses[row])
-        if groups and (len(groups[-1]) + 1) * (longest_prompt + longest_response) <= token_budget:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-            longest_prompt, longest_response = prompts[row], responses[row]
-    return _split(
-        groups,
-        at_least,
-        lambda rows: len(rows) * (max(prompts[i] for i in rows) + max(responses[i] for i in rows)),
-    )
+    assert 1 <= at_least <= len(limits), f"{at_least} groups of {len(limits)} rows"
+    order = torch.argsort((prompt_lengths + limits).cpu(), descending=True, stable=True)
+    prompts, responses = prompt_lengths.cpu()[order].tolist(), limits.cpu()[order].tolist()
+    ends: list[int] = []
+    first = longest_prompt = longest_response = 0  # of the group that is being filled
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        longest_prompt, longest_response = max(longest_prompt, prompt), max(longest_response, response)
+        if row > first and (row - first + 1) * (longest_prompt + longest_response) > token_budget:
+            ends.append(row)
+            first, longest_prompt, longest_response = row, prompt, response
+
+    def cost(start: int, end: int) -> int:
+        return (end - start) * (max(prompts[start:end]) + max(responses[start:end]))
+
+    return _groups(order, split_groups([*ends, len(order)], at_least, cost))
 
 
-def _split(groups: list[list[int]], at_least: int, cost: Callable[[list[int]], int]) -> list[Tensor]:
-    while len(groups) < at_least:
-        k = max((k for k, rows in enumerate(groups) if len(rows) > 1), key=lambda k: cost(groups[k]))
-        half = (len(groups[k]) + 1) // 2
-        groups[k : k + 1] = [groups[k][:half], groups[k][half:]]
-    return [torch.tensor(rows) for rows in groups]
+def _groups(order: Tensor, ends: list[int]) -> list[Tensor]:
+    return list(order.split([end - start for start, end in pairwise([0, *ends])]))
+
+
+def split_groups(ends: list[int], at_least: int, cost: Callable[[int, int], int]) -> list[int]:
+    """Halves the most expensive group of several rows, the first of equals, until there are ``at_least``.
+
+    Groups are consecutive rows and are given and returned by their ends. ``cost(start, end)`` is the cost of
+    a group.
+    """
+    if len(ends) >= at_least:
+        return ends
+    ends = list(ends)
+    heap = [(-cost(start, end), start, end) for start, end in pairwise([0, *ends]) if end - start > 1]
+    heapify(heap)
+    while len(ends) < at_least:
+        _, start, end = heappop(heap)
+        middle = start + (end - start + 1) // 2
+        ends.append(middle)
+        for half in ((start, middle), (middle, end)):
+            if half[1] - half[0] > 1:
+                heappush(heap, (-cost(*half), *half))
+    return sorted(ends)
 
 
 def padded_tokens(lengths: Tensor, packed: bool) -> int:
@@ -100,20 +118,47 @@ def cheapest_groups(descending: list[int], token_budget: int) -> list[int]:
     """Returns the ends of the padded groups with the smallest total cost, by dynamic programming.
 
     The cheapest grouping of the first ``end`` rows consists of a last group and the cheapest grouping of the
-    rows before it.
+    rows before it. Of two equally cheap ones, it is the one with the later start of the last group.
+
+    A last group from ``start`` costs ``size * end + base``, with the size of its longest row. A later start
+    has rows that are no longer, so its cost grows no faster with ``end``: once it is as cheap as an earlier
+    start, it stays so, and the earlier start is no longer needed. An earlier start also reaches the token
+    budget first. Starts therefore wait in a queue, ordered by the ends from which each replaces the one
+    before it, and the best start is at the front. Each start enters and leaves the queue once, so the time
+    grows linearly with the number of rows (Galil and Park 1992).
     """
-    groupings: list[tuple[int, list[int]]] = [(0, [])]  # (cost, ends) for the first 0, 1, 2, ... rows
-    for end in range(1, len(descending) + 1):
-        best: tuple[int, int] | None = None  # cost, start of the last group
-        for start in range(end - 1, -1, -1):
-            tokens = (end - start) * descending[start]
-            if tokens > token_budget and end - start > 1:
-                break
-            cost = groupings[start][0] + tokens + FORWARD
-            if best is None or cost < best[0]:
-                best = cost, start
-        groupings.append((best[0], [*groupings[best[1]][1], end]))
-    return groupings[-1][1]
+    count = len(descending)
+    costs = [0] * (count + 1)  # of the cheapest grouping of the first 0, 1, 2, ... rows
+    starts = [0] * (count + 1)  # of its last group
+    # the starts that may still be chosen; bases and last ends of their groups; the ends at which the next
+    # start in the queue replaces them
+    queue, bases, lasts, replaced = deque[int](), [0] * count, [0] * count, [0] * count
+
+    def replacing_end(earlier: int, later: int) -> int:
+        beyond, slope = lasts[earlier] + 1, descending[earlier] - descending[later]
+        gap = bases[later] - bases[earlier]
+        if slope:
+            return min(beyond, -(-gap // slope))
+        return later + 1 if gap <= 0 else beyond
+
+    for end in range(1, count + 1):
+        start = end - 1
+        size = descending[start]
+        bases[start] = costs[start] - start * size + FORWARD
+        lasts[start] = start + max(1, token_budget // size) if size else count
+        while len(queue) > 1 and replacing_end(queue[-1], start) <= replaced[queue[-2]]:
+            queue.pop()
+        if queue:
+            replaced[queue[-1]] = replacing_end(queue[-1], start)
+        queue.append(start)
+        while len(queue) > 1 and replaced[queue[0]] <= end:
+            queue.popleft()
+        best = queue[0]
+        costs[end], starts[end] = descending[best] * end + bases[best], best
+    ends = [count]
+    while starts[ends[-1]]:
+        ends.append(starts[ends[-1]])
+    return ends[::-1]
 
 
 def balance_ranks(lengths: Tensor, ranks: int) -> list[Tensor]:
@@ -129,3 +174,16 @@ def balance_ranks(lengths: Tensor, ranks: int) -> list[Tensor]:
     rounds = torch.argsort(lengths.cpu(), descending=True, stable=True).view(-1, ranks).clone()
     rounds[1::2] = rounds[1::2].flip(1)
     return list(rounds.t().contiguous().unbind())
+
+
+def plan_share(lengths: Tensor, token_budget: int, rank: int, ranks: int, packed: bool) -> list[Tensor]:
+    """Groups the share of ``rank`` of the rows of ``lengths`` [B] into forward passes; see plan_forwards.
+
+    Every rank gets the same number of groups.
+    """
+    shares = balance_ranks(lengths, ranks)
+    plans = [plan_forwards(lengths[rows], token_budget, packed=packed) for rows in shares]
+    plan, count = plans[rank], max(len(plan) for plan in plans)
+    if len(plan) < count:
+        plan = plan_forwards(lengths[shares[rank]], token_budget, count, packed)
+    return [shares[rank][rows] for rows in plan]

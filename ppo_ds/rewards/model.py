@@ -78,7 +78,9 @@ class ModelReward(FrozenModelReward):
             plan = partial(plan_microbatches, lengths, torch.zeros_like(lengths))
         # a sharded model gathers weights in each forward, so all ranks must run the same number of forwards
         budget = int(self._token_budget)
-        batches = plan(budget, at_least=self._all_reduce_max(len(plan(budget))))
+        batches = plan(budget)
+        if (count := self._all_reduce_max(len(batches))) > len(batches):
+            batches = plan(budget, at_least=count)
         collate = left_padded if padding_side == "left" else right_padded
 
         def forward(texts: list[EncodedText]) -> Tensor:

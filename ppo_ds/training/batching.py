@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.distributed.world import World
-from ppo_ds.ops.batching import balance_ranks, padded_tokens, plan_forwards
+from ppo_ds.ops.batching import padded_tokens, plan_forwards, plan_share
 from ppo_ds.types import Sequences
 
 S = TypeVar("S", bound=Sequences)
@@ -30,10 +30,7 @@ def microbatch_rows(
     collective, since every rank holds all rows of the minibatch. See ``scoring_plan`` for ``packed``.
     """
     lengths = minibatch.attention_mask.sum(1)
-    shares = balance_ranks(lengths, world.size)
-    count = max(len(plan_forwards(lengths[rows], token_budget, packed=packed)) for rows in shares)
-    mine = shares[world.rank]
-    return [mine[rows] for rows in plan_forwards(lengths[mine], token_budget, at_least=count, packed=packed)]
+    return plan_share(lengths, token_budget, world.rank, world.size, packed)
 
 
 def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = False) -> list[S]:
@@ -60,8 +57,9 @@ def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: 
     also accept a plan for padded rows.
     """
     lengths = sequences.attention_mask.sum(1)
-    own_count = len(plan_forwards(lengths, token_budget, packed=packed))
-    return plan_forwards(lengths, token_budget, at_least=world.max_int(own_count), packed=packed)
+    plan = plan_forwards(lengths, token_budget, packed=packed)
+    count = world.max_int(len(plan))
+    return plan if count == len(plan) else plan_forwards(lengths, token_budget, count, packed)
 
 
 def filled(sequences: S, ranks: int) -> S:
