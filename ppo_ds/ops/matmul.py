@@ -66,6 +66,32 @@ def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return product if out is None else out.copy_(product)
 
 
+def packs(weight: Tensor) -> bool:
+    """Returns whether oneDNN computes products with ``weight``, so that a packed copy is faster.
+
+    torch computes products in bf16 by oneDNN on all processors with instructions for them.
+    """
+    if weight.device.type != "cpu" or weight.numel() == 0 or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 and _library == "onednn"
+
+
+def packed(weight: Tensor) -> Tensor:
+    """Returns a copy of the weight in oneDNN's layout for products with few rows; it suits any other number.
+
+    The products are bit-identical to oneDNN's products with the weight itself.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 32)
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes ``linear`` with a ``packed`` weight, without derivatives."""
+    assert not torch.is_grad_enabled()
+    return _onednn(x, weight, bias)
+
+
 def _takes(a: Tensor, b: Tensor, multiplications: int) -> bool:
     """Returns whether oneDNN computes the product of a and b."""
     large = _library == "onednn" and multiplications >= SMALLEST

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ppo_ds.distributed.heartbeat import counting
+from ppo_ds.models.linear import packed_weights
 from ppo_ds.rollout.base import SamplingParams, max_new_tokens, truncate_at_stop
 from ppo_ds.rollout.continuous_batch import ContinuousBatch
 from ppo_ds.rollout.decoding import explicit_mask_attention
@@ -54,7 +56,12 @@ class StaticGenerator:
         bands = [torch.arange(len(prompts))]
         if self.lockstep_max is None:
             bands = length_bands(prompts.mask.sum(1) + limits, self.token_budget)
-        with explicit_mask_attention(lm), counting(len(bands), "groups of rows") as done:
+        with (
+            explicit_mask_attention(lm),
+            # in lockstep, weights are gathered for each forward
+            nullcontext() if self.lockstep_max else packed_weights(lm, products=int(limits.max())),
+            counting(len(bands), "groups of rows") as done,
+        ):
             for number, rows in enumerate(bands, start=1):
                 batch = ContinuousBatch(
                     lm,

@@ -8,6 +8,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from ppo_ds.models.linear import install_linears
+from ppo_ds.ops import matmul
 from ppo_ds.rollout import continuous_batch, graphs, static
 from ppo_ds.rollout.cache import SlotCache
 from ppo_ds.rollout.decoding import refusal
@@ -623,3 +626,24 @@ def test_columns_of_graphs_grow_by_a_quarter():
     excess = [larger / (smaller + 1) - 1 for smaller, larger in itertools.pairwise(ladder)]
     assert max(excess) == 448 / 321 - 1 < 0.4 and max(excess[2:]) < 1 / 3
     assert len([columns for columns in ladder if columns < 8192]) == 15  # the 16th holds 8,192 columns
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+def test_responses_with_packed_weights_are_the_same(batch, sampling, texts, monkeypatch):
+    """Weights are packed for responses of up to 40 tokens, and not for shorter ones or in lockstep."""
+    lm = model("qwen2")
+    install_linears(lm)
+    monkeypatch.setattr(matmul, "_library", "torch")
+    long = replace(batch, limits=torch.full((7,), 40))
+    wanted = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60)(long, sampling(40, top_k=1))
+    monkeypatch.setattr(matmul, "_library", "onednn")
+    spy = mock.Mock(wraps=matmul.packed_linear)
+    monkeypatch.setattr(matmul, "packed_linear", spy)
+    for limit, lockstep_max, packed in ((40, None, True), (8, None, False), (40, int, False)):
+        spy.reset_mock()
+        generator = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=60, lockstep_max=lockstep_max)
+        found = generator(long, sampling(limit, top_k=1))
+        assert spy.called == packed
+        if limit == 40:
+            same(found, wanted)
+            check_logprobs(lm, found, 1.0)
