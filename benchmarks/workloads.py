@@ -30,6 +30,7 @@ class Shape:
     intermediate_size: int
     vocab_size: int
     tie_word_embeddings: bool = False
+    rope_theta: float = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Workload:
 
 CPU_MODEL = Shape(320, 4, 5, 5, 896, 8192)
 # W0 is for scaling.py, which needs many samples in a short time; W3 to W5 have the sizes of Qwen2.5 0.5B,
-# 1.5B and 7B
+# 1.5B and 7B; W6 has those of SmolLM2-135M
 WORKLOADS = {
     "W0": Workload(Shape(192, 2, 3, 3, 512, 4096), 32, (32, 32), 32, None, "fp32"),
     "W1": Workload(CPU_MODEL, 32, (32, 32), 64, None, "fp32"),
@@ -54,6 +55,7 @@ WORKLOADS = {
     "W3": Workload(Shape(896, 24, 14, 2, 4864, 151936, True), 64, (256, 256), 512, None, "bf16"),
     "W4": Workload(Shape(1536, 28, 12, 2, 8960, 151936, True), 64, (256, 256), 512, None, "bf16"),
     "W5": Workload(Shape(3584, 28, 28, 4, 18944, 152064, False), 64, (256, 256), 512, None, "bf16"),
+    "W6": Workload(Shape(576, 30, 9, 3, 1536, 49152, True, 100_000.0), 16, (32, 32), 32, None, "bf16"),
 }
 
 
