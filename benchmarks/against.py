@@ -1,4 +1,6 @@
-"""Runs this trainer and TRL's PPOTrainer alternately, each in its own process.
+"""Runs this trainer and another one alternately, each in its own process or processes.
+
+The other trainer is TRL's PPOTrainer (trl_step.py) or a plain PyTorch loop (plain_loop.py).
 
 Ratios are computed for each pair of runs, so that drifts in the speed of the machine cancel.
 """
@@ -19,27 +21,31 @@ from ppo_ds.distributed.threads import own_cores, share, user_limit
 
 HERE = Path(__file__).resolve().parent
 # options that are not passed on to the runs of ppo_step.py; each takes a value
-OWN = ("--against", "--trl-python", "--trl-micro-rows", "--pairs", "--threads", "--json")
+OWN = ("--against", "--ranks", "--trl-python", "--trl-micro-rows", "--pairs", "--threads", "--json")
+NAMES = {"trl": "TRL", "plain": "plain"}
 
 
 def compare(args: argparse.Namespace, argv: list[str]) -> int:
+    args.ranks = args.ranks or 1
     if not args.threads:  # both trainers get the same number of threads
-        args.threads = share(0, [own_cores()], requested=None, limit=user_limit(os.environ)).each
+        cores = [own_cores()] * args.ranks
+        args.threads = share(0, cores, requested=None, limit=user_limit(os.environ)).each
+    other = NAMES[args.against]
     pairs: list[dict[str, Any]] = []
     print(
-        f"{'pair':<6}{'ours, s':>10}{'TRL, s':>10}{'samples/s':>11}{'CPU s':>8}{'memory':>8}   "
+        f"{'pair':<6}{'ours, s':>10}{other + ', s':>10}{'samples/s':>11}{'CPU s':>8}{'memory':>8}   "
         "mean response tokens   (columns 4 to 6: ratios)",
         flush=True,
     )
     for i in range(args.pairs):
-        pairs.append(_pair(_ours(args, argv, i), _trl(args, i)))
+        pairs.append(_pair(_ours(args, argv, i), _theirs(args, i)))
         print(f"{i + 1:<6}{_row(pairs[-1])}", flush=True)
     summary = {
         name: _spread([pair[name] for pair in pairs]) for name in ("samples_per_s", "cpu_seconds", "memory")
     }
-    print(f"\nsamples/s, ours over TRL's: {_format_spread(summary['samples_per_s'])}")
-    print(f"CPU seconds of a step, TRL's over ours: {_format_spread(summary['cpu_seconds'])}")
-    print(f"peak memory, ours over TRL's: {_format_spread(summary['memory'])}")
+    print(f"\nsamples/s, ours over {other}: {_format_spread(summary['samples_per_s'])}")
+    print(f"CPU seconds of a step, {other} over ours: {_format_spread(summary['cpu_seconds'])}")
+    print(f"peak memory, ours over {other}: {_format_spread(summary['memory'])}")
     if args.json:
         args.json.write_text(
             json.dumps({"workload": args.workload, "pairs": pairs, "summary": summary}, indent=2) + "\n",
@@ -63,8 +69,8 @@ def own_arguments(args: argparse.Namespace, argv: list[str], result: Path) -> li
     return [*without(argv, OWN), "--threads", str(args.threads), "--no-limits", "--json", str(result)]
 
 
-def trl_arguments(args: argparse.Namespace, result: Path) -> list[str]:
-    """Returns the arguments of trl_step.py for the same work."""
+def their_arguments(args: argparse.Namespace, result: Path) -> list[str]:
+    """Returns the arguments of trl_step.py or plain_loop.py for the same work."""
     work = workload_of(args)
     values = {
         "folder": folder_of(args),
@@ -76,7 +82,7 @@ def trl_arguments(args: argparse.Namespace, result: Path) -> list[str]:
         "minibatches": args.minibatches,
         "micro-rows": args.trl_micro_rows or minibatch_of(args),
         "rollout-rows": work.prompts,
-        "threads": args.threads,
+        "threads": args.threads * (args.ranks or 1),
         "dtype": work.dtype,
         "lr": LEARNING_RATE,
         "json": result,
@@ -87,22 +93,30 @@ def trl_arguments(args: argparse.Namespace, result: Path) -> list[str]:
 
 def _ours(args: argparse.Namespace, argv: list[str], i: int) -> dict[str, Any]:
     result = _result_file(args, f"{i}_ours.json")
+    start = [sys.executable]
+    if args.ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
     found = _run(
-        [sys.executable, str(HERE / "ppo_step.py"), *own_arguments(args, argv, result)], args, result
+        [*start, str(HERE / "ppo_step.py"), *own_arguments(args, argv, result)], args.threads, result
     )
+    memory = found["metrics"].get("mem/alloc_peak_gb", found["metrics"]["mem/host_rss_gb"])
     return {
         "step_seconds": [step["time/step"] for step in found["seconds_per_step"]],
-        "cpu_seconds": found["cpu_seconds"],
+        "cpu_seconds": found["cpu_seconds_of_all_ranks"],
         "samples_per_step": found["samples_per_step"],
         "response_tokens_mean": found["response_tokens_mean"],
-        "memory_gb": found["metrics"].get("mem/alloc_peak_gb", found["metrics"]["mem/host_rss_gb"]),
+        "memory_gb": memory * args.ranks,  # that of the largest rank, times the ranks
         "seconds": found["seconds"],
     }
 
 
-def _trl(args: argparse.Namespace, i: int) -> dict[str, Any]:
-    result = _result_file(args, f"{i}_trl.json")
-    found = _run([args.trl_python, str(HERE / "trl_step.py"), *trl_arguments(args, result)], args, result)
+def _theirs(args: argparse.Namespace, i: int) -> dict[str, Any]:
+    result = _result_file(args, f"{i}_{args.against}.json")
+    script = {
+        "trl": [args.trl_python, str(HERE / "trl_step.py")],
+        "plain": [sys.executable, str(HERE / "plain_loop.py")],
+    }[args.against]
+    found = _run([*script, *their_arguments(args, result)], args.threads * args.ranks, result)
     lengths = found["response_tokens_mean"]
     return {
         **found,
@@ -117,37 +131,36 @@ def _result_file(args: argparse.Namespace, name: str) -> Path:
     return folder / name
 
 
-def _run(command: list[str], args: argparse.Namespace, result: Path) -> dict[str, Any]:
+def _run(command: list[str], threads: int, result: Path) -> dict[str, Any]:
     """Runs the command, logs its output beside ``result``, and returns the JSON in ``result``."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     log = result.with_suffix(".log")
     result.unlink(missing_ok=True)
     with log.open("w") as file:
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
     if code:
-        raise SystemExit(
-            f"error: {Path(command[1]).name} ended with exit code {code}; its output is in {log}"
-        )
+        script = next(Path(word).name for word in command if word.endswith(".py"))
+        raise SystemExit(f"error: {script} ended with exit code {code}; its output is in {log}")
     return json.loads(result.read_text(encoding="utf-8"))
 
 
-def _pair(ours: dict[str, Any], trl: dict[str, Any]) -> dict[str, Any]:
+def _pair(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """Computes the ratios. This trainer is better if they are above 1, and for memory if it is below 1."""
-    assert ours["samples_per_step"] == trl["samples_per_step"]
+    assert ours["samples_per_step"] == theirs["samples_per_step"]
     return {
-        "samples_per_s": sum(trl["step_seconds"]) / sum(ours["step_seconds"]),
-        "cpu_seconds": sum(trl["cpu_seconds"]) / sum(ours["cpu_seconds"]),
-        "memory": ours["memory_gb"] / trl["memory_gb"],
+        "samples_per_s": sum(theirs["step_seconds"]) / sum(ours["step_seconds"]),
+        "cpu_seconds": sum(theirs["cpu_seconds"]) / sum(ours["cpu_seconds"]),
+        "memory": ours["memory_gb"] / theirs["memory_gb"],
         "ours": ours,
-        "trl": trl,
+        "theirs": theirs,
     }
 
 
 def _row(pair: dict[str, Any]) -> str:
-    ours, trl = pair["ours"], pair["trl"]
-    means = [sum(each["step_seconds"]) / len(each["step_seconds"]) for each in (ours, trl)]
+    ours, theirs = pair["ours"], pair["theirs"]
+    means = [sum(each["step_seconds"]) / len(each["step_seconds"]) for each in (ours, theirs)]
     ratios = f"{pair['samples_per_s']:>11.2f}{pair['cpu_seconds']:>8.2f}{pair['memory']:>8.2f}"
-    lengths = f"{ours['response_tokens_mean']:.1f} and {trl['response_tokens_mean']:.1f}"
+    lengths = f"{ours['response_tokens_mean']:.1f} and {theirs['response_tokens_mean']:.1f}"
     return f"{means[0]:>10.2f}{means[1]:>10.2f}{ratios}   {lengths}"
 
 

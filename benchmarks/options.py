@@ -70,7 +70,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--no-limits", action="store_true", help="do not measure the limits of the machine")
     p.add_argument("--prepare-only", action="store_true", help="write models and prompts, and exit")
     p.add_argument(
-        "--against", choices=("trl",), help="run another trainer alternately with this one, and compare"
+        "--against",
+        choices=("trl", "plain"),
+        help="run TRL's trainer, or a plain PyTorch loop, alternately with this one, and compare",
+    )
+    p.add_argument(
+        "--ranks",
+        type=count,
+        help="ranks of this trainer with --against plain; the plain loop gets the threads of all of them "
+        "(default 1)",
     )
     p.add_argument("--trl-python", help="the Python of an environment with trl==1.10.0")
     p.add_argument(
@@ -97,25 +105,32 @@ def _problem(args: argparse.Namespace) -> str | None:
         )
     if args.cpu_seconds and args.threads != 1:
         return "--cpu-seconds needs --threads 1, since the CPU seconds of all threads are added"
+    needs = {
+        "pairs": ("trl", "plain"),
+        "trl_python": ("trl",),
+        "trl_micro_rows": ("trl",),
+        "ranks": ("plain",),
+    }
+    for name, others in needs.items():
+        if getattr(args, name) is not None and args.against not in others:
+            return f"--{name.replace('_', '-')} needs --against {' or '.join(others)}; add that, or remove it"
     if not args.against:
-        given = [
-            name for name in ("trl_python", "trl_micro_rows", "pairs") if getattr(args, name) is not None
-        ]
-        return (
-            f"--{given[0].replace('_', '-')} needs --against trl; add that, or remove it" if given else None
-        )
-    if not args.trl_python:
+        return None
+    if args.against == "trl" and not args.trl_python:
         return (
             "--against trl needs --trl-python, the Python of an environment with trl==1.10.0 "
             "(docs/performance.md)"
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return (
-            f"--against trl compares single processes, but there are {os.environ['WORLD_SIZE']} ranks; start "
-            "it with python, without a launcher"
+            f"--against starts its runs itself, but there are {os.environ['WORLD_SIZE']} ranks; start it "
+            "with python, without a launcher"
         )
     if any(key.startswith("run.threads=") for key in args.set):
-        return "--set run.threads does not reach TRL; with --against set the threads of both by --threads"
+        return (
+            "--set run.threads does not reach the other trainer; with --against set the threads of both by "
+            "--threads"
+        )
     return None
 
 

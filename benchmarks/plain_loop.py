@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import time
 from pathlib import Path
@@ -103,6 +102,7 @@ class Loop:
         return found
 
     def score(self, prompts: Tensor, prompt_mask: Tensor) -> dict[str, Tensor]:
+        """Generates responses to some of the prompts and computes what the update needs."""
         ids = self.policy.generate(
             input_ids=prompts,
             attention_mask=prompt_mask,
@@ -138,23 +138,26 @@ class Loop:
 
     def logprobs(self, lm: Any, ids: Tensor, mask: Tensor) -> Tensor:
         """Computes the log-probs of the responses in fp32: [B,R]."""
-        start = ids.shape[1] - self.args_width(ids)
-        logits = lm(input_ids=ids, attention_mask=mask, position_ids=positions(mask)).logits[:, start - 1 : -1]
+        start = ids.shape[1] - self.response_width(ids)
+        logits = lm(input_ids=ids, attention_mask=mask, position_ids=positions(mask)).logits[
+            :, start - 1 : -1
+        ]
         logprobs = F.log_softmax(logits.float(), dim=-1)
         return logprobs.gather(-1, ids[:, start:].unsqueeze(-1)).squeeze(-1)
 
     def state_values(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Computes the values of the states before each response token in fp32: [B,R]."""
-        start = ids.shape[1] - self.args_width(ids)
+        start = ids.shape[1] - self.response_width(ids)
         states = self.trunk(self.values, ids, mask)
         return self.values.score(states)[:, start - 1 : -1, 0].float()
 
     def trunk(self, model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+        """Computes the last hidden states [B,T,H] of a classifier's trunk."""
         return model.model(
             input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
         ).last_hidden_state
 
-    def args_width(self, ids: Tensor) -> int:
+    def response_width(self, ids: Tensor) -> int:
         """Returns the number of response columns, which is smaller if all responses stopped early."""
         return ids.shape[1] - self.prompts.shape[1]
 

@@ -101,6 +101,8 @@ def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             run.stage.context.timer._mark = time.process_time
         run.fit()
     recorder.cpu.append(time.process_time())
+    cpu = [b - a for a, b in zip(recorder.cpu[1:], recorder.cpu[2:], strict=False)]
+    cpu_of_ranks = run.world.gather_objects(cpu)
     run.world.barrier()  # all ranks measure the limits at the same time, because they also train together
     limits = None if args.no_limits else _limits(run.stage)
     run.world.barrier()
@@ -110,11 +112,13 @@ def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         json.loads(line)
         for line in (Path(config.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ][1:]
-    steps, cpu = recorder.steps[1:], [b - a for a, b in zip(recorder.cpu[1:], recorder.cpu[2:], strict=False)]
+    steps = recorder.steps[1:]
     found = {
         "workload": args.workload,
         "machine": _machine(run.world.device),
+        "ranks": run.world.size,
         "overrides": overrides(args),
+        "cpu_seconds_of_all_ranks": [sum(ranks) for ranks in zip(*cpu_of_ranks, strict=True)],
     } | figures(records, steps, cpu)
     if limits is not None:
         epochs = [record["policy/epochs_run"] for record in records]

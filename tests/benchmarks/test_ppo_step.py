@@ -247,7 +247,7 @@ def test_both_sides_get_the_threads_of_the_parent():
     args.threads = 3  # as resolved by the benchmark
     ours, trl = (
         parsed(against.own_arguments(args, argv, Path("a"))),
-        trl_step.parsed(against.trl_arguments(args, Path("b"))),
+        trl_step.parsed(against.their_arguments(args, Path("b"))),
     )
     assert (ours.threads, trl.threads) == (3, 3)
 
@@ -257,7 +257,7 @@ def test_given_weights_end_their_answers_on_both_sides():
     for words, ends in ((["W1"], False), (["W1", "--model", "m"], True), (["W2"], True)):
         args = parsed([*words, "--threads", "1"])
         assert (never not in overrides(args)) is ends
-        assert trl_step.parsed(against.trl_arguments(args, Path("out.json"))).stop is ends
+        assert trl_step.parsed(against.their_arguments(args, Path("out.json"))).stop is ends
 
 
 def test_trl_answers_end_at_the_stop_token_it_has():
@@ -271,7 +271,7 @@ def test_trl_answers_end_at_the_stop_token_it_has():
 
 def test_trl_gets_the_same_work():
     args = parsed(["W2", "--threads", "1", "--steps", "4", "--folder", "work"])
-    asked = trl_step.parsed(against.trl_arguments(args, Path("out.json")))
+    asked = trl_step.parsed(against.their_arguments(args, Path("out.json")))
     assert (
         asked.prompts,
         asked.new_tokens,
@@ -291,7 +291,7 @@ def test_trl_gets_the_same_work():
 
 def test_both_trainers_make_the_given_optimizer_steps():
     args = parsed(["W1", "--passes", "1", "--minibatches", "4", "--threads", "1"])
-    asked = trl_step.parsed(against.trl_arguments(args, Path("out.json")))
+    asked = trl_step.parsed(against.their_arguments(args, Path("out.json")))
     assert (asked.epochs, asked.minibatches, asked.micro_rows) == (1, 4, 8)
     assert {"algo.epochs=1", "algo.minibatch_size=8"} <= set(overrides(args))
 
@@ -313,6 +313,9 @@ def test_a_comparison_without_trl_reports_its_requirements(capsys):
         (["--trl-python", "x"], "--trl-python"),
         (["--trl-micro-rows", "4"], "--trl-micro-rows"),
         (["--against", "trl", "--trl-python", "x", "--set", "run.threads=2"], "--threads"),
+        (["--ranks", "2"], "--against plain"),
+        (["--against", "trl", "--trl-python", "x", "--ranks", "2"], "--against plain"),
+        (["--against", "plain", "--trl-python", "x"], "--against trl"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(words, said, capsys):
