@@ -35,6 +35,7 @@ from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.similar_paths import did_you_mean_model
 from ppo_ds.errors import UserError
 from ppo_ds.models.download import UNREACHABLE, fetch_weights, hub_arguments
+from ppo_ds.models.layer_functions import use_fused_functions
 from ppo_ds.models.linear import install_linears
 from ppo_ds.storage.links import links_that_leave
 
@@ -176,6 +177,7 @@ def from_pretrained(
         with user_errors(path, key, Exception):
             _compute_buffers(module)
     install_linears(module)
+    use_fused_functions(module)
     return module, info
 
 
