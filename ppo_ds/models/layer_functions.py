@@ -97,14 +97,21 @@ def attention_forward(kind: Any, function: Callable[..., Any]) -> Callable[..., 
     forward = kind.forward
     if not isfunction(forward) or _ROTARY not in forward.__code__.co_names:
         return None
-    if not _is_usual_rotary(forward.__globals__.get(_ROTARY)):
+    own = forward.__globals__.get(_ROTARY)
+    if not _is_usual_rotary(own):
         return None
-    changed = forward.__globals__ | {_ROTARY: function}
-    copy = FunctionType(
+
+    def whole_or_own(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        # GPT-NeoX and Phi-3 may rotate a part of the coordinates only
+        chosen = function if cos.shape[-1] == q.shape[-1] else own
+        return chosen(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    changed = forward.__globals__ | {_ROTARY: whole_or_own}
+    copied = FunctionType(
         forward.__code__, changed, forward.__name__, forward.__defaults__, forward.__closure__
     )
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
 
 
 @cache

@@ -19,6 +19,7 @@ from ppo_ds.models.lora import adapter_parameters, add_adapters
 from ppo_ds.ops.fused import rms_norm, rotary
 from tests.support.models import SIZES
 
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 USUAL = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "mixtral", "phi3")
 
 
@@ -104,6 +105,14 @@ def test_other_rotary_embeddings_are_left_alone():
     assert attention_forward(modeling_cohere.CohereAttention, rotary) is None
     assert attention_forward(modeling_glm.GlmAttention, rotary) is None
     assert attention_forward(modeling_gpt2.GPT2Attention, rotary) is None
+
+
+def test_partial_rotary_embeddings_are_computed_by_the_family():
+    model = model_of("phi3", partial_rotary_factor=0.5, rope_parameters=HALF, eos_token_id=1)
+    fused = copy.deepcopy(model)
+    use_fused_functions(fused)
+    assert "Phi3Attention" in replaced(fused)
+    assert all(torch.equal(a, b) for a, b in zip(results(model), results(fused), strict=True))
 
 
 def test_mixed_dtypes_use_the_original_norm():
