@@ -13,7 +13,7 @@ tested on a GPU yet.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
@@ -34,6 +35,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ppo_ds.types import to_device
 
+_HAS_AMX = torch.cpu._is_amx_tile_supported()  # its 16-bit products are several times as fast as fp32
 _GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # True from torch 2.12 on
 
 
@@ -134,7 +136,7 @@ def attention(
     if ends is None:
         if calls is not None:
             calls.without_ends.append(type(module).__name__)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return whole_rows(module, query, key, value, attention_mask, **kwargs), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N,heads,d]
     kernel = has_kernel(q, v)
     if calls is not None:
@@ -147,6 +149,55 @@ def attention(
     else:
         out = attention_per_sequence(q, k, v, kwargs["sequence_ends"], kwargs.get("scaling"))
     return out[None], None
+
+
+def whole_rows(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """Computes attention of rows that are not packed; ``attention`` documents the shapes.
+
+    On a CPU without AMX, the backward of torch's bf16 kernel takes longer than a forward and a backward in
+    fp32 together, so that the backward uses fp32 there.
+    """
+
+    def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = attention_mask
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(query.dtype)
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
+
+    slow = query.device.type == "cpu" and query.dtype == key.dtype == value.dtype == torch.bfloat16
+    if slow and not _HAS_AMX and query.requires_grad and not kwargs.get("dropout"):
+        return _Fp32Backward.apply(compute, query, key, value)
+    return compute(query, key, value)
+
+
+class _Fp32Backward(torch.autograd.Function):
+    """Computes attention in the dtype of its inputs; its backward repeats it in fp32.
+
+    It keeps only the inputs, so that it takes no more memory than the 16-bit kernel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.compute = compute
+        return compute(query, key, value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [each.detach().float().requires_grad_() for each in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.compute(*inputs)
+        found = torch.autograd.grad(out, inputs, grad.to(out.dtype))
+        return None, *(each.to(grad.dtype) for each in found)
 
 
 def attention_per_sequence(
