@@ -1,13 +1,15 @@
-"""Measures how cost scales with the samples per step, and with the ranks at constant samples per rank.
+"""Measures how cost scales with the samples per step, and with the number of ranks.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py W1 --prompts 32 64 --ranks 1 2 4 --per-rank 32 --rounds 3 \\
         --set rollout.backend=hf
+    python benchmarks/scaling.py --prompts --ranks --same-work 2 8 --samples 1024 --set zero=stage2
 
-By default it runs 32, 128 and 512 samples on one rank, and 128 samples per rank on one and on two ranks. Each
-measurement is a run of ppo_step.py in its own process, with one thread per rank. The cases of a round run one
-after the other, and medians over rounds are shown. The CPU seconds of rank 0 vary less than the wall-clock
-seconds when other programs share the cores. The script uses the standard library only.
+By default it runs 32, 128, 512, 2,048 and 4,096 samples on one rank, 128 samples per rank on one and on two
+ranks, and 512 samples divided over two and over eight ranks. Each measurement is a run of ppo_step.py in its
+own process, with one thread per rank. The cases of a round run one after the other, and medians over rounds
+are shown. CPU seconds are those of the steps of all ranks together, without their start. They vary less than
+the wall-clock seconds when other programs share the cores. The script uses the standard library only.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from statistics import median
 from typing import Any
 
 Case = tuple[int, int]  # number of ranks, samples per step
-Times = tuple[float, float]  # wall-clock seconds, and CPU seconds of rank 0
+Times = tuple[float, float]  # wall-clock seconds, and CPU seconds of all ranks
 STEP = str(Path(__file__).resolve().with_name("ppo_step.py"))
 
 
@@ -31,24 +33,20 @@ def main(argv: list[str]) -> int:
     args = parsed(argv)
     rows = [(1, n) for n in args.prompts]
     ranks = [(count, count * args.per_rank) for count in args.ranks]
-    found: dict[Case, list[Times]] = {case: [] for case in dict.fromkeys(rows + ranks)}
+    same = [(count, args.samples) for count in args.same_work]
+    found: dict[Case, list[Times]] = {case: [] for case in dict.fromkeys(rows + ranks + same)}
     for _ in range(args.rounds):
         for case, times in found.items():
             figures = run(args, *case)
-            times.append((figures["seconds"]["time/step"], median(figures["cpu_seconds"])))
-    print(
-        "\n".join(
-            table(
-                "seconds per sample",
-                [(case, [(a / case[1], b / case[1]) for a, b in found[case]]) for case in rows],
-            )
-        )
-    )
-    print(
-        "\n".join(
-            table("seconds per step, constant samples per rank", [(case, found[case]) for case in ranks])
-        )
-    )
+            times.append((figures["seconds"]["time/step"], median(figures["cpu_seconds_of_all_ranks"])))
+    per_sample = {case: [(a / case[1], b / case[1]) for a, b in times] for case, times in found.items()}
+    for title, cases, times in (
+        ("seconds per sample", rows, per_sample),
+        ("seconds per step, constant samples per rank", ranks, found),
+        ("seconds per step, constant samples of all ranks", same, found),
+    ):
+        if cases:
+            print("\n".join(table(title, [(case, times[case]) for case in cases])))
     return 0
 
 
@@ -60,10 +58,18 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     )
     p.add_argument("workload", nargs="?", default="W0")
     p.add_argument(
-        "--prompts", type=int, nargs="*", default=[32, 128, 512], help="samples per step on one rank"
+        "--prompts",
+        type=int,
+        nargs="*",
+        default=[32, 128, 512, 2048, 4096],
+        help="samples per step on one rank",
     )
     p.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="numbers of ranks on this machine")
     p.add_argument("--per-rank", type=int, default=128, help="samples per step and rank")
+    p.add_argument(
+        "--same-work", type=int, nargs="*", default=[2, 8], help="numbers of ranks that share --samples"
+    )
+    p.add_argument("--samples", type=int, default=512, help="samples per step for --same-work")
     p.add_argument(
         "--steps",
         type=int,

@@ -38,9 +38,8 @@ def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
     target = torch.where(before < 0, first, before)
     moved = torch.zeros_like(token_scores).scatter_add(1, target, token_scores.masked_fill(mask, 0.0))
     token_scores = (token_scores + moved).masked_fill(~mask, 0.0)
-    components = tuple(
-        {name: float(column[i]) for name, column in scores.components.items()} for i in range(len(rollout))
-    )
+    columns = {name: column.tolist() for name, column in scores.components.items()}
+    components = tuple({name: column[i] for name, column in columns.items()} for i in range(len(rollout)))
     return ScoredRollout(
         **{field.name: getattr(rollout, field.name) for field in fields(Rollout)},
         scores=scores.total.cpu().float(),

@@ -48,11 +48,9 @@ class Responses:
     @classmethod
     def of(cls, rollout: Rollout, tokenizer: Tokenizer) -> Responses:
         """Decodes the response tokens that the response mask selects; ``tokenizer`` is the actor's."""
-        ids = rollout.response_ids
-        texts = tuple(
-            tokenizer.decode(row[mask].tolist())
-            for row, mask in zip(ids, rollout.response_mask.bool(), strict=True)
-        )
+        mask = rollout.response_mask.bool()
+        actions = rollout.response_ids[mask].split(mask.sum(1).tolist())
+        texts = tuple(tokenizer.decode(ids.tolist()) for ids in actions)
         return cls(tuple(rollout.metadata), texts, tuple(rollout.finished.tolist()))
 
     def inside(self, tag: str) -> Responses:

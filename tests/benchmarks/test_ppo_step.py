@@ -80,6 +80,8 @@ def test_every_figure_is_a_number(found):
 @pytest.mark.slow
 def test_the_first_step_is_not_counted(found):
     assert found["steps"] == len(found["seconds_per_step"]) == len(found["cpu_seconds"]) == STEPS
+    all_ranks = zip(found["cpu_seconds_of_all_ranks"], found["cpu_seconds"], strict=True)
+    assert all(total >= own > 0 for total, own in all_ranks)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ The benchmark runs ppo_step.py, which has its own tests.
 
 from __future__ import annotations
 
+from benchmarks import scaling
 from benchmarks.scaling import parsed, table
 
 
@@ -21,4 +22,24 @@ def test_ratios_are_to_the_first_case_round_by_round() -> None:
 
 def test_the_usual_cases() -> None:
     args = parsed([])
-    assert (args.workload, args.prompts, args.ranks, args.per_rank) == ("W0", [32, 128, 512], [1, 2], 128)
+    assert (args.workload, args.prompts) == ("W0", [32, 128, 512, 2048, 4096])
+    assert (args.ranks, args.per_rank) == ([1, 2], 128)
+    assert (args.same_work, args.samples) == ([2, 8], 512)
+
+
+def test_each_case_runs_once_per_round_with_the_cpu_seconds_of_all_ranks(monkeypatch, capsys) -> None:
+    runs = []
+
+    def fake(args, ranks, prompts):
+        runs.append((ranks, prompts))
+        return {"seconds": {"time/step": 2.0}, "cpu_seconds_of_all_ranks": [3.0 * ranks, 5.0 * ranks]}
+
+    monkeypatch.setattr(scaling, "run", fake)
+    scaling.main("--prompts 8 --ranks 1 --per-rank 8 --same-work 2 8 --samples 16 --rounds 2".split())
+    assert runs == 2 * [(1, 8), (2, 16), (8, 16)]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[-2:] for line in lines if line[:1] == ["1"]] == [["0.5000", "1.00"], ["4.0000", "1.00"]]
+    assert [line[-2:] for line in lines if line[:1] in (["2"], ["8"])] == [
+        ["8.0000", "1.00"],
+        ["32.0000", "4.00"],
+    ]
