@@ -33,10 +33,12 @@ class Threads:
     each: int  # threads of this rank
     cores: int  # cores that the ranks on its machine may use together
     ranks: int  # number of ranks on its machine
+    waits: str = ""  # how waiting threads behave, see spinning.py; empty: as the OpenMP runtime decides
 
     def __str__(self) -> str:
         cores = f"{self.cores} core{'s' * (self.cores > 1)}"
-        return f"{self.each} per rank ({cores}, {self.ranks} rank{'s' * (self.ranks > 1)} on this machine)"
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        return f"{self.each} per rank ({cores}, {ranks} on this machine){'; ' * bool(self.waits)}{self.waits}"
 
 
 def own_cores() -> Cores:

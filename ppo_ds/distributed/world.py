@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ppo_ds.distributed.allocator import keep_freed_memory
 from ppo_ds.distributed.open_files import raise_open_files_limit
+from ppo_ds.distributed.spinning import start_spin_control
 from ppo_ds.distributed.threads import Threads, own_cores, share, user_limit
 from ppo_ds.errors import UserError
 
@@ -308,6 +309,9 @@ def connect(
     share_of_cores = share(rank, cores, threads, user_limit(os.environ))
     torch.set_num_threads(share_of_cores.each)
     os.environ["OMP_NUM_THREADS"] = str(share_of_cores.each)  # for subprocesses
+    if not on_gpu:
+        waits = start_spin_control(share_of_cores.each, len(own_cores().usable), os.environ)
+        share_of_cores = replace(share_of_cores, waits=waits)
     return World(rank, size, local_rank, device, share_of_cores, Waiting(device), verbose, deterministic)
 
 

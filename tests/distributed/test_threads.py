@@ -72,6 +72,7 @@ def test_the_users_number_is_an_upper_bound(environment: dict[str, str], limit: 
 def test_text_for_the_banner() -> None:
     assert str(Threads(1, 2, 2)) == "1 per rank (2 cores, 2 ranks on this machine)"
     assert str(Threads(1, 1, 1)) == "1 per rank (1 core, 1 rank on this machine)"
+    assert str(Threads(2, 2, 1, "waits: x")) == "2 per rank (2 cores, 1 rank on this machine); waits: x"
 
 
 @pytest.mark.parametrize(

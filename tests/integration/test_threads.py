@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_ds.distributed.spinning import TASKS, thread_times
 from ppo_ds.distributed.threads import own_cores, share
 from tests.integration.launching import LAUNCHERS, TIMEOUT, command, environment
 
@@ -48,9 +49,10 @@ def test_ranks_share_the_cores_whatever_the_launcher_sets(
     """A number of threads that the user sets is an upper bound."""
     ranks = 1 if launcher == "python" else 2
     each = 1 if settings else max(1, CORES // ranks)
+    waits = "waits: spinning, asleep on a busy machine" if each > 1 and thread_times(TASKS) else ""
     assert (
         found(launcher, tmp_path, **settings)
-        == [{"torch": each, "children": str(each), "cores": CORES, "ranks": ranks}] * ranks
+        == [{"torch": each, "children": str(each), "cores": CORES, "ranks": ranks, "waits": waits}] * ranks
     )
 
 

@@ -28,6 +28,7 @@ found = {
     "children": os.environ["OMP_NUM_THREADS"],
     "cores": world.threads.cores,
     "ranks": world.threads.ranks,
+    "waits": world.threads.waits,
 }
 Path(os.environ["FOUND"], f"{world.rank}.json").write_text(json.dumps(found))
 world.close()

@@ -1,0 +1,228 @@
+"""Measures a PPO step on a busy machine, with several settings of the OpenMP runtime.
+
+    python benchmarks/busy.py W1
+    python benchmarks/busy.py W0 --threads 2 --busy 0 2 4 --rounds 7 \\
+        --setting spin:GOMP_SPINCOUNT=300000 --setting short:GOMP_SPINCOUNT=1000
+
+One trainer is started for each setting. They take their steps in turn, so that drifts in the speed of the
+machine affect all settings. The steps are repeated beside each number of ``--busy`` processes, which are
+endless loops that compete for the cores. Medians and ranges are shown, and the ratio of each setting to the
+first one, which is the median over rounds. Without ``--setting``, the defaults of the OpenMP runtime are
+compared with those of ppo_ds. See docs/performance.md, "Threads on a busy machine".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [
+    str(ROOT),
+    *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks"),
+]
+
+from benchmarks.options import overrides  # noqa: E402
+from benchmarks.options import parsed as parsed_step  # noqa: E402
+
+WORKER = "--worker"  # first argument of a trainer that this script starts
+# the program of a busy process, which ends with the process that started it
+LOOP = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(10**6):
+        pass
+"""
+# the columns of the table, and the fields of a measured step
+COLUMNS = {"seconds": "seconds", "cpu": "CPU s", "yielded": "waits", "preempted": "preempted"}
+Step = Mapping[str, float]
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == [WORKER]:
+        return work(argv[1:])
+    args = parsed(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes that this one has started
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        asked = [args.workload, "--folder", str(args.folder or folder), *(["--dry"] if args.dry else [])]
+        asked += ["--threads", str(args.threads)] if args.threads else []
+        asked += ["--prompts", str(args.prompts)] if args.prompts else []
+        asked += [part for key in args.set for part in ("--set", key)]
+        step = str(ROOT / "benchmarks" / "ppo_step.py")
+        subprocess.run([sys.executable, step, *asked, "--prepare-only"], check=True)
+        trainers = {
+            name: stack.enter_context(trainer(asked, variables, Path(folder) / name))
+            for name, variables in args.setting
+        }
+        for _ in range(2):  # the first steps allocate memory
+            for process in trainers.values():
+                next_step(process)
+        for loops in args.busy:
+            with busy(loops):
+                found = measure(trainers, args.rounds)
+            print("\n".join(table(loops, found)), flush=True)
+    return 0
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="benchmarks/busy.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("workload", nargs="?", default="W1")
+    p.add_argument("--threads", type=int, help="threads of each trainer; default: all cores")
+    p.add_argument("--prompts", type=int, help="prompts of one PPO step; default: the workload's")
+    p.add_argument("--busy", type=int, nargs="+", default=[0, 2, 4], help="numbers of busy processes")
+    p.add_argument("--rounds", type=int, default=5, help="steps of each trainer beside each of these numbers")
+    p.add_argument(
+        "--setting",
+        type=setting,
+        action="append",
+        metavar="NAME:VARIABLE=VALUE,...",
+        help="environment variables of a trainer",
+    )
+    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config")
+    p.add_argument("--folder", type=Path, help="folder of models and prompts; default: a temporary folder")
+    p.add_argument("--dry", action="store_true", help="tiny sizes")
+    args = p.parse_args(argv)
+    args.setting = args.setting or [setting("runtime:GOMP_SPINCOUNT=300000"), setting("ppo_ds:")]
+    return args
+
+
+def setting(text: str) -> tuple[str, dict[str, str]]:
+    """Parses NAME:VARIABLE=VALUE,VARIABLE=VALUE."""
+    name, _, values = text.partition(":")
+    return name, dict(value.split("=", 1) for value in values.split(",") if value)
+
+
+# -- a trainer -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def trainer(asked: Sequence[str], variables: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[str]]:
+    """Starts a trainer that takes a step for each line that it reads."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, __file__, WORKER, *asked, "--set", f"run.dir={log}.run"],
+            env=os.environ | variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def next_step(process: subprocess.Popen[str]) -> Step:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer:
+        raise SystemExit(f"error: a trainer ended with exit code {process.wait()}")
+    return json.loads(answer)
+
+
+def work(argv: list[str]) -> int:
+    """Trains, one step for each line of the standard input, and prints the time that each step took."""
+    from launch.cli import load_config
+    from launch.train import exit_now, prepare_environment
+
+    args = parsed_step([*argv, "--steps", "1000000"])
+    answers = sys.stdout
+    with redirect_stdout(sys.stderr):
+        config = load_config(overrides(args))
+        prepare_environment(config.run.verbose, trains=True)
+        from ppo_ds.build.run import build_run
+
+        run = build_run(config)
+        step = run.stage.step
+
+        def step_on_request(index: int) -> Any:
+            if not sys.stdin.readline():
+                exit_now(0)
+            before = usage()
+            result = step(index)
+            print(
+                json.dumps({name: value - before[name] for name, value in usage().items()}),
+                file=answers,
+                flush=True,
+            )
+            return result
+
+        run.stage.step = step_on_request
+        run.fit()
+    return 0
+
+
+def usage() -> Step:
+    """Returns what this process has used so far, with all its threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "seconds": time.perf_counter(),
+        "cpu": used.ru_utime + used.ru_stime,
+        "yielded": used.ru_nvcsw,
+        "preempted": used.ru_nivcsw,
+    }
+
+
+# -- measurement ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def busy(loops: int) -> Iterator[None]:
+    """Runs endless loops meanwhile."""
+    processes = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(loops)]
+    try:
+        time.sleep(0.5 * (loops > 0))
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def measure(trainers: Mapping[str, subprocess.Popen[str]], rounds: int) -> dict[str, list[Step]]:
+    """Lets the trainers take ``rounds`` steps in turn; every second round is in reverse order."""
+    found: dict[str, list[Step]] = {name: [] for name in trainers}
+    for i in range(rounds):
+        for name in list(trainers)[:: -1 if i % 2 else 1]:
+            found[name].append(next_step(trainers[name]))
+        seconds = "  ".join(f"{name} {steps[-1]['seconds']:.2f}" for name, steps in found.items())
+        print(f"round {i + 1}: {seconds} s", file=sys.stderr, flush=True)
+    return found
+
+
+def table(loops: int, found: Mapping[str, Sequence[Step]]) -> list[str]:
+    """Formats medians and ranges."""
+    first = next(iter(found.values()))
+    titles = "".join(f"{title:>12}" for title in COLUMNS.values())
+    lines = ["", f"{loops} busy processes", f"{'setting':<14}{titles}{'range, s':>18}{'x first':>10}"]
+    for name, steps in found.items():
+        seconds = [step["seconds"] for step in steps]
+        ratio = median(a / b["seconds"] for a, b in zip(seconds, first, strict=True))
+        values = [median(step[column] for step in steps) for column in COLUMNS]
+        numbers = "".join(f"{value:>12.2f}" if i < 2 else f"{value:>12.0f}" for i, value in enumerate(values))
+        spread = f"{min(seconds):.2f} to {max(seconds):.2f}"
+        lines.append(f"{name:<14}{numbers}{spread:>18}{ratio:>10.2f}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

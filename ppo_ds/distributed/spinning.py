@@ -1,0 +1,140 @@
+"""Stops the OpenMP threads of this process from spinning while other processes compete for its cores.
+
+A thread that waits for the others of its team, at the start or at the end of a parallel region, first spins
+and then sleeps. GNU's runtime (libgomp, in the wheels of torch for Linux) spins 300,000 times, which took
+8 ms on an AMD EPYC. On a quiet machine that saves the time of a wake-up. If the thread that it waits for
+needs the same core, it delays that thread by up to 8 ms in each of thousands of regions per step.
+
+The runtime cannot see other processes. It spins only 100 times while its process has more OpenMP threads than
+there are cores (GOMP_SPINCOUNT in the manual of libgomp). This module therefore measures how long the threads
+wait for a core, and adds idle OpenMP threads while that is too long. Variables that libgomp reads when it is
+loaded would fix one number for the whole run: small numbers cost time on a quiet machine, and large ones on a
+busy machine. Figures: docs/performance.md, "Threads on a busy machine".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+TASKS = Path("/proc/self/task")
+MAPS = Path("/proc/self/maps")
+USER_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+# libgomp and the runtimes of Intel and LLVM, which can take its place with LD_PRELOAD
+RUNTIMES = re.compile(r"\S*/(libgomp|libiomp5|libomp)\b[^/\s]*\.so\S*")
+WINDOW_SECONDS = 0.3  # time of one measurement, during which the threads spin
+SLEEP_SECONDS = 10.0  # time between a measurement on a busy machine and the next one
+IDLE_SECONDS = 1.0  # the same if the process computed nothing during the measurement
+# Share of its time that a thread waits for a core on a busy machine. A program of equal priority on the same
+# core makes it 0.5. Beside programs of low priority (nice) it stays small, and there spinning is faster.
+BUSY = 0.3
+MAX_IDLE_THREADS = 64  # more would be too many for the limits of some containers
+
+
+class Times(NamedTuple):
+    """Times of a thread, in nanoseconds."""
+
+    running: int
+    waiting: int  # for a core, while another thread used it
+
+
+def start_spin_control(threads: int, cores: int, environment: Mapping[str, str]) -> str:
+    """Starts the control of this process's OpenMP threads in a thread of its own.
+
+    Args:
+        threads: Number of OpenMP threads of this process.
+        cores: Number of cores on which this process may run, which libgomp compares its threads with.
+
+    Returns:
+        How waiting threads behave, for the banner. Empty if there is only one thread, or if nothing is known
+        because the OpenMP runtime is not libgomp or the kernel does not count waiting times.
+    """
+    if threads == 1:
+        return ""
+    if given := [f"{name}={environment[name]}" for name in USER_SETTINGS if name in environment]:
+        return f"waits: {', '.join(given)}"
+    runtime = find_libgomp(MAPS.read_text()) if MAPS.exists() else None
+    idle = cores - threads + 2  # with these, the process has one OpenMP thread more than cores
+    if runtime is None or not thread_times(TASKS) or idle > MAX_IDLE_THREADS:
+        return ""
+    library = ctypes.CDLL(runtime)
+    threading.Thread(target=control, args=(library, max(2, idle)), name="spin control", daemon=True).start()
+    return "waits: spinning, asleep on a busy machine"
+
+
+def find_libgomp(maps: str) -> str | None:
+    """Returns the path of libgomp among this process's libraries, or None if torch uses another runtime."""
+    found = {match[1]: match[0] for match in RUNTIMES.finditer(maps)}
+    return found.get("libgomp") if len(found) == 1 else None
+
+
+def control(library: ctypes.CDLL, idle: int) -> None:
+    """Measures the waiting times again and again, and lets the threads sleep while the machine is busy.
+
+    The threads spin during each measurement, since those that sleep would wait for a core also on a machine
+    where spinning is better. While the process computes nothing, the last result stays.
+    """
+    busy = False
+    while True:
+        before = thread_times(TASKS)
+        time.sleep(WINDOW_SECONDS)
+        share = waiting_share(before, thread_times(TASKS), WINDOW_SECONDS)
+        busy = busy if share is None else share > BUSY
+        if busy:
+            with idle_threads(library, idle):
+                time.sleep(SLEEP_SECONDS if share is not None else IDLE_SECONDS)
+
+
+@contextmanager
+def idle_threads(library: ctypes.CDLL, count: int) -> Iterator[None]:
+    """Keeps a team of OpenMP threads that sleep, so that libgomp shortens the spinning of all teams.
+
+    A thread that ends also ends the team that it has started.
+    """
+    started, done = threading.Event(), threading.Event()
+
+    def keep() -> None:
+        no_effect = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
+        library.GOMP_parallel(no_effect, None, ctypes.c_uint(count), ctypes.c_uint(0))
+        started.set()
+        done.wait()
+
+    keeper = threading.Thread(target=keep, name="idle OpenMP threads", daemon=True)
+    keeper.start()
+    started.wait()
+    try:
+        yield
+    finally:
+        done.set()
+        keeper.join()
+
+
+def thread_times(tasks: Path) -> dict[str, Times]:
+    """Returns the times of all threads by their ids; empty if the kernel does not count them."""
+    found = {}
+    for file in tasks.glob("*/schedstat"):
+        try:
+            running, waiting, _ = map(int, file.read_text().split())
+        except (OSError, ValueError):  # the thread has ended
+            continue
+        found[file.parent.name] = Times(running, waiting)
+    return found
+
+
+def waiting_share(before: Mapping[str, Times], after: Mapping[str, Times], seconds: float) -> float | None:
+    """Returns the largest share of its time that a thread has waited for a core.
+
+    Threads that slept during more than half of the ``seconds`` do not count. Returns None if all did.
+    """
+    shares = []
+    for thread in before.keys() & after.keys():
+        running, waiting = (new - old for new, old in zip(after[thread], before[thread], strict=True))
+        if running + waiting > seconds * 1e9 / 2:
+            shares.append(waiting / (running + waiting))
+    return max(shares, default=None)

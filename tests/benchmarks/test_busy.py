@@ -1,0 +1,46 @@
+"""Tests the benchmark of threads on a busy machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.busy import parsed, table
+from tests.support.environment import ROOT, environment
+
+
+def test_settings_of_the_command_line():
+    assert parsed([]).setting == [("runtime", {"GOMP_SPINCOUNT": "300000"}), ("ppo_ds", {})]
+    given = parsed(["W0", "--setting", "a:X=1,Y=b=c", "--setting", "b"]).setting
+    assert given == [("a", {"X": "1", "Y": "b=c"}), ("b", {})]
+
+
+def test_ratios_are_medians_over_rounds():
+    def steps(*seconds: float) -> list[dict[str, float]]:
+        return [{"seconds": s, "cpu": 2 * s, "yielded": 7, "preempted": 3} for s in seconds]
+
+    lines = table(2, {"a": steps(1, 2, 4), "b": steps(3, 2, 2)})
+    assert lines[1] == "2 busy processes"
+    assert lines[3].split() == ["a", "2.00", "4.00", "7", "3", "1.00", "to", "4.00", "1.00"]
+    assert lines[4].split() == ["b", "2.00", "4.00", "7", "3", "2.00", "to", "3.00", "1.00"]
+
+
+@pytest.mark.slow
+def test_it_measures_beside_a_busy_process():
+    done = subprocess.run(
+        [sys.executable, "benchmarks/busy.py", "W0", "--dry", "--busy", "1", "--rounds", "1"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[-4:]] == [
+        "1",
+        "setting",
+        "runtime",
+        "ppo_ds",
+    ]
