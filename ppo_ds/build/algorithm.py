@@ -19,7 +19,14 @@ from ppo_ds.config.registry import (
     import_target,
     resolve,
 )
-from ppo_ds.config.schema import Config, learns_values, reward_weights, rollout_size, value_position
+from ppo_ds.config.schema import (
+    Config,
+    has_critic,
+    learns_values,
+    reward_weights,
+    rollout_size,
+    value_position,
+)
 from ppo_ds.config.sections.algo import AlgoConfig, GAEConfig, KLConfig, PolicyConfig, RolloutISConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
@@ -41,6 +48,7 @@ from ppo_ds.ppo.advantages import (
     estimate_one_step,
 )
 from ppo_ds.ppo.experience import ExperienceMaker, OldLogprobs
+from ppo_ds.ppo.kept_forwards import KeptForwards
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective, select_tokens
 from ppo_ds.ppo.parity import BOUNDS, ParityMonitor
@@ -59,10 +67,9 @@ def old_logprobs_source(config: Config) -> OldLogprobs:
     weight for the decode backend, no value head on the actor, no step in which only the critic learns, and no
     selection of tokens.
     """
-    algo, size = config.algo, rollout_size(config)
+    algo = config.algo
     if algo.old_logprobs == "rollout":
         return "rollout"
-    one_step = algo.epochs == 1 and (algo.minibatch_size or size) == size
     needed_before = (
         algo.kl.place == "reward"
         or algo.rollout_is.kind != "none"
@@ -70,7 +77,14 @@ def old_logprobs_source(config: Config) -> OldLogprobs:
         or algo.value.warmup_steps > 0
         or selects_tokens(algo.policy)
     )
+    one_step = one_optimizer_step(config)
     return "update" if one_step and algo.old_policy == "rollout" and not needed_before else "forward"
+
+
+def one_optimizer_step(config: Config) -> bool:
+    """Returns whether one optimizer step uses the whole rollout."""
+    size = rollout_size(config)
+    return config.algo.epochs == 1 and (config.algo.minibatch_size or size) == size
 
 
 def selects_tokens(policy: PolicyConfig) -> bool:
@@ -91,6 +105,7 @@ def experience_maker(
     budgets: TokenBudgets,
     timer: PhaseTimer,
     check: Callable[[], None],
+    kept: KeptForwards | None = None,
 ) -> ExperienceMaker:
     """Builds the ExperienceMaker of a run."""
     algo = config.algo
@@ -119,6 +134,49 @@ def experience_maker(
         world=world,
         timer=timer,
         check=check,
+        kept=kept,
+    )
+
+
+def kept_roles(config: Config) -> tuple[str, ...]:
+    """Returns the models whose forwards before the update also serve for the update.
+
+    With memory.reuse_forwards=auto this is the actor, if a forward before the update computes its log-probs,
+    and otherwise the critic. At most one graph is then in memory, as without kept forwards.
+
+    Other forwards of the same weights between a forward and its backward exclude a model: those of the
+    reference or the reward model that is the same model without its adapters, and of the lagged policy. PTX
+    losses come first in the update. Log-probs and entropies for the selection of tokens need other options.
+    """
+    algo, reuse = config.algo, config.memory.reuse_forwards
+    if reuse == "off" or not one_optimizer_step(config):
+        return ()
+    excluded = (
+        algo.old_policy == "lagged"
+        or config.actor.lora.rank > 0
+        or algo.ptx.coef > 0
+        or algo.policy.top_entropy is not None
+    )
+    actor = old_logprobs_source(config) == "forward" and not excluded
+    critic = has_critic(config) and config.critic.lora.rank == 0
+    if reuse == "auto" and actor:
+        critic = False
+    return tuple(name for name, kept in (("actor", actor), ("critic", critic)) if kept)
+
+
+def kept_forwards(
+    config: Config, *, world: World, actor: TrainedModel, critic: TrainedModel | None
+) -> KeptForwards | None:
+    """Builds the KeptForwards of a run; None if no forward is kept."""
+    options = {"actor": policy_objective(config, actor).forward_options, "critic": {}}
+    roles = kept_roles(config)
+    if not roles:
+        return None
+    return KeptForwards(
+        options={name: options[name] for name in roles},
+        token_budget=int(config.memory.train_tokens),
+        packed=all_packed(actor, critic),
+        world=world,
     )
 
 
@@ -152,7 +210,7 @@ def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
     """
     algo = config.algo
     estimate = advantage_estimator(config, GAEConfig(gamma=algo.gae.gamma, lam=1.0), maker.world.sum)
-    maker = replace(maker, estimate_advantages=estimate)
+    maker = replace(maker, estimate_advantages=estimate, kept=None)
     if maker.charged_kl is not None:
         return maker
     return replace(maker, old_logprobs="update", reference=None, rollout_is=RolloutISConfig(kind="none"))
@@ -218,26 +276,17 @@ def learner(
     parity: ParityMonitor,
     ptx_texts: Iterator[Sequences] | None = None,
     ema: WeightCopy | None = None,
+    kept: KeptForwards | None = None,
 ) -> Learner:
     """Builds the Learner of a run."""
-    algo, loss = config.algo, POLICY_LOSSES[config.algo.policy.loss]
+    algo = config.algo
     aggregation = resolve(LOSS_AGGREGATIONS[algo.loss.agg])
     return Learner(
         actor=actor,
         critic=critic,
         ema=ema,
         ema_decay=config.actor.ema.decay or 0.0,
-        policy=PolicyObjective(
-            loss=policy_loss(algo.policy),
-            sums_over_tokens=loss.sums_over_tokens,
-            off_policy_limit=algo.policy.off_policy_limit,
-            entropy=algo.entropy,
-            kl=_kl_estimator(algo.kl) if algo.kl.place == "loss" else None,
-            positive_nll=algo.positive_nll,
-            aux_coef=(actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef,
-            agg=aggregation,
-            level=algo.action_level,
-        ),
+        policy=policy_objective(config, actor),
         select_tokens=token_selection(algo.policy) if selects_tokens(algo.policy) else None,
         # At action level sequence there is one value per response, so the value loss is the mean over the
         # responses, whatever algo.loss.agg is.
@@ -256,8 +305,25 @@ def learner(
         timer=timer,
         health=health,
         parity=parity,
+        kept=kept,
         decoded_old_logprobs=algo.old_logprobs == "rollout",
         counts_ratios=config.tracker.logs_histograms,
+    )
+
+
+def policy_objective(config: Config, actor: TrainedModel) -> PolicyObjective:
+    """Builds the actor's loss."""
+    algo = config.algo
+    return PolicyObjective(
+        loss=policy_loss(algo.policy),
+        sums_over_tokens=POLICY_LOSSES[algo.policy.loss].sums_over_tokens,
+        off_policy_limit=algo.policy.off_policy_limit,
+        entropy=algo.entropy,
+        kl=_kl_estimator(algo.kl) if algo.kl.place == "loss" else None,
+        positive_nll=algo.positive_nll,
+        aux_coef=(actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef,
+        agg=resolve(LOSS_AGGREGATIONS[algo.loss.agg]),
+        level=algo.action_level,
     )
 
 

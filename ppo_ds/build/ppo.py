@@ -8,6 +8,8 @@ from typing import Any
 from ppo_ds.build.algorithm import (
     experience_maker,
     horizon,
+    kept_forwards,
+    kept_roles,
     kl_controller,
     learner,
     masked_stop_ids,
@@ -37,6 +39,7 @@ from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.rewards.pending import start_scoring
 from ppo_ds.rollout.base import Generator, SamplingParams
+from ppo_ds.tracking.banner import titled
 from ppo_ds.training.stage import RunContext, Stateful
 from ppo_ds.types import Reward
 
@@ -53,6 +56,8 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
     length = horizon(config, len(inputs.source))
     models = load_models(config, context, inputs, length)
     config = settle(config, context, partial(estimate_memory, models=models, inputs=inputs))
+    if roles := " and ".join(kept_roles(config)):
+        banner.note(titled("memory", f"{roles}: the forward before the update serves for the update"))
     banner.note(*plan_generation(config, models.actor, models.critic))
     sampling = build_sampling(config, stops, models.actor.module.temperature)
     banner.starting("comparing the log-probs of generation and training")
@@ -72,6 +77,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
 
     # algorithm; from here on each rank draws its own random numbers
     seed_everything(config.run.seed + RANK_SEED_OFFSET * (world.rank + 1))
+    kept = kept_forwards(config, world=world, actor=models.actor, critic=models.critic)
     make_experience = experience_maker(
         config,
         world=world,
@@ -84,6 +90,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
         budgets=context.budgets,
         timer=context.timer,
         check=context.stop.raise_if_stopped,
+        kept=kept,
     )
     parity = parity_monitor(config)
     learn = learner(
@@ -96,6 +103,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
         timer=context.timer,
         health=context.health,
         parity=parity,
+        kept=kept,
     )
     kl = kl_controller(config)
     return PPOTrainer(

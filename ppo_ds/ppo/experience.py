@@ -8,6 +8,7 @@ whitened over the whole rollout of all ranks, not per minibatch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, SupportsInt
 
@@ -26,6 +27,7 @@ from ppo_ds.ops.losses import bounded_is_ratio, rollout_is_weights
 from ppo_ds.ops.masked import masked_sum
 from ppo_ds.ppo.advantages import AdvantageEstimator, ScorePosition, Whitening
 from ppo_ds.ppo.batching import all_gather_rows, scatter_states, scatter_tokens
+from ppo_ds.ppo.kept_forwards import KeptForwards
 from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.scoring import scored, wait_for_scores
 from ppo_ds.rewards.pending import Pending
@@ -68,6 +70,7 @@ class ExperienceMaker:
     world: World
     timer: PhaseTimer
     check: Callable[[], None]  # a collective that raises Abandoned on all ranks after a stop request
+    kept: KeptForwards | None = None  # keeps graphs for the update
 
     @torch.no_grad()
     def __call__(
@@ -176,20 +179,30 @@ class ExperienceMaker:
         Entries that the run does not need are None. A collective.
         """
         plan = self.plan(rollout)
-        fault("score")
         logprobs = old_logprobs = ref_logprobs = values = entropy = None
-        if self.old_logprobs == "rollout":
-            logprobs = old_logprobs = rollout.logprobs
-        elif self.old_logprobs == "forward":
-            with self.timer("old_logprobs"):  # log pi_old(a|s), training engine, dropout 0
-                logprobs, old_logprobs, values, entropy = self.forward_actor(rollout, plan)
-        if self.reference is not None:
-            with self.timer("ref_logprobs"), self.reference.resident():  # log pi_ref(a|s)
-                ref_logprobs = self._logprobs(self.reference, rollout, plan)
-        if self.critic is not None:
-            with self.timer("values"):  # V(s)
-                values = scatter_states(forward_rows(self.critic, rollout, plan), rollout, plan)
+        with nullcontext() if self.kept is None else self.kept.of_rollout(rollout, plan):
+            fault("score")
+            if self.old_logprobs == "rollout":
+                logprobs = old_logprobs = rollout.logprobs
+            elif self.old_logprobs == "forward":
+                with self.timer("old_logprobs"):  # log pi_old(a|s), training engine, dropout 0
+                    logprobs, old_logprobs, values, entropy = self.forward_actor(rollout, plan)
+            if self.reference is not None:
+                with self.timer("ref_logprobs"), self.reference.resident():  # log pi_ref(a|s)
+                    ref_logprobs = self._logprobs(self.reference, rollout, plan)
+            if self.critic is not None:
+                with self.timer("values"):  # V(s)
+                    outputs = self.forward("critic", self.critic, rollout, plan)
+                    values = scatter_states(outputs, rollout, plan)
         return logprobs, old_logprobs, ref_logprobs, values, entropy
+
+    def forward(
+        self, name: str, model: TrainedModel, rollout: Rollout, plan: list[Tensor], **options: Any
+    ) -> list[Any]:
+        """Runs a trained model on the rows of each entry of ``plan``; may keep the graph for the update."""
+        if self.kept is not None and self.kept.keeps(name):
+            return [self.kept.forward(name, model)]
+        return forward_rows(model, rollout, plan, **options)
 
     def plan(self, sequences: Sequences) -> list[Tensor]:
         """Returns the row indices of each forward. A collective."""
@@ -203,7 +216,7 @@ class ExperienceMaker:
         Also computes values [B,S] if the actor has the value head, and entropies [B,R] if they are needed.
         """
         options = {"with_entropy": True} if self.compute_entropy else {}
-        outputs = forward_rows(self.actor, rollout, plan, **options)
+        outputs = self.forward("actor", self.actor, rollout, plan, **options)
         logprobs = scatter_tokens([out.logprobs for out in outputs], rollout, plan)
         old_logprobs, values, entropy = logprobs, None, None
         if self.compute_entropy:

@@ -8,10 +8,10 @@ critic's are computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +19,16 @@ from torch import Tensor
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.distributed.world import World
-from ppo_ds.engine.lockstep import step_or_skip
+from ppo_ds.engine.lockstep import LockstepResult, step_or_skip
 from ppo_ds.engine.trained import StepInfo, TrainedModel
+from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ops.histograms import RATIO_EDGES, count_bins
 from ppo_ds.ops.losses import BatchTotals, batch_totals
 from ppo_ds.ops.masked import keep, sum_and_count
 from ppo_ds.ppo.advantages import Whitening
 from ppo_ds.ppo.batching import minibatches, scatter_tokens
 from ppo_ds.ppo.health import NonFiniteStep, first_nonfinite
+from ppo_ds.ppo.kept_forwards import KeptForwards, KeptOutputs
 from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective, correct_tokens
 from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.training.batching import microbatch_rows, microbatches, padding
@@ -89,6 +91,7 @@ class Learner:
     timer: PhaseTimer
     health: Health
     parity: ParityMonitor  # checks the first forward of an update, if it is the first to run the actor
+    kept: KeptForwards | None = None  # forwards of make_experience that serve for the update
     decoded_old_logprobs: bool = False  # the old log-probs are those of the decode backend
     counts_ratios: bool = False  # counts the ratios of all tokens for take_ratios
 
@@ -106,6 +109,7 @@ class Learner:
         StepRefused before any weight has changed.
         """
         shuffle, steps_per_epoch = torch.Generator().manual_seed(seed), len(experience) // self.minibatch_size
+        kept = KeptOutputs(None, {}) if self.kept is None else self.kept.take()
         if (found := first_nonfinite(experience)) is not None:
             return experience, self.skip_rollout(experience, *found, shuffle, kl_coef, critic_only)
         fault("update")
@@ -128,25 +132,15 @@ class Learner:
                 minibatch = without_truncated(minibatch)
             if self.select_tokens is not None and not critic_only:
                 minibatch = self.select_tokens(minibatch, draws)
-            plan = microbatch_rows(minibatch, self.token_budget, self.world, self.packed)
+            if kept.rows is None:
+                plan = microbatch_rows(minibatch, self.token_budget, self.world, self.packed)
+            else:  # the minibatch holds all rows
+                plan = [rows.argsort()[kept.rows]]
             micros = [minibatch.select(part).trimmed() for part in plan]
             metrics.add_parts({"perf/pad_frac_update": padding(micros, self.packed)})
 
-            losses, actor = self.backward(minibatch, micros, kl_coef, critic_only, metrics)
-            uses_kl = self.target_kl is not None and actor is not None
-            measures_gap = actor is not None and steps_done == 0 and GAP in actor.gaps[0]
-            extra = [actor.kl_sums] if uses_kl else []
-            if measures_gap:
-                extra.append(torch.stack([gap[GAP] for gap in actor.gaps]).sum(0))
-            done = step_or_skip(
-                models,
-                losses,
-                torch.cat(extra) if extra else None,
-                world=self.world,
-                timer=self.timer,
-                check=self.check_parity if measures_gap else None,
-            )
-
+            losses, actor = self.backward(minibatch, micros, kl_coef, critic_only, metrics, kept.by_model)
+            done = self.step_or_skip(models, losses, actor, first=steps_done == 0)
             if actor is not None and steps_done == 0:
                 metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
                 for gap in actor.gaps if self.decoded_old_logprobs else []:  # else measured in all rows
@@ -155,7 +149,8 @@ class Learner:
                 mine = scatter_tokens(actor.logprobs, experience, [rows[part] for part in plan])
                 of_all_ranks = self.world.sum(mine)
                 experience = replace(experience, logprobs=of_all_ranks, old_logprobs=of_all_ranks)
-            approx_kl = done.sums[0] / max(done.sums[1], 1.0) if uses_kl else 0.0
+            if self.target_kl is not None and actor is not None:
+                approx_kl = done.sums[0] / max(done.sums[1], 1.0)
             steps_done += 1
             for name, info in done.infos.items():
                 steps[ROLES[name]].append(info)
@@ -195,22 +190,56 @@ class Learner:
         kl_coef: float,
         critic_only: bool,
         metrics: MetricSums,
+        kept: Mapping[str, Any],
     ) -> tuple[dict[str, Tensor], ActorBackward | None]:
         """Accumulates the gradients of one optimizer step and returns the losses by model.
 
-        ``micros`` are this rank's micro-batches of ``minibatch``.
+        ``micros`` are this rank's micro-batches of ``minibatch``. ``kept`` has outputs of the only
+        micro-batch, by model.
         """
         totals, value_totals = self.totals(minibatch)
         losses: dict[str, Tensor] = {}
         actor = None
-        if not critic_only:
-            with self.timer("update_actor"):
-                actor = self.backward_actor(micros, totals, value_totals, kl_coef, metrics)
-            losses["actor"] = actor.loss
-        if self.critic is not None:
-            with self.timer("update_critic"):
-                losses["critic"] = self.backward_critic(micros, value_totals, metrics)
+        # a graph that is kept is freed by its backward before another model builds its own
+        critic_first = "critic" in kept and "actor" not in kept
+        for name in ("critic", "actor") if critic_first else ("actor", "critic"):
+            if name == "actor" and not critic_only:
+                with self.timer("update_actor"):
+                    actor = self.backward_actor(
+                        micros, totals, value_totals, kl_coef, metrics, kept.get(name)
+                    )
+                losses[name] = actor.loss
+            if name == "critic" and self.critic is not None:
+                with self.timer("update_critic"):
+                    losses[name] = self.backward_critic(micros, value_totals, metrics, kept.get(name))
         return losses, actor
+
+    def step_or_skip(
+        self,
+        models: dict[str, TrainedModel],
+        losses: dict[str, Tensor],
+        actor: ActorBackward | None,
+        first: bool,
+    ) -> LockstepResult:
+        """Steps all models or none, and sums what the next steps and the parity check need over ranks.
+
+        ``sums`` of the result begins with the sum and the count of approx_kl if ``target_kl`` is set. The
+        ``first`` step of an update compares the log-probs of generation with those of its forward, if no
+        earlier forward has computed them. Raises StepRefused if the difference is too large.
+        """
+        extra, measures_gap = [], actor is not None and first and GAP in actor.gaps[0]
+        if self.target_kl is not None and actor is not None:
+            extra.append(actor.kl_sums)
+        if measures_gap:
+            extra.append(torch.stack([gap[GAP] for gap in actor.gaps]).sum(0))
+        return step_or_skip(
+            models,
+            losses,
+            torch.cat(extra) if extra else None,
+            world=self.world,
+            timer=self.timer,
+            check=self.check_parity if measures_gap else None,
+        )
 
     def check_parity(self, sums: list[float]) -> None:
         """Raises StepRefused if the gap of generation ends the run.
@@ -241,8 +270,12 @@ class Learner:
         value_totals: BatchTotals | None,
         kl_coef: float,
         metrics: MetricSums,
+        out: PolicyOutput | None,
     ) -> ActorBackward:
-        """Accumulates the actor's gradients over the micro-batches of one optimizer step."""
+        """Accumulates the actor's gradients over the micro-batches of one optimizer step.
+
+        ``out`` is the output of the only micro-batch, if it is known.
+        """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         kl_sums, gaps, ratios, logprobs = loss_sum.new_zeros(2), [], [], []
         # The PTX losses come first, because ZeRO reduces gradients in the last backward. That backward must
@@ -253,7 +286,7 @@ class Learner:
             metrics.add_parts(parts)
         with counting(len(micros), "micro-batches") as done:
             for micro in micros:
-                loss, parts, logprobs_now = self.policy_loss(micro, totals, value_totals, kl_coef)
+                loss, parts, logprobs_now = self.policy_loss(micro, totals, value_totals, kl_coef, out)
                 self.actor.backward(loss, last=micro is micros[-1])
                 loss_sum += loss.detach()
                 kl_sums += parts["policy/approx_kl"]
@@ -285,12 +318,17 @@ class Learner:
             return None
         return Histogram(self.world.sum(counts).tolist(), RATIO_EDGES)
 
-    def backward_critic(self, micros: list[Experience], totals: BatchTotals, metrics: MetricSums) -> Tensor:
-        """Accumulates the critic's gradients of one optimizer step and returns its loss."""
+    def backward_critic(
+        self, micros: list[Experience], totals: BatchTotals, metrics: MetricSums, values: Tensor | None
+    ) -> Tensor:
+        """Accumulates the critic's gradients of one optimizer step and returns its loss.
+
+        ``values`` are those of the only micro-batch, if they are known.
+        """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         with counting(len(micros), "micro-batches") as done:
             for number, micro in enumerate(micros, start=1):
-                loss, parts = self.value_loss(micro, totals)
+                loss, parts = self.value_loss(micro, totals, values)
                 self.critic.backward(loss, last=micro is micros[-1])
                 loss_sum += loss.detach()
                 metrics.add_parts(parts)
@@ -298,21 +336,22 @@ class Learner:
         return loss_sum
 
     def policy_loss(
-        self, micro: Experience, totals: BatchTotals, value_totals: BatchTotals | None, kl_coef: float
+        self,
+        micro: Experience,
+        totals: BatchTotals,
+        value_totals: BatchTotals | None,
+        kl_coef: float,
+        out: PolicyOutput | None = None,
     ) -> tuple[Tensor, Parts, Tensor]:
         """Computes a micro-batch's part of the actor's loss, its metrics and its log-probs [b,R'] (detached).
 
         With a shared trunk, the loss includes the value loss, so that one forward and one backward are
-        enough.
+        enough. ``out`` is the output of the actor, if it is known.
         """
-        out = self.actor(
-            micro.ids,
-            micro.attention_mask,
-            micro.response_width,
-            with_entropy=self.policy.entropy.kind == "exact",
-            with_aux=self.policy.aux_coef > 0,
-            entropy_gradient=self.policy.entropy.coef > 0,
-        )
+        if out is None:
+            out = self.actor(
+                micro.ids, micro.attention_mask, micro.response_width, **self.policy.forward_options
+            )
         micro = micro.to(self.world.device)  # after the forward, since the model arranges its rows on the CPU
         loss, parts = self.policy(out, micro, totals, kl_coef)
         if micro.old_logprobs is None or self.decoded_old_logprobs:
@@ -323,9 +362,15 @@ class Learner:
             loss, parts = loss + value, parts | value_parts
         return loss, parts, out.logprobs.detach()
 
-    def value_loss(self, micro: Experience, totals: BatchTotals) -> tuple[Tensor, Parts]:
-        """Computes a micro-batch's part of the critic's loss, and its metrics."""
-        values = self.critic(micro.ids, micro.attention_mask, micro.response_width)
+    def value_loss(
+        self, micro: Experience, totals: BatchTotals, values: Tensor | None = None
+    ) -> tuple[Tensor, Parts]:
+        """Computes a micro-batch's part of the critic's loss, and its metrics.
+
+        ``values`` are the output of the critic, if it is known.
+        """
+        if values is None:
+            values = self.critic(micro.ids, micro.attention_mask, micro.response_width)
         return self.value(values, micro.to(self.world.device), totals)
 
     def ptx_losses(self) -> Iterator[tuple[Tensor, Parts]]:

@@ -49,6 +49,15 @@ class PolicyObjective:
     level: str  # token | sequence
     off_policy_limit: float | None = None  # see off_policy_tokens; None: no response leaves the loss
 
+    @property
+    def forward_options(self) -> dict[str, bool]:
+        """Options of the actor's forward that give the outputs which the loss needs."""
+        return {
+            "with_entropy": self.entropy.kind == "exact",
+            "with_aux": self.aux_coef > 0,
+            "entropy_gradient": self.entropy.coef > 0,
+        }
+
     def __call__(
         self, out: PolicyOutput, micro: Experience, totals: BatchTotals, kl_coef: float
     ) -> tuple[Tensor, Parts]:

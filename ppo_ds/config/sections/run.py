@@ -95,6 +95,12 @@ class MemoryConfig(Section):
         "and it "
         "is faster.",
     )
+    reuse_forwards: Literal["auto", "all", "off"] = Field(
+        "auto",
+        description="With one optimizer step per rollout, trains on the graphs of the forwards that compute "
+        "log-probs or values, without a second forward; auto: of one model, so that one graph is in memory; "
+        "all: of actor and critic.",
+    )
 
 
 class CheckpointConfig(Section):

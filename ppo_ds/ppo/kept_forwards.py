@@ -1,0 +1,97 @@
+"""Keeps the graphs of forwards that make_experience runs, so that the update needs no second forward.
+
+With one optimizer step per rollout, no weight changes between make_experience and learn: the forward that
+computes the log-probs or the values of a rollout is the forward of the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppo_ds.distributed.world import World
+from ppo_ds.ops.batching import padded_tokens
+from ppo_ds.types import Sequences
+
+
+class KeptOutputs(NamedTuple):
+    """Outputs with graphs, and the rows that they belong to."""
+
+    # indices of this rank's rows among the rows of all ranks, in the order of the outputs; None: no outputs
+    rows: Tensor | None
+    by_model: dict[str, Any]  # "actor" or "critic" -> output of its only micro-batch
+
+
+@dataclass(kw_only=True)
+class KeptForwards:
+    """Runs forwards of a rollout with gradients, and keeps their outputs until the update takes them.
+
+    Forwards are kept only if every rank runs all its rows in one forward, which is then the only micro-batch
+    of the update: with several micro-batches, their graphs would be in memory at the same time. Each rank
+    then trains on the rows that it has generated. Otherwise the update divides all rows evenly among ranks.
+    """
+
+    options: Mapping[str, Mapping[str, Any]]  # model -> options of its forward in the update
+    token_budget: int  # of a micro-batch of the update
+    packed: bool  # the models take rows without padding
+    world: World
+
+    # state
+    sequences: Sequences | None = field(init=False, default=None)  # rows of the forward; None: none is kept
+    kept: KeptOutputs = field(init=False, default=KeptOutputs(None, {}))
+
+    @contextmanager
+    def of_rollout(self, rollout: Sequences, plan: list[Tensor]) -> Iterator[None]:
+        """Allows forwards of ``rollout`` to be kept inside the block if ``plan`` permits it. A collective.
+
+        ``plan`` has the row indices of each forward. An exception that leaves the block drops the outputs.
+        """
+        self.kept = KeptOutputs(None, {})
+        if self.fits(rollout, plan):
+            (rows,) = plan
+            self.sequences = rollout.select(rows).trimmed()
+            self.kept = KeptOutputs(self.world.rank * len(rollout) + rows, {})
+        try:
+            yield
+        except BaseException:
+            self.kept = KeptOutputs(None, {})
+            raise
+        finally:
+            self.sequences = None
+
+    def fits(self, rollout: Sequences, plan: list[Tensor]) -> bool:
+        """Returns whether all rows of each rank fit into one micro-batch and keeping it saves time.
+
+        A backward takes twice the time of a forward. In units of a forward of as many tokens, the rank with
+        the most tokens takes 1 forward before the update and its even share of 3 in the update if nothing is
+        kept, and 3 of its own if the forward is kept. A collective if ``plan`` is a single forward.
+        """
+        if len(plan) > 1:  # on every rank, since all ranks run the same number of forwards
+            return False
+        tokens = padded_tokens(rollout.attention_mask.sum(1), self.packed)
+        most = self.world.max_int(tokens)
+        total = int(self.world.sum(torch.tensor(tokens)))
+        return most <= self.token_budget and 2 * most * self.world.size <= 3 * total
+
+    def keeps(self, name: str) -> bool:
+        """Returns whether the next forward of a model is kept."""
+        return self.sequences is not None and name in self.options
+
+    def forward(self, name: str, model: Callable[..., Any]) -> Any:
+        """Runs ``model`` with gradients on the rows of the rollout, keeps its output and returns it."""
+        rows = self.sequences
+        assert rows is not None
+        with torch.enable_grad():
+            out = model(rows.ids, rows.attention_mask, rows.response_width, **self.options[name])
+        self.kept.by_model[name] = out
+        return out
+
+    def take(self) -> KeptOutputs:
+        """Returns the outputs that are kept and forgets them."""
+        kept, self.kept = self.kept, KeptOutputs(None, {})
+        return kept if kept.by_model else KeptOutputs(None, {})
