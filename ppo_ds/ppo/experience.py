@@ -182,11 +182,6 @@ class ExperienceMaker:
         logprobs = old_logprobs = ref_logprobs = values = entropy = None
         with nullcontext() if self.kept is None else self.kept.of_rollout(rollout, plan):
             fault("score")
-            if self.old_logprobs == "rollout":
-                logprobs = old_logprobs = rollout.logprobs
-            elif self.old_logprobs == "forward":
-                with self.timer("old_logprobs"):  # log pi_old(a|s), training engine, dropout 0
-                    logprobs, old_logprobs, values, entropy = self.forward_actor(rollout, plan)
             if self.reference is not None:
                 with self.timer("ref_logprobs"), self.reference.resident():  # log pi_ref(a|s)
                     ref_logprobs = self._logprobs(self.reference, rollout, plan)
@@ -194,6 +189,12 @@ class ExperienceMaker:
                 with self.timer("values"):  # V(s)
                     outputs = self.forward("critic", self.critic, rollout, plan)
                     values = scatter_states(outputs, rollout, plan)
+            if self.old_logprobs == "rollout":
+                logprobs = old_logprobs = rollout.logprobs
+            elif self.old_logprobs == "forward":  # last, since the graph may be kept
+                with self.timer("old_logprobs"):  # log pi_old(a|s), training engine, dropout 0
+                    logprobs, old_logprobs, trunk_values, entropy = self.forward_actor(rollout, plan)
+                values = trunk_values if self.share_trunk else values
         return logprobs, old_logprobs, ref_logprobs, values, entropy
 
     def forward(

@@ -8,7 +8,7 @@ critic's are computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -190,12 +190,12 @@ class Learner:
         kl_coef: float,
         critic_only: bool,
         metrics: MetricSums,
-        kept: Mapping[str, Any],
+        kept: dict[str, Any],
     ) -> tuple[dict[str, Tensor], ActorBackward | None]:
         """Accumulates the gradients of one optimizer step and returns the losses by model.
 
         ``micros`` are this rank's micro-batches of ``minibatch``. ``kept`` has outputs of the only
-        micro-batch, by model.
+        micro-batch, by model; they are removed, so that their graphs are freed after the backward.
         """
         totals, value_totals = self.totals(minibatch)
         losses: dict[str, Tensor] = {}
@@ -206,12 +206,12 @@ class Learner:
             if name == "actor" and not critic_only:
                 with self.timer("update_actor"):
                     actor = self.backward_actor(
-                        micros, totals, value_totals, kl_coef, metrics, kept.get(name)
+                        micros, totals, value_totals, kl_coef, metrics, kept.pop(name, None)
                     )
                 losses[name] = actor.loss
             if name == "critic" and self.critic is not None:
                 with self.timer("update_critic"):
-                    losses[name] = self.backward_critic(micros, value_totals, metrics, kept.get(name))
+                    losses[name] = self.backward_critic(micros, value_totals, metrics, kept.pop(name, None))
         return losses, actor
 
     def step_or_skip(

@@ -15,10 +15,12 @@ from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.ppo import advantages as advantages_module
 from ppo_ds.ppo import experience as experience_module
 from ppo_ds.ppo import learner as learner_module
+from ppo_ds.ppo.kept_forwards import KeptForwards, KeptOutputs
 from ppo_ds.types import Experience
 
 totals, microbatch_rows = learner_module.batch_totals, learner_module.microbatch_rows
 normalize, backward = advantages_module.normalize_advantages, TrainedModel.backward
+take = KeptForwards.take
 
 
 def no_ranks_in_the_scale(masks: Any, dp_size: int, norm: float) -> Any:
@@ -53,6 +55,10 @@ def always_the_last(self: TrainedModel, loss: Any, last: bool) -> None:
     backward(self, loss, last=True)
 
 
+def rows_without_outputs(self: KeptForwards) -> KeptOutputs:
+    return KeptOutputs(take(self).rows, {})
+
+
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "ranks forgotten in the scale": (learner_module, "batch_totals", no_ranks_in_the_scale),
     "rows instead of tokens": (learner_module, "batch_totals", rows_instead_of_tokens),
@@ -60,6 +66,8 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "advantages whitened on each rank": (advantages_module, "normalize_advantages", whitened_alone),
     "a micro-batch replaced by another": (learner_module, "microbatch_rows", first_again_instead_of_last),
     "each micro-batch taken for the last": (TrainedModel, "backward", always_the_last),
+    # not a mistake, but the slower way to the same results
+    "graphs dropped before the update": (KeptForwards, "take", rows_without_outputs),
 }
 
 

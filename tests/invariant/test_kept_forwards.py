@@ -1,0 +1,100 @@
+"""Tests that an update on kept graphs gives the bits of an update with a second forward of the same rows.
+
+Each case is a run of four steps on two ranks with one optimizer step each, on one ZeRO stage. It runs with
+kept graphs, and with graphs that are dropped before the update, which then computes them again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_ds.build.algorithm import kept_roles
+from tests.invariant import invariant_assets
+from tests.invariant.invariant_runs import ASSETS, Case, Launches, case, staged
+from tests.ppo.preset_runs import composed
+from tests.support.ranks import RankServer
+
+STEPS = 4
+ONE_STEP: dict[str, Any] = {
+    "run": {"steps": STEPS},
+    "data": {"path": f"{ASSETS}/same.jsonl"},  # similar lengths, so that a rank needs one micro-batch
+    "algo": {"epochs": 1, "minibatch_size": None},
+    "memory": {"rollout_tokens": 4096, "score_tokens": 4096, "train_tokens": 4096},
+}
+DROPPED = "graphs dropped before the update"
+SOURCES = {  # setting -> keys, and the models whose forward is kept
+    "both graphs": ({"memory": {"reuse_forwards": "all"}}, {"actor", "critic"}),
+    "decoded log-probs": ({"algo": {"old_logprobs": "rollout"}}, {"critic"}),
+}
+WITH = [(stage, "both graphs") for stage in range(4)] + [(3, "decoded log-probs")]
+
+
+def cases() -> list[Case]:
+    found = []
+    for stage, source in WITH:
+        overlays = [ONE_STEP, SOURCES[source][0], staged(stage)]
+        for label, switches in (("kept", {}), ("dropped", {"mistake": DROPPED})):
+            found.append(case(f"{stage} {source} {label}", *overlays, generate="sample", **switches))
+    return found
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> Launches:
+    root = tmp_path_factory.mktemp("kept")
+    invariant_assets.make(root)
+    found = Launches(root, rank_server)
+    found.launch(2, cases())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "source"), WITH)
+def test_results_are_those_of_a_second_forward(launches: Launches, stage: int, source: str) -> None:
+    kept, dropped = (launches[f"2/{stage} {source} {label}"] for label in ("kept", "dropped"))
+    # forwards with gradients: one for each step, and one more for each graph that was dropped
+    models = SOURCES[source][1]
+    assert kept.found["layer_runs"] == {"actor": STEPS, "critic": STEPS}
+    assert dropped.found["layer_runs"] == {
+        name: STEPS * (2 if name in models else 1) for name in ("actor", "critic")
+    }
+    assert kept.steps == dropped.steps and kept.found["norms"] == dropped.found["norms"]
+    assert kept.tensors.keys() == dropped.tensors.keys()
+    for name, tensor in kept.tensors.items():
+        assert torch.equal(tensor, dropped.tensors[name]), name
+    # the runs have trained
+    assert min(min(norms) for norms in kept.found["norms"].values()) > 0
+
+
+def roles(*overrides: str) -> tuple[str, ...]:
+    return kept_roles(composed("standard", "algo.epochs=1", "algo.minibatch_size=null", *overrides))
+
+
+def test_one_graph_is_kept_unless_all_are_asked_for() -> None:
+    assert roles() == ("actor",)
+    assert roles("memory.reuse_forwards=all") == ("actor", "critic")
+    assert roles("memory.reuse_forwards=off") == ()
+    # no forward of the actor comes before the update
+    assert roles("algo.old_logprobs=rollout") == ("critic",)
+    assert roles("algo.kl.place=loss") == ("critic",)
+
+
+@pytest.mark.parametrize("more", ["algo.epochs=2", "algo.minibatch_size=1"])
+def test_no_graph_is_kept_for_a_second_optimizer_step(more: str) -> None:
+    assert roles(more, "memory.reuse_forwards=all") == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "kept"),
+    [
+        ("algo.old_policy=lagged", ("critic",)),
+        ("actor.lora.rank=2", ("critic",)),
+        ("critic.lora.rank=2", ("actor",)),
+        ("algo.policy.top_entropy=0.5", ("critic",)),
+        ("critic.share_trunk=true", ("actor",)),
+    ],
+)
+def test_a_model_with_other_forwards_before_its_backward_is_excluded(override: str, kept: Any) -> None:
+    assert roles(override, "memory.reuse_forwards=all") == kept
