@@ -52,7 +52,7 @@ class Settings:
 
 
 # TRL's PPOTrainer does not clip gradients, whatever its max_grad_norm
-PPO = Settings("ppo", steps=100, save_every=5, prompts=256, samples=1, epochs=4, kl_coef=0.05, grad_clip=0.0)
+PPO = Settings("ppo", steps=60, save_every=5, prompts=256, samples=1, epochs=4, kl_coef=0.05, grad_clip=0.0)
 GRPO = Settings(
     "grpo", steps=200, save_every=10, prompts=32, samples=8, epochs=1, kl_coef=0.04, grad_clip=1.0
 )
