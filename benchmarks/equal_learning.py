@@ -16,8 +16,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -29,7 +29,7 @@ sys.path[:] = [
 ]
 
 NAMES = {"ours": "ppo_ds", "trl": "TRL"}
-KLS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # at which the table compares the scores
+KLS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)  # at which the table compares the scores
 
 
 @dataclass(frozen=True)
@@ -265,56 +265,44 @@ def summary(points: list[dict[str, float]]) -> str:
     )
 
 
-def score_at(points: list[dict[str, float]], kl: float) -> float | None:
-    """Interpolates the score at the point where a run first reaches this KL; None if it never does."""
-    for before, after in pairwise(points):
-        if before["kl"] < kl <= after["kl"]:
-            share = (kl - before["kl"]) / (after["kl"] - before["kl"])
-            return before["score"] + share * (after["score"] - before["score"])
-    return None
+def best_score(points: list[dict[str, float]], kl: float) -> float:
+    """Returns the highest score among the policies of a run whose KL is at most ``kl``.
+
+    The KL of a run does not rise steadily, so a run has several scores at one KL.
+    """
+    return max(point["score"] for point in points if point["kl"] <= kl)
 
 
 def table(runs: list[dict[str, Any]]) -> list[str]:
-    """Formats mean and range over the seeds of the score at several KLs, as Markdown.
-
-    A KL that some run does not reach is left out.
-    """
+    """Formats mean and range over the seeds of the best score within several KLs, as Markdown."""
     trainers = list(dict.fromkeys(run["trainer"] for run in runs))
     lines = [
-        "| KL, nats | " + " | ".join(f"{NAMES[trainer]}, score" for trainer in trainers) + " |",
-        "|--:|" + "--:|" * len(trainers),
+        "| | " + " | ".join(NAMES[trainer] for trainer in trainers) + " |",
+        "|---|" + "--:|" * len(trainers),
     ]
-    for kl in KLS:
-        cells = []
-        for trainer in trainers:
-            scores = [score_at(run["points"], kl) for run in runs if run["trainer"] == trainer]
-            cells.append(_spread([score for score in scores if score is not None], len(scores)))
-        if all(cells):
-            lines.append(f"| {kl:g} | " + " | ".join(cells) + " |")
-    ends = {
-        "last step: score": ("score", 3),
-        "last step: KL, nats": ("kl", 3),
-        "seconds": ("seconds", 0),
-        "CPU seconds": ("cpu_seconds", 0),
-    }
-    for title, (key, digits) in ends.items():
-        last = [[run["points"][-1][key] for run in runs if run["trainer"] == trainer] for trainer in trainers]
-        cells = [_spread(values, len(values), digits) for values in last]
+
+    def add(title: str, digits: int, value: Callable[[list[dict[str, float]]], float]) -> None:
+        found = [[value(run["points"]) for run in runs if run["trainer"] == trainer] for trainer in trainers]
+        cells = (
+            f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+            for values in found
+        )
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
+
+    for kl in KLS:
+        add(f"best score at a KL of at most {kl:g}", 3, lambda points, kl=kl: best_score(points, kl))
+    add("score after the last step", 3, lambda points: points[-1]["score"])
+    add("KL after the last step, nats", 3, lambda points: points[-1]["kl"])
+    add("seconds of training", 0, lambda points: points[-1]["seconds"])
+    add("CPU seconds of training", 0, lambda points: points[-1]["cpu_seconds"])
     return lines
-
-
-def _spread(values: list[float], count: int, digits: int = 3) -> str:
-    """Returns mean and range, or an empty text if some of the ``count`` values are missing."""
-    if len(values) < count:
-        return ""
-    return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def draw(runs: list[dict[str, Any]], file: Path) -> None:
     """Draws the score over KL, seconds and CPU seconds: thin lines for the seeds, thick ones for their mean.
 
-    A point of a mean is the mean of one step over the seeds.
+    Over KL it is ``best_score``, with a dot for each policy. A point of a mean over time is the mean of one
+    step over the seeds.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -322,29 +310,32 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
     figure = Figure(figsize=(12, 4), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 3, sharey=True)
-    titles = {
-        "kl": "KL to the initial policy, nats per response",
-        "seconds": "seconds of training",
-        "cpu_seconds": "CPU seconds of training",
-    }
-    for axes, (key, title) in zip(panels, titles.items(), strict=True):
-        for i, trainer in enumerate(dict.fromkeys(run["trainer"] for run in runs)):
-            seeds = [run["points"] for run in runs if run["trainer"] == trainer]
+    widest = max(point["kl"] for run in runs for point in run["points"])
+    kls = [widest * i / 200 for i in range(201)]
+    for i, trainer in enumerate(dict.fromkeys(run["trainer"] for run in runs)):
+        seeds = [run["points"] for run in runs if run["trainer"] == trainer]
+        thin = {"color": f"C{i}", "lw": 0.7, "alpha": 0.6}
+        thick = {"color": f"C{i}", "lw": 2.2, "label": f"{NAMES[trainer]}, mean of {len(seeds)} seeds"}
+        for points in seeds:
+            panels[0].plot(
+                [p["kl"] for p in points], [p["score"] for p in points], ".", ms=3, color=f"C{i}", alpha=0.5
+            )
+            panels[0].plot(kls, [best_score(points, kl) for kl in kls], **thin)
+        panels[0].plot(kls, [mean(best_score(points, kl) for points in seeds) for kl in kls], **thick)
+        for axes, key in zip(panels[1:], ("seconds", "cpu_seconds"), strict=True):
             for points in seeds:
-                axes.plot(
-                    [p[key] for p in points], [p["score"] for p in points], color=f"C{i}", lw=0.7, alpha=0.6
-                )
+                axes.plot([p[key] for p in points], [p["score"] for p in points], **thin)
             steps = list(zip(*seeds, strict=True))
             axes.plot(
                 [mean(p[key] for p in step) for step in steps],
                 [mean(p["score"] for p in step) for step in steps],
-                color=f"C{i}",
-                lw=2.2,
-                label=f"{NAMES[trainer]}, mean of {len(seeds)} seeds",
+                **thick,
             )
-        axes.set(xlabel=title)
+    labels = ("KL at most, nats per response", "seconds of training", "CPU seconds of training")
+    for axes, label in zip(panels, labels, strict=True):
+        axes.set(xlabel=label)
         axes.grid(alpha=0.3)
-    panels[0].set(ylabel="expected score on held-out prompts")
+    panels[0].set(ylabel="expected score, held-out prompts")
     panels[0].legend(fontsize=9)
     figure.suptitle(runs[0]["algorithm"].upper())
     figure.savefig(file, dpi=110)

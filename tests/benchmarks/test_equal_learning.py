@@ -17,9 +17,9 @@ import torch
 from benchmarks.equal_learning import (
     GRPO,
     PPO,
+    best_score,
     expected_score,
     kl_and_length,
-    score_at,
     table,
 )
 from benchmarks.equal_learning_ours import overrides
@@ -127,23 +127,25 @@ def test_this_trainer_gets_the_settings(settings, models, tokenizer, tmp_path: P
         assert (config.algo.policy.clip_low, config.algo.value.clip, config.algo.epochs) == (0.2, 0.2, 4)
 
 
-def test_scores_are_compared_where_a_run_first_reaches_the_kl() -> None:
-    points = [{"kl": kl, "score": score} for kl, score in ((0.0, 0.2), (0.2, 0.4), (0.1, 0.5), (0.3, 0.8))]
-    assert score_at(points, 0.1) == pytest.approx(0.3)
-    assert score_at(points, 0.25) == pytest.approx(0.5 + 0.75 * 0.3)
-    assert score_at(points, 0.31) is None
+def test_scores_are_compared_within_a_kl() -> None:
+    points = [{"kl": kl, "score": score} for kl, score in ((0.0, 0.2), (0.6, 0.1), (0.1, 0.5), (0.3, 0.8))]
+    assert [best_score(points, kl) for kl in (0.0, 0.1, 0.2, 0.3, 1.0)] == [0.2, 0.5, 0.5, 0.8, 0.8]
 
 
 def test_the_table_has_mean_and_range_over_the_seeds() -> None:
     def run(trainer: str, last: float) -> dict:
-        end = {"kl": 0.1, "score": last, "seconds": 2.0, "cpu_seconds": 1.0}
-        return {"trainer": trainer, "points": [{"kl": 0.0, "score": 0.0, "seconds": 0.0}, end]}
+        end = {"kl": 0.5, "score": last, "seconds": 2.0, "cpu_seconds": 1.0}
+        return {"trainer": trainer, "points": [{"kl": 0.0, "score": 0.1, "seconds": 0.0}, end]}
 
     lines = table([run("ours", 0.4), run("ours", 0.8), run("trl", 0.2)])
-    assert lines[2] == "| 0.02 | 0.120 (0.080 to 0.160) | 0.040 (0.040 to 0.040) |"
-    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| 0.02", "| 0.05", "| 0.1"]
-    assert lines[5] == "| last step: score | 0.600 (0.400 to 0.800) | 0.200 (0.200 to 0.200) |"
-    assert lines[-1] == "| CPU seconds | 1 (1 to 1) | 1 (1 to 1) |"
+    assert lines[0] == "| | ppo_ds | TRL |"
+    assert (
+        lines[3] == "| best score at a KL of at most 0.4 | 0.100 (0.100 to 0.100) | 0.100 (0.100 to 0.100) |"
+    )
+    assert (
+        lines[4] == "| best score at a KL of at most 0.6 | 0.600 (0.400 to 0.800) | 0.200 (0.200 to 0.200) |"
+    )
+    assert lines[-1] == "| CPU seconds of training | 1 (1 to 1) | 1 (1 to 1) |"
 
 
 @pytest.mark.slow
