@@ -67,11 +67,12 @@ def main(argv: list[str]) -> int:
             name: stack.enter_context(trainer(asked, variables, Path(folder) / name))
             for name, variables in args.setting
         }
-        for _ in range(2):  # the first steps allocate memory
-            for process in trainers.values():
-                next_step(process)
         for loops in args.busy:
             with busy(loops):
+                # The control of ppo_ds measures every 20 s. The first steps also allocate memory.
+                end = time.monotonic() + args.settle
+                while time.monotonic() < end:
+                    measure(trainers, rounds=1)
                 found = measure(trainers, args.rounds)
             print("\n".join(table(loops, found)), flush=True)
     return 0
@@ -85,6 +86,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--threads", type=int, help="threads of each trainer; default: all cores")
     p.add_argument("--prompts", type=int, help="prompts of one PPO step; default: the workload's")
     p.add_argument("--busy", type=int, nargs="+", default=[0, 2, 4], help="numbers of busy processes")
+    p.add_argument("--settle", type=float, default=25.0, help="seconds of steps before each measurement")
     p.add_argument("--rounds", type=int, default=5, help="steps of each trainer beside each of these numbers")
     p.add_argument(
         "--setting",
@@ -204,8 +206,6 @@ def measure(trainers: Mapping[str, subprocess.Popen[str]], rounds: int) -> dict[
     for i in range(rounds):
         for name in list(trainers)[:: -1 if i % 2 else 1]:
             found[name].append(next_step(trainers[name]))
-        seconds = "  ".join(f"{name} {steps[-1]['seconds']:.2f}" for name, steps in found.items())
-        print(f"round {i + 1}: {seconds} s", file=sys.stderr, flush=True)
     return found
 
 

@@ -28,8 +28,9 @@ MAPS = Path("/proc/self/maps")
 USER_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 # libgomp and the runtimes of Intel and LLVM, which can take its place with LD_PRELOAD
 RUNTIMES = re.compile(r"\S*/(libgomp|libiomp5|libomp)\b[^/\s]*\.so\S*")
-WINDOW_SECONDS = 0.3  # time of one measurement, during which the threads spin
-SLEEP_SECONDS = 10.0  # time between a measurement on a busy machine and the next one
+# Time of one measurement, during which the threads spin. Shorter ones take single moments for a busy machine.
+WINDOW_SECONDS = 1.0
+SLEEP_SECONDS = 20.0  # time between a measurement on a busy machine and the next one
 IDLE_SECONDS = 1.0  # the same if the process computed nothing during the measurement
 # Share of its time that a thread waits for a core on a busy machine. A program of equal priority on the same
 # core makes it 0.5. Beside programs of low priority (nice) it stays small, and there spinning is faster.
@@ -130,11 +131,11 @@ def thread_times(tasks: Path) -> dict[str, Times]:
 def waiting_share(before: Mapping[str, Times], after: Mapping[str, Times], seconds: float) -> float | None:
     """Returns the largest share of its time that a thread has waited for a core.
 
-    Threads that slept during more than half of the ``seconds`` do not count. Returns None if all did.
+    Threads that slept during three quarters of the ``seconds`` do not count. Returns None if all did.
     """
     shares = []
     for thread in before.keys() & after.keys():
         running, waiting = (new - old for new, old in zip(after[thread], before[thread], strict=True))
-        if running + waiting > seconds * 1e9 / 2:
+        if running + waiting > seconds * 1e9 / 4:
             shares.append(waiting / (running + waiting))
     return max(shares, default=None)

@@ -30,7 +30,18 @@ def test_ratios_are_medians_over_rounds():
 @pytest.mark.slow
 def test_it_measures_beside_a_busy_process():
     done = subprocess.run(
-        [sys.executable, "benchmarks/busy.py", "W0", "--dry", "--busy", "1", "--rounds", "1"],
+        [
+            sys.executable,
+            "benchmarks/busy.py",
+            "W0",
+            "--dry",
+            "--busy",
+            "1",
+            "--rounds",
+            "1",
+            "--settle",
+            "0.1",
+        ],
         cwd=ROOT,
         env=environment(),
         capture_output=True,

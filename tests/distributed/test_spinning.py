@@ -49,7 +49,7 @@ def test_times_of_the_threads_in_the_kernels_format(tmp_path: Path) -> None:
     [
         ([200, 200], [0, 0], 0.0),
         ([200, 100], [0, 100], 0.5),  # the thread that waits longest delays all others
-        ([150, 10], [0, 40], 0.0),  # the second one slept most of the time
+        ([150, 10], [0, 30], 0.0),  # the second one slept most of the time
         ([10, 0], [10, 0], None),  # so did both
     ],
 )
@@ -87,8 +87,8 @@ def test_the_threads_sleep_after_each_busy_measurement(monkeypatch: pytest.Monke
     monkeypatch.setattr("time.sleep", lambda seconds: events.append(str(seconds)))
     with pytest.raises(Ended):
         spinning.control(None, 3)  # type: ignore[arg-type]
-    busy, idle = (["3 idle threads", seconds, "none"] for seconds in ("10.0", "1.0"))
-    assert events == ["0.3"] * 3 + busy + ["0.3"] + idle + ["0.3"] * 3
+    busy, idle = (["3 idle threads", seconds, "none"] for seconds in ("20.0", "1.0"))
+    assert events == ["1.0"] * 3 + busy + ["1.0"] + idle + ["1.0"] * 3
 
 
 @pytest.mark.parametrize("name", spinning.USER_SETTINGS)
