@@ -141,8 +141,9 @@ def experience_maker(
 def kept_roles(config: Config) -> tuple[str, ...]:
     """Returns the models whose forwards before the update also serve for the update.
 
-    With memory.reuse_forwards=auto this is the actor, if a forward before the update computes its log-probs,
-    and otherwise the critic. At most one graph is then in memory, as without kept forwards.
+    With memory.reuse_forwards=auto this is at most the actor, whose backward is the first of the update, so
+    that peak memory stays the same. The critic's graph adds to it: its gradients, or the graph itself, are
+    then in memory during the actor's backward.
 
     Other forwards of the same weights between a forward and its backward exclude a model: those of the
     reference or the reward model that is the same model without its adapters, and of the lagged policy. PTX
@@ -158,9 +159,7 @@ def kept_roles(config: Config) -> tuple[str, ...]:
         or algo.policy.top_entropy is not None
     )
     actor = old_logprobs_source(config) == "forward" and not excluded
-    critic = has_critic(config) and config.critic.lora.rank == 0
-    if reuse == "auto" and actor:
-        critic = False
+    critic = reuse == "all" and has_critic(config) and config.critic.lora.rank == 0
     return tuple(name for name, kept in (("actor", actor), ("critic", critic)) if kept)
 
 

@@ -27,7 +27,10 @@ ONE_STEP: dict[str, Any] = {
 DROPPED = "graphs dropped before the update"
 SOURCES = {  # setting -> keys, and the models whose forward is kept
     "both graphs": ({"memory": {"reuse_forwards": "all"}}, {"actor", "critic"}),
-    "decoded log-probs": ({"algo": {"old_logprobs": "rollout"}}, {"critic"}),
+    "decoded log-probs": (
+        {"algo": {"old_logprobs": "rollout"}, "memory": {"reuse_forwards": "all"}},
+        {"critic"},
+    ),
 }
 WITH = [(stage, "both graphs") for stage in range(4)] + [(3, "decoded log-probs")]
 
@@ -77,8 +80,9 @@ def test_one_graph_is_kept_unless_all_are_asked_for() -> None:
     assert roles("memory.reuse_forwards=all") == ("actor", "critic")
     assert roles("memory.reuse_forwards=off") == ()
     # no forward of the actor comes before the update
-    assert roles("algo.old_logprobs=rollout") == ("critic",)
-    assert roles("algo.kl.place=loss") == ("critic",)
+    for without_forward in ("algo.old_logprobs=rollout", "algo.kl.place=loss"):
+        assert roles(without_forward) == ()
+        assert roles(without_forward, "memory.reuse_forwards=all") == ("critic",)
 
 
 @pytest.mark.parametrize("more", ["algo.epochs=2", "algo.minibatch_size=1"])

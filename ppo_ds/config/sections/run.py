@@ -98,7 +98,7 @@ class MemoryConfig(Section):
     reuse_forwards: Literal["auto", "all", "off"] = Field(
         "auto",
         description="With one optimizer step per rollout, trains on the graphs of the forwards that compute "
-        "log-probs or values, without a second forward; auto: of one model, so that one graph is in memory; "
+        "log-probs or values, without a second forward; auto: of the actor, which needs no more memory; "
         "all: of actor and critic.",
     )
 
