@@ -20,16 +20,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x is [...,H] and weight [H]. The result has the dtype of ``weight``.
     """
     if not torch.is_grad_enabled():
-        return _normalized(x, _inverse_rms(x, eps), weight)
+        states = x.float()
+        return _normalized(states, _inverse_rms(states, eps), weight)
     return _RMSNorm.apply(x, x if x.dtype == torch.float32 else None, weight, eps)
 
 
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    return x.float().square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+def _inverse_rms(states: Tensor, eps: float) -> Tensor:
+    return states.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
-def _normalized(x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
-    return (x.float() * inverse).to(weight.dtype).mul_(weight)
+def _normalized(states: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+    return (states * inverse).to(weight.dtype).mul_(weight)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -43,10 +44,11 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, again: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        inverse = _inverse_rms(x, eps)
+        states = x.float()
+        inverse = _inverse_rms(states, eps)
         # the parameter itself is saved: ZeRO-3 gathers it again for the backward
         ctx.save_for_backward(x, weight, inverse)
-        return _normalized(x, inverse, weight)
+        return _normalized(states, inverse, weight)
 
     @staticmethod
     @once_differentiable
