@@ -52,16 +52,18 @@ def print_table() -> None:
         one, two = (updates[f"{what} {number} micro-batches"] for number in (1, 2))
         rows[f"update ({what}), one micro-batch"] = [one]
         rows[f"update ({what}), each further one"] = [two, one]
-    print("| | waits | blocking uploads | asynchronous uploads | captures |\n|---|---|---|---|---|")
+    print("| | waits | blocking uploads | asynchronous uploads | captures | kernels per token |")
+    print("|---|---|---|---|---|---|")
     for name, (report, *less) in rows.items():
         if report.error:
-            print(f"| {name} | {report.error.strip().splitlines()[-1][:100]} | | | |")
+            print(f"| {name} | {report.error.strip().splitlines()[-1][:100]} | | | | |")
             continue
         counts = [
             getattr(report, column).total() - sum(getattr(other, column).total() for other in less)
             for column in ("waits", "blocking_uploads", "pinned_uploads")
         ]
-        print("|", " | ".join([name, *map(str, counts), str(report.facts.get("captures", 0))]), "|")
+        facts = [str(report.facts.get(fact, "")) for fact in ("captures", "kernels")]
+        print("|", " | ".join([name, *map(str, counts), *facts]), "|")
 
 
 def main() -> int:

@@ -52,6 +52,16 @@ READS = {
     aten.allclose.default,
 }
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+# Operations that launch no kernel, besides those that return views.
+WITHOUT_KERNEL = {
+    aten._local_scalar_dense.default,
+    aten._reshape_alias.default,
+    aten._unsafe_view.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+}
 # folders with the code whose lines a report names
 SOURCES = (
     *(str(Path(find_spec(name).origin).parent) + os.sep for name in ("ppo_ds", "transformers")),
@@ -104,6 +114,8 @@ class FakeCuda(TorchDispatchMode):
         if not on_device and target != "cuda":
             return func(*args, **kwargs)
         self.report.operations[str(func)] += 1
+        if func.namespace == "aten" and not func.is_view and func not in WITHOUT_KERNEL:
+            self.report.kernels[str(func)] += 1
         if func is aten._local_scalar_dense.default:
             self.note_wait("a number is read")
             return self.numbers(args[0]).item()

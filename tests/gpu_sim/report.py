@@ -22,6 +22,7 @@ class Report:
     downloads: Counter[str] = field(default_factory=Counter)  # asynchronous copies to pinned memory
     in_capture: Counter[str] = field(default_factory=Counter)  # waits and uploads inside a graph capture
     operations: Counter[str] = field(default_factory=Counter)  # all operations on the device
+    kernels: Counter[str] = field(default_factory=Counter)  # operations that launch at least one kernel
     facts: dict[str, Any] = field(default_factory=dict)  # numbers that a case adds
     error: str | None = None  # traceback of a case that failed
 
@@ -35,6 +36,7 @@ class Report:
             self.downloads,
             self.in_capture,
             self.operations,
+            self.kernels,
         ):
             counter.clear()
 

@@ -44,3 +44,10 @@ def test_all_but_the_first_steps_are_replays(report_of, case):
     facts = report_of("decoding", case).facts
     assert facts["warm_ups"] + facts["replays"] == facts["steps"]
     assert facts["captures"] == facts["warm_ups"] <= 2
+
+
+def test_a_step_launches_few_kernels_and_none_for_stop_strings_or_waves(report_of):
+    """Qwen2 with one layer launches 133 kernels per token with all filters; see docs/performance.md."""
+    kernels = {case: report_of("decoding", case).facts["kernels"] for case in CASES["decoding"]}
+    assert kernels["stop strings"] == kernels["two waves"] == kernels["qwen2"]
+    assert 100 < kernels["qwen2"] <= 140

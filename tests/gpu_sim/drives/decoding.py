@@ -28,6 +28,7 @@ class Recorder:
     def __init__(self, device: FakeCuda):
         self._device = device
         self.steps = self.warm_ups = self.captures = self.replays = 0
+        self.kernels = 0  # of the last captured step
 
     def warm_up(self, step: Callable[[], None]) -> None:
         self.warm_ups += 1
@@ -37,10 +38,12 @@ class Recorder:
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         self.captures += 1
         self._device.capturing = True
+        before = self._device.report.kernels.total()
         try:
             step()
         finally:
             self._device.capturing = False
+        self.kernels = self._device.report.kernels.total() - before
         return self.replay
 
     def replay(self) -> None:
@@ -107,6 +110,7 @@ def decode(
         "warm_ups": recorder.warm_ups,
         "captures": recorder.captures,
         "replays": recorder.replays,
+        "kernels": recorder.kernels,
     }
 
 
