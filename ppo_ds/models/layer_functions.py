@@ -97,7 +97,7 @@ def attention_forward(kind: Any, function: Callable[..., Any]) -> Callable[..., 
     forward = kind.forward
     if not isfunction(forward) or _ROTARY not in forward.__code__.co_names:
         return None
-    own = forward.__globals__.get(_ROTARY)
+    own: Any = forward.__globals__.get(_ROTARY)
     if not _is_usual_rotary(own):
         return None
 
