@@ -15,6 +15,8 @@ busy machine. Figures: docs/performance.md, "Threads on a busy machine".
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import re
 import threading
 import time
@@ -26,8 +28,8 @@ from typing import NamedTuple
 TASKS = Path("/proc/self/task")
 MAPS = Path("/proc/self/maps")
 USER_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-# libgomp and the runtimes of Intel and LLVM, which can take its place with LD_PRELOAD
-RUNTIMES = re.compile(r"\S*/(libgomp|libiomp5|libomp)\b[^/\s]*\.so\S*")
+# libgomp and the runtimes of Intel and LLVM, which can take its place with LD_PRELOAD. Paths may have spaces.
+RUNTIMES = re.compile(r"/(?:.*/)?(libgomp|libiomp5|libomp)\b[^/\s]*\.so\S*")
 # Time of one measurement, during which the threads spin. Shorter ones take single moments for a busy machine.
 WINDOW_SECONDS = 1.0
 SLEEP_SECONDS = 20.0  # time between a measurement on a busy machine and the next one
@@ -35,7 +37,12 @@ IDLE_SECONDS = 1.0  # the same if the process computed nothing during the measur
 # Share of its time that a thread waits for a core on a busy machine. A program of equal priority on the same
 # core makes it 0.5. Beside programs of low priority (nice) it stays small, and there spinning is faster.
 BUSY = 0.3
-MAX_IDLE_THREADS = 64  # more would be too many for the limits of some containers
+# Where more would be needed, there is no control: libgomp ends the process if it cannot create a thread, and
+# each rank creates its own. With far more cores than threads, the threads of a rank rarely share a core.
+# libgomp counts cores without regard to CPU quotas: with a quota of 2 on 64 cores, 64 would be needed.
+MAX_IDLE_THREADS = 8
+
+log = logging.getLogger(__name__)
 
 
 class Times(NamedTuple):
@@ -53,18 +60,24 @@ def start_spin_control(threads: int, cores: int, environment: Mapping[str, str])
         cores: Number of cores on which this process may run, which libgomp compares its threads with.
 
     Returns:
-        How waiting threads behave, for the banner. Empty if there is only one thread, or if nothing is known
-        because the OpenMP runtime is not libgomp or the kernel does not count waiting times.
+        How waiting threads behave, for the banner. Empty without a control: if there is only one thread or
+        far more cores than threads, if the OpenMP runtime is not libgomp, or if the kernel does not count
+        waiting times.
     """
     if threads == 1:
         return ""
     if given := [f"{name}={environment[name]}" for name in USER_SETTINGS if name in environment]:
         return f"waits: {', '.join(given)}"
-    runtime = find_libgomp(MAPS.read_text()) if MAPS.exists() else None
     idle = cores - threads + 2  # with these, the process has one OpenMP thread more than cores
-    if runtime is None or not thread_times(TASKS) or idle > MAX_IDLE_THREADS:
+    if idle > MAX_IDLE_THREADS or not thread_times(TASKS):
         return ""
-    library = ctypes.CDLL(runtime)
+    try:
+        runtime = find_libgomp(os.fsdecode(MAPS.read_bytes()))
+        if runtime is None:
+            return ""
+        library = ctypes.CDLL(runtime)
+    except OSError:  # /proc cannot be read, or the library's file has been deleted since it was loaded
+        return ""
     threading.Thread(target=control, args=(library, max(2, idle)), name="spin control", daemon=True).start()
     return "waits: spinning, asleep on a busy machine"
 
@@ -79,13 +92,18 @@ def control(library: ctypes.CDLL, idle: int) -> None:
     """Measures the waiting times again and again, and lets the threads sleep while the machine is busy.
 
     The threads spin during each measurement, since those that sleep would wait for a core also on a machine
-    where spinning is better. While the process computes nothing, the last result stays.
+    where spinning is better. While the process computes nothing, the last result stays. Ends with a warning
+    if the times can no longer be read. The threads then spin as the runtime decides.
     """
     busy = False
     while True:
         before = thread_times(TASKS)
         time.sleep(WINDOW_SECONDS)
-        share = waiting_share(before, thread_times(TASKS), WINDOW_SECONDS)
+        after = thread_times(TASKS)
+        if not before or not after:
+            log.warning("%s/*/schedstat: not readable any more; OpenMP threads now always spin", TASKS)
+            return
+        share = waiting_share(before, after, WINDOW_SECONDS)
         busy = busy if share is None else share > BUSY
         if busy:
             with idle_threads(library, idle):
@@ -99,9 +117,9 @@ def idle_threads(library: ctypes.CDLL, count: int) -> Iterator[None]:
     A thread that ends also ends the team that it has started.
     """
     started, done = threading.Event(), threading.Event()
+    no_effect = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
 
     def keep() -> None:
-        no_effect = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
         library.GOMP_parallel(no_effect, None, ctypes.c_uint(count), ctypes.c_uint(0))
         started.set()
         done.wait()
@@ -117,21 +135,27 @@ def idle_threads(library: ctypes.CDLL, count: int) -> Iterator[None]:
 
 
 def thread_times(tasks: Path) -> dict[str, Times]:
-    """Returns the times of all threads by their ids; empty if the kernel does not count them."""
+    """Returns the times of all threads by their ids; empty if they cannot be read or are not counted."""
     found = {}
-    for file in tasks.glob("*/schedstat"):
+    try:
+        threads = os.listdir(tasks)
+    except OSError:  # no /proc, or too many open files
+        return {}
+    for thread in threads:
         try:
-            running, waiting, _ = map(int, file.read_text().split())
+            running, waiting, _ = map(int, (tasks / thread / "schedstat").read_text().split())
         except (OSError, ValueError):  # the thread has ended
             continue
-        found[file.parent.name] = Times(running, waiting)
+        found[thread] = Times(running, waiting)
     return found
 
 
 def waiting_share(before: Mapping[str, Times], after: Mapping[str, Times], seconds: float) -> float | None:
     """Returns the largest share of its time that a thread has waited for a core.
 
-    Threads that slept during three quarters of the ``seconds`` do not count. Returns None if all did.
+    Threads that slept during three quarters of the ``seconds`` do not count. Returns None if all did. Any
+    other thread counts, also one that is not OpenMP's, because the kernel does not tell them apart. If such a
+    thread waits for a core, more threads are ready to run than there are cores, and spinning delays them too.
     """
     shares = []
     for thread in before.keys() & after.keys():
