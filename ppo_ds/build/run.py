@@ -69,6 +69,8 @@ def build_run(
     world = connect(
         config.run.timeout_minutes, config.run.verbose, config.run.threads, config.run.deterministic
     )
+    if config.run.matmul == "onednn" and not matmul.has_onednn():
+        raise UserError("run.matmul=onednn: this torch was built without oneDNN; use auto")
     matmul.use(config.run.matmul)
     store = RankStore()
     stop = StopRequest(world, config.run.max_minutes, store)

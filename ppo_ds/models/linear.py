@@ -29,7 +29,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes x weight^T + bias [...,N] of x [...,K]."""
-        if self.packed_weight is not None:
+        if self.packed_weight is not None and x.dtype == self.weight.dtype:
             return matmul.packed_linear(x, self.packed_weight, self.bias)
         return matmul.linear(x, self.weight, self.bias)
 

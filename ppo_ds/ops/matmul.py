@@ -24,9 +24,14 @@ Library = Literal["torch", "onednn"]
 SMALLEST = 2**21
 
 
+def has_onednn() -> bool:
+    """Returns whether this torch contains oneDNN with its operator for linear layers."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
 def faster_library(cpuinfo: Path = Path("/proc/cpuinfo")) -> Library:
     """Returns the library that multiplies fp32 matrices faster on this processor."""
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+    if not has_onednn():
         return "torch"
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
@@ -81,7 +86,7 @@ def packs(weight: Tensor) -> bool:
 def packed(weight: Tensor) -> Tensor:
     """Returns a copy of the weight in oneDNN's layout for products with few rows; it suits any other number.
 
-    The products are bit-identical to oneDNN's products with the weight itself.
+    The products equal oneDNN's products with the weight itself up to rounding.
     """
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 32)
 
@@ -93,9 +98,13 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def _takes(a: Tensor, b: Tensor, multiplications: int) -> bool:
-    """Returns whether oneDNN computes the product of a and b."""
-    large = _library == "onednn" and multiplications >= SMALLEST
-    return large and a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
+    """Returns whether oneDNN computes the product of a, which has at least two dimensions, and b.
+
+    Autocast is left to torch. oneDNN fails on empty matrices, which are below SMALLEST.
+    """
+    if _library == "torch" or multiplications < SMALLEST or a.dim() < 2 or torch.is_autocast_enabled("cpu"):
+        return False
+    return a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

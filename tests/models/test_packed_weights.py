@@ -51,6 +51,13 @@ def test_values_equal_those_in_float64(rows, biased):
     torch.testing.assert_close(found.double(), exact.detach(), rtol=0, atol=1e-5)
 
 
+def test_an_input_of_another_dtype_gives_the_error_of_torch():
+    layer = Linear(48, 80)
+    with packed_weights(layer, FEWEST_PRODUCTS), torch.no_grad():
+        with pytest.raises(RuntimeError, match="dtype"):
+            layer(torch.randn(3, 48).bfloat16())
+
+
 def test_values_in_bf16_equal_those_of_torch():
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN computes no products in bf16 on this processor")

@@ -112,6 +112,17 @@ def test_small_products_and_other_dtypes_are_left_to_torch(
     assert not products.called
 
 
+def test_vectors_and_autocast_are_left_to_torch(products: mock.Mock) -> None:
+    x, weight, bias = rows_and_weight(2048, 1024)
+    out = matmul.linear(x, weight, bias)
+    out.sum().backward()
+    assert torch.equal(out, F.linear(x, weight, bias)) and x.grad is not None
+    x, weight, bias = rows_and_weight(300, 96, 128)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert matmul.linear(x, weight, bias).dtype == torch.bfloat16
+    assert not products.called
+
+
 def test_torch_multiplies_everything_if_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "_library", "torch")
     x, weight, bias = rows_and_weight(300, 96, 128)
