@@ -65,7 +65,7 @@ class _RMSNorm(torch.autograd.Function):
         product = d_normalized * states
         # derivative of the inverse root, divided by the number of columns of the mean
         slope = (product.sum(-1, keepdim=True) * -0.5 * inverse.pow(3)).div_(x.shape[-1])
-        # 2x is computed first, as in autograd: it overflows where x does not, and the result is then not finite
+        # 2x is computed first, as in autograd: where it overflows and x does not, the result is not finite
         by_mean = torch.mul(states, 2, out=product).mul_(slope)
         by_numerator = d_normalized.mul_(inverse)
         if x.dtype == torch.float32:
