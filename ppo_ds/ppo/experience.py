@@ -74,13 +74,18 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def __call__(
-        self, rollout: Rollout, pending_scores: Pending[Scores], kl_coef: float
+        self, rollout: Rollout, pending_scores: Pending[Scores], kl_coef: float, critic_only: bool = False
     ) -> tuple[Experience, Metrics]:
-        """Makes the experience of all ranks from the rollout of this rank, with metrics. A collective."""
+        """Makes the experience of all ranks from the rollout of this rank, with metrics. A collective.
+
+        ``critic_only`` says that the update will train only the critic.
+        """
         if self.masked_stop_ids:
             rollout = mask_stops(rollout, self.masked_stop_ids)
         mask = rollout.response_mask
-        logprobs, old_logprobs, ref_logprobs, values, entropy = self.guard(self.forward_models)(rollout)
+        logprobs, old_logprobs, ref_logprobs, values, entropy = self.guard(self.forward_models)(
+            rollout, critic_only
+        )
 
         with self.timer("reward"):  # waits for scores that are computed in the background
             found = wait_for_scores(pending_scores, self.world, self.check)
@@ -172,7 +177,7 @@ class ExperienceMaker:
         sums.add_mean("parity/k3_token_mean", decode_to_training, mask)
 
     def forward_models(
-        self, rollout: Rollout
+        self, rollout: Rollout, critic_only: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Computes log-probs, old and reference log-probs [B,R], values [B,S], and entropies [B,R].
 
@@ -180,7 +185,7 @@ class ExperienceMaker:
         """
         plan = self.plan(rollout)
         logprobs = old_logprobs = ref_logprobs = values = entropy = None
-        with nullcontext() if self.kept is None else self.kept.of_rollout(rollout, plan):
+        with nullcontext() if self.kept is None else self.kept.of_rollout(rollout, plan, critic_only):
             fault("score")
             if self.reference is not None:
                 with self.timer("ref_logprobs"), self.reference.resident():  # log pi_ref(a|s)

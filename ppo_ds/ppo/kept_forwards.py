@@ -42,27 +42,31 @@ class KeptForwards:
     world: World
 
     # state
-    sequences: Sequences | None = field(init=False, default=None)  # rows of the forward; None: none is kept
+    off: bool = field(init=False, default=False)  # memory was short, so that no further forward is kept
+    names: tuple[str, ...] = field(init=False, default=())  # models whose next forward is kept
+    sequences: Sequences | None = field(init=False, default=None)  # rows of these forwards
     kept: KeptOutputs = field(init=False, default=KeptOutputs(None, {}))
 
     @contextmanager
-    def of_rollout(self, rollout: Sequences, plan: list[Tensor]) -> Iterator[None]:
+    def of_rollout(self, rollout: Sequences, plan: list[Tensor], critic_only: bool) -> Iterator[None]:
         """Allows forwards of ``rollout`` to be kept inside the block if ``plan`` permits it. A collective.
 
-        ``plan`` has the row indices of each forward. An exception that leaves the block drops the outputs.
+        ``plan`` has the row indices of each forward. With ``critic_only`` no forward of the actor is kept,
+        since the update does not train it. An exception that leaves the block drops the outputs.
         """
         self.kept = KeptOutputs(None, {})
-        if self.fits(rollout, plan):
+        names = tuple(name for name in self.options if name != "actor" or not critic_only)
+        if names and not self.off and self.fits(rollout, plan):
             (rows,) = plan
-            self.sequences = rollout.select(rows).trimmed()
+            self.names, self.sequences = names, rollout.select(rows).trimmed()
             self.kept = KeptOutputs(self.world.rank * len(rollout) + rows, {})
         try:
             yield
         except BaseException:
-            self.kept = KeptOutputs(None, {})
+            self.kept = KeptOutputs(self.kept.rows, {})
             raise
         finally:
-            self.sequences = None
+            self.names, self.sequences = (), None
 
     def fits(self, rollout: Sequences, plan: list[Tensor]) -> bool:
         """Returns whether all rows of each rank fit into one micro-batch and keeping it saves time.
@@ -80,7 +84,7 @@ class KeptForwards:
 
     def keeps(self, name: str) -> bool:
         """Returns whether the next forward of a model is kept."""
-        return self.sequences is not None and name in self.options
+        return name in self.names
 
     def forward(self, name: str, model: Callable[..., Any]) -> Any:
         """Runs ``model`` with gradients on the rows of the rollout, keeps its output and returns it."""
@@ -90,6 +94,16 @@ class KeptForwards:
             out = model(rows.ids, rows.attention_mask, rows.response_width, **self.options[name])
         self.kept.by_model[name] = out
         return out
+
+    def switch_off(self) -> str | None:
+        """Drops the outputs and keeps no further forward, if the last rollout permitted forwards to be kept.
+
+        Returns the setting with the same effect, or None if nothing has changed. Every rank returns the same.
+        """
+        if self.kept.rows is None:
+            return None
+        self.kept, self.off = KeptOutputs(None, {}), True
+        return "memory.reuse_forwards=off"
 
     def take(self) -> KeptOutputs:
         """Returns the outputs that are kept and forgets them."""

@@ -110,7 +110,9 @@ class Learner:
         """
         shuffle, steps_per_epoch = torch.Generator().manual_seed(seed), len(experience) // self.minibatch_size
         kept = KeptOutputs(None, {}) if self.kept is None else self.kept.take()
+        assert not (critic_only and "actor" in kept.by_model), "the actor's graph would not be used"
         if (found := first_nonfinite(experience)) is not None:
+            kept.by_model.clear()  # frees the graphs
             return experience, self.skip_rollout(experience, *found, shuffle, kl_coef, critic_only)
         fault("update")
         first_forward = experience.old_logprobs is None and not critic_only

@@ -118,8 +118,8 @@ class PPOTrainer:
         notes = prompt_notes(rollout, self.samples, self.context.world)
 
         # 2. log-probs, KL, values, scores, advantages
-        kl_coef = self.kl.value
-        experience, made = self.make_experience(rollout, scores, kl_coef)
+        kl_coef, critic_only = self.kl.value, index < self.algo.value.warmup_steps
+        experience, made = self.make_experience(rollout, scores, kl_coef, critic_only=critic_only)
         self.context.stop.raise_if_stopped()  # a later stop request does not interrupt the step
         # otherwise the update checks its first forward
         if experience.logprobs is not None and self.algo.old_logprobs == "recompute":
@@ -128,10 +128,7 @@ class PPOTrainer:
         # 3. clipped updates
         with self.context.budgets.ending(self.context.budgets.train, "the update"):
             experience, learned = self.learn(
-                experience,
-                kl_coef,
-                seed=self.minibatch_seed(index),
-                critic_only=index < self.algo.value.warmup_steps,
+                experience, kl_coef, seed=self.minibatch_seed(index), critic_only=critic_only
             )
         # MiniMind counts steps from 1 and renews its copy before each step whose number is a multiple of lag
         if self.lagged is not None and is_due(index + 2, self.algo.lag):

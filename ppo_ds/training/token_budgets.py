@@ -3,7 +3,7 @@
 Phases without collectives of DeepSpeed (generation with whole weights, scores, log-probs and values below
 ZeRO-3) are repeated: a rank that runs out of memory reports it at the end of the phase, all ranks halve
 the budget, restore their random states and run the phase again. Results are those of a run that had the
-smaller budget when the phase began.
+smaller budget when the phase began. A phase that can need less memory with the same budget does that first.
 
 Any other phase cannot be repeated, because the other ranks wait in a collective for the rank that has failed.
 That rank records half of the budget in the run directory and ends the run (distributed/watchdog.py), and the
@@ -98,18 +98,22 @@ class TokenBudgets:
         what: str,
         repeatable: bool,
         discard: Callable[[T], None] = lambda result: None,
+        economize: Callable[[], str | None] = lambda: None,
     ) -> Callable[P, T]:
         """Wraps a phase that uses ``budget``: if memory runs out, the phase is repeated or the run ends.
 
         ``what`` describes the phase in messages. A phase is ``repeatable`` if its only collectives are those
         at its beginning, before any memory is allocated, and those that ``guard_collective`` wraps. On a rank
         that has finished the phase before it is repeated, ``discard`` receives the result, which is not used.
+
+        ``economize`` makes the next runs of a phase need less memory with the same budget. It returns the
+        setting with the same effect, or None if nothing has changed, and is called before a budget is halved.
         """
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
             if repeatable:
-                return self._run_repeatable(budget, what, lambda: run(*args, **kwargs), discard)
-            with self.ending(budget, what):
+                return self._run_repeatable(budget, what, lambda: run(*args, **kwargs), discard, economize)
+            with self.ending(budget, what, economize):
                 return run(*args, **kwargs)
 
         return guarded
@@ -133,9 +137,17 @@ class TokenBudgets:
         return guarded
 
     def _run_repeatable(
-        self, budget: TokenBudget, what: str, run: Callable[[], T], discard: Callable[[T], None]
+        self,
+        budget: TokenBudget,
+        what: str,
+        run: Callable[[], T],
+        discard: Callable[[T], None],
+        economize: Callable[[], str | None],
     ) -> T:
-        """Runs a phase and repeats it with half the budget if a rank runs out of memory. A collective."""
+        """Runs a phase and repeats it with less memory if a rank runs out of memory. A collective.
+
+        All ranks either ``economize`` or halve the budget.
+        """
         while True:
             restore_rng = rng_snapshot(self.world)
             results, error, agreed = list[T](), None, False
@@ -155,10 +167,17 @@ class TokenBudgets:
                 return results[0]
             if results:
                 discard(results.pop())
-            if not budget.can_halve:
+            if (setting := economize()) is not None:
+                if self.world.is_main:
+                    log.warning(
+                        "warning: out of memory in %s: it is repeated with %s, which the run keeps",
+                        what, setting,
+                    )  # fmt: skip
+            elif not budget.can_halve:
                 raise self._exhausted(budget, what, error)
-            budget.halve()
-            self._announce(budget, what)
+            else:
+                budget.halve()
+                self._announce(budget, what)
             free_memory(self.world)
             restore_rng()
 
@@ -176,29 +195,38 @@ class TokenBudgets:
         self.on_change(self.numbers())
 
     @contextmanager
-    def ending(self, budget: TokenBudget, what: str) -> Iterator[None]:
+    def ending(
+        self, budget: TokenBudget, what: str, economize: Callable[[], str | None] = lambda: None
+    ) -> Iterator[None]:
         """Ends the run if memory runs out in the block, which cannot be repeated. Not a collective.
 
-        Half of the budget is recorded in the run directory for the next start.
+        Half of the budget is recorded in the run directory for the next start. The message also names the
+        setting that ``economize`` returns.
         """
         try:
             yield
         except torch.OutOfMemoryError as error:
+            setting = economize()
             if not budget.can_halve:
-                raise self._exhausted(budget, what, single_line(str(error))) from None
+                raise self._exhausted(budget, what, single_line(str(error)), setting) from None
+            less = "" if setting is None else f", and {setting} needs less memory"
             before = budget.tokens
             budget.halve()
             self.record(budget)
             raise RunError(
                 f"rank {self.world.rank} is out of memory in {what} with memory.{budget.name}={before}: the "
-                f"same command resumes with memory.{budget.name}={budget.tokens} ({single_line(str(error))})"
+                f"same command resumes with memory.{budget.name}={budget.tokens}{less} "
+                f"({single_line(str(error))})"
             ) from None
 
-    def _exhausted(self, budget: TokenBudget, what: str, error: str | None) -> RunError:
+    def _exhausted(
+        self, budget: TokenBudget, what: str, error: str | None, setting: str | None = None
+    ) -> RunError:
+        advice = ADVICE[budget.name] if setting is None else f"{setting}, or {ADVICE[budget.name]}"
         before = f", which was halved from {budget.halved_from} before" if budget.halved_from else ""
         return RunError(
             f"out of memory in {what} with memory.{budget.name}={budget.tokens}{before}: set a lower "
-            f"memory.{budget.name}, or use {ADVICE[budget.name]} ({error or 'on another rank'})"
+            f"memory.{budget.name}, or use {advice} ({error or 'on another rank'})"
         )
 
 

@@ -18,7 +18,7 @@ from ppo_ds.training import report
 from tests.faults.worlds_worker import config
 
 Tree = dict[str, Any]
-# case -> ZeRO stage, fault, the budget that is halved
+# case -> ZeRO stage, fault, the budget that is halved; no graphs are kept
 REPEATED = {
     "generate": (2, "memory@generate.step:rank=1:at=5", "rollout_tokens"),
     "generate on ZeRO-3": (3, "memory@generate.step:rank=0:at=5", "rollout_tokens"),
@@ -32,6 +32,7 @@ def sampled(root: Path, stage: int) -> Tree:
     tree = config(root, stage=stage)
     tree["run"]["steps"] = 2
     tree["sampling"]["top_k"] = 0
+    tree["memory"]["reuse_forwards"] = "off"
     return tree
 
 
@@ -58,6 +59,11 @@ def repeat() -> None:
         tree = sampled(root, stage)
         tree["memory"][key] //= 2
         train(tree, root / name / "small")
+    tree = sampled(root, stage=2)
+    tree["memory"] |= {"score_tokens": 300, "train_tokens": 300}
+    train(tree, root / "kept graphs" / "off")
+    tree["memory"]["reuse_forwards"] = "all"
+    train(tree, root / "kept graphs" / "failed", "memory@score:rank=1")
 
 
 def resume() -> None:

@@ -64,7 +64,12 @@ def test_a_repeated_phase_gives_the_run_with_half_the_budget(root: Path, rank_se
             json.loads((failed / "memory.json").read_text()) == record and memory(failed)[key] == before // 2
         )
         assert f"with memory.{key}={before}: it is repeated with {before // 2}, which the run keeps" in said
-    assert said.count("it is repeated with") == len(REPEATED)
+    # where graphs are kept, the phase is repeated without them, with the same budget
+    failed, off = root / "kept graphs" / "failed", root / "kept graphs" / "off"
+    assert "out of memory in log-probs and values: it is repeated with memory.reuse_forwards=off" in said
+    assert steps(failed) == steps(off) != []
+    assert memory(failed)["score_tokens"] == 300 and not (failed / "memory.json").exists()
+    assert said.count("it is repeated with") == len(REPEATED) + 1
 
 
 @pytest.mark.parametrize(

@@ -162,8 +162,10 @@ def watch_experience(trainer: PPOTrainer) -> list[Experience]:
     found: list[Experience] = []
     make = trainer.make_experience
 
-    def watched(rollout: Rollout, scores: Pending[Scores], kl_coef: float) -> tuple[Experience, Metrics]:
-        experience, seen = make(rollout, scores, kl_coef)
+    def watched(
+        rollout: Rollout, scores: Pending[Scores], kl_coef: float, critic_only: bool
+    ) -> tuple[Experience, Metrics]:
+        experience, seen = make(rollout, scores, kl_coef, critic_only)
         found.append(experience)
         return experience, seen
 

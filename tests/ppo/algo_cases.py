@@ -115,8 +115,8 @@ class Stub:
 class MakerOfScored(ExperienceMaker):
     """Makes experience from a rollout that holds its scores already."""
 
-    def __call__(self, rollout, kl_coef):
-        return super().__call__(rollout, Pending.of(scores_of(rollout)), kl_coef)
+    def __call__(self, rollout, kl_coef, critic_only=False):
+        return super().__call__(rollout, Pending.of(scores_of(rollout)), kl_coef, critic_only)
 
 
 def maker(world, reference=None, critic=None, **changes):

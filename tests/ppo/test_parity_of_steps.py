@@ -98,8 +98,8 @@ def drifting(run, step, gap=0.5):
     """Makes the log-probs of generation differ by ``gap`` nats from a step on."""
     make = run.stage.make_experience
 
-    def made(rollout, scores, kl_coef):
-        rows, seen = make(rollout, scores, kl_coef)
+    def made(rollout, scores, kl_coef, critic_only):
+        rows, seen = make(rollout, scores, kl_coef, critic_only)
         drifted = int(rollout.split()[-1]) >= step  # "answers 2" is the rollout of step 2
         return (replace(rows, decode_logprobs=rows.logprobs - gap) if drifted else rows), seen
 

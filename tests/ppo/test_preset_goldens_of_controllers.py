@@ -59,7 +59,7 @@ def coefficients(world, config, kls, n_steps):
         sample_tokens=0,
         actor=SimpleNamespace(take_switched_gb=lambda: 0.0),
         collect=lambda prompts: (SimpleNamespace(metadata=()), None, {}),
-        make_experience=lambda rollout, scores, kl_coef: (one_token_answers(*next(met)), {}),
+        make_experience=lambda rollout, scores, kl_coef, critic_only: (one_token_answers(*next(met)), {}),
         learn=lambda experience, kl_coef, seed, critic_only: (experience, used.append(kl_coef) or {}),
         kl=kl_controller(config),
         stateful={},

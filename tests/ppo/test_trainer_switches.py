@@ -28,6 +28,7 @@ def test_the_critic_alone_learns_in_the_first_steps(loop):
     run, events = loop(algo=WARMUP)
     run.fit()
     assert learning(events) == ["learn critic", "learn critic", "learn"] and named(events, "log") == [1, 2, 3]
+    assert run.stage.make_experience.critic_only == [True, True, False]
 
 
 def test_a_resumed_run_continues_its_warm_up(loop):

@@ -46,9 +46,11 @@ class Maker:
 
     def __init__(self, events, rows, name="make"):
         self.events, self.rows, self.name = events, rows, name
+        self.critic_only = []
 
-    def __call__(self, rollout, scores, kl_coef):
+    def __call__(self, rollout, scores, kl_coef, critic_only=False):
         self.events.append((self.name, rollout))
+        self.critic_only.append(critic_only)
         return self.rows, {"seen": kl_coef}
 
     def measure_kl(self, experience):
