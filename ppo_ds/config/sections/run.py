@@ -69,6 +69,8 @@ class RunConfig(Section):
 class MemoryConfig(Section):
     """Token budgets of one forward on one rank, padding included. They change speed and memory, not results.
 
+    Only reuse_forwards also changes the last digits of results.
+
     Generation counts each prompt with the longest response that it may get; every other forward counts the
     actual rows.
     """
@@ -99,7 +101,8 @@ class MemoryConfig(Section):
         "auto",
         description="With one optimizer step per rollout, trains on the graphs of the forwards that compute "
         "log-probs or values, without a second forward; auto: of the actor, which needs no more memory; "
-        "all: of actor and critic.",
+        "all: of actor and critic. Last digits of the results change, since the rows of an optimizer step "
+        "are summed in another order. If memory runs out in such a forward, the run keeps no further graphs.",
     )
 
 
