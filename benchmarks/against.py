@@ -16,7 +16,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.options import LEARNING_RATE, folder_of, minibatch_of, stops_early, workload_of
+from benchmarks.options import (
+    LEARNING_RATE,
+    folder_of,
+    minibatch_of,
+    parser,
+    stops_early,
+    trl_problem,
+    workload_of,
+)
 from ppo_ds.distributed.threads import own_cores, share, user_limit
 
 HERE = Path(__file__).resolve().parent
@@ -26,6 +34,8 @@ NAMES = {"trl": "TRL", "plain": "plain"}
 
 
 def compare(args: argparse.Namespace, argv: list[str]) -> int:
+    if args.trl_python and (problem := trl_problem(args.trl_python)):
+        parser().error(problem)
     args.ranks = args.ranks or 1
     if not args.threads:  # both trainers get the same number of threads
         cores = [own_cores()] * args.ranks

@@ -23,7 +23,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,8 +35,9 @@ sys.path[:] = [
     *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks"),
 ]
 
-from benchmarks.options import overrides  # noqa: E402
+from benchmarks.options import count, overrides  # noqa: E402
 from benchmarks.options import parsed as parsed_step  # noqa: E402
+from benchmarks.workloads import WORKLOADS  # noqa: E402
 
 WORKER = "--worker"  # first argument of a trainer that this script starts
 # the program of a busy process, which ends with the process that started it
@@ -62,7 +64,8 @@ def main(argv: list[str]) -> int:
         asked += ["--prompts", str(args.prompts)] if args.prompts else []
         asked += [part for key in args.set for part in ("--set", key)]
         step = str(ROOT / "benchmarks" / "ppo_step.py")
-        subprocess.run([sys.executable, step, *asked, "--prepare-only"], check=True)
+        if code := subprocess.run([sys.executable, step, *asked, "--prepare-only"]).returncode:
+            return code
         trainers = {
             name: stack.enter_context(trainer(asked, variables, Path(folder) / name))
             for name, variables in args.setting
@@ -82,12 +85,12 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser(
         prog="benchmarks/busy.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("workload", nargs="?", default="W1")
-    p.add_argument("--threads", type=int, help="threads of each trainer; default: all cores")
-    p.add_argument("--prompts", type=int, help="prompts of one PPO step; default: the workload's")
+    p.add_argument("workload", nargs="?", default="W1", choices=sorted(WORKLOADS))
+    p.add_argument("--threads", type=count, help="threads of each trainer; default: all cores")
+    p.add_argument("--prompts", type=count, help="prompts of one PPO step; default: the workload's")
     p.add_argument("--busy", type=int, nargs="+", default=[0, 2, 4], help="numbers of busy processes")
     p.add_argument("--settle", type=float, default=25.0, help="seconds of steps before each measurement")
-    p.add_argument("--rounds", type=int, default=5, help="steps of each trainer beside each of these numbers")
+    p.add_argument("--rounds", type=count, default=5, help="steps of each trainer beside each number")
     p.add_argument(
         "--setting",
         type=setting,
@@ -100,6 +103,9 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--dry", action="store_true", help="tiny sizes")
     args = p.parse_args(argv)
     args.setting = args.setting or [setting("runtime:GOMP_SPINCOUNT=300000"), setting("ppo_ds:")]
+    names = [name for name, _ in args.setting]
+    if twice := [name for name in names if names.count(name) > 1]:
+        p.error(f"--setting {twice[0]}: given twice; give each setting a name of its own")
     return args
 
 
@@ -112,8 +118,16 @@ def setting(text: str) -> tuple[str, dict[str, str]]:
 # -- a trainer -----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Trainer:
+    """A process that takes a step for each line that it reads, and the file of its output."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+
 @contextmanager
-def trainer(asked: Sequence[str], variables: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[str]]:
+def trainer(asked: Sequence[str], variables: Mapping[str, str], log: Path) -> Iterator[Trainer]:
     """Starts a trainer that takes a step for each line that it reads."""
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -125,19 +139,27 @@ def trainer(asked: Sequence[str], variables: Mapping[str, str], log: Path) -> It
             text=True,
         )
     try:
-        yield process
+        yield Trainer(process, log)
     finally:
         process.kill()
         process.wait()
 
 
-def next_step(process: subprocess.Popen[str]) -> Step:
+def next_step(trainer: Trainer) -> Step:
+    process = trainer.process
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # it has ended: readline returns nothing
+        process.stdin.write("\n")
+        process.stdin.flush()
     answer = process.stdout.readline()
     if not answer:
-        raise SystemExit(f"error: a trainer ended with exit code {process.wait()}")
+        with suppress(BrokenPipeError):  # of the line that could not be written
+            process.stdin.close()
+        last = "\n".join(trainer.log.read_text(errors="replace").splitlines()[-20:])
+        raise SystemExit(
+            f"{last}\nerror: the trainer {trainer.log.name} ended with exit code {process.wait()}; the last "
+            "lines of its output are above"
+        )
     return json.loads(answer)
 
 
@@ -200,7 +222,7 @@ def busy(loops: int) -> Iterator[None]:
             process.wait()
 
 
-def measure(trainers: Mapping[str, subprocess.Popen[str]], rounds: int) -> dict[str, list[Step]]:
+def measure(trainers: Mapping[str, Trainer], rounds: int) -> dict[str, list[Step]]:
     """Lets the trainers take ``rounds`` steps in turn; every second round is in reverse order."""
     found: dict[str, list[Step]] = {name: [] for name in trainers}
     for i in range(rounds):

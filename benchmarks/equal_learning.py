@@ -5,7 +5,8 @@
 Both trainers start from the same weights, on the same prompts, with the settings in ``PPO`` and ``GRPO``
 below. They save the policy every few steps, with the seconds of training so far. Then one program measures
 all policies on held-out prompts: the mean score, and the KL to the initial policy. Each run is a process of
-its own with one thread. An interrupted command continues. Without --trl-python, only this trainer runs.
+its own with one thread. An interrupted command continues. The tables, results.json and the plots have all
+complete runs of the folder that have these settings. Without --trl-python, only this trainer runs.
 docs/equal_learning.md has the settings of both trainers side by side, and the results.
 """
 
@@ -27,6 +28,8 @@ sys.path[:] = [
     str(HERE.parent),
     *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE),
 ]
+
+from benchmarks.options import count, trl_problem  # noqa: E402
 
 NAMES = {"ours": "ppo_ds", "trl": "TRL"}
 KLS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)  # at which the table compares the scores
@@ -58,31 +61,48 @@ GRPO = Settings(
 )
 TASK: dict[str, Any] = {}  # arguments of ppo_ds.examples.sums.prepare: its defaults
 QUICK = {"steps": 2, "save_every": 1, "prompts": 4, "samples": 2}
-QUICK_TASK = {"max_operand": 9, "heldout": 10, "validation": 10, "hidden_size": 16, "heads": 2, "layers": 1}
+QUICK_TASK = {
+    "max_operand": 9,
+    "heldout": 10,
+    "validation": 10,
+    "hidden_size": 16,
+    "heads": 2,
+    "layers": 1,
+    "target_accuracy": 0.001,
+}
 
 
 def main(argv: list[str]) -> int:
     args = parsed(argv)
-    start = args.folder / "start"
-    prepare_start(start, QUICK_TASK | {"target_accuracy": 0.001} if args.quick else TASK)
-    runs = []
-    for settings in chosen(args):
-        for trainer in ("ours", "trl") if args.trl_python else ("ours",):
-            run_dir = args.folder / f"{settings.algorithm}_{trainer}_{settings.seed}"
-            train(run_dir, start, settings, args.trl_python if trainer == "trl" else None)
-            points = evaluated(run_dir, start, settings, samples=args.samples)
-            runs.append(
-                {
-                    "algorithm": settings.algorithm,
-                    "trainer": trainer,
-                    "seed": settings.seed,
-                    **json.loads((run_dir / "clock.json").read_text())["machine"],
-                    "points": points,
-                }
+    start, task = args.folder / "start", QUICK_TASK if args.quick else TASK
+    asked = [
+        (args.folder / f"{settings.algorithm}_{trainer}_{settings.seed}", settings, trainer)
+        for settings in chosen(args)
+        for trainer in (("ours", "trl") if args.trl_python else ("ours",))
+    ]
+    for run_dir, settings, _ in asked:  # before prepare_start, which would replace the start of other runs
+        if (run_dir / "clock.json").exists() and not has_settings(run_dir, settings, task):
+            raise SystemExit(
+                f"error: {run_dir} has a run with other settings; remove it, or choose another --folder"
             )
-            print(f"{run_dir.name}: {summary(points)}", flush=True)
-    results = {"settings": [asdict(settings) for settings in (PPO, GRPO)], "runs": runs}
-    (args.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    prepare_start(start, task)
+    for run_dir, settings, trainer in asked:
+        train(run_dir, start, settings, task, args.trl_python if trainer == "trl" else None)
+    runs = []
+    for run_dir, settings, trainer in complete(args.folder, args.quick):
+        points = evaluated(run_dir, start, settings, samples=args.samples)
+        runs.append(
+            {
+                "algorithm": settings.algorithm,
+                "trainer": trainer,
+                "seed": settings.seed,
+                **json.loads((run_dir / "clock.json").read_text())["machine"],
+                "settings": asdict(settings) | task,
+                "points": points,
+            }
+        )
+        print(f"{run_dir.name}: {summary(points)}", flush=True)
+    (args.folder / "results.json").write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     for algorithm in dict.fromkeys(run["algorithm"] for run in runs):
         found = [run for run in runs if run["algorithm"] == algorithm]
         print("\n".join(["", algorithm.upper(), *table(found)]))
@@ -103,19 +123,44 @@ def parsed(argv: list[str]) -> argparse.Namespace:
         "--algorithms", nargs="+", choices=("ppo", "grpo"), default=["ppo", "grpo"], help="default: both"
     )
     p.add_argument(
-        "--samples", type=int, default=4, help="sampled responses per held-out prompt (default %(default)s)"
+        "--samples", type=count, default=4, help="sampled responses per held-out prompt (default %(default)s)"
     )
     p.add_argument("--quick", action="store_true", help="tiny sizes, to test that it runs")
     p.add_argument(
         "--folder",
         type=Path,
-        default=Path("outputs/equal_learning"),
-        help="folder of models, runs, results.json and plots (default %(default)s)",
+        help="folder of models, runs, results.json and plots; default: outputs/equal_learning, with --quick "
+        "outputs/equal_learning_quick",
     )
     p.add_argument("--plots", type=Path, help="folder of the plots; default: the same")
     args = p.parse_args(argv)
-    args.folder = args.folder.resolve()
+    if args.trl_python and (problem := trl_problem(args.trl_python)):
+        p.error(problem)
+    default = Path("outputs") / ("equal_learning_quick" if args.quick else "equal_learning")
+    args.folder = (args.folder or default).resolve()
     return args
+
+
+def has_settings(run_dir: Path, settings: Settings, task: dict[str, Any]) -> bool:
+    """Returns whether the run was started with these settings, on the model and prompts of this task."""
+    stored = json.loads((run_dir / "settings.json").read_text())
+    own = {name: value for name, value in stored.items() if name not in ("folder", "run_dir")}
+    return own == json.loads(json.dumps(asdict(settings) | task))
+
+
+def complete(folder: Path, quick: bool) -> list[tuple[Path, Settings, str]]:
+    """Returns folder, settings and trainer of all complete runs with the settings of this program."""
+    found = []
+    for settings in (PPO, GRPO):
+        for trainer in NAMES:
+            prefix = f"{settings.algorithm}_{trainer}_"
+            names = [file.parent.name.removeprefix(prefix) for file in folder.glob(f"{prefix}*/clock.json")]
+            for seed in sorted(int(name) for name in names if name.isdigit()):
+                run_dir = folder / f"{prefix}{seed}"
+                own = replace(settings, seed=seed, **(QUICK if quick else {}))
+                if has_settings(run_dir, own, QUICK_TASK if quick else TASK):
+                    found.append((run_dir, own, trainer))
+    return found
 
 
 def chosen(args: argparse.Namespace) -> list[Settings]:
@@ -149,12 +194,14 @@ def prepare_start(folder: Path, task: dict[str, Any]) -> None:
         (folder / "critic" / file.name).write_bytes(file.read_bytes())
 
 
-def train(run_dir: Path, start: Path, settings: Settings, trl_python: str | None) -> None:
+def train(
+    run_dir: Path, start: Path, settings: Settings, task: dict[str, Any], trl_python: str | None
+) -> None:
     """Trains in a process of its own, unless the run is complete; ``trl_python`` None: with this trainer."""
     if (run_dir / "clock.json").exists():  # written last
         return
     run_dir.mkdir(parents=True, exist_ok=True)
-    values = {"folder": str(start), "run_dir": str(run_dir), **asdict(settings)}
+    values = {"folder": str(start), "run_dir": str(run_dir), **asdict(settings), **task}
     (run_dir / "settings.json").write_text(json.dumps(values, indent=1) + "\n")
     script = "equal_learning_trl.py" if trl_python else "equal_learning_ours.py"
     environment = os.environ | {

@@ -60,26 +60,43 @@ def common(settings: dict, scratch: str) -> dict:
     }
 
 
+def ppo_arguments(settings: dict, scratch: str) -> dict:
+    """Returns the arguments of TRL's PPOConfig."""
+    return common(settings, scratch) | {
+        "total_episodes": settings["prompts"] * settings["samples"] * settings["steps"],
+        "num_ppo_epochs": settings["epochs"],
+        "num_mini_batches": 1,
+        "kl_coef": settings["kl_coef"],
+        "response_length": settings["new_tokens"],
+        "stop_token": "eos",
+        "local_rollout_forward_batch_size": settings["prompts"] * settings["samples"],
+        "num_sample_generations": 0,
+    }
+
+
+def grpo_arguments(settings: dict, scratch: str) -> dict:
+    """Returns the arguments of TRL's GRPOConfig."""
+    return common(settings, scratch) | {
+        "max_steps": settings["steps"],
+        "max_grad_norm": settings["grad_clip"],
+        "num_generations": settings["samples"],
+        "num_iterations": settings["epochs"],
+        "max_completion_length": settings["new_tokens"],
+        "beta": settings["kl_coef"],
+        "loss_type": "grpo",  # the mean over responses of the mean over tokens, as in the paper of GRPO
+        "use_bias_correction_kl": False,  # the KL of the paper
+    }
+
+
 def ppo_trainer(settings: dict, scratch: str, clock):
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     start, tokenizer = Path(settings["folder"]), load_tokenizer(settings)
-    config = PPOConfig(
-        **common(settings, scratch),
-        total_episodes=settings["prompts"] * settings["samples"] * settings["steps"],
-        num_ppo_epochs=settings["epochs"],
-        num_mini_batches=1,
-        kl_coef=settings["kl_coef"],
-        response_length=settings["new_tokens"],
-        stop_token="eos",
-        local_rollout_forward_batch_size=settings["prompts"] * settings["samples"],
-        num_sample_generations=0,
-    )
     prompts = [row["prompt"] for row in rows(settings) for _ in range(settings["samples"])]
     return PPOTrainer(
-        args=config,
+        args=PPOConfig(**ppo_arguments(settings, scratch)),
         processing_class=tokenizer,
         model=AutoModelForCausalLM.from_pretrained(start / "model"),
         ref_model=AutoModelForCausalLM.from_pretrained(start / "model"),
@@ -97,25 +114,13 @@ def grpo_trainer(settings: dict, scratch: str, clock):
     from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
-    config = GRPOConfig(
-        **common(settings, scratch),
-        max_steps=settings["steps"],
-        max_grad_norm=settings["grad_clip"],
-        num_generations=settings["samples"],
-        num_iterations=settings["epochs"],
-        max_completion_length=settings["new_tokens"],
-        beta=settings["kl_coef"],
-        loss_type="grpo",  # the mean over responses of the mean over tokens, as in the paper of GRPO
-        use_bias_correction_kl=False,  # the KL of the paper
-    )
-
     def reward(prompts, completions, answer, **_others):
         return [float(text.strip() == expected) for text, expected in zip(completions, answer, strict=True)]
 
     return GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(Path(settings["folder"]) / "model"),
         reward_funcs=reward,
-        args=config,
+        args=GRPOConfig(**grpo_arguments(settings, scratch)),
         processing_class=load_tokenizer(settings),
         train_dataset=Dataset.from_list(rows(settings)),
         callbacks=[clock],

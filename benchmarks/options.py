@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +90,18 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def trl_problem(python: str) -> str | None:
+    """Returns why ``python`` cannot run TRL, or None if it can import trl."""
+    try:
+        done = subprocess.run([python, "-c", "import trl"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"--trl-python {python}: cannot be started ({error.strerror}); give a Python that has trl"
+    if done.returncode:
+        reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        return f"--trl-python {python}: cannot import trl ({reason}); install trl==1.10.0 there"
+    return None
+
+
 def parsed(argv: list[str]) -> argparse.Namespace:
     args = parser().parse_args(argv)
     if problem := _problem(args):
@@ -120,6 +133,13 @@ def _problem(args: argparse.Namespace) -> str | None:
         return (
             "--against trl needs --trl-python, the Python of an environment with trl==1.10.0 "
             "(docs/performance.md)"
+        )
+    if args.cpu_seconds:
+        return "--cpu-seconds cannot be used with --against, which reports CPU seconds too; remove it"
+    if args.trl_micro_rows and minibatch_of(args) % args.trl_micro_rows:
+        return (
+            f"--trl-micro-rows {args.trl_micro_rows}: does not divide the {minibatch_of(args)} responses of "
+            "a minibatch; choose a divisor"
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return (

@@ -24,6 +24,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [
+    str(HERE.parent),
+    *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE),
+]
+
+from benchmarks.options import count  # noqa: E402
+from benchmarks.workloads import WORKLOADS  # noqa: E402
+
 Case = tuple[int, int]  # number of ranks, samples per step
 Times = tuple[float, float]  # wall-clock seconds, and CPU seconds of all ranks
 STEP = str(Path(__file__).resolve().with_name("ppo_step.py"))
@@ -32,8 +41,8 @@ STEP = str(Path(__file__).resolve().with_name("ppo_step.py"))
 def main(argv: list[str]) -> int:
     args = parsed(argv)
     rows = [(1, n) for n in args.prompts]
-    ranks = [(count, count * args.per_rank) for count in args.ranks]
-    same = [(count, args.samples) for count in args.same_work]
+    ranks = [(n, n * args.per_rank) for n in args.ranks]
+    same = [(n, args.samples) for n in args.same_work]
     found: dict[Case, list[Times]] = {case: [] for case in dict.fromkeys(rows + ranks + same)}
     for _ in range(args.rounds):
         for case, times in found.items():
@@ -56,27 +65,27 @@ def parsed(argv: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("workload", nargs="?", default="W0")
+    p.add_argument("workload", nargs="?", default="W0", choices=sorted(WORKLOADS))
     p.add_argument(
         "--prompts",
-        type=int,
+        type=count,
         nargs="*",
         default=[32, 128, 512, 2048, 4096],
         help="samples per step on one rank",
     )
-    p.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="numbers of ranks on this machine")
-    p.add_argument("--per-rank", type=int, default=128, help="samples per step and rank")
+    p.add_argument("--ranks", type=count, nargs="*", default=[1, 2], help="numbers of ranks on this machine")
+    p.add_argument("--per-rank", type=count, default=128, help="samples per step and rank")
     p.add_argument(
-        "--same-work", type=int, nargs="*", default=[2, 8], help="numbers of ranks that share --samples"
+        "--same-work", type=count, nargs="*", default=[2, 8], help="numbers of ranks that share --samples"
     )
-    p.add_argument("--samples", type=int, default=512, help="samples per step for --same-work")
+    p.add_argument("--samples", type=count, default=512, help="samples per step for --same-work")
     p.add_argument(
         "--steps",
-        type=int,
+        type=count,
         default=2,
         help="measured steps of a run, after one that is not measured (default 2)",
     )
-    p.add_argument("--rounds", type=int, default=1)
+    p.add_argument("--rounds", type=count, default=1)
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config")
     return p.parse_args(argv)
 

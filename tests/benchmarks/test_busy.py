@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.busy import parsed, table
+from benchmarks.busy import Trainer, next_step, parsed, table
 from tests.support.environment import ROOT, environment
 
 
@@ -15,6 +15,35 @@ def test_settings_of_the_command_line():
     assert parsed([]).setting == [("runtime", {"GOMP_SPINCOUNT": "300000"}), ("ppo_ds", {})]
     given = parsed(["W0", "--setting", "a:X=1,Y=b=c", "--setting", "b"]).setting
     assert given == [("a", {"X": "1", "Y": "b=c"}), ("b", {})]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rounds", "0"], "must be a positive integer"),
+        (["--threads", "0"], "must be a positive integer"),
+        (["--prompts", "0"], "must be a positive integer"),
+        (["--setting", "a:X=1", "--setting", "a:X=2"], "--setting a: given twice"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(words, said, capsys):
+    with pytest.raises(SystemExit) as left:
+        parsed(words)
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_output_of_a_trainer_that_ended_is_shown(tmp_path):
+    (tmp_path / "short").write_text("first\nthe reason\n")
+    with subprocess.Popen(
+        [sys.executable, "-c", "raise SystemExit(3)"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        process.wait()
+        with pytest.raises(SystemExit, match="the reason\nerror: the trainer short ended with exit code 3"):
+            next_step(Trainer(process, tmp_path / "short"))
 
 
 def test_ratios_are_medians_over_rounds():

@@ -14,16 +14,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import equal_learning
 from benchmarks.equal_learning import (
     GRPO,
     PPO,
+    QUICK,
+    QUICK_TASK,
     best_score,
+    complete,
     expected_score,
     kl_and_length,
+    parsed,
     table,
 )
 from benchmarks.equal_learning_ours import overrides
-from benchmarks.equal_learning_trl import reward_model, score
+from benchmarks.equal_learning_trl import grpo_arguments, ppo_arguments, reward_model, score
 from launch.cli import load_config
 from ppo_ds.examples import sums
 from ppo_ds.models import tiny
@@ -125,6 +130,90 @@ def test_this_trainer_gets_the_settings(settings, models, tokenizer, tmp_path: P
         assert (config.algo.kl.place, config.algo.kl.estimator, config.algo.kl.coef) == ("reward", "k1", 0.05)
         assert (config.algo.gae.gamma, config.algo.gae.lam, config.algo.value.coef) == (1.0, 0.95, 0.1)
         assert (config.algo.policy.clip_low, config.algo.value.clip, config.algo.epochs) == (0.2, 0.2, 4)
+
+
+def test_trl_gets_the_settings() -> None:
+    shared = {
+        "output_dir": "scratch",
+        "use_cpu": True,
+        "seed": 3,
+        "per_device_train_batch_size": 256,  # one optimizer step per pass
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 2e-4,
+        "lr_scheduler_type": "constant",
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_epsilon": 1e-8,
+        "temperature": 1.0,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+    }
+    assert ppo_arguments(vars(PPO) | {"seed": 3}, "scratch") == shared | {
+        "total_episodes": 60 * 256,
+        "num_ppo_epochs": 4,
+        "num_mini_batches": 1,
+        "kl_coef": 0.05,
+        "response_length": 8,
+        "stop_token": "eos",
+        "local_rollout_forward_batch_size": 256,
+        "num_sample_generations": 0,
+    }
+    assert grpo_arguments(vars(GRPO) | {"seed": 3}, "scratch") == shared | {
+        "max_steps": 200,
+        "max_grad_norm": 1.0,
+        "num_generations": 8,
+        "num_iterations": 1,
+        "max_completion_length": 8,
+        "beta": 0.04,
+        "loss_type": "grpo",
+        "use_bias_correction_kl": False,
+    }
+
+
+def write_run(folder: Path, trainer: str, seed: int, **changed) -> Path:
+    """Writes the files by which a complete run of --quick is known."""
+    run_dir = folder / f"ppo_{trainer}_{seed}"
+    run_dir.mkdir(parents=True)
+    values = {"folder": "start", "run_dir": str(run_dir), **vars(PPO), **QUICK, "seed": seed, **QUICK_TASK}
+    (run_dir / "settings.json").write_text(json.dumps(values | changed))
+    (run_dir / "clock.json").write_text("{}")
+    return run_dir
+
+
+@pytest.mark.parametrize("changed", [{"lr": 1.0}, {"max_operand": 49}])
+def test_a_run_with_other_settings_is_not_reused(changed, tmp_path: Path, monkeypatch) -> None:
+    run_dir = write_run(tmp_path, "ours", 0, **changed)
+    monkeypatch.setattr(equal_learning, "prepare_start", lambda *_: pytest.fail("the start was replaced"))
+    with pytest.raises(SystemExit, match=f"{run_dir} has a run with other settings"):
+        equal_learning.main(["--quick", "--folder", str(tmp_path), "--algorithms", "ppo", "--seeds", "0"])
+
+
+def test_results_have_all_complete_runs_with_equal_settings(tmp_path: Path) -> None:
+    for trainer, seed in (("trl", 1), ("ours", 10), ("ours", 2)):
+        write_run(tmp_path, trainer, seed)
+    write_run(tmp_path, "ours", 3, steps=60)
+    (write_run(tmp_path, "ours", 4) / "clock.json").unlink()
+    found = complete(tmp_path, quick=True)
+    assert [run_dir.name for run_dir, _, _ in found] == ["ppo_ours_2", "ppo_ours_10", "ppo_trl_1"]
+    assert [(settings.seed, settings.steps) for _, settings, _ in found] == [(2, 2), (10, 2), (1, 2)]
+
+
+def test_tiny_runs_have_a_folder_of_their_own() -> None:
+    assert [parsed(words).folder.name for words in ([], ["--quick"])] == [
+        "equal_learning",
+        "equal_learning_quick",
+    ]
+
+
+def test_a_python_without_trl_is_refused(capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        parsed(["--trl-python", "missing/python"])
+    assert left.value.code == 2
+    assert "missing/python: cannot be started" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_scores_are_compared_within_a_kl() -> None:

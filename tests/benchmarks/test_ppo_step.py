@@ -318,6 +318,11 @@ def test_a_comparison_without_trl_reports_its_requirements(capsys):
         (["--ranks", "2"], "--against plain"),
         (["--against", "trl", "--trl-python", "x", "--ranks", "2"], "--against plain"),
         (["--against", "plain", "--trl-python", "x"], "--against trl"),
+        (
+            ["--against", "trl", "--trl-python", "x", "--trl-micro-rows", "3"],
+            "does not divide the 16",
+        ),
+        (["--against", "plain", "--cpu-seconds", "--threads", "1"], "--cpu-seconds cannot"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(words, said, capsys):
@@ -325,6 +330,16 @@ def test_what_cannot_be_measured_is_refused(words, said, capsys):
         parsed(["W1", *words])
     assert left.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("python", ["missing/python", "/bin/false"])
+def test_a_python_without_trl_is_refused_before_the_first_run(python, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(against, "_ours", lambda *_: pytest.fail("a run was started"))
+    argv = ["W1", "--against", "trl", "--trl-python", python, "--folder", str(tmp_path)]
+    with pytest.raises(SystemExit) as left:
+        against.compare(parsed(argv), argv)
+    assert left.value.code == 2
+    assert f"--trl-python {python}: cannot" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_comparison_is_not_started_by_a_launcher_of_ranks(monkeypatch, capsys):

@@ -5,6 +5,8 @@ The benchmark runs ppo_step.py, which has its own tests.
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import scaling
 from benchmarks.scaling import parsed, table
 
@@ -43,3 +45,11 @@ def test_each_case_runs_once_per_round_with_the_cpu_seconds_of_all_ranks(monkeyp
         ["8.0000", "1.00"],
         ["32.0000", "4.00"],
     ]
+
+
+@pytest.mark.parametrize("name", ["prompts", "ranks", "per-rank", "same-work", "samples", "steps", "rounds"])
+def test_counts_of_zero_are_refused(name: str, capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        parsed([f"--{name}", "0"])
+    assert left.value.code == 2
+    assert "must be a positive integer" in capsys.readouterr().err.splitlines()[-1]
