@@ -11,11 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
+import torch
+
+from ppo_ds.build.algorithm import kept_roles
 from ppo_ds.build.vllm_memory import asleep, engine_memory, synced_bytes
 from ppo_ds.config.schema import Config, TrainedConfig, averaged_models, rollout_size, trained_models
 from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.engine.memory_budget import GenerationPlan, MemoryBudget, plan_generation
 from ppo_ds.engine.zero import communication_dtype
+from ppo_ds.models.linear import pays
+from ppo_ds.models.loading import torch_dtype
+from ppo_ds.ops import matmul
 from ppo_ds.ops.linear_logprobs import CPU_BLOCK, GPU_BLOCK, KEPT
 from ppo_ds.ops.memory import (
     BUCKET,
@@ -253,9 +259,9 @@ class RunMemory:
             head = head_forward_bytes(shape, positions, each, output, self.block)
         return max(inference_activation_bytes(shape, tokens, length, each), head)
 
-    def backward(self, role: str) -> int:
-        """Computes the peak of the backwards of an optimizer step of a trained role."""
-        engine, (section, shape, each) = self.engines[role], self._role(role)
+    def graph(self, role: str) -> int:
+        """Computes what the largest forward of a trained role keeps for its backward, and the head's peak."""
+        section, shape, each = self._role(role)
         tokens = self.forward_tokens(int(self.config.memory.train_tokens), self.update_rows)
         positions = self.head_positions(tokens)
         checkpointing = bool(section.model.gradient_checkpointing)
@@ -265,9 +271,15 @@ class RunMemory:
             head = head_backward_bytes(shape, positions, each, output, self.block, KEPT)
         else:
             head = 2 * FP32 * shape.hidden * positions
+        return kept + head
+
+    def backward(self, role: str) -> int:
+        """Computes the peak of the backwards of an optimizer step of a trained role."""
+        engine = self.engines[role]
+        tokens = self.forward_tokens(int(self.config.memory.train_tokens), self.update_rows)
         accumulated = engine.gradients if self.update_rows * self.length > tokens else 0
         return max(
-            engine.gathered + kept + head + engine.bucket + accumulated,
+            engine.gathered + self.graph(role) + engine.bucket + accumulated,
             engine.gradients + engine.bucket + engine.reduction,
         )
 
@@ -401,7 +413,8 @@ class _Estimator(RunMemory):
         layerwise = sharded and not plan.gather_once
         records = not layerwise and self.hardware.on_gpu and self.config.rollout.backend != "hf"
         graphs = KEPT_GRAPHS * GRAPH if records else 0
-        phases["generate"] = rest - moved + gathered + decode + graphs
+        packed = 0 if layerwise else packed_bytes(self.config, shape, self.hardware.on_gpu)
+        phases["generate"] = rest - moved + gathered + decode + graphs + packed
         description += "; optimizer states offloaded" if plan.offload_states else ""
         return description, layerwise, moved
 
@@ -455,14 +468,29 @@ class _Estimator(RunMemory):
         The peak is at one of three moments: the backward of the largest micro-batch begins, the last backward
         ends, or the optimizer steps. Both backwards come before both steps (ppo/learner.py): the gradients of
         one model stay in memory during the backward of the other.
+
+        A graph of the actor that an earlier forward keeps (memory.reuse_forwards) adds nothing: that forward
+        is the last before the update, on the only micro-batch, and the actor's backward comes first. A kept
+        graph of the critic is in memory during the actor's backward, or the critic's gradients are.
         """
         actor, critic = self.engines["actor"], self.engines.get("critic")
         if critic is None:
             return {"update_actor": max(self.backward("actor"), actor.gradients + actor.step)}
+        kept = kept_roles(self.config)
+        others = self.graph("critic") if "actor" in kept else critic.gradients
+        backward = self.backward("actor") + (others if "critic" in kept else 0)
         return {
-            "update_actor": max(self.backward("actor"), actor.gradients + actor.step + critic.gradients),
+            "update_actor": max(backward, actor.gradients + actor.step + critic.gradients),
             "update_critic": max(actor.gradients + self.backward("critic"), critic.gradients + critic.step),
         }
+
+
+def packed_bytes(config: Config, shape: Shape, on_gpu: bool) -> int:
+    """Computes the bytes of the packed weights in generation (models/linear.py), unless it runs by layers."""
+    dtype = torch_dtype(config.actor.model.dtype)
+    packs = not on_gpu and config.rollout.backend != "hf" and matmul.packs(torch.empty(1, dtype=dtype))
+    size = dtype.itemsize * shape.linear
+    return size if packs and pays(size, config.sampling.max_new_tokens) else 0
 
 
 def _forward_tokens(budget: int, rows: int, length: int) -> int:

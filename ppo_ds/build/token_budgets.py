@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ppo_ds.build.memory_estimate import BYTES, USABLE, Estimate, Hardware
+from ppo_ds.build.memory_estimate import BYTES, USABLE, Estimate, Hardware, packed_bytes
 from ppo_ds.config.schema import Config, is_unused
 from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import World
@@ -160,7 +160,7 @@ def largest_decoding(config: Config, world: World, policy: Shape, row_tokens: in
     """
     each, on_gpu = BYTES[config.actor.model.dtype], world.device.type == "cuda"
     weights = each * policy.parameters
-    usable = int(USABLE * tensor_memory(world, weights)) - weights
+    usable = int(USABLE * tensor_memory(world, weights)) - weights - packed_bytes(config, policy, on_gpu)
     logit = output_bytes(each, on_gpu) + sampling_bytes(config.sampling.top_k, config.sampling.top_p)
 
     def fits(tokens: int) -> bool:

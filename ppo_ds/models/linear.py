@@ -44,6 +44,11 @@ def install_linears(model: nn.Module) -> None:
             module.__class__ = Linear
 
 
+def pays(size: int, products: int) -> bool:
+    """Returns whether weights of ``size`` bytes are packed if each is multiplied ``products`` times."""
+    return products >= FEWEST_PRODUCTS and size <= MOST_PACKED
+
+
 @contextmanager
 def packed_weights(model: nn.Module, products: int) -> Iterator[None]:
     """Lets each ``Linear`` of ``model`` multiply a packed copy of its weight inside the block.
@@ -55,7 +60,7 @@ def packed_weights(model: nn.Module, products: int) -> Iterator[None]:
     layers = [
         module for module in model.modules() if isinstance(module, Linear) and matmul.packs(module.weight)
     ]
-    if products < FEWEST_PRODUCTS or sum(layer.weight.nbytes for layer in layers) > MOST_PACKED:
+    if not pays(sum(layer.weight.nbytes for layer in layers), products):
         layers = []
     try:
         with torch.no_grad():

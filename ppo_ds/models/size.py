@@ -133,6 +133,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
         head_norms=any("q_norm" in name for name in names),
         makes_logits=any(getattr(config, name, None) not in (None, 1.0) for name in _LOGIT_CHANGES),
         idle=size.idle,
+        linear=sum(_numel(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)),
     )
 
 

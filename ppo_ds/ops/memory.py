@@ -40,6 +40,7 @@ class Shape:
     head_norms: bool = False  # queries and keys are normalised
     makes_logits: bool = False  # an operation follows the LM head, so the logits must be materialised
     idle: int = 0  # parameters of experts that a token does not use
+    linear: int = 0  # weights of linear layers, the LM head included
 
     @property
     def size(self) -> Size:

@@ -23,7 +23,15 @@ from transformers import (
 
 from launch import doctor
 from ppo_ds.build.finetune_memory import FinetuneMemory
-from ppo_ds.build.memory_estimate import Estimate, FrozenModel, Hardware, Models, RunMemory, estimate
+from ppo_ds.build.memory_estimate import (
+    Estimate,
+    FrozenModel,
+    Hardware,
+    Models,
+    RunMemory,
+    _Estimator,
+    estimate,
+)
 from ppo_ds.build.token_budgets import used_budgets, with_cpu_limits
 from ppo_ds.config.schema import Config
 from ppo_ds.config.sections.models import ModelConfig
@@ -31,6 +39,7 @@ from ppo_ds.models import tiny
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.size import planned_shape, shape_of
 from ppo_ds.models.tokenizer import load_tokenizer
+from ppo_ds.ops import matmul
 from ppo_ds.ops.linear_logprobs import GPU_BLOCK, KEPT
 from ppo_ds.ops.memory import (
     EngineMemory,
@@ -67,6 +76,7 @@ GIB = 2**30
 # two layers and 1000 parameters, of which the head has 100
 SMALL = Shape(1000, 1000, 100, 100, 100, False, 20, 2, 5, 12, True, 2, 4, 2)
 BIG = Shape(10**9, 10**9, 10**8, 10**8, 10**8, False, 10**5, 10, 1000, 4000, True, 10, 1000, 1000)
+CRITIC = replace(SMALL, head=0)
 ADAPTED = Shape(1100, 100, 10, 100, 100, False, 20, 2, 5, 12, True, 2, 4, 2)
 
 
@@ -416,6 +426,53 @@ def test_a_cpu_holds_only_the_written_part_of_a_bucket() -> None:
         Hardware(4, None), "actor.zero.stage=2", "actor.deepspeed.zero_optimization.reduce_bucket_size=400"
     )
     assert smaller["actor"].bucket == 2 * 400
+
+
+def test_generation_on_a_cpu_has_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, on_cpu = replace(SMALL, linear=700), Hardware(4, None)
+    roles = [f"{role}.zero.stage=3" for role in ("actor", "critic")]
+
+    def generate(shape: Shape, place: Hardware, *arguments: str) -> int:
+        config = plan("actor.model.dtype=fp32", "sampling.max_new_tokens=32", *arguments)
+        return estimate(config, Models(shape, None, None, {}, 0), place).phases["generate"]
+
+    def packed(*arguments: str, place: Hardware = on_cpu, shape: Shape = shape) -> int:
+        return generate(shape, place, *arguments) - generate(replace(shape, linear=0), place, *arguments)
+
+    monkeypatch.setattr(matmul, "_library", "onednn")
+    assert packed() == 4 * 700  # a copy in fp32
+    assert packed(*roles, "actor.zero.generation_gather=whole") == 4 * 700
+    assert packed(*roles, "actor.zero.generation_gather=layers") == 0
+    assert packed("rollout.backend=hf") == packed("sampling.max_new_tokens=31") == packed(place=GPU) == 0
+    # at most 512 MiB are packed
+    assert packed(shape=replace(SMALL, linear=2**27)) == 2**29
+    assert packed(shape=replace(SMALL, linear=2**27 + 1)) == 0
+    monkeypatch.setattr(matmul, "_library", "torch")
+    assert packed() == 0
+
+
+def test_a_kept_graph_of_the_critic_is_there_in_the_backward_of_the_actor() -> None:
+    one_step = ("algo.epochs=1", "algo.minibatch_size=null")
+    gradients = 10**10  # so that the memory of the optimizer step does not matter
+
+    def update(reuse: str, *arguments: str) -> int:
+        config = plan(*one_step, f"memory.reuse_forwards={reuse}", "memory.train_tokens=1", *arguments)
+        memory = _Estimator(config, models(config, critic=CRITIC), GPU, 8)
+        memory.engines = {
+            name: replace(engine, gradients=0, step=0, bucket=gradients)
+            for name, engine in memory.engines.items()
+        }
+        memory.engines["critic"] = replace(memory.engines["critic"], gradients=7)
+        return memory._updates()["update_actor"]
+
+    length = 8 + compose(*MINIMAL).sampling.max_new_tokens  # one row is one micro-batch
+    graph = activation_bytes(CRITIC, length, length, 2, False)
+    graph += 2 * 4 * 5 * (length - 8)  # states of 5 numbers and their gradients, in fp32
+    assert update("auto") == update("off")
+    assert update("all") - update("off") == graph
+    # the actor's forward is not kept: the critic's backward comes first and leaves its gradients
+    decoded = "algo.old_logprobs=rollout"
+    assert update("all", decoded) - update("off", decoded) == 7
 
 
 # -- messages
@@ -811,6 +868,8 @@ def test_model_shapes_equal_the_loaded_model(start: Path) -> None:
         ModelConfig(path=f"{start}/model"), classifier=False, trained=True, key="actor.model.path"
     )
     assert planned == shape_of(LlamaForCausalLM.from_pretrained(start / "model"))
+    # the head and the matrices of the layers
+    assert planned.linear == 8000 * 512 + 6 * (2 * 512**2 + 2 * 512 * 256 + 3 * 512 * 1408)
     # Embedding and head: 8000 x 512 each. Each of 6 layers: q and o with 512 x 512, k and v with 512 x 256,
     # three matrices of 512 x 1408, and two norms. Finally the last norm.
     assert (

@@ -12,6 +12,7 @@ from ppo_ds.build.preflight import check_engine_package
 from ppo_ds.build.token_budgets import automatic, resolve, used_budgets, with_numbers
 from ppo_ds.config.schema import Config, main_model_path, trained_models
 from ppo_ds.engine.memory_budget import GIB, cpu_memory, format_bytes
+from ppo_ds.ops import matmul
 from ppo_ds.tools.doctor.cluster import Cluster
 from ppo_ds.tools.doctor.cpu_rates import cpu_device
 from ppo_ds.tools.doctor.finetune import batch_line, plan_finetuning
@@ -34,6 +35,7 @@ MAX_REDUCTIONS = 8  # maximum number of suggestions that are printed
 
 def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
     """Prints the diagnosis; returns False if an error was found or the run does not fit into memory."""
+    matmul.use(config.run.matmul)  # as a run does, which may then need memory for packed weights
     per_node = cluster.per_node
     hardware, report = Hardware(cluster.ranks, cluster.gpu_memory), Report()
     report.add("for", str(cluster))
