@@ -228,7 +228,9 @@ def test_phases_set_the_heartbeat():
     assert heartbeat.read().phase == "after the phase 'eval'" and heartbeat.read().beats == beats + 4
 
 
-def test_work_of_a_phase_is_counted():
+def test_work_of_a_phase_is_counted(monkeypatch):
+    # work that an earlier test interrupted may still be counted
+    monkeypatch.setattr(heartbeat, "_current", heartbeat.Heartbeat())
     heartbeat.enter("updating")
     with heartbeat.counting(8, "optimizer steps") as steps:
         steps(3)
