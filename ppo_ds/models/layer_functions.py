@@ -1,8 +1,8 @@
-"""Replaces functions inside the layers of a model by faster ones: RMSNorm, RoPE and the gate of the MLP.
+"""Replaces functions inside the layers of a model by faster ones: RMSNorm and RoPE.
 
-RMSNorm and RoPE are replaced by the functions of ``ops.fused``, which compute the same numbers bit for bit.
-A class or function of transformers is replaced only if its results in a small example are equal, so that
-families with other formulas are left alone. Only attributes of module instances are set: names of weights and
+They are replaced by the functions of ``ops.fused``, which compute the same numbers bit for bit. A class or
+function of transformers is replaced only if its results in a small example are equal, so that families with
+other formulas are left alone. Only attributes of module instances are set: names of weights and
 modules, hooks, adapters and copies made from a model's class and config do not change.
 """
 
@@ -27,18 +27,18 @@ def use_fused_functions(model: nn.Module) -> None:
     """Replaces the RMSNorms and RoPEs of ``model`` by fused ones that compute the same numbers."""
     for module in model.modules():
         kind: Any = type(module)
-        forward = norm_forward(kind, rms_norm)
+        forward = norm_forward(kind)
         # In Qwen3 norms come before RoPE. The order in which the gradients of their weights are summed
         # depends on the strides of RoPE's gradient, which differ from autograd's.
         if forward is None and "q_norm" not in dict(module.named_children()):
-            forward = attention_forward(kind, rotary)
+            forward = attention_forward(kind)
         if forward is not None:
             module.forward = MethodType(forward, module)
 
 
 @cache
-def norm_forward(kind: Any, norm: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
-    """Returns a forward for the RMSNorm class ``kind`` that calls ``norm``; None for any other class."""
+def norm_forward(kind: Any) -> Callable[..., Tensor] | None:
+    """Returns a forward for the RMSNorm class ``kind`` that calls ``rms_norm``; None for any other class."""
     formula = _norm_formula(kind)
     if formula is None:
         return None
@@ -48,8 +48,9 @@ def norm_forward(kind: Any, norm: Callable[..., Tensor]) -> Callable[..., Tensor
         if hidden_states.dtype != self.weight.dtype:
             return kind.forward(self, hidden_states)
         if shifted:
-            return norm(hidden_states, 1.0 + self.weight.float(), getattr(self, eps)).type_as(hidden_states)
-        return norm(hidden_states, self.weight, getattr(self, eps))
+            weight = 1.0 + self.weight.float()
+            return rms_norm(hidden_states, weight, getattr(self, eps)).type_as(hidden_states)
+        return rms_norm(hidden_states, self.weight, getattr(self, eps))
 
     return forward
 
@@ -88,8 +89,8 @@ def _norm_results(kind: Any, eps: str, dtype: torch.dtype) -> tuple[bool, bool]:
 
 
 @cache
-def attention_forward(kind: Any, function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Returns the forward of the attention class ``kind`` with ``function`` in place of its RoPE.
+def attention_forward(kind: Any) -> Callable[..., Any] | None:
+    """Returns the forward of the attention class ``kind`` with ``rotary`` in place of its RoPE.
 
     Returns None if the class is no attention with the usual RoPE. transformers defines RoPE as a function
     next to the class, so the forward is copied with other globals.
@@ -103,7 +104,7 @@ def attention_forward(kind: Any, function: Callable[..., Any]) -> Callable[..., 
 
     def whole_or_own(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
         # GPT-NeoX and Phi-3 may rotate a part of the coordinates only
-        chosen = function if cos.shape[-1] == q.shape[-1] else own
+        chosen = rotary if cos.shape[-1] == q.shape[-1] else own
         return chosen(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
     changed = forward.__globals__ | {_ROTARY: whole_or_own}

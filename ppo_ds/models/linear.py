@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ppo_ds.ops import matmul
 
-# Maximum bytes of packed weights. Decoding has more free memory than the update, which needs gradients and
-# activations, so that a copy of this size does not raise the peak of a run.
+# Maximum bytes of packed weights. In full training the update needs more memory than decoding with a copy of
+# this size; the memory estimate of generation counts the copy.
 MOST_PACKED = 2**29
 # Packing a weight takes about as long as 5 to 10 products with few rows save.
 FEWEST_PRODUCTS = 32

@@ -95,16 +95,16 @@ class ArgumentRMSNorm(LlamaRMSNorm):
 
 @pytest.mark.parametrize("kind", [OtherRMSNorm, ArgumentRMSNorm, nn.RMSNorm, nn.LayerNorm])
 def test_other_norms_are_left_alone(kind):
-    assert norm_forward(LlamaRMSNorm, rms_norm) is not None
-    assert norm_forward(kind, rms_norm) is None
+    assert norm_forward(LlamaRMSNorm) is not None
+    assert norm_forward(kind) is None
 
 
 def test_other_rotary_embeddings_are_left_alone():
     # Cohere and GLM rotate neighbouring coordinates
-    assert attention_forward(modeling_llama.LlamaAttention, rotary) is not None
-    assert attention_forward(modeling_cohere.CohereAttention, rotary) is None
-    assert attention_forward(modeling_glm.GlmAttention, rotary) is None
-    assert attention_forward(modeling_gpt2.GPT2Attention, rotary) is None
+    assert attention_forward(modeling_llama.LlamaAttention) is not None
+    assert attention_forward(modeling_cohere.CohereAttention) is None
+    assert attention_forward(modeling_glm.GlmAttention) is None
+    assert attention_forward(modeling_gpt2.GPT2Attention) is None
 
 
 def test_partial_rotary_embeddings_are_computed_by_the_family():
@@ -119,7 +119,7 @@ def test_mixed_dtypes_use_the_original_norm():
     norm = LlamaRMSNorm(8)
     x = torch.linspace(-1, 2, 16, dtype=torch.bfloat16).view(2, 8)
     expected = norm(x)
-    norm.forward = MethodType(norm_forward(LlamaRMSNorm, rms_norm), norm)
+    norm.forward = MethodType(norm_forward(LlamaRMSNorm), norm)
     assert norm(x).dtype == torch.float32
     assert torch.equal(norm(x), expected)
 
