@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import io
 import json
 import os
 import random
@@ -35,6 +36,8 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 def main(descriptor: int, parent: int, path: str) -> None:
     """Serves calls that arrive on the ``descriptor`` until the process ``parent`` closes it."""
     end_with(parent)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # prints appear at once, also in a file, and if it is killed
+        sys.stdout.reconfigure(line_buffering=True)
     connection = Connection(descriptor)
     try:
         function = load_function(path)

@@ -228,5 +228,6 @@ def test_errors_while_importing_name_the_line(tmp_path, tokenizer):
     assert f"No module named 'no_such_package' ({file}:1)" in refusal(f"{file}:score", tokenizer)
     file.write_text("def score(:\n")
     assert "SyntaxError" in refusal(f"{file}:score", tokenizer)
-    file.write_text("import sys\nsys.exit(0)\n")  # must not end the run as if it were complete
-    assert f"SystemExit: 0 ({file}:2)" in refusal(f"{file}:score", tokenizer)
+    # another size than before: Python takes a file of equal size and second for the one it has compiled
+    file.write_text("import sys\n\nsys.exit(0)\n")  # must not end the run as if it were complete
+    assert f"SystemExit: 0 ({file}:3)" in refusal(f"{file}:score", tokenizer)

@@ -20,7 +20,8 @@ def metadata(name: str, version: str, *requires: str, extras: tuple[str, ...] = 
 def known_metadata(name: str, version: str) -> str:
     """Returns the metadata of the package here, with ``version``; without requirements if it is missing."""
     try:
-        text = distribution(name).read_text("METADATA") or ""
+        found = distribution(name)  # an older pip writes PKG-INFO for packages without a pyproject.toml
+        text = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
     except PackageNotFoundError:
         return metadata(name, version)
     return re.sub(r"^Version: .*", f"Version: {version}", text, count=1, flags=re.MULTILINE)
