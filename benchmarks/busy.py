@@ -173,7 +173,7 @@ def work(argv: list[str]) -> int:
     with redirect_stdout(sys.stderr):
         config = load_config(overrides(args))
         prepare_environment(config.run.verbose, trains=True)
-        from ppo_ds.build.run import build_run
+        from ppo_ds.assemble.run import build_run
 
         run = build_run(config)
         step = run.stage.step

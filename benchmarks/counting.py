@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ppo_ds.ops.flops import causal_pairs, decode_bytes, forward_flops
-from ppo_ds.training.performance import UpdateCost
+from ppo_ds.run.performance import UpdateCost
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,8 @@ def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """Trains, and returns the figures of all steps but the first, and whether this is rank 0."""
     from benchmarks.counting import Recorder, sizes
     from benchmarks.report import figures, limit_fractions
-    from ppo_ds.build.run import build_run
-    from ppo_ds.training import run as training_run
+    from ppo_ds.assemble.run import build_run
+    from ppo_ds.run import loop as training_run
 
     with redirect_stdout(sys.stderr):
         run = build_run(config)

@@ -28,8 +28,8 @@ sys.path[:] = [
 ]
 
 from launch.cli import load_config  # noqa: E402
-from ppo_ds.build.memory_estimate import FrozenModel, Hardware, Models, estimate  # noqa: E402
-from ppo_ds.build.token_budgets import resolve, with_numbers  # noqa: E402
+from ppo_ds.assemble.memory_estimate import FrozenModel, Hardware, Models, estimate  # noqa: E402
+from ppo_ds.assemble.token_budgets import resolve, with_numbers  # noqa: E402
 from ppo_ds.config.sections.models import LoraConfig, ModelConfig  # noqa: E402
 from ppo_ds.models.size import planned_shape  # noqa: E402
 from ppo_ds.ops.memory import Shape  # noqa: E402

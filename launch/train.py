@@ -94,14 +94,14 @@ def main(argv: list[str]) -> int:
     if screen is not None:
         screen.say("starting   importing DeepSpeed and transformers")
     # imported after the config is validated, since torch, deepspeed and transformers take seconds to import
-    from ppo_ds.build.run import build_run
+    from ppo_ds.assemble.run import build_run
     from ppo_ds.distributed.watchdog import Watchdog
-    from ppo_ds.training.state import EXIT_CODES
+    from ppo_ds.run.state import EXIT_CODES
 
     watch = Watchdog()
     try:
         if config.run.dry_run:
-            from ppo_ds.build.dry_run import finish_dry_run, start_dry_run
+            from ppo_ds.assemble.dry_run import finish_dry_run, start_dry_run
 
             ranks, is_main = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
             config = start_dry_run(config, ranks, is_main)

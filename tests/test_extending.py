@@ -1,6 +1,6 @@
 """Tests that additions made as in CONTRIBUTING, a table entry and a YAML file outside the repository, work.
 
-The added stage is the one of tests/training/test_second_stage.py, which also trains it.
+The added stage is the one of tests/run/test_second_stage.py, which also trains it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.cli import load_config
-from ppo_ds.build.generator import build_generator
-from ppo_ds.build.token_budgets import with_cpu_limits
+from ppo_ds.assemble.generator import build_generator
+from ppo_ds.assemble.token_budgets import with_cpu_limits
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
     DECODE_BACKENDS,

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Lists what each package may import from ppo_ds besides itself. Every other import from ppo_ds is an error.
-BOTTOM = {"errors", "secrets", "types", "ops", "config", "storage", "commands"}
+BOTTOM = {"errors", "secrets", "types", "ops", "compute", "config", "storage", "commands"}
 MIDDLE = BOTTOM | {"distributed", "models"}
 HOMES_OF_LIBRARIES = {"tracking", "models", "data", "rollout", "rewards", "engine"}
 MAY = {
@@ -22,7 +22,8 @@ MAY = {
     "storage": {"errors"},
     "types": {"errors"},
     "ops": set(),
-    "config": {"errors", "secrets", "storage"},
+    "compute": {"ops"},
+    "config": {"errors", "secrets"},
     "distributed": BOTTOM,
     "tracking": BOTTOM,
     "models": BOTTOM | {"distributed"},
@@ -32,12 +33,12 @@ MAY = {
     "engine": MIDDLE,
     "environments": MIDDLE | {"data", "rewards", "rollout"},
     "examples": BOTTOM | {"models"},
-    "training": MIDDLE | HOMES_OF_LIBRARIES,
-    "ppo": MIDDLE | HOMES_OF_LIBRARIES | {"training"},
-    "finetune": MIDDLE | HOMES_OF_LIBRARIES | {"training"},
-    "build": MIDDLE | HOMES_OF_LIBRARIES | {"environments", "training", "ppo", "finetune"},
-    "tools": MIDDLE | HOMES_OF_LIBRARIES | {"training", "ppo", "finetune", "build"},
-    "launch": MIDDLE | HOMES_OF_LIBRARIES | {"training", "ppo", "finetune", "build", "tools"},
+    "run": MIDDLE | HOMES_OF_LIBRARIES,
+    "ppo": MIDDLE | HOMES_OF_LIBRARIES | {"run"},
+    "finetune": MIDDLE | HOMES_OF_LIBRARIES | {"run"},
+    "assemble": MIDDLE | HOMES_OF_LIBRARIES | {"environments", "run", "ppo", "finetune"},
+    "tools": MIDDLE | HOMES_OF_LIBRARIES | {"run", "ppo", "finetune", "assemble"},
+    "launch": MIDDLE | HOMES_OF_LIBRARIES | {"run", "ppo", "finetune", "assemble", "tools"},
 }
 
 HOMES = {
@@ -142,14 +143,14 @@ def test_the_layers_hold():
     assert [problem for file in files for problem in problems(file, (ROOT / file).read_text())] == []
 
 
-def test_the_docs_name_every_package_and_every_file_of_build():
+def test_the_docs_name_every_package_and_every_file_of_assemble():
     architecture, contributing = (
         (ROOT / name).read_text() for name in ("docs/architecture.md", "CONTRIBUTING.md")
     )
     folders = architecture.split("## Folders")[1]
     packages = {path.parent.name for path in (ROOT / "ppo_ds").glob("*/__init__.py")}
     assert len(packages) > 10 and [name for name in sorted(packages) if f"{name}/`" not in folders] == []
-    files = {path.name for path in (ROOT / "ppo_ds" / "build").glob("*.py")} - {"__init__.py"}
+    files = {path.name for path in (ROOT / "ppo_ds" / "assemble").glob("*.py")} - {"__init__.py"}
     assert [name for name in sorted(files) if f"`{name}`" not in contributing] == []
 
 
@@ -161,9 +162,9 @@ def test_package_inits_are_empty():
     ] == []
 
 
-def test_ops_needs_torch_and_the_standard_library_only():
+def test_ops_and_compute_need_torch_and_the_standard_library_only():
     allowed = sys.stdlib_module_names | {"torch", "ppo_ds"}
-    files = [file for file in python_files() if part_of(file) == "ops"]
+    files = [file for file in python_files() if part_of(file) in ("ops", "compute")]
     outside = {
         (str(file), name)
         for file in files
@@ -187,8 +188,8 @@ def test_ops_needs_torch_and_the_standard_library_only():
         ("ppo_ds/models/policy.py", "from ppo_ds import engine", "models imports engine"),
         ("ppo_ds/rewards/model.py", "def f():\n    from ppo_ds.rollout import hf", "rewards imports rollout"),
         ("ppo_ds/tracking/console.py", "from ppo_ds.ppo.trainer import Trainer", "tracking imports ppo"),
-        ("ppo_ds/ppo/trainer.py", "from ppo_ds.build.ppo import build_ppo", "ppo imports build"),
-        ("ppo_ds/build/ppo.py", "from launch.cli import load_config", "build imports launch"),
+        ("ppo_ds/ppo/trainer.py", "from ppo_ds.assemble.ppo import build_ppo", "ppo imports assemble"),
+        ("ppo_ds/assemble/ppo.py", "from launch.cli import load_config", "assemble imports launch"),
         ("ppo_ds/ppo/trainer.py", "from ppo_ds.examples import sums", "ppo imports examples"),
         ("ppo_ds/ppo/trainer.py", "import deepspeed", "deepspeed outside"),
         ("ppo_ds/ppo/trainer.py", "import torch.distributed as dist", "torch.distributed outside"),
@@ -209,7 +210,7 @@ def test_ops_needs_torch_and_the_standard_library_only():
             "import importlib\nimportlib.import_module('transformers.generation')",
             "transformers outside",
         ),
-        ("ppo_ds/build/ppo.py", "import wandb", "wandb outside"),
+        ("ppo_ds/assemble/ppo.py", "import wandb", "wandb outside"),
         ("launch/train.py", "from rich.console import Console", "rich outside"),
         ("ppo_ds/config/schema.py", "from omegaconf import MISSING", "omegaconf outside"),
         ("ppo_ds/mystery/new.py", "", "no place among the layers"),
@@ -243,7 +244,7 @@ def test_the_checker_finds_forbidden_imports(file, source, wrong):
             "launch/train.py",
             (
                 "from hydra import compose\nfrom launch.cli import load_config\nfrom "
-                "ppo_ds.build.ppo import build_ppo"
+                "ppo_ds.assemble.ppo import build_ppo"
             ),
         ),
     ],

@@ -24,7 +24,6 @@ import torch
 from safetensors.torch import save_file
 
 from launch.cli import load_config
-from ppo_ds.config.run_record import open_run_directory
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.data.rows import load_rows
 from ppo_ds.engine.checkpoint.checkpoints import damage_of
@@ -38,6 +37,7 @@ from ppo_ds.models.chat_scorer import load_chat_scorer
 from ppo_ds.models.policy import load_policy
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.models.value import can_start_critic, load_critic, load_reward_model
+from ppo_ds.run.record import open_run_directory
 from ppo_ds.secrets import censored, secrets_in
 
 ROOT = Path(__file__).parent.parent
@@ -449,10 +449,10 @@ ALLOWED = {
     ): "the same, over the checkpoint's config",
     ("ppo_ds/tools/replay.py", "trust_remote_code=trust_remote_code"): "the same, over the dump's config",
     (
-        "ppo_ds/build/dry_run.py",
+        "ppo_ds/assemble/dry_run.py",
         "trust_remote_code=bool(model.get('trust_remote_code'))",
     ): "of the same model",
-    ("ppo_ds/build/preflight.py", "trust_remote_code=model.trust_remote_code"): "of the same model",
+    ("ppo_ds/assemble/preflight.py", "trust_remote_code=model.trust_remote_code"): "of the same model",
     ("ppo_ds/models/loading.py", "trust_remote_code=model.trust_remote_code"): "of the same model",
     ("ppo_ds/models/loading.py", "trust_remote_code=trust_remote_code"): "of the same model",
     ("ppo_ds/models/size.py", "trust_remote_code=section.trust_remote_code"): "of the same model",

@@ -109,7 +109,7 @@ class DecodeBackendEntry(Entry):
 
     # Dotted name of a function (model, number of tokens of the longest sequence) that returns the reason why
     # the backend cannot decode the model, or None. It is called with the model in memory. Without a function
-    # the backend decodes every model that the checks before loading accept (build/preflight.py).
+    # the backend decodes every model that the checks before loading accept (assemble/preflight.py).
     refusal: str | None = field(default=None, kw_only=True)
     # True once the backend was measured to be faster than the backends below it in the table
     in_auto: bool = field(default=False, kw_only=True)
@@ -119,7 +119,7 @@ class DecodeBackendEntry(Entry):
 
 @dataclass(frozen=True)
 class StageEntry(Entry):
-    """A kind of training: a callable (config, RunContext) that builds the stage for training/run.py.
+    """A kind of training: a callable (config, RunContext) that builds the stage for run/loop.py.
 
     The config has the sections in ``sections`` besides those of every stage (schema.SHARED); other sections
     are refused, and the checks that read them are skipped. ``critic`` and ``reference`` need ``actor``,
@@ -380,7 +380,7 @@ PPO_KEYS = (
 
 STAGES = {
     "ppo": StageEntry(
-        "ppo_ds.build.ppo.build_ppo",
+        "ppo_ds.assemble.ppo.build_ppo",
         "PPO, GRPO and other policy gradient methods: generate, score, update.",
         sections=(
             "actor",
@@ -393,9 +393,9 @@ STAGES = {
             "memory",
             "reward",
         ),
-        dry_run="ppo_ds.build.dry_run.dry_run_config",
-        initial_model="ppo_ds.build.roles.ppo_model",
-        check="ppo_ds.build.preflight.check_inputs",
+        dry_run="ppo_ds.assemble.dry_run.dry_run_config",
+        initial_model="ppo_ds.assemble.roles.ppo_model",
+        check="ppo_ds.assemble.preflight.check_inputs",
         heldout={
             "accuracy": "eval/accuracy",
             "score_mean": "eval/score_mean",
@@ -404,24 +404,24 @@ STAGES = {
         eval_metrics=("eval/score_mean", "eval/score_std", "eval/resp_len_mean", "eval/stop_frac"),
     ),
     "sft": StageEntry(
-        "ppo_ds.build.sft.build_sft",
+        "ppo_ds.assemble.sft.build_sft",
         "Supervised fine-tuning of the actor on demonstrations.",
         sections=("actor", "sft", "data", "memory"),
         unused_keys=(*PPO_KEYS, "memory.reuse_forwards"),
-        dry_run="ppo_ds.build.dry_run.sft_dry_run_config",
-        initial_model="ppo_ds.build.roles.sft_model",
-        check="ppo_ds.build.sft.check_demonstrations",
+        dry_run="ppo_ds.assemble.dry_run.sft_dry_run_config",
+        initial_model="ppo_ds.assemble.roles.sft_model",
+        check="ppo_ds.assemble.sft.check_demonstrations",
         heldout={"loss": "eval/loss", "token_accuracy": "eval/token_accuracy"},
         eval_metrics=("eval/loss", "eval/perplexity", "eval/token_accuracy"),
     ),
     "reward_model": StageEntry(
-        "ppo_ds.build.reward_model.build_reward_model",
+        "ppo_ds.assemble.reward_model.build_reward_model",
         "Training of a reward model on preference pairs.",
         sections=("scorer", "reward_model", "data", "memory"),
         unused_keys=(*PPO_KEYS, "memory.rollout_tokens", "memory.reuse_forwards"),
-        dry_run="ppo_ds.build.dry_run.reward_model_dry_run_config",
-        initial_model="ppo_ds.build.reward_model.scorer_module",
-        check="ppo_ds.build.reward_model.check_preferences",
+        dry_run="ppo_ds.assemble.dry_run.reward_model_dry_run_config",
+        initial_model="ppo_ds.assemble.reward_model.scorer_module",
+        check="ppo_ds.assemble.reward_model.check_preferences",
         heldout={"pair_accuracy": "eval/accuracy", "loss": "eval/loss"},
         eval_metrics=(
             "eval/accuracy",

@@ -191,7 +191,7 @@ class Watchdog:
             failure = self._read_failure()
         except StoreUnavailable:
             # If the launcher held the store, the ranks are now orphans, which save a checkpoint and end by
-            # themselves (training/stopping.py). Otherwise rank 0 held the store and has ended.
+            # themselves (run/stopping.py). Otherwise rank 0 held the store and has ended.
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                 self._poll_peers()  # if rank 0 is on this machine, this reports its death
                 self._exit(

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from ppo_ds.ops import matmul
+from ppo_ds.compute import matmul
 
 GIB = 2**30
 GEMM_SHAPES = {"cpu": ((1024, 1024, 1024),), "cuda": ((4096, 4096, 4096), (8192, 8192, 8192))}

@@ -14,9 +14,9 @@ from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.engine.lockstep import step_or_skip
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
-from ppo_ds.training.health import SkippedStep
-from ppo_ds.training.metrics import MetricSums, step_metrics
-from ppo_ds.training.stage import RunContext
+from ppo_ds.run.health import SkippedStep
+from ppo_ds.run.metrics import MetricSums, step_metrics
+from ppo_ds.run.stage import RunContext
 from ppo_ds.types import Metrics
 
 Micro = TypeVar("Micro")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ppo_ds.compute.batching import padded_tokens, plan_share
 from ppo_ds.data.preferences import PreferenceSource
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.ops.batching import padded_tokens, plan_share
 from ppo_ds.ops.losses import pair_accuracy
 from ppo_ds.types import Metrics, PreferencePairs
 

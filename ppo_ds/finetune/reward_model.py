@@ -31,13 +31,13 @@ from ppo_ds.finetune.optimizer_step import OptimizerStep, Parts
 from ppo_ds.finetune.pair_scores import PairScores, pair_padding, pair_plan, score_pairs, score_source
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.losses import pairwise_loss
+from ppo_ds.run.export import export_model
+from ppo_ds.run.failure_dump import dump_failure, origin_of
+from ppo_ds.run.health import TooManySkips
+from ppo_ds.run.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
+from ppo_ds.run.performance import Capacity, UpdateCost, memory, throughput
+from ppo_ds.run.stage import Evaluation, RunContext, StepResult
 from ppo_ds.tracking.pair_plots import plot_pair_scores
-from ppo_ds.training.export import export_model
-from ppo_ds.training.failure_dump import dump_failure, origin_of
-from ppo_ds.training.health import TooManySkips
-from ppo_ds.training.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
-from ppo_ds.training.performance import Capacity, UpdateCost, memory, throughput
-from ppo_ds.training.stage import Evaluation, RunContext, StepResult
 from ppo_ds.types import Metrics, PreferencePairs, to_device
 
 MEASURED = 1024  # training pairs whose scores give score_mean and score_std in a run without held-out data
@@ -46,7 +46,7 @@ LEAST_STD = 1e-8  # score_std of a model that gives the same score to all texts
 
 @dataclass(kw_only=True)
 class RewardModelTrainer:
-    """The reward-model stage; training/stage.py documents the methods, training/run.py calls them."""
+    """The reward-model stage; run/stage.py documents the methods, run/loop.py calls them."""
 
     context: RunContext
 

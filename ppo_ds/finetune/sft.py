@@ -42,14 +42,14 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.losses import BatchTotals, aggregate, batch_totals
 from ppo_ds.ops.masked import sum_and_count
 from ppo_ds.rollout.base import Generator, SamplingParams
-from ppo_ds.training.batching import filled, microbatch_rows, padding
-from ppo_ds.training.export import export_actor
-from ppo_ds.training.failure_dump import dump_failure, origin_of
-from ppo_ds.training.health import TooManySkips
-from ppo_ds.training.metrics import MetricSums
-from ppo_ds.training.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
-from ppo_ds.training.performance import Capacity, UpdateCost, memory, throughput
-from ppo_ds.training.stage import Evaluation, RunContext, StepResult
+from ppo_ds.run.export import export_actor
+from ppo_ds.run.failure_dump import dump_failure, origin_of
+from ppo_ds.run.health import TooManySkips
+from ppo_ds.run.metrics import MetricSums
+from ppo_ds.run.microbatches import filled, microbatch_rows, padding
+from ppo_ds.run.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
+from ppo_ds.run.performance import Capacity, UpdateCost, memory, throughput
+from ppo_ds.run.stage import Evaluation, RunContext, StepResult
 from ppo_ds.types import Metrics, Prompts, Rollout, Sequences, to_device
 
 LOGPROBS = CheckedOutput("log-prob of token {}", attrgetter("logprobs"))
@@ -59,7 +59,7 @@ NOISE_SEED_OFFSET = 1_000_000_007  # seeds of the noise differ from those of oth
 
 @dataclass(kw_only=True)
 class SFTTrainer:
-    """The SFT stage; training/stage.py documents the methods, training/run.py calls them."""
+    """The SFT stage; run/stage.py documents the methods, run/loop.py calls them."""
 
     context: RunContext
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ppo_ds.ops.fused import rms_norm, rotary
+from ppo_ds.compute.fused import rms_norm, rotary
 
 _ROTARY = "apply_rotary_pos_emb"  # name of the function that the attention of most families calls
 _DTYPES = (torch.float32, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Linear layers whose products on a CPU are computed by the faster library, see ops/matmul.py.
+"""Linear layers whose products on a CPU are computed by the faster library, see compute/matmul.py.
 
 For the time of a rollout, their weights can be copied to the layout in which oneDNN multiplies them
 (``packed_weights``). Otherwise oneDNN rearranges the weights in every product, which takes up to a half of
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ppo_ds.ops import matmul
+from ppo_ds.compute import matmul
 
 # Maximum bytes of packed weights. In full training the update needs more memory than decoding with a copy of
 # this size; the memory estimate of generation counts the copy.

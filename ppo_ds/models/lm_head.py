@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ppo_ds.models.linear import Linear
-from ppo_ds.ops.linear_logprobs import (
+from ppo_ds.compute.linear_logprobs import (
     LabelStatistics,
     has_fp32_products,
     linear_logits,
     linear_statistics,
 )
+from ppo_ds.models.linear import Linear
 
 _MARK = 1000.1  # replaces all logits in a probe; a soft cap or a scale changes this value
 

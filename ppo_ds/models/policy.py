@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
+from ppo_ds.compute.linear_logprobs import LabelStatistics
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.models.layout import make_layout
 from ppo_ds.models.linear import install_linears
@@ -29,7 +30,6 @@ from ppo_ds.models.neftune import EmbeddingNoise, noisy_embeddings
 from ppo_ds.models.packable import PackableModel
 from ppo_ds.models.packed_attention import layout_forward
 from ppo_ds.models.value import zeroed_head
-from ppo_ds.ops.linear_logprobs import LabelStatistics
 from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits, mean_logprobs_from_logits
 from ppo_ds.storage.drafts import draft_directory
 

@@ -244,7 +244,7 @@ def head_forward_bytes(shape: Shape, positions: int, each: int, output: int, blo
     """Computes the memory for log-probs and entropies of ``positions`` states.
 
     ``output`` is the number of bytes of a logit that the model computes (output_bytes). ``block`` is the
-    number of logits that are in memory at the same time (ops/linear_logprobs.py).
+    number of logits that are in memory at the same time (compute/linear_logprobs.py).
     """
     states = 2 * positions * shape.hidden * each
     if shape.makes_logits:

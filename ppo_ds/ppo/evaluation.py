@@ -20,8 +20,8 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.scoring import StartScoring, wait_for_scores
 from ppo_ds.ppo.win_rate import ReferenceResponses, Rows, win_rate
 from ppo_ds.rollout.base import Generator, SamplingParams
-from ppo_ds.training.metrics import MetricSums
-from ppo_ds.training.stage import HELD_OUT, Evaluation
+from ppo_ds.run.metrics import MetricSums
+from ppo_ds.run.stage import HELD_OUT, Evaluation
 from ppo_ds.types import Prompts, Rollout, Row, Scores
 
 PHASE = "in an evaluation"

@@ -26,14 +26,14 @@ from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.losses import bounded_is_ratio, rollout_is_weights
 from ppo_ds.ops.masked import masked_sum
 from ppo_ds.ppo.advantages import AdvantageEstimator, ScorePosition, Whitening
-from ppo_ds.ppo.batching import all_gather_rows, scatter_states, scatter_tokens
 from ppo_ds.ppo.kept_forwards import KeptForwards
+from ppo_ds.ppo.minibatches import all_gather_rows, scatter_states, scatter_tokens
 from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.scoring import scored, wait_for_scores
 from ppo_ds.rewards.pending import Pending
-from ppo_ds.training.batching import forward_rows, scoring_plan
-from ppo_ds.training.metrics import MetricSums
-from ppo_ds.training.timing import PhaseTimer
+from ppo_ds.run.metrics import MetricSums
+from ppo_ds.run.microbatches import forward_rows, scoring_plan
+from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.types import Experience, Metrics, Rollout, ScoredRollout, Scores, Sequences
 
 # Source of the actor's log-probs and of the old log-probs: a forward of the actor before the update, the
@@ -64,7 +64,7 @@ class ExperienceMaker:
     group_size: int  # consecutive rows with the same prompt
     rollout_is: RolloutISConfig
     # forwards
-    token_budget: SupportsInt  # halved if memory runs out (training/token_budgets.py)
+    token_budget: SupportsInt  # halved if memory runs out (run/token_budgets.py)
     guard: Callable[[Callable[..., Any]], Callable[..., Any]]  # repeats forwards if memory runs out
     packed: bool  # the models take rows without padding
     world: World

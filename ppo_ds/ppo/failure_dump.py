@@ -1,6 +1,6 @@
 """Dump of the optimizer step that ended a PPO run, for launch/replay.py.
 
-training/failure_dump.py describes its files.
+run/failure_dump.py describes its files.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ppo_ds.ppo.health import NonFiniteStep
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.nan_debug import find_origin
 from ppo_ds.ppo.sample_rows import sample_rows
-from ppo_ds.training import failure_dump
-from ppo_ds.training.failure_dump import FORMAT
+from ppo_ds.run import failure_dump
+from ppo_ds.run.failure_dump import FORMAT
 from ppo_ds.types import Experience
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ppo_ds.training.health import SkippedStep
+from ppo_ds.run.health import SkippedStep
 from ppo_ds.types import Experience, Metrics
 
 LABELS = {  # column -> label of one of its numbers, in the order in which the columns are computed

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ppo_ds.compute.batching import padded_tokens
 from ppo_ds.distributed.world import World
-from ppo_ds.ops.batching import padded_tokens
 from ppo_ds.types import Sequences
 
 

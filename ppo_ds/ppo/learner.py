@@ -26,15 +26,15 @@ from ppo_ds.ops.histograms import RATIO_EDGES, count_bins
 from ppo_ds.ops.losses import BatchTotals, batch_totals
 from ppo_ds.ops.masked import keep, sum_and_count
 from ppo_ds.ppo.advantages import Whitening
-from ppo_ds.ppo.batching import minibatches, scatter_tokens
 from ppo_ds.ppo.health import NonFiniteStep, first_nonfinite
 from ppo_ds.ppo.kept_forwards import KeptForwards, KeptOutputs
 from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective, correct_tokens
+from ppo_ds.ppo.minibatches import minibatches, scatter_tokens
 from ppo_ds.ppo.parity import ParityMonitor
-from ppo_ds.training.batching import microbatch_rows, microbatches, padding
-from ppo_ds.training.health import Health
-from ppo_ds.training.metrics import MetricSums, step_metrics
-from ppo_ds.training.timing import PhaseTimer
+from ppo_ds.run.health import Health
+from ppo_ds.run.metrics import MetricSums, step_metrics
+from ppo_ds.run.microbatches import microbatch_rows, microbatches, padding
+from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.types import Experience, Histogram, Metrics, Sequences
 
 ROLES = {"actor": "policy", "critic": "value"}  # model -> prefix of its metrics

@@ -7,9 +7,9 @@ from operator import attrgetter
 
 from ppo_ds.ppo.health import NonFiniteStep
 from ppo_ds.ppo.learner import Learner
-from ppo_ds.training.batching import microbatch_rows
-from ppo_ds.training.failure_dump import Origin, origin_of
-from ppo_ds.training.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
+from ppo_ds.run.failure_dump import Origin, origin_of
+from ppo_ds.run.microbatches import microbatch_rows
+from ppo_ds.run.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
 from ppo_ds.types import Experience
 
 LOGPROBS = CheckedOutput("log-prob of token {}", attrgetter("logprobs"))

@@ -15,11 +15,11 @@ import torch
 
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.errors import UserError
-from ppo_ds.ppo.batching import scatter_tokens
+from ppo_ds.ppo.minibatches import scatter_tokens
 from ppo_ds.rollout.base import Generator, SamplingParams
-from ppo_ds.training.batching import forward_rows, scoring_plan
-from ppo_ds.training.metrics import MetricSums
-from ppo_ds.training.stopping import StepRefused
+from ppo_ds.run.metrics import MetricSums
+from ppo_ds.run.microbatches import forward_rows, scoring_plan
+from ppo_ds.run.stopping import StepRefused
 from ppo_ds.types import Metrics, Prompts
 
 PARITY_ROWS, PARITY_TOKENS = 8, 16  # rows per rank, and new tokens per row

@@ -45,10 +45,10 @@ from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.meter import Meter
 from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.ppo.sample_rows import prompt_notes, sample_rows
-from ppo_ds.training.export import export_actor, export_model
-from ppo_ds.training.health import TooManySkips
-from ppo_ds.training.stage import Evaluation, RunContext, Stateful, StepResult
-from ppo_ds.training.state import is_due
+from ppo_ds.run.export import export_actor, export_model
+from ppo_ds.run.health import TooManySkips
+from ppo_ds.run.stage import Evaluation, RunContext, Stateful, StepResult
+from ppo_ds.run.state import is_due
 from ppo_ds.types import Experience, Histogram, Metrics, Prompts
 
 FIRST_PRETRAINING_SEED = 500_000  # above every step index, so that its seeds differ from those of steps
@@ -56,7 +56,7 @@ FIRST_PRETRAINING_SEED = 500_000  # above every step index, so that its seeds di
 
 @dataclass(kw_only=True)
 class PPOTrainer:
-    """The PPO stage; training/stage.py documents the methods, training/run.py calls them."""
+    """The PPO stage; run/stage.py documents the methods, run/loop.py calls them."""
 
     context: RunContext
 

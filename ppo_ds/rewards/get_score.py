@@ -9,11 +9,11 @@ from typing import SupportsInt
 import torch
 from torch import Tensor
 
+from ppo_ds.compute.batching import plan_microbatches
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.chat_scorer import Chat, load_chat_scorer
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.ops.batching import plan_microbatches
 from ppo_ds.rewards.audit import AuditMode, audit_chat_scorer
 from ppo_ds.rewards.base import RewardError, conversation
 from ppo_ds.rewards.frozen_model import REPLICA, FrozenModelReward, FrozenScorer, LoadFrozen

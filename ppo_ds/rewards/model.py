@@ -9,12 +9,12 @@ from typing import Literal, SupportsInt
 import torch
 from torch import Tensor
 
+from ppo_ds.compute.batching import plan_forwards, plan_microbatches
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.config.types import Count
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.models.value import ScoreModel, TrainingRecord, expect_reward_model, load_reward_model
-from ppo_ds.ops.batching import plan_forwards, plan_microbatches
 from ppo_ds.rewards.audit import AuditMode, audit_classifier
 from ppo_ds.rewards.base import Responses, RewardError
 from ppo_ds.rewards.frozen_model import REPLICA, FrozenModelReward, FrozenScorer, LoadFrozen

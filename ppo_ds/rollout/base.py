@@ -37,7 +37,7 @@ class Generator(Protocol):
 
     lm            function that returns the transformers model to decode with. Each call of the backend calls
         it. The model can run forwards, but its weights cannot be read or saved: they may be sharded, and LoRA
-        adapters may be merged or separate layers (engine/hybrid.py). training/export.py writes weights
+        adapters may be merged or separate layers (engine/hybrid.py). run/export.py writes weights
     tokenizer     has pad_id and decode(ids, skip_special_tokens=)
     token_budget  maximum number of tokens (prompts and responses, padding counted) decoded at a time
     lockstep_max  None, or a collective that returns the maximum of a number over all ranks. It is given if

@@ -16,9 +16,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from ppo_ds.compute.batching import plan_microbatches
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import beat, counting
-from ppo_ds.ops.batching import plan_microbatches
 from ppo_ds.ops.logprobs import logprobs_from_logits
 from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
 from ppo_ds.types import Prompts, Rollout, to_device

@@ -1,6 +1,6 @@
 """Checks that vLLM is installed and can decode a model, without importing vLLM or loading weights.
 
-build/preflight.py and launch/doctor.py call these checks before any model is loaded or downloaded.
+assemble/preflight.py and launch/doctor.py call these checks before any model is loaded or downloaded.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ppo_ds.build.data import stop_ids
-from ppo_ds.build.ppo import build_sampling
-from ppo_ds.build.preflight import OWN, function_rewards
-from ppo_ds.build.reward_models import RewardModels, build_reward
-from ppo_ds.build.token_budgets import CPU_LIMITS
+from ppo_ds.assemble.data import stop_ids
+from ppo_ds.assemble.ppo import build_sampling
+from ppo_ds.assemble.preflight import OWN, function_rewards
+from ppo_ds.assemble.reward_models import RewardModels, build_reward
+from ppo_ds.assemble.token_budgets import CPU_LIMITS
 from ppo_ds.config.schema import Config, reward_models
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
@@ -35,11 +35,11 @@ from ppo_ds.rewards.user_function import load_function
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.rollout.base import SamplingParams, truncate_at_stop
 from ppo_ds.rollout.streaming import StreamedResponse
+from ppo_ds.run.token_budgets import TokenBudget
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tools.model_argument import NamedModel
 from ppo_ds.tools.policies import hub_models, load_decoder, model_section, tokenizer_of
 from ppo_ds.tracking.chat import ChatView
-from ppo_ds.training.token_budgets import TokenBudget
 from ppo_ds.types import Prompts, Reward
 
 HELP = """\

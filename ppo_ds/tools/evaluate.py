@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppo_ds.build.preflight import check_rewards, try_functions
-from ppo_ds.build.reward_models import RewardModels, build_reward
-from ppo_ds.build.token_budgets import CPU_LIMITS, largest_scoring
+from ppo_ds.assemble.preflight import check_rewards, try_functions
+from ppo_ds.assemble.reward_models import RewardModels, build_reward
+from ppo_ds.assemble.token_budgets import CPU_LIMITS, largest_scoring
 from ppo_ds.config.schema import Config
 from ppo_ds.data.prompts import PromptSource
 from ppo_ds.distributed.world import World
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.evaluation import last_message
 from ppo_ds.rewards.weighted import WeightedReward
+from ppo_ds.run.token_budgets import TokenBudget
 from ppo_ds.tools.comparison import Estimate, compare, estimate, pass_rates, prompt_means
 from ppo_ds.tools.model_argument import NamedModel
 from ppo_ds.tools.pairwise_judge import PairwiseJudge
 from ppo_ds.tools.responses import Reader, Responses, read_prompts, respond
-from ppo_ds.training.token_budgets import TokenBudget
 from ppo_ds.types import Reward, Row
 
 # columns of a row that hold the prompt, or that data/prompts.py adds

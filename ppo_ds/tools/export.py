@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ppo_ds.build.data import build_tokenizer
+from ppo_ds.assemble.data import build_tokenizer
 from ppo_ds.config.registry import STAGES, import_target
 from ppo_ds.config.schema import Config, trained_models
 from ppo_ds.engine.checkpoint.checkpoints import damage_of

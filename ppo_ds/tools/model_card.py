@@ -13,8 +13,8 @@ from ppo_ds.config.checks.data import looks_local
 from ppo_ds.config.schema import Config, learning_rate, trained_models
 from ppo_ds.config.text import show
 from ppo_ds.storage.drafts import write_file
+from ppo_ds.tracking.curves import plot_curves
 from ppo_ds.tracking.jsonl import read_metrics
-from ppo_ds.tracking.report import plot_curves
 from ppo_ds.types import Metrics
 
 CARD = "README.md"

@@ -26,12 +26,12 @@ from typing import Any
 from pydantic import Field
 
 from ppo_ds.config.resume import changes
-from ppo_ds.config.run_record import FINISHED, recorded_settings, recorded_steps
 from ppo_ds.config.schema import Config, resolved
 from ppo_ds.config.types import Count, Section, Text
 from ppo_ds.distributed.child_groups import ChildGroups
 from ppo_ds.distributed.launcher import reserved_port
 from ppo_ds.errors import UserError
+from ppo_ds.run.record import FINISHED, recorded_settings, recorded_steps
 from ppo_ds.storage.drafts import draft_directory, draft_file, remove_drafts, write_file
 from ppo_ds.storage.run_directory import DRY_RUN_MARKER, dry_run_directory
 from ppo_ds.tools.comparison import table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ppo_ds.build.roles import ppo_needs
+from ppo_ds.assemble.roles import ppo_needs
 from ppo_ds.config.schema import Config
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.models.download import HubModel

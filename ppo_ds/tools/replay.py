@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from ppo_ds.build.algorithm import learner
-from ppo_ds.build.data import build_tokenizer
-from ppo_ds.build.roles import build_actor, build_critic, critic_start, ppo_needs
+from ppo_ds.assemble.algorithm import learner
+from ppo_ds.assemble.data import build_tokenizer
+from ppo_ds.assemble.roles import build_actor, build_critic, critic_start, ppo_needs
 from ppo_ds.config.schema import Config, has_critic
 from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import connect
@@ -20,10 +20,10 @@ from ppo_ds.ppo.failure_dump import Dump, read_dump
 from ppo_ds.ppo.health import first_nonfinite
 from ppo_ds.ppo.nan_debug import locate_nonfinite
 from ppo_ds.ppo.parity import ParityMonitor
+from ppo_ds.run.health import Health
+from ppo_ds.run.nan_debug import ReplayedRow
+from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.tools.settings import config_of_settings, refuse_links
-from ppo_ds.training.health import Health
-from ppo_ds.training.nan_debug import ReplayedRow
-from ppo_ds.training.timing import PhaseTimer
 
 ONE_RANK: dict[str, Any] = {"stage": 0, "offload_optimizer": False, "offload_params": False}
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ppo_ds.build.data import build_compared, stop_ids
-from ppo_ds.build.environment import with_environment
-from ppo_ds.build.ppo import build_sampling
-from ppo_ds.build.token_budgets import largest_decoding, largest_scoring
+from ppo_ds.assemble.data import build_compared, stop_ids
+from ppo_ds.assemble.multi_turn import with_environment
+from ppo_ds.assemble.ppo import build_sampling
+from ppo_ds.assemble.token_budgets import largest_decoding, largest_scoring
+from ppo_ds.compute.batching import plan_forwards
 from ppo_ds.config.registry import DECODE_BACKENDS, has_own_weights, import_target, resolve
 from ppo_ds.config.schema import Config
 from ppo_ds.data.prompts import PromptSource
@@ -29,12 +30,11 @@ from ppo_ds.models.download import download_files, download_weights
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.size import shape_of
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.ops.batching import plan_forwards
-from ppo_ds.ppo.batching import scatter_tokens
+from ppo_ds.ppo.minibatches import scatter_tokens
 from ppo_ds.rollout.base import Generator
+from ppo_ds.run.microbatches import forward_rows
 from ppo_ds.tools.model_argument import NamedModel
 from ppo_ds.tools.policies import hub_models, load_decoder, tokenizer_of
-from ppo_ds.training.batching import forward_rows
 from ppo_ds.types import Prompts, Rollout
 
 MAX_ROWS = 512  # responses of a batch; see build/token_budgets.MAX_DECODED_ROWS

@@ -1,7 +1,7 @@
 """Lists every metric that a run logs, with its meaning and healthy range, and the panels that show them.
 
 `curves.png`, `report.html`, the dashboards and docs/metrics.md are made from this list. A test checks that
-every metric that a stage logs is in it. `python -m ppo_ds.training.metrics_page > docs/metrics.md`
+every metric that a stage logs is in it. `python -m ppo_ds.run.metrics_page > docs/metrics.md`
 generates the page.
 
 A healthy range is where a run usually stays if it learns. Most ranges are rules of thumb: ``reason`` names

@@ -13,7 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
 from ppo_ds.storage.drafts import draft_file
-from ppo_ds.tracking.report import COLOURS
+from ppo_ds.tracking.curves import COLOURS
 
 POINTS = 2000  # most points of the scatter plot
 

@@ -20,7 +20,7 @@ from benchmarks.options import overrides, parsed
 from benchmarks.report import Limits, figures, limit_fractions, table
 from ppo_ds.errors import UserError
 from ppo_ds.ops.flops import Size
-from ppo_ds.training.performance import UpdateCost
+from ppo_ds.run.performance import UpdateCost
 
 ROOT = Path(__file__).parents[2]
 STEPS, PASSES = 1, 3

@@ -13,7 +13,7 @@ from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
 from ppo_ds.errors import UserError
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.tiny import tiny_llama
-from ppo_ds.training.batching import microbatches
+from ppo_ds.run.microbatches import microbatches
 
 A, B, C, D, E = range(66, 71)
 EOS, PAD = 0, 1

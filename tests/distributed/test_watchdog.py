@@ -17,7 +17,7 @@ from ppo_ds.distributed import heartbeat, watchdog
 from ppo_ds.distributed.open_files import raise_open_files_limit
 from ppo_ds.distributed.store import StoreUnavailable
 from ppo_ds.distributed.watchdog import Process, Watchdog
-from ppo_ds.training.timing import PhaseTimer
+from ppo_ds.run.timing import PhaseTimer
 
 
 class Exited(BaseException):

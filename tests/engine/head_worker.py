@@ -15,6 +15,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
+from ppo_ds.compute import matmul
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint.state import consolidated
@@ -24,7 +25,6 @@ from ppo_ds.models import lm_head
 from ppo_ds.models.lm_head import LMHead
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading
-from ppo_ds.ops import matmul
 
 V, T, R, ROWS, STEPS = 29, 9, 5, 4, 5
 HANG = 200  # seconds after which a hanging process prints its stacks and exits

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ppo_ds.build.roles import CriticStart, build_actor, build_critic, build_reference, ppo_needs
+from ppo_ds.assemble.roles import CriticStart, build_actor, build_critic, build_reference, ppo_needs
 from ppo_ds.config.schema import Config, from_tree, inherit
 from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import World, connect

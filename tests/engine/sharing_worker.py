@@ -13,8 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from ppo_ds.build.reward_models import RewardModels
-from ppo_ds.build.roles import CLASSIFIER, CriticStart, build_actor, build_critic, build_reference, ppo_needs
+from ppo_ds.assemble.reward_models import RewardModels
+from ppo_ds.assemble.roles import (
+    CLASSIFIER,
+    CriticStart,
+    build_actor,
+    build_critic,
+    build_reference,
+    ppo_needs,
+)
 from ppo_ds.config.schema import Config, from_tree, inherit
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.distributed.world import World, connect

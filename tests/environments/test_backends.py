@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_ds.config.registry import DECODE_BACKENDS, resolve
 from ppo_ds.config.sections.data import VLLMConfig
-from ppo_ds.ppo.batching import concatenate
+from ppo_ds.ppo.minibatches import concatenate
 from tests.environments.conftest import END, Scripted, sampling_of
 from tests.ppo.conftest import ThreadWorld
 from tests.support import fake_vllm

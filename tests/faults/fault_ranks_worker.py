@@ -38,7 +38,7 @@ class Config:
 
 class Loop:
     def __init__(self, world: Any, folder: Path, case: str):
-        from ppo_ds.training.timing import PhaseTimer, compare_times
+        from ppo_ds.run.timing import PhaseTimer, compare_times
 
         self.compare_times = compare_times
         self.world, self.folder, self.case = world, folder, case
@@ -84,7 +84,7 @@ def build(folder: Path, case: str, minutes: float, watch: Any) -> Loop:
 def run(folder: Path, case: str) -> None:
     """Runs launch/train.py with stand-ins for loading and training."""
     minutes = float(os.environ.get("TIMEOUT_MINUTES", "5"))
-    sys.modules["ppo_ds.build.run"] = SimpleNamespace(
+    sys.modules["ppo_ds.assemble.run"] = SimpleNamespace(
         build_run=lambda config, watch, **others: build(folder, case, minutes, watch)
     )
     settings = SimpleNamespace(dir=str(folder), verbose=False, dry_run=False, timeout_minutes=minutes)

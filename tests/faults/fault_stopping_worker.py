@@ -20,7 +20,7 @@ from ppo_ds.distributed.launcher import launcher_pids  # noqa: E402
 from ppo_ds.distributed.store import RankStore  # noqa: E402
 from ppo_ds.distributed.watchdog import Watchdog  # noqa: E402
 from ppo_ds.distributed.world import connect  # noqa: E402
-from ppo_ds.training.stopping import Abandoned, StopRequest  # noqa: E402
+from ppo_ds.run.stopping import Abandoned, StopRequest  # noqa: E402
 
 BUSY = 90.0  # seconds that rank 1 is busy, unless a stop request arrives
 

@@ -33,8 +33,8 @@ from ppo_ds.engine.checkpoint import shards
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.checkpoint.files import CheckpointError
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.ppo.batching import all_gather_rows
-from ppo_ds.training.stopping import StopRequest
+from ppo_ds.ppo.minibatches import all_gather_rows
+from ppo_ds.run.stopping import StopRequest
 from ppo_ds.types import Rollout
 
 FAILING, FULL_DISK, HANGING = 37, 21, 11  # ranks
@@ -110,7 +110,7 @@ def end(name: str, world: World, watch: Watchdog) -> None:
 
 
 def start(world: World, watch: Watchdog) -> tuple[RankStore, StopRequest]:
-    """Starts the watchdog and the stop requests like build/run.py."""
+    """Starts the watchdog and the stop requests like assemble/run.py."""
     store = RankStore()
     watch.start(world, store)
     stop = StopRequest(world, None, store)

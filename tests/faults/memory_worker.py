@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 
-from ppo_ds.build.run import build_run
+from ppo_ds.assemble.run import build_run
 from ppo_ds.config.validation import validated
 from ppo_ds.distributed import faults
-from ppo_ds.training import report
+from ppo_ds.run import final_report
 from tests.faults.worlds_worker import config
 
 Tree = dict[str, Any]
@@ -53,7 +53,7 @@ def train(tree: Tree, run_dir: Path, fault: str = "") -> None:
 def repeat() -> None:
     """Runs each case twice: with an out-of-memory error, and with the smaller budget from the beginning."""
     root = Path(sys.argv[1])
-    report.plot_curves = lambda *_, **__: False  # a plot takes a second, and no test reads it
+    final_report.plot_curves = lambda *_, **__: False  # a plot takes a second, and no test reads it
     for name, (stage, fault, key) in REPEATED.items():
         train(sampled(root, stage), root / name / "failed", fault)
         tree = sampled(root, stage)
@@ -72,7 +72,7 @@ def resume() -> None:
     The small machine has no memory beyond that of the libraries, so that its forwards have one row each.
     """
     root, memory = Path(sys.argv[1]), psutil.virtual_memory()
-    report.plot_curves = lambda *_, **__: False
+    final_report.plot_curves = lambda *_, **__: False
 
     def machine(gib: int) -> None:
         psutil.virtual_memory = lambda: SimpleNamespace(total=gib * GIB, available=memory.available)

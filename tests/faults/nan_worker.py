@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from ppo_ds.build.run import build_run
+from ppo_ds.assemble.run import build_run
 from ppo_ds.config.validation import validated
 from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.checkpoint import shards

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ppo_ds.build.run import build_run
+from ppo_ds.assemble.run import build_run
 from ppo_ds.config.registry import DECODE_BACKENDS, DecodeBackendEntry
 from ppo_ds.config.validation import validated
-from ppo_ds.training import report
+from ppo_ds.run import final_report
 from tests.faults.worlds_worker import config
 from tests.rollout.plain_backend import PlainGenerator
 
@@ -81,7 +81,7 @@ def train(root: Path, case: str, run_dir: Path, backend: str) -> str:
 
 def main() -> None:
     root = Path(sys.argv[1])
-    report.plot_curves = lambda *_, **__: False  # a plot takes a second, and no test reads it
+    final_report.plot_curves = lambda *_, **__: False  # a plot takes a second, and no test reads it
     for name, backend in (("copying", CopyingGenerator), ("stale", StaleGenerator)):
         DECODE_BACKENDS[name] = DecodeBackendEntry(f"{__name__}.{backend.__name__}", "Decodes with a copy.")
     for case in CASES:

@@ -11,8 +11,8 @@ import psutil
 import pytest
 import yaml
 
-from ppo_ds.build.memory_estimate import USABLE, Hardware
-from ppo_ds.build.token_budgets import resolve
+from ppo_ds.assemble.memory_estimate import USABLE, Hardware
+from ppo_ds.assemble.token_budgets import resolve
 from ppo_ds.config.validation import validated
 from ppo_ds.engine.memory_budget import cpu_memory
 from ppo_ds.tools.doctor.ppo import plan_ppo

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ppo_ds.build.run import build_run
+from ppo_ds.assemble.run import build_run
 from ppo_ds.config.validation import validated
 from ppo_ds.engine.checkpoint import shards
 from ppo_ds.engine.checkpoint.state import consolidated
-from ppo_ds.training import report
-from ppo_ds.training.run import Run
+from ppo_ds.run import final_report
+from ppo_ds.run.loop import Run
 from tests.invariant import invariant_assets
 
 HANG = 240  # seconds after which a hanging case prints its stacks and exits
@@ -48,7 +48,7 @@ def of_this_test(part: Callable[[Path], None]) -> Callable[[], None]:
 
     def run_part() -> None:
         shards.SHARD_BYTES = 30_000  # several shards, so that both ranks write
-        report.plot_curves = lambda *_, **__: False  # a plot takes a second, and no test reads it
+        final_report.plot_curves = lambda *_, **__: False  # a plot takes a second, and no test reads it
         part(Path(sys.argv[1]))
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

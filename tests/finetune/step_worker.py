@@ -15,10 +15,10 @@ from ppo_ds.engine.trained import LRSchedule, TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.finetune.optimizer_step import OptimizerStep, SkippedBatch
+from ppo_ds.run.health import Health, TooManySkips
+from ppo_ds.run.stage import RunContext
+from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.tracking.banner import Banner
-from ppo_ds.training.health import Health, TooManySkips
-from ppo_ds.training.stage import RunContext
-from ppo_ds.training.timing import PhaseTimer
 from tests.support.budgets import fixed_budgets
 
 LR = 0.01

@@ -102,7 +102,7 @@ def test_the_steps_of_the_dockerfile_install_everything_and_leave_torch_alone(tm
 
     assert [digests(folder) for folder in brought] == before
     assert image.run("python", "-m", "pip", "check") == "No broken requirements found.\n"
-    code = "import sentencepiece, torch, ppo_ds.build.run; from importlib.metadata import version; "
+    code = "import sentencepiece, torch, ppo_ds.assemble.run; from importlib.metadata import version; "
     code += "print(version('torch'))"
     assert image.run("python", "-c", code, cwd=tmp_path).split()[-1] == TORCH
     assert "+experiment=" in image.run("python", "launch/train.py", "--help")

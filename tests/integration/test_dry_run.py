@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from launch.cli import load_config
-from ppo_ds.build.dry_run import dry_run_config, dry_run_dir, prepare, start_dry_run
+from ppo_ds.assemble.dry_run import dry_run_config, dry_run_dir, prepare, start_dry_run
 from ppo_ds.config.registry import STAGES, import_target
 from ppo_ds.config.schema import Config, rollout_size
 from ppo_ds.config.types import replace

@@ -48,7 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
                 fit=fit, fail=lambda error: None, world=world
             )
         )  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "ppo_ds.build.run", wiring)
+        monkeypatch.setitem(sys.modules, "ppo_ds.assemble.run", wiring)
         monkeypatch.setattr(train, "prepare_environment", lambda verbose, trains, fixed_segments: None)
         # it would refuse this process, which has imported huggingface_hub
         monkeypatch.setattr(train, "use_caches_without_the_hub", lambda names: None)

@@ -14,9 +14,9 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from ppo_ds.compute.fused import rms_norm, rotary
 from ppo_ds.models.layer_functions import attention_forward, norm_forward, use_fused_functions
 from ppo_ds.models.lora import adapter_parameters, add_adapters
-from ppo_ds.ops.fused import rms_norm, rotary
 from tests.support.models import SIZES
 
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}

@@ -20,11 +20,11 @@ from transformers import (
     Qwen2Config,
 )
 
+from ppo_ds.compute import linear_logprobs
 from ppo_ds.models import lm_head
 from ppo_ds.models.lm_head import HeadProbe, LMHead
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, unsharded_twin
-from ppo_ds.ops import linear_logprobs
 from tests.support.fp32_products import fp32_products
 from tests.support.models import SIZES
 
@@ -137,7 +137,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(("family", "numbers"), [("llama", 0), ("granite", 13 * V)])
 def test_logits_are_made_of_no_state_or_of_the_asked_ones_alone(batch, family, numbers, monkeypatch):
     """13 of 27 positions are needed; blocks of logits are two columns wide."""
-    monkeypatch.setattr("ppo_ds.ops.linear_logprobs.CPU_BLOCK", 26)
+    monkeypatch.setattr("ppo_ds.compute.linear_logprobs.CPU_BLOCK", 26)
     policy = Policy(model(family), 1.0)
     policy(*batch, R, with_entropy=True)
     with Largest(V) as found:

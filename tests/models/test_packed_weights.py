@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from ppo_ds.compute import matmul
 from ppo_ds.models import linear
 from ppo_ds.models.linear import FEWEST_PRODUCTS, Linear, install_linears, packed_weights
 from ppo_ds.models.lm_head import LMHead, install_head
-from ppo_ds.ops import matmul
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
 

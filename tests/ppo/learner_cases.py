@@ -5,16 +5,16 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ppo_ds.build.algorithm import policy_loss
+from ppo_ds.assemble.algorithm import policy_loss
 from ppo_ds.config.registry import KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES, resolve
 from ppo_ds.config.sections.algo import EntropyConfig, PolicyConfig, PositiveNLLConfig, ValueConfig
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ppo.batching import minibatches
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.losses import PolicyObjective, ValueObjective
+from ppo_ds.ppo.minibatches import minibatches
 from ppo_ds.ppo.parity import ParityMonitor
-from ppo_ds.training.health import Health
+from ppo_ds.run.health import Health
 from tests.ppo.algo_cases import AS_IT_IS, timer
 
 V, LR, NORM = 12, 0.5, 7

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_ds.training.stopping import Abandoned
+from ppo_ds.run.stopping import Abandoned
 from tests.ppo.trainer_cases import Counter, named, stand_ins
 
 

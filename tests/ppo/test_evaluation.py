@@ -9,7 +9,7 @@ import torch
 from ppo_ds.distributed import heartbeat
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.rewards.pending import Pending, start_scoring
-from ppo_ds.training.timing import PhaseTimer
+from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.types import Prompts, Rollout, Scores
 
 SAMPLING = object()

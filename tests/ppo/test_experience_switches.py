@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ppo_ds.build.algorithm import masked_stop_ids
+from ppo_ds.assemble.algorithm import masked_stop_ids
 from ppo_ds.config.sections.algo import RolloutISConfig
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.advantages import ScorePosition

@@ -18,10 +18,10 @@ from ppo_ds.ppo.failure_dump import Dump
 from ppo_ds.ppo.health import KLMonitor, NonFiniteStep, first_nonfinite
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.nan_debug import find_origin, locate_nonfinite
+from ppo_ds.run.health import Health, TooManySkips
+from ppo_ds.run.metrics import MetricSums
+from ppo_ds.run.nan_debug import ReplayedRow
 from ppo_ds.tools.replay import Replay
-from ppo_ds.training.health import Health, TooManySkips
-from ppo_ds.training.metrics import MetricSums
-from ppo_ds.training.nan_debug import ReplayedRow
 from tests.faults.injection import injected, step_unguarded
 from tests.ppo.algo_cases import NAN, answers, maker, shaper
 from tests.ppo.learner_cases import (

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.build.algorithm import selects_tokens, token_selection
+from ppo_ds.assemble.algorithm import selects_tokens, token_selection
 from ppo_ds.config.sections.algo import PolicyConfig
 from ppo_ds.types import Sequences
 from tests.ppo.learner_cases import (

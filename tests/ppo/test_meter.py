@@ -4,7 +4,7 @@ import pytest
 
 from ppo_ds.ops.flops import Size
 from ppo_ds.ppo.meter import Meter
-from ppo_ds.training.performance import Capacity, UpdateCost
+from ppo_ds.run.performance import Capacity, UpdateCost
 from tests.ppo.algo_cases import make_experience, without_critic
 
 SIZE = Size(body=100, head=10, layers=1, width=2, kv_width=1)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ppo_ds.build.algorithm import parity_monitor
+from ppo_ds.assemble.algorithm import parity_monitor
 from ppo_ds.ppo.experience_metrics import decode_gap, describe
 from ppo_ds.ppo.parity import ParityMonitor
-from ppo_ds.training.state import EXIT_CODES, RESUME_HINTS
-from ppo_ds.training.stopping import Abandoned, StepRefused
+from ppo_ds.run.state import EXIT_CODES, RESUME_HINTS
+from ppo_ds.run.stopping import Abandoned, StepRefused
 from tests.ppo.algo_cases import Stub, answers, maker, rounded, two_groups, without
 from tests.ppo.learner_cases import (
     ANSWERS,

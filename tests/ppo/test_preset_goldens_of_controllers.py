@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ppo_ds.build.algorithm import kl_controller
+from ppo_ds.assemble.algorithm import kl_controller
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.ppo.trainer import PPOTrainer

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from ppo_ds.build.algorithm import old_logprobs_source, pretraining
+from ppo_ds.assemble.algorithm import old_logprobs_source, pretraining
 from ppo_ds.config.schema import uses_reference
 from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, kl_estimator, maker, without, without_critic
 from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, learner, on_policy

@@ -16,7 +16,7 @@ from ppo_ds.rewards.base import Responses
 from ppo_ds.rewards.function import FunctionReward
 from ppo_ds.rewards.pending import Pending, all_of, start_scoring
 from ppo_ds.rewards.remote import RemoteReward
-from ppo_ds.training.stopping import Abandoned
+from ppo_ds.run.stopping import Abandoned
 from ppo_ds.types import Rollout, Scores
 from tests.ppo.algo_cases import Stub, critic_free, gae, maker, rounded, shaper
 from tests.ppo.test_collector import PER_ROUND, SAMPLES, dynamic

@@ -11,10 +11,10 @@ import pytest
 
 from ppo_ds.errors import UserError
 from ppo_ds.ppo.health import KLMonitor
-from ppo_ds.training.health import TooManySkips
-from ppo_ds.training.report import write_report
-from ppo_ds.training.stage import HELD_OUT, TRAIN_PROMPTS
-from ppo_ds.training.state import EXIT_CODES, Selection, TrainState
+from ppo_ds.run.final_report import write_report
+from ppo_ds.run.health import TooManySkips
+from ppo_ds.run.stage import HELD_OUT, TRAIN_PROMPTS
+from ppo_ds.run.state import EXIT_CODES, Selection, TrainState
 from tests.ppo.trainer_cases import named, stand_ins
 
 # fields of TrainState that checkpoints of earlier versions lack
@@ -91,7 +91,7 @@ def test_an_early_end_reports_how_to_resume(loop, monkeypatch, how, exported, ch
     run, _ = loop(**how)
     told = []
     run.saver.checkpoints.save = lambda step, *_, **__: Path(f"run/step_{step}")
-    monkeypatch.setattr("ppo_ds.training.run.write_report", lambda *_, **said: told.append(said))
+    monkeypatch.setattr("ppo_ds.run.loop.write_report", lambda *_, **said: told.append(said))
     run.fit()
     assert told == [{"exported": exported, "checkpoint": checkpoint, "best": {}, "lists_files": True}]
 
@@ -148,7 +148,7 @@ def test_checkpoints_are_saved_when_due_and_once(loop, every, steps):
 def test_checkpoints_are_saved_by_time_at_the_ends_of_steps(loop, monkeypatch, minutes, every, steps):
     """Each step takes a minute of rank 0's clock."""
     clock = count(1000.0, 60.0)
-    monkeypatch.setattr("ppo_ds.training.timing.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("ppo_ds.run.timing.time.monotonic", lambda: next(clock))
     run, events = loop(checkpoint_minutes=minutes, checkpoint_every=every, total_steps=7)
     run.fit()
     assert named(events, "save") == steps

@@ -14,13 +14,13 @@ from ppo_ds.ops.kl import AdaptiveKLController
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.ppo.trainer import PPOTrainer
+from ppo_ds.run.health import Health
+from ppo_ds.run.loop import Run
+from ppo_ds.run.saver import Saver
+from ppo_ds.run.stage import HELD_OUT, Evaluation, RunContext
+from ppo_ds.run.state import Selection
+from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.tracking.banner import Banner
-from ppo_ds.training.health import Health
-from ppo_ds.training.run import Run
-from ppo_ds.training.saver import Saver
-from ppo_ds.training.stage import HELD_OUT, Evaluation, RunContext
-from ppo_ds.training.state import Selection
-from ppo_ds.training.timing import PhaseTimer
 from tests.ppo.algo_cases import make_experience
 from tests.ppo.preset_runs import composed
 from tests.support.budgets import fixed_budgets
@@ -143,7 +143,7 @@ def stand_ins(world, tokenizer, monkeypatch):
         patience=None,
         data=HELD_OUT,
     ):
-        monkeypatch.setattr("ppo_ds.training.run.write_report", lambda *_, **__: events.append("report"))
+        monkeypatch.setattr("ppo_ds.run.loop.write_report", lambda *_, **__: events.append("report"))
         monkeypatch.setattr("ppo_ds.ppo.trainer.prompt_notes", lambda *_: [])
         settings = composed("standard", "run.steps=9", *algo).algo
         events = []

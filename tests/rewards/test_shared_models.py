@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_ds.build.reward_models import RewardModels
+from ppo_ds.assemble.reward_models import RewardModels
 from ppo_ds.config.targets import bind
 from tests.rewards.model_cases import LLAMA, save_model
 from tests.rewards.reward_cases import make_rollout

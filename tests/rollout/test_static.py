@@ -28,8 +28,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from ppo_ds.compute import matmul
 from ppo_ds.models.linear import install_linears
-from ppo_ds.ops import matmul
 from ppo_ds.rollout import continuous_batch, graphs, static
 from ppo_ds.rollout.cache import SlotCache
 from ppo_ds.rollout.decoding import refusal

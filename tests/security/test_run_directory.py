@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from launch import export
-from ppo_ds.config.run_record import open_run_directory
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.errors import UserError
+from ppo_ds.run.record import open_run_directory
 from ppo_ds.storage.run_directory import check_run_directory
 from ppo_ds.tracking.jsonl import JsonlTracker
 from tests.engine.test_checkpoint import OneRank
@@ -68,7 +68,7 @@ def swap(path, victim):
 
 def test_config_yaml_does_not_follow_links(run_dir, victim, monkeypatch):
     (run_dir / ".config.yaml.tmp").symlink_to(victim)
-    monkeypatch.setattr("ppo_ds.config.run_record.check_run_directory", lambda _: [])
+    monkeypatch.setattr("ppo_ds.run.record.check_run_directory", lambda _: [])
     open_run_directory(run_dir, {"run": {"x": "; touch /tmp/x"}}, None)
     assert (run_dir / "config.yaml").read_text() == "run:\n  x: ; touch /tmp/x\n"
 

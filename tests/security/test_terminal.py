@@ -11,9 +11,9 @@ from launch import export, replay
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints, damage_of
 from ppo_ds.errors import printable
 from ppo_ds.ppo.failure_dump import Dump
+from ppo_ds.run.nan_debug import ReplayedRow
 from ppo_ds.tools.replay import Replay
 from ppo_ds.tracking.banner import Banner
-from ppo_ds.training.nan_debug import ReplayedRow
 from tests.engine.test_checkpoint import OneRank
 from tests.tools.test_export import STEP, write_run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ppo_ds.training.token_budgets import TokenBudget, TokenBudgets
+from ppo_ds.run.token_budgets import TokenBudget, TokenBudgets
 
 
 def fixed_budgets(world: Any, **numbers: int) -> TokenBudgets:

@@ -184,8 +184,8 @@ def _import_once() -> None:
     launch.train.prepare_environment(verbose=False)
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import ppo_ds.build.ppo  # noqa: F401
-    import ppo_ds.build.run  # noqa: F401
+    import ppo_ds.assemble.ppo  # noqa: F401
+    import ppo_ds.assemble.run  # noqa: F401
 
 
 def _start(

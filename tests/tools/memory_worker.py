@@ -24,10 +24,10 @@ from ppo_ds.distributed.exit import exit_now  # noqa: E402
 config = load_config(json.loads((folder / "arguments.json").read_text()))
 prepare_environment(verbose=False)
 
-from ppo_ds.build import ppo, reward_model, sft  # noqa: E402
-from ppo_ds.build.run import build_run  # noqa: E402
+from ppo_ds.assemble import ppo, reward_model, sft  # noqa: E402
+from ppo_ds.assemble.run import build_run  # noqa: E402
 from ppo_ds.distributed import world  # noqa: E402
-from ppo_ds.training.timing import PhaseTimer  # noqa: E402
+from ppo_ds.run.timing import PhaseTimer  # noqa: E402
 
 world.keep_freed_memory = lambda: False
 trim = ctypes.CDLL("libc.so.6").malloc_trim

@@ -31,10 +31,10 @@ import torch
 torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from ppo_ds.compute import linear_logprobs as lin  # noqa: E402
 from ppo_ds.config import registry  # noqa: E402
 from ppo_ds.ops import advantages as adv  # noqa: E402
 from ppo_ds.ops import kl as klm  # noqa: E402
-from ppo_ds.ops import linear_logprobs as lin  # noqa: E402
 from ppo_ds.ops import logprobs as lp  # noqa: E402
 from ppo_ds.ops import losses, masked  # noqa: E402
 from ppo_ds.ops import rewards as rew  # noqa: E402

@@ -11,8 +11,8 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from ppo_ds.build.memory_estimate import Hardware, Models, estimate
-from ppo_ds.build.token_budgets import resolve, with_numbers
+from ppo_ds.assemble.memory_estimate import Hardware, Models, estimate
+from ppo_ds.assemble.token_budgets import resolve, with_numbers
 from ppo_ds.config.schema import Config, reward_models
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.tools.doctor.gpus import GPUS

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from launch.dashboard import main
+from ppo_ds.run.stage import HELD_OUT, TRAIN_PROMPTS
 from ppo_ds.tools.dashboard import HISTOGRAMS, TABLES, build_sections, pattern_of
 from ppo_ds.tracking.catalogue import METRICS, PANELS, SECTIONS, matches, panel_metrics
-from ppo_ds.training.stage import HELD_OUT, TRAIN_PROMPTS
 from tests.support.environment import ROOT
 from tests.tracking.wandb_server import wandb_server
 

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from launch import doctor
-from ppo_ds.build.finetune_memory import FinetuneMemory
-from ppo_ds.build.memory_estimate import (
+from ppo_ds.assemble.finetune_memory import FinetuneMemory
+from ppo_ds.assemble.memory_estimate import (
     Estimate,
     FrozenModel,
     Hardware,
@@ -32,15 +32,15 @@ from ppo_ds.build.memory_estimate import (
     _Estimator,
     estimate,
 )
-from ppo_ds.build.token_budgets import used_budgets, with_cpu_limits
+from ppo_ds.assemble.token_budgets import used_budgets, with_cpu_limits
+from ppo_ds.compute import matmul
+from ppo_ds.compute.linear_logprobs import GPU_BLOCK, KEPT
 from ppo_ds.config.schema import Config
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.models import tiny
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.size import planned_shape, shape_of
 from ppo_ds.models.tokenizer import load_tokenizer
-from ppo_ds.ops import matmul
-from ppo_ds.ops.linear_logprobs import GPU_BLOCK, KEPT
 from ppo_ds.ops.memory import (
     EngineMemory,
     Shape,

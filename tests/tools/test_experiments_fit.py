@@ -7,8 +7,8 @@ from math import ceil
 import pytest
 
 from launch.cli import CONF
-from ppo_ds.build.memory_estimate import Estimate, Hardware, estimate
-from ppo_ds.build.token_budgets import (
+from ppo_ds.assemble.memory_estimate import Estimate, Hardware, estimate
+from ppo_ds.assemble.token_budgets import (
     GPU_LIMITS,
     MAX_DECODED_ROWS,
     STEP,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from ppo_ds.build.memory_estimate import Estimate, FrozenModel, Models
+from ppo_ds.assemble.memory_estimate import Estimate, FrozenModel, Models
 from ppo_ds.config.schema import Config
 from ppo_ds.errors import UserError
 from ppo_ds.ops.decode_work import DecodeWork, decode_work, response_lengths

@@ -6,8 +6,8 @@ from rich.text import Text
 
 from ppo_ds.distributed import heartbeat
 from ppo_ds.tracking.console import ConsoleTracker, step_line
+from ppo_ds.tracking.curves import before_after
 from ppo_ds.tracking.formatting import format_duration
-from ppo_ds.tracking.report import before_after
 
 METRICS = {
     "reward/score_mean": 0.5, "reward/score_std": 0.25, "kl/ref_seq_mean": 0.0123, "policy/loss": -0.02,

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from ppo_ds.tracking.catalogue import PANELS
-from ppo_ds.tracking.report import _draw, _score_table, before_after, plot_curves
+from ppo_ds.tracking.curves import _draw, _score_table, before_after, plot_curves
 
 ALL = [
     "reward/score_mean", "reward/score_std", "eval/accuracy", "kl/ref_seq_mean", "kl/target", "policy/loss",

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from launch.cli import load_config
-from ppo_ds.build.run import build_run
+from ppo_ds.assemble.run import build_run
 
 HANG = 400  # seconds after which a hanging case prints its stacks and exits
 

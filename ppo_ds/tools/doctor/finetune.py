@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from ppo_ds.build.finetune_memory import batch_of, estimate_finetuning
-from ppo_ds.build.memory_estimate import BYTES, Hardware
-from ppo_ds.build.preflight import check_vocabulary
-from ppo_ds.build.sft import answered_tokens
-from ppo_ds.build.shared import evaluated_rows
+from ppo_ds.assemble.finetune_memory import batch_of, estimate_finetuning
+from ppo_ds.assemble.memory_estimate import BYTES, Hardware
+from ppo_ds.assemble.preflight import check_vocabulary
+from ppo_ds.assemble.sft import answered_tokens
+from ppo_ds.assemble.shared import evaluated_rows
 from ppo_ds.config.registry import import_target
 from ppo_ds.config.schema import Config, averaged_models
 from ppo_ds.models.size import planned_shape
@@ -20,10 +20,10 @@ from ppo_ds.tools.doctor.step_time import FinetuneTime
 
 # stage -> functions that read the data (config) -> (tokenizer, training rows, held-out rows) and describe it
 READERS = {
-    "sft": ("ppo_ds.build.sft.read_demonstrations", "ppo_ds.build.sft.describe"),
+    "sft": ("ppo_ds.assemble.sft.read_demonstrations", "ppo_ds.assemble.sft.describe"),
     "reward_model": (
-        "ppo_ds.build.reward_model.read_preferences",
-        "ppo_ds.build.reward_model.describe_pairs",
+        "ppo_ds.assemble.reward_model.read_preferences",
+        "ppo_ds.assemble.reward_model.describe_pairs",
     ),
 }
 

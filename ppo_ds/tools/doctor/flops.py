@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppo_ds.build.memory_estimate import Models
+from ppo_ds.assemble.memory_estimate import Models
 from ppo_ds.config.schema import Config, rollout_size
 from ppo_ds.config.sections.models import InheritedModelConfig, ModelConfig
 from ppo_ds.ops.flops import causal_pairs, forward_flops

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from ppo_ds.build.memory_estimate import BYTES, FrozenModel, Models
-from ppo_ds.build.roles import CLASSIFIER, critic_start
+from ppo_ds.assemble.memory_estimate import BYTES, FrozenModel, Models
+from ppo_ds.assemble.roles import CLASSIFIER, critic_start
 from ppo_ds.config.schema import Config, all_rewards, has_critic, reference_is_base, uses_reference
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.models.size import planned_own_code_shape, planned_shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from ppo_ds.build.data import (
+from ppo_ds.assemble.data import (
     Inputs,
     build_held_out,
     build_prompts,
@@ -14,8 +14,8 @@ from ppo_ds.build.data import (
     describe_rows,
     stop_ids,
 )
-from ppo_ds.build.memory_estimate import BYTES, Hardware, Models, estimate
-from ppo_ds.build.preflight import (
+from ppo_ds.assemble.memory_estimate import BYTES, Hardware, Models, estimate
+from ppo_ds.assemble.preflight import (
     check_engine_model,
     check_rewards,
     check_vocabularies,

@@ -17,8 +17,9 @@ from functools import cached_property
 
 import torch
 
-from ppo_ds.build.algorithm import old_logprobs_source
-from ppo_ds.build.memory_estimate import Estimate, FrozenModel, Models
+from ppo_ds.assemble.algorithm import old_logprobs_source
+from ppo_ds.assemble.memory_estimate import Estimate, FrozenModel, Models
+from ppo_ds.compute.batching import padded_tokens, plan_forwards
 from ppo_ds.config.schema import (
     Config,
     TrainedConfig,
@@ -29,7 +30,6 @@ from ppo_ds.config.schema import (
     uses_reference,
 )
 from ppo_ds.engine.zero import RANKS_16_BIT_SUM
-from ppo_ds.ops.batching import padded_tokens, plan_forwards
 from ppo_ds.ops.decode_work import decode_work, response_lengths
 from ppo_ds.ops.flops import causal_pairs, decode_bytes, forward_flops
 from ppo_ds.ops.memory import FP32, Shape, kv_cache_bytes

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ppo_ds.build.memory_estimate import Estimate
-from ppo_ds.build.token_budgets import used_budgets
+from ppo_ds.assemble.memory_estimate import Estimate
+from ppo_ds.assemble.token_budgets import used_budgets
 from ppo_ds.config.schema import (
     Config,
     TrainedConfig,

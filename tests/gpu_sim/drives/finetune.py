@@ -15,9 +15,9 @@ from ppo_ds.finetune.reward_model import RewardModelTrainer
 from ppo_ds.finetune.sft import SFTTrainer
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel
-from ppo_ds.training.health import Health
-from ppo_ds.training.stage import RunContext
-from ppo_ds.training.stopping import StopRequest
+from ppo_ds.run.health import Health
+from ppo_ds.run.stage import RunContext
+from ppo_ds.run.stopping import StopRequest
 from ppo_ds.types import PreferencePairs, Sequences
 from tests.gpu_sim.cases import CASES as NAMES
 from tests.gpu_sim.drives.parts import Case, Engine, classifier, experience, language_model, one_rank, timer

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ppo_ds.compute.linear_logprobs import KEPT, linear_statistics
 from ppo_ds.ops.advantages import (
     compute_gae,
     group_advantages,
@@ -16,7 +17,6 @@ from ppo_ds.ops.advantages import (
     reinforce_pp_advantages,
 )
 from ppo_ds.ops.kl import approx_kl
-from ppo_ds.ops.linear_logprobs import KEPT, linear_statistics
 from ppo_ds.ops.logprobs import (
     entropy_from_logits,
     logprobs_and_entropy_from_logits,

@@ -1,0 +1,370 @@
+"""Builds the algorithm from the `algo` section: experience maker, learner, KL controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ppo_ds.assemble.shared import all_packed, training_steps
+from ppo_ds.config.registry import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    LOSS_AGGREGATIONS,
+    POLICY_LOSSES,
+    has_own_weights,
+    import_target,
+    resolve,
+)
+from ppo_ds.config.schema import (
+    Config,
+    has_critic,
+    learns_values,
+    reward_weights,
+    rollout_size,
+    value_position,
+)
+from ppo_ds.config.sections.algo import AlgoConfig, GAEConfig, KLConfig, PolicyConfig, RolloutISConfig
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.frozen import FrozenModel
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.errors import UserError
+from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
+from ppo_ds.ops.losses import token_mean
+from ppo_ds.ops.masked import Reduce
+from ppo_ds.ppo.advantages import (
+    AdvantageEstimator,
+    ScorePosition,
+    Whitening,
+    estimate_by_critic,
+    estimate_by_greedy,
+    estimate_by_group,
+    estimate_by_parts,
+    estimate_by_token,
+    estimate_one_step,
+)
+from ppo_ds.ppo.experience import ExperienceMaker, OldLogprobs
+from ppo_ds.ppo.kept_forwards import KeptForwards
+from ppo_ds.ppo.learner import Learner
+from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective, select_tokens
+from ppo_ds.ppo.parity import BOUNDS, ParityMonitor
+from ppo_ds.ppo.reward_shaping import ScoreShaper
+from ppo_ds.run.health import Health
+from ppo_ds.run.timing import PhaseTimer
+from ppo_ds.run.token_budgets import TokenBudgets
+from ppo_ds.types import Experience, Sequences
+
+
+def old_logprobs_source(config: Config) -> OldLogprobs:
+    """Returns which computation gives the old log-probs, see ExperienceMaker.
+
+    The forward of the update computes them if one optimizer step uses the whole rollout, the old policy does
+    not lag, and nothing before the update needs the log-probs: there is no KL in the reward, no importance
+    weight for the decode backend, no value head on the actor, no step in which only the critic learns, and no
+    selection of tokens.
+    """
+    algo = config.algo
+    if algo.old_logprobs == "rollout":
+        return "rollout"
+    needed_before = (
+        algo.kl.place == "reward"
+        or algo.rollout_is.kind != "none"
+        or config.critic.share_trunk
+        or algo.value.warmup_steps > 0
+        or selects_tokens(algo.policy)
+    )
+    one_step = one_optimizer_step(config)
+    return "update" if one_step and algo.old_policy == "rollout" and not needed_before else "forward"
+
+
+def one_optimizer_step(config: Config) -> bool:
+    """Returns whether one optimizer step uses the whole rollout."""
+    size = rollout_size(config)
+    return config.algo.epochs == 1 and (config.algo.minibatch_size or size) == size
+
+
+def selects_tokens(policy: PolicyConfig) -> bool:
+    """Returns whether tokens are selected before an update, by their entropies or log-probs."""
+    return policy.top_entropy is not None or POLICY_LOSSES[policy.loss].selection is not None
+
+
+def experience_maker(
+    config: Config,
+    *,
+    world: World,
+    actor: TrainedModel,
+    reference: FrozenModel | None,
+    critic: TrainedModel | None,
+    lagged: WeightCopy | None,
+    stop_token_ids: tuple[int, ...],
+    pad_id: int,
+    budgets: TokenBudgets,
+    timer: PhaseTimer,
+    check: Callable[[], None],
+    kept: KeptForwards | None = None,
+) -> ExperienceMaker:
+    """Builds the ExperienceMaker of a run."""
+    algo = config.algo
+    # ZeRO-3 gathers weights in a forward, and the lagged weights are swapped in between two forwards
+    sections = (config.actor, config.critic, config.reference)
+    collective = lagged is not None or any(section.zero.stage == 3 for section in sections)
+    return ExperienceMaker(
+        actor=actor,
+        lagged=lagged,
+        reference=reference,
+        critic=critic,
+        share_trunk=critic is None and learns_values(config),
+        old_logprobs=old_logprobs_source(config),
+        compute_entropy=algo.policy.top_entropy is not None,
+        masked_stop_ids=masked_stop_ids(algo.train_on_eos, stop_token_ids, pad_id),
+        shaper=ScoreShaper(algo.reward_shaping, world),
+        charged_kl=_kl_estimator(algo.kl) if algo.kl.place == "reward" else None,
+        score_position=_score_position(algo),
+        estimate_advantages=advantage_estimator(config, algo.gae, world.sum),
+        whitening=_whitening(algo),
+        group_size=config.rollout.samples_per_prompt,
+        rollout_is=algo.rollout_is,
+        token_budget=budgets.score,
+        guard=partial(
+            budgets.guard,
+            budgets.score,
+            what="log-probs and values",
+            repeatable=not collective,
+            economize=(lambda: None) if kept is None else kept.switch_off,
+        ),
+        packed=all_packed(actor, reference, critic),
+        world=world,
+        timer=timer,
+        check=check,
+        kept=kept,
+    )
+
+
+def kept_roles(config: Config) -> tuple[str, ...]:
+    """Returns the models whose forwards before the update also serve for the update.
+
+    With memory.reuse_forwards=auto this is at most the actor, whose backward is the first of the update, so
+    that peak memory stays the same. The critic's graph adds to it: its gradients, or the graph itself, are
+    then in memory during the actor's backward.
+
+    Other forwards of the same weights between a forward and its backward exclude a model: those of the
+    reference or the reward model that is the same model without its adapters, and of the lagged policy. PTX
+    losses come first in the update. Log-probs and entropies for the selection of tokens need other options.
+    """
+    algo, reuse = config.algo, config.memory.reuse_forwards
+    if reuse == "off" or not one_optimizer_step(config):
+        return ()
+    excluded = (
+        algo.old_policy == "lagged"
+        or config.actor.lora.rank > 0
+        or algo.ptx.coef > 0
+        or algo.policy.top_entropy is not None
+    )
+    actor = old_logprobs_source(config) == "forward" and not excluded
+    critic = reuse == "all" and has_critic(config) and config.critic.lora.rank == 0
+    return tuple(name for name, kept in (("actor", actor), ("critic", critic)) if kept)
+
+
+def kept_forwards(
+    config: Config, *, world: World, actor: TrainedModel, critic: TrainedModel | None
+) -> KeptForwards | None:
+    """Builds the KeptForwards of a run; None if no forward is kept."""
+    options = {"actor": policy_objective(config, actor).forward_options, "critic": {}}
+    roles = kept_roles(config)
+    if not roles:
+        return None
+    return KeptForwards(
+        options={name: options[name] for name in roles},
+        token_budget=int(config.memory.train_tokens),
+        packed=all_packed(actor, critic),
+        world=world,
+    )
+
+
+def advantage_estimator(config: Config, gae: GAEConfig, reduce: Reduce) -> AdvantageEstimator:
+    """Builds the advantage estimator of `algo.advantage.estimator`, with ``gae`` in place of `algo.gae`.
+
+    ``reduce`` sums a tensor over all ranks.
+    """
+    algo, group_size = config.algo, config.rollout.samples_per_prompt
+    entry, position = ADVANTAGE_ESTIMATORS[algo.advantage.estimator], _score_position(algo)
+    compute = partial(resolve(entry), reduce=reduce) if entry.over_ranks else resolve(entry)
+    if entry.needs_critic and algo.action_level == "sequence":
+        return partial(estimate_one_step, value_position=value_position(algo), score_position=position)
+    if entry.needs_critic:
+        return partial(estimate_by_critic, compute=compute, gae=gae, score_position=position)
+    if entry.needs_parts:
+        weights = {name: float(weight) for name, weight in reward_weights(config).items()}
+        return partial(estimate_by_parts, compute=compute, weights=weights, group_size=group_size)
+    if entry.needs_group:
+        return partial(estimate_by_group, compute=compute, group_size=group_size, score_position=position)
+    if entry.needs_greedy:
+        return partial(estimate_by_greedy, compute=compute, gamma=gae.gamma, score_position=position)
+    return partial(estimate_by_token, compute=compute, gamma=gae.gamma, score_position=position)
+
+
+def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
+    """Returns a copy of ``maker`` for the critic's pretraining.
+
+    Returns are sums of future rewards (lambda 1), because the values of an untrained critic are useless for
+    bootstrapping. Forwards that do not affect the returns are omitted.
+    """
+    algo = config.algo
+    estimate = advantage_estimator(config, GAEConfig(gamma=algo.gae.gamma, lam=1.0), maker.world.sum)
+    maker = replace(maker, estimate_advantages=estimate, kept=None)
+    if maker.charged_kl is not None:
+        return maker
+    return replace(maker, old_logprobs="update", reference=None, rollout_is=RolloutISConfig(kind="none"))
+
+
+def masked_stop_ids(
+    train_on_eos: bool | None, stop_token_ids: tuple[int, ...], pad_id: int
+) -> tuple[int, ...]:
+    """Returns the end tokens that are not actions.
+
+    With ``train_on_eos`` True there are none, and with False these are all end tokens. With None it is only
+    the pad token, if that is an end token.
+    """
+    if train_on_eos is None:
+        return tuple(stop for stop in stop_token_ids if stop == pad_id)
+    return () if train_on_eos else stop_token_ids
+
+
+def _kl_estimator(kl: KLConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns the estimator of algo.kl, which takes the log-probs of the policy and of the reference."""
+    estimator = resolve(KL_ESTIMATORS[kl.estimator])
+    return estimator if kl.clamp is None else partial(estimator, clamp=kl.clamp)
+
+
+def _score_position(algo: AlgoConfig) -> ScorePosition:
+    return ScorePosition(algo.reward_shaping.score_position, algo.value.next_state)
+
+
+def _whitening(algo: AlgoConfig) -> Whitening:
+    return Whitening(algo.advantage.whiten, algo.advantage.unbiased, algo.action_level)
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """Length of a run, in PPO steps and in optimizer steps."""
+
+    steps: int  # PPO steps
+    # maximum numbers of optimizer steps of each model; algo.target_kl may end the epochs of a PPO step early
+    actor: int
+    critic: int
+
+
+def horizon(config: Config, n_prompts: int) -> Horizon:
+    """Computes the length of the run. Raises UserError if no step is left for the actor."""
+    value, rollout = config.algo.value, rollout_size(config)
+    steps = training_steps(config.run, n_prompts, config.rollout.prompts_per_step)
+    if value.warmup_steps >= steps:
+        raise UserError(
+            f"algo.value.warmup_steps={value.warmup_steps}: leaves the actor none of the {steps} steps"
+        )
+    each = config.algo.epochs * (rollout // (config.algo.minibatch_size or rollout))
+    return Horizon(steps, (steps - value.warmup_steps) * each, (steps + value.pretrain_rollouts) * each)
+
+
+def learner(
+    config: Config,
+    *,
+    world: World,
+    actor: TrainedModel,
+    critic: TrainedModel | None,
+    timer: PhaseTimer,
+    health: Health,
+    parity: ParityMonitor,
+    ptx_texts: Iterator[Sequences] | None = None,
+    ema: WeightCopy | None = None,
+    kept: KeptForwards | None = None,
+) -> Learner:
+    """Builds the Learner of a run."""
+    algo = config.algo
+    aggregation = resolve(LOSS_AGGREGATIONS[algo.loss.agg])
+    return Learner(
+        actor=actor,
+        critic=critic,
+        ema=ema,
+        ema_decay=config.actor.ema.decay or 0.0,
+        policy=policy_objective(config, actor),
+        select_tokens=token_selection(algo.policy) if selects_tokens(algo.policy) else None,
+        # At action level sequence there is one value per response, so the value loss is the mean over the
+        # responses, whatever algo.loss.agg is.
+        value=ValueObjective(algo.value, token_mean if algo.action_level == "sequence" else aggregation),
+        ptx=PtxObjective(algo.ptx.coef) if ptx_texts is not None else None,
+        ptx_texts=ptx_texts,
+        whitening=_whitening(algo),
+        norm=algo.loss.norm or config.sampling.max_new_tokens,
+        mask_truncated=algo.loss.mask_truncated,
+        epochs=algo.epochs,
+        minibatch_size=algo.minibatch_size or rollout_size(config),
+        token_budget=int(config.memory.train_tokens),
+        packed=all_packed(actor, critic),
+        target_kl=algo.target_kl,
+        world=world,
+        timer=timer,
+        health=health,
+        parity=parity,
+        kept=kept,
+        decoded_old_logprobs=algo.old_logprobs == "rollout",
+        counts_ratios=config.tracker.logs_histograms,
+    )
+
+
+def policy_objective(config: Config, actor: TrainedModel) -> PolicyObjective:
+    """Builds the actor's loss."""
+    algo = config.algo
+    return PolicyObjective(
+        loss=policy_loss(algo.policy),
+        sums_over_tokens=POLICY_LOSSES[algo.policy.loss].sums_over_tokens,
+        off_policy_limit=algo.policy.off_policy_limit,
+        entropy=algo.entropy,
+        kl=_kl_estimator(algo.kl) if algo.kl.place == "loss" else None,
+        positive_nll=algo.positive_nll,
+        aux_coef=(actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef,
+        agg=resolve(LOSS_AGGREGATIONS[algo.loss.agg]),
+        level=algo.action_level,
+    )
+
+
+def policy_loss(policy: PolicyConfig) -> Callable[..., tuple[Tensor, Parts]]:
+    """Imports the loss of `algo.policy.loss` and binds the keys of `algo.policy` that it uses."""
+    entry = POLICY_LOSSES[policy.loss]
+    return partial(resolve(entry), **{key: getattr(policy, key) for key in entry.keys})
+
+
+def parity_monitor(config: Config) -> ParityMonitor:
+    """Builds the monitor of the gap between the log-probs of generation and training."""
+    highest, health = config.health.max_parity, config.health
+    if highest == "auto":
+        highest = BOUNDS[config.actor.model.dtype]
+    return ParityMonitor(
+        highest,
+        stops=health.parity_action == "stop",
+        old_from_rollout=config.algo.old_logprobs == "rollout",
+        own_weights=has_own_weights(config.rollout.backend),
+    )
+
+
+def token_selection(policy: PolicyConfig) -> Callable[[Experience, torch.Generator], Experience]:
+    """Builds the selection of tokens of `algo.policy.top_entropy` and of the policy loss."""
+    entry, selection = POLICY_LOSSES[policy.loss], None
+    if entry.selection is not None:
+        chosen = {key: getattr(policy, key) for key in entry.selection_keys}
+        selection = partial(import_target(entry.selection), **chosen)
+    return partial(select_tokens, top_entropy=policy.top_entropy, selection=selection)
+
+
+def kl_controller(config: Config) -> FixedKLController:
+    """Builds the controller of the KL coefficient."""
+    kl = config.algo.kl
+    if kl.controller == "adaptive":
+        return AdaptiveKLController(kl.coef, kl.target, kl.horizon, kl.min_coef, kl.max_coef)
+    if kl.controller == "threshold":
+        return ThresholdKLController(kl.coef, kl.target, min_coef=kl.min_coef, max_coef=kl.max_coef)
+    return FixedKLController(kl.coef)

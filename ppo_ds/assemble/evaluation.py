@@ -1,0 +1,147 @@
+"""Builds the held-out evaluation of PPO: its rewards, and the reference to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from ppo_ds.assemble.data import Inputs
+from ppo_ds.assemble.multi_turn import with_environment
+from ppo_ds.assemble.ppo_models import Models
+from ppo_ds.config.schema import (
+    Config,
+    reference_is_base,
+    rollout_size,
+    uses_reference,
+)
+from ppo_ds.data.prompts import eval_batches
+from ppo_ds.engine.frozen import FrozenModel
+from ppo_ds.ppo.evaluation import Evaluator
+from ppo_ds.ppo.scoring import StartScoring
+from ppo_ds.ppo.win_rate import FILE, ReferenceResponses
+from ppo_ds.rewards.pending import start_scoring
+from ppo_ds.rewards.weighted import WeightedReward
+from ppo_ds.rollout.base import Generator, SamplingParams
+from ppo_ds.rollout.hf import HFGenerator
+from ppo_ds.run.stage import HELD_OUT, TRAIN_PROMPTS, RunContext
+from ppo_ds.types import Prompts, Reward, Rollout
+
+
+def guarded_scoring(context: RunContext, models: Models, start: StartScoring) -> StartScoring:
+    """Wraps the start of scoring, in which reward models run, so that it is repeated if memory runs out."""
+    return context.budgets.guard(
+        context.budgets.score,
+        start,
+        what="the reward",
+        repeatable=not models.reward_models.sharded,
+        # the repetition starts rewards in the background again
+        discard=lambda pending: pending.cancel(),
+    )
+
+
+def build_evaluator(
+    config: Config,
+    context: RunContext,
+    inputs: Inputs,
+    models: Models,
+    generator: Generator,
+    sampling: SamplingParams,
+) -> Evaluator | None:
+    """Builds the evaluation on held-out prompts, or on some prompts of the training if there are none."""
+    held_out, world = inputs.held_out is not None, context.world
+    if not held_out and not config.eval.train_prompts:
+        return None
+
+    def scoring(reward: Reward) -> StartScoring:
+        start = (
+            reward.start_evaluation if isinstance(reward, WeightedReward) else partial(start_scoring, reward)
+        )
+        return guarded_scoring(context, models, start)
+
+    decoding = sampling.as_greedy() if config.eval.greedy else sampling
+    return Evaluator(
+        eval_batches(
+            inputs.held_out or inputs.source,
+            rank=world.rank,
+            world_size=world.size,
+            rows_per_batch=rollout_size(config) // world.size,
+            max_prompts=config.eval.max_prompts if held_out else config.eval.train_prompts,
+        ),
+        actor=models.actor,
+        generator=generator,
+        start_scoring=scoring(models.reward),
+        more_scoring={name: scoring(reward) for name, reward in models.eval_rewards.items()},
+        sampling=decoding,
+        correct_above=config.eval.correct_above,
+        reference=reference_responses(config, context, inputs, models, decoding)
+        if config.eval.win_rate and held_out
+        else None,
+        tokenizer=inputs.tokenizer,
+        world=world,
+        check=context.stop.raise_if_stopped,
+        data=HELD_OUT if held_out else TRAIN_PROMPTS,
+    )
+
+
+def reference_responses(
+    config: Config, context: RunContext, inputs: Inputs, models: Models, sampling: SamplingParams
+) -> ReferenceResponses:
+    """Builds the source of the responses with which the win rate compares those of the policy.
+
+    Without a reference the policy is compared with the initial actor. The reference of an actor with adapters
+    is the initial actor too, and generates nothing by itself.
+    """
+    actor, section, reference = config.actor.model, config.reference.model, models.reference
+    loaded = uses_reference(config) and not reference_is_base(config)
+    generate = None
+    if loaded and reference is not None:
+        sharded = config.reference.zero.stage == 3
+        generate = context.budgets.guard(
+            context.budgets.rollout,
+            partial(reference_rollouts, config, context, inputs, reference, sampling, sharded),
+            what="generation with the reference",
+            repeatable=not sharded and config.rollout.environment.path is None,
+        )
+    path = section.path if loaded else actor.path
+    settings = config.rollout.environment
+    environment = {"environment": settings.model_dump()} if settings.path else {}
+    resume = config.run.resume
+    return ReferenceResponses(
+        file=context.run_dir / FILE,
+        earlier=None if resume in ("auto", "never", "restart") else Path(resume).parent.parent / FILE,
+        settings={
+            "reference": str(path).removeprefix(f"{config.run.dir}/"),
+            "revision": section.revision if loaded else actor.revision,
+            "sampling": asdict(sampling),
+            **environment,
+            "reward": config.reward,
+        },
+        world=context.world,
+        is_initial_actor=not loaded or (section.path, section.revision) == (actor.path, actor.revision),
+        generate=generate,
+    )
+
+
+def reference_rollouts(
+    config: Config,
+    context: RunContext,
+    inputs: Inputs,
+    reference: FrozenModel,
+    sampling: SamplingParams,
+    sharded: bool,
+    batches: Sequence[Prompts],
+) -> list[Rollout]:
+    """Generates responses of the reference. A collective if it is ``sharded``, or with an environment."""
+    with reference.decoding() as lm:
+        backend = HFGenerator(
+            lambda: lm,
+            tokenizer=inputs.tokenizer,
+            token_budget=int(context.budgets.rollout),
+            lockstep_max=context.world.max_int if sharded else None,
+            should_stop=context.stop.should_stop,
+        )
+        check = context.stop.raise_if_stopped
+        generator = with_environment(config, context.world, inputs.tokenizer, backend, check)
+        return [generator(prompts, sampling) for prompts in batches]

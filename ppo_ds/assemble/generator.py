@@ -1,0 +1,183 @@
+"""Builds the decode backend of ``rollout.backend``; auto is the fastest that agrees with training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ppo_ds.assemble.data import Inputs
+from ppo_ds.assemble.vllm_memory import engine_memory
+from ppo_ds.config.registry import DECODE_BACKENDS, has_own_weights, import_target, resolve
+from ppo_ds.config.schema import Config
+from ppo_ds.distributed.subgroup import Subgroup
+from ppo_ds.distributed.world import World, seed_everything
+from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.rng import fork_rng
+from ppo_ds.errors import UserError
+from ppo_ds.models.size import shape_of
+from ppo_ds.ppo.parity import PARITY_ROWS, Gap, ParityError, disagreement, parity_gap
+from ppo_ds.rollout.base import Generator, SamplingParams
+from ppo_ds.run.token_budgets import TokenBudget
+from ppo_ds.tracking.banner import titled
+from ppo_ds.types import Prompts, Rollout
+
+
+def build_generator(
+    config: Config,
+    world: World,
+    inputs: Inputs,
+    actor: HybridActor,
+    sampling: SamplingParams,
+    should_stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> tuple[Generator, Gap, Callable[[int], Generator]]:
+    """Returns the decode backend, its gap in the parity check, and a function that rebuilds it.
+
+    That function takes the new token budget. The backend stops generating once ``should_stop`` returns True.
+    ``note`` receives banner lines that name the backend and the reason for its choice. A collective that also
+    draws random numbers.
+    """
+    asked, made = config.rollout.backend, {}
+    auto = [name for name, entry in DECODE_BACKENDS.items() if entry.in_auto]
+    # A backend may prefill a prompt once for several rows. The check covers this only if a prompt is
+    # repeated, as it is in a step.
+    repeats, n = min(config.rollout.samples_per_prompt, 2), len(inputs.source)
+    prompts = inputs.source.batch([(world.rank + i // repeats) % n for i in range(PARITY_ROWS)])
+    longest = inputs.longest_prompt + sampling.max_new_tokens
+
+    def refusal(name: str) -> str | None:
+        target = DECODE_BACKENDS[name].refusal
+        if target is None:
+            return None
+        with actor.generation_mode():
+            reason = import_target(target)(actor.lm, longest)
+        return next((reason for reason in world.gather_objects(reason) if reason is not None), None)
+
+    def make(name: str, token_budget: int) -> Generator:
+        arguments: dict[str, Any] = {
+            "lm": lambda: actor.lm,
+            "tokenizer": inputs.tokenizer,
+            "token_budget": token_budget,
+            "lockstep_max": actor.lockstep_max,
+            "should_stop": should_stop,
+        }
+        if not has_own_weights(name):
+            return resolve(DECODE_BACKENDS[name])(**arguments)
+        if name not in made:  # an engine takes long to start, and its cache does not change with the budget
+            arguments |= {"longest": longest, "temperature": sampling.temperature}
+            made[name] = connected_engine(config, world, actor, arguments)
+        return made[name]
+
+    def gap_of(name: str) -> Gap:
+        made[name] = make(name, int(config.memory.rollout_tokens))
+        # sample the same tokens at each start, whatever random numbers were drawn before
+        seed_everything(config.run.seed + world.rank)
+        return parity_gap(
+            prompts,
+            actor=actor,
+            generator=made[name],
+            sampling=sampling,
+            token_budget=int(config.memory.score_tokens),
+        )
+
+    choice = choose_backend(
+        auto if asked == "auto" else (asked,),
+        refusal=refusal,
+        gap_of=gap_of,
+        dtype=config.actor.model.dtype,
+    )
+    for line in choice.disagreeing:
+        note(titled("warning", f"rollout.backend=auto passes over {line}"))
+    why = "the fastest that agrees with training" if asked == "auto" else f"rollout.backend={asked}"
+    reasons = "; ".join((why, *(f"not {line}" for line in choice.incapable)))
+    note(titled("decode", f"{choice.backend}: {reasons}"))
+    return made[choice.backend], choice.gap, partial(make, choice.backend)
+
+
+def connected_engine(
+    config: Config, world: World, actor: HybridActor, arguments: dict[str, Any]
+) -> Generator:
+    """Starts the decode backend with weights of its own and connects the actor to it. A collective."""
+    settings, lm, group = config.rollout.vllm, actor.module.lm, None
+    on_gpu = world.device.type == "cuda"
+    memory = engine_memory(config, shape_of(lm), lm.dtype.itemsize, arguments["longest"], on_gpu)
+    assert memory is not None
+    if settings.tensor_parallel > 1:
+        group = Subgroup(world, settings.tensor_parallel)
+
+    def start() -> Any:
+        return resolve(DECODE_BACKENDS[config.rollout.backend])(
+            **arguments, settings=settings, kv_cache=memory.kv_cache, group=group
+        )
+
+    with fork_rng(world), actor.generation_mode():  # the start of an engine seeds all random generators
+        engine = world.on_all(start)
+    actor.connect(engine.loaded)
+    return engine
+
+
+def rebuilt_on_change(
+    generator: Generator, make: Callable[[int], Generator], budget: TokenBudget
+) -> Generator:
+    """Returns ``generator``, replaced by ``make(int(budget))`` once the budget has changed."""
+    current, tokens = [generator], int(budget)
+
+    def generate(prompts: Prompts, sampling: SamplingParams) -> Rollout:
+        nonlocal tokens
+        if int(budget) != tokens:
+            current.clear()  # frees the cache before the new backend allocates one
+            tokens = int(budget)
+            current.append(make(tokens))
+        return current[0](prompts, sampling)
+
+    return generate
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """The chosen decode backend, and why the backends before it were not chosen."""
+
+    backend: str
+    gap: Gap  # in the parity check
+    incapable: tuple[str, ...]  # backends that cannot decode this model, with the reasons
+    disagreeing: tuple[str, ...]  # backends whose log-probs differ from training's, with gaps
+
+
+def choose_backend(
+    candidates: Sequence[str],
+    *,
+    refusal: Callable[[str], str | None],
+    gap_of: Callable[[str], Gap],
+    dtype: str,
+) -> BackendChoice:
+    """Returns the first candidate that can decode the model and agrees with training.
+
+    The choice depends on nothing that changes between starts, so a resumed run decodes as before. Raises
+    UserError if the last candidate cannot decode the model, ParityError if its gap is out of bounds.
+
+    Args:
+        refusal: Returns the reason why a backend cannot decode the model, or None. The same on every rank.
+        gap_of: Returns the gap of a backend in the parity check. The same on every rank; may be a collective.
+    """
+    incapable: list[str] = []
+    disagreeing: list[str] = []
+    for name in candidates:
+        last, reason = name == candidates[-1], refusal(name)
+        if reason is not None:
+            if last:
+                raise UserError(f"rollout.backend={name}: {reason}; use rollout.backend=auto")
+            incapable.append(f"{name}: {reason}")
+            continue
+        gap = gap_of(name)
+        wrong = disagreement(gap, dtype)
+        if wrong is None:
+            return BackendChoice(name, gap, tuple(incapable), tuple(disagreeing))
+        if last:
+            raise ParityError(
+                f"{wrong}; rollout.backend={name} does not give the log-probs of the trained model: "
+                "try another rollout.backend or actor.model.dtype=fp32, and report the model"
+            )
+        disagreeing.append(f"{name}: {wrong}")
+    raise AssertionError("no candidates")

@@ -1,0 +1,46 @@
+"""Builds multi-turn generation with the environment of `rollout.environment`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ppo_ds.assemble.data import Inputs
+from ppo_ds.config.schema import Config
+from ppo_ds.distributed.world import World
+from ppo_ds.environments.base import load_environment
+from ppo_ds.environments.calls import call_pool, try_environment
+from ppo_ds.environments.multi_turn import MultiTurnGenerator
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.rollout.base import Generator
+
+
+def with_environment(
+    config: Config, world: World, tokenizer: Tokenizer, backend: Generator, check: Callable[[], None]
+) -> Generator:
+    """Wraps a decode backend so that the environment answers the turns of the policy, if there is one.
+
+    ``check`` is a collective that raises Abandoned on all ranks after a stop request. With an environment,
+    the returned generator is a collective.
+    """
+    settings = config.rollout.environment
+    if settings.path is None:
+        return backend
+    return MultiTurnGenerator(
+        backend=backend,
+        make_environment=load_environment(settings.path, settings.arguments),
+        max_turns=settings.max_turns,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        pool=call_pool(settings.workers, settings.timeout_seconds),
+        tokenizer=tokenizer,
+        world=world,
+        check=check,
+    )
+
+
+def try_on_data(config: Config, inputs: Inputs) -> None:
+    """Tries the environment, if there is one, on the first row of each order of roles in the data."""
+    settings = config.rollout.environment
+    if settings.path is None or not settings.trial:
+        return
+    for _, row in inputs.examples():
+        try_environment(settings.path, settings.arguments, settings.timeout_seconds, row, inputs.tokenizer)

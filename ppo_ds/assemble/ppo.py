@@ -1,0 +1,220 @@
+"""Builds the PPO stage from its config."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ppo_ds.assemble.algorithm import (
+    experience_maker,
+    horizon,
+    kept_forwards,
+    kept_roles,
+    kl_controller,
+    learner,
+    masked_stop_ids,
+    parity_monitor,
+    pretraining,
+)
+from ppo_ds.assemble.banner import summary
+from ppo_ds.assemble.data import Inputs, read_inputs, stop_ids
+from ppo_ds.assemble.evaluation import build_evaluator, guarded_scoring
+from ppo_ds.assemble.generator import build_generator, rebuilt_on_change
+from ppo_ds.assemble.layouts import plan_generation
+from ppo_ds.assemble.multi_turn import try_on_data, with_environment
+from ppo_ds.assemble.ppo_models import Models, estimate_memory, load_models
+from ppo_ds.assemble.preflight import preflight, try_functions
+from ppo_ds.assemble.shared import eval_weights, slow_dtypes
+from ppo_ds.assemble.token_budgets import settle
+from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, has_own_weights
+from ppo_ds.config.schema import Config, all_rewards
+from ppo_ds.config.sections.algo import AlgoConfig
+from ppo_ds.config.warnings import warnings
+from ppo_ds.distributed.world import seed_everything
+from ppo_ds.ops.kl import FixedKLController
+from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
+from ppo_ds.ppo.health import KLMonitor
+from ppo_ds.ppo.meter import build_meter
+from ppo_ds.ppo.reward_shaping import ScoreShaper
+from ppo_ds.ppo.trainer import PPOTrainer
+from ppo_ds.rewards.pending import start_scoring
+from ppo_ds.rollout.base import Generator, SamplingParams
+from ppo_ds.run.stage import RunContext, Stateful
+from ppo_ds.tracking.banner import titled
+from ppo_ds.types import Reward
+
+# difference between the sampling seeds of consecutive ranks; a large prime, so that other seeds differ
+RANK_SEED_OFFSET = 100_003
+
+
+def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
+    """Loads data and models and builds the PPO stage from them. May raise UserError. A collective."""
+    world, banner, algo = context.world, context.banner, config.algo
+
+    # data and models
+    inputs, stops = read_data(config, context)
+    length = horizon(config, len(inputs.source))
+    models = load_models(config, context, inputs, length)
+    config = settle(config, context, partial(estimate_memory, models=models, inputs=inputs))
+    if roles := " and ".join(kept_roles(config)):
+        banner.note(titled("memory", f"{roles}: the forward before the update serves for the update"))
+    banner.note(*plan_generation(config, models.actor, models.critic))
+    sampling = build_sampling(config, stops, models.actor.module.temperature)
+    banner.starting("comparing the log-probs of generation and training")
+    backend, gap, make_backend = build_generator(
+        config, world, inputs, models.actor, sampling, context.stop.should_stop, banner.note
+    )
+    generator = context.budgets.guard(
+        context.budgets.rollout,
+        rebuilt_on_change(backend, make_backend, context.budgets.rollout),
+        what="generation",
+        repeatable=not (models.actor.lockstep or has_own_weights(config.rollout.backend)),
+    )
+    generator = with_environment(config, world, inputs.tokenizer, generator, context.stop.raise_if_stopped)
+    banner.summarize(
+        *summary(config, world, inputs.source, models.critic_path, length.steps, length.actor, gap)
+    )
+
+    # algorithm; from here on each rank draws its own random numbers
+    seed_everything(config.run.seed + RANK_SEED_OFFSET * (world.rank + 1))
+    kept = kept_forwards(config, world=world, actor=models.actor, critic=models.critic)
+    make_experience = experience_maker(
+        config,
+        world=world,
+        actor=models.actor,
+        reference=models.reference,
+        critic=models.critic,
+        lagged=models.lagged,
+        stop_token_ids=stops,
+        pad_id=inputs.tokenizer.pad_id,
+        budgets=context.budgets,
+        timer=context.timer,
+        check=context.stop.raise_if_stopped,
+        kept=kept,
+    )
+    parity = parity_monitor(config)
+    learn = learner(
+        config,
+        world=world,
+        actor=models.actor,
+        critic=models.critic,
+        ptx_texts=inputs.ptx,
+        ema=models.ema,
+        timer=context.timer,
+        health=context.health,
+        parity=parity,
+        kept=kept,
+    )
+    kl = kl_controller(config)
+    return PPOTrainer(
+        context=context,
+        algo=algo,
+        seed=config.run.seed,
+        total_steps=length.steps,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        samples=config.tracker.samples,
+        sample_tokens=config.tracker.sample_tokens,
+        logs_histograms=config.tracker.logs_histograms,
+        actor=models.actor,
+        critic=models.critic,
+        ema=models.ema,
+        lagged=models.lagged,
+        prompts=inputs.prompts,
+        data=inputs.fingerprints,
+        collect=build_collector(config, context, models, generator, sampling),
+        make_experience=make_experience,
+        make_pretraining_experience=pretraining(config, make_experience)
+        if algo.value.pretrain_rollouts
+        else None,
+        learn=learn,
+        kl=kl,
+        stateful=stateful_components(algo, inputs, models.reward, kl, make_experience.shaper),
+        evaluator=build_evaluator(config, context, inputs, models, generator, sampling),
+        eval_weights=eval_weights(models.ema, config.actor.ema.evaluate),
+        tokenizer=inputs.tokenizer,
+        meter=build_meter(world, models.actor, models.critic),
+        kl_monitor=KLMonitor(config.health.max_kl, stops=config.health.kl_action == "stop"),
+        parity_monitor=parity,
+    )
+
+
+def read_data(config: Config, context: RunContext) -> tuple[Inputs, tuple[int, ...]]:
+    """Reads the data, checks that models and rewards can work with it, and returns it with the end tokens.
+
+    Adds descriptions and warnings to the start-up banner. May raise UserError.
+    """
+    context.banner.starting("reading and tokenizing the data")
+    inputs, note = read_inputs(config, context.world), context.banner.note
+    stops = stop_ids(config, inputs.tokenizer)
+    preflight(config, inputs, context.world.device.type == "cuda")
+    # on one rank only, since a user's code may have side effects
+    context.world.on_all(lambda: try_user_code(config, inputs) if context.world.is_main else None)
+    hides_stops = bool(masked_stop_ids(config.algo.train_on_eos, stops, inputs.tokenizer.pad_id))
+    note(
+        *inputs.notes(config.eval.max_prompts),
+        *warnings(config, hides_stops=hides_stops),
+        *slow_dtypes(config, context.world),
+    )
+    return inputs, stops
+
+
+def try_user_code(config: Config, inputs: Inputs) -> None:
+    """Calls reward functions and the environment once, and raises UserError if a call fails."""
+    try_functions(all_rewards(config), inputs)
+    try_on_data(config, inputs)
+
+
+def stateful_components(
+    algo: AlgoConfig, inputs: Inputs, reward: Reward, kl: FixedKLController, shaper: ScoreShaper
+) -> dict[str, Stateful]:
+    """Returns the components whose state a checkpoint saves, by name."""
+    components: dict[str, Stateful | None] = {
+        # the coefficient of a fixed controller is read from the config, even after a resume
+        "kl": kl if algo.kl.controller != "fixed" else None,
+        "prompts": inputs.prompts,
+        "scores": shaper,
+        # a user's own reward may have a state
+        "reward": reward if isinstance(reward, Stateful) else None,
+        "ptx": inputs.ptx,
+    }
+    return {name: component for name, component in components.items() if component is not None}
+
+
+def build_sampling(config: Config, stops: tuple[int, ...], temperature: float) -> SamplingParams:
+    """Builds the sampling parameters; ``temperature`` is the one that the policy's log-probs use."""
+    sampling = config.sampling
+    return SamplingParams(
+        sampling.max_new_tokens,
+        sampling.min_new_tokens,
+        temperature,
+        sampling.top_p,
+        sampling.top_k,
+        stops,
+        tuple(sampling.stop),
+    )
+
+
+def build_collector(
+    config: Config, context: RunContext, models: Models, generator: Generator, sampling: SamplingParams
+) -> RolloutCollector:
+    dynamic = config.algo.dynamic_sampling
+    components: dict[str, Any] = {
+        "actor": models.actor,
+        "generator": generator,
+        "start_scoring": guarded_scoring(context, models, partial(start_scoring, models.reward)),
+        "sampling": sampling,
+        "timer": context.timer,
+        "check": context.stop.raise_if_stopped,
+    }
+    if ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].needs_greedy:
+        return GreedyRolloutCollector(
+            group_size=config.rollout.samples_per_prompt, world=context.world, **components
+        )
+    if not dynamic.enabled:
+        return RolloutCollector(**components)
+    return DynamicRolloutCollector(
+        group_size=config.rollout.samples_per_prompt,
+        max_rounds=dynamic.max_rounds,
+        world=context.world,
+        **components,
+    )

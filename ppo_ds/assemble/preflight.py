@@ -1,0 +1,185 @@
+"""Checks models and rewards before any weight is loaded, by config files, tokenizers and the data.
+
+Loading a large model takes minutes. Each loader checks its model again; these checks only report an error
+earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from ppo_ds.assemble.data import Inputs, read_inputs
+from ppo_ds.assemble.roles import CLASSIFIER
+from ppo_ds.config.checks.data import is_prepared
+from ppo_ds.config.registry import has_own_weights
+from ppo_ds.config.schema import Config, all_rewards, reward_models, uses_reference
+from ppo_ds.config.sections.models import ModelConfig
+from ppo_ds.config.targets import bind
+from ppo_ds.distributed.world import World
+from ppo_ds.environments.base import load_environment
+from ppo_ds.errors import UserError
+from ppo_ds.models.chat_scorer import expect_trusted
+from ppo_ds.models.loading import config_of, load_config
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ops.vllm_memory import parallel_problem
+from ppo_ds.rewards.base import reward_errors_as_user_errors
+from ppo_ds.rewards.model import check_reward_model
+from ppo_ds.rewards.user_function import load_function
+from ppo_ds.rollout.vllm_support import model_problem, package_problem, sleep_problem
+from ppo_ds.types import Row
+
+CHAT_SCORER = "ppo_ds.rewards.get_score.get_score_reward"
+FUNCTION = "ppo_ds.rewards.function.FunctionReward"
+# rewards of ppo_ds are cheap to build for a check; a reward of another package may load a model
+OWN = "ppo_ds.rewards."
+
+
+class ScoredInputs(Protocol):
+    """A tokenizer and the prompts whose responses are scored."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    def examples(self) -> list[tuple[str, Row]]: ...
+    def check_rows(self, check: Callable[[Row], object]) -> None: ...
+
+
+def check_inputs(config: Config, world: World, *, prepared: bool) -> None:
+    """Raises UserError for mistakes in data and rewards, before a start is refused or moves files.
+
+    If `prepare` has yet to create files (``prepared`` is False), only the functions of rewards and the class
+    of the environment are checked.
+    The data is read for this check only. A collective, since each rank tokenizes a share.
+    """
+    for reward, whole in all_rewards(config).items():
+        for key, section in function_rewards(whole, reward):
+            file = section["path"].rpartition(":")[0]
+            if prepared or not is_prepared(file, config):
+                load_function(section["path"], f"{key}.path")
+    settings = config.rollout.environment
+    if settings.path and (prepared or not is_prepared(settings.path.rpartition(":")[0], config)):
+        load_environment(settings.path, settings.arguments)
+    if prepared:
+        preflight(config, read_inputs(config, world), world.device.type == "cuda")
+
+
+def function_rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the key and the section of each reward that is a Python function."""
+    if section.get("_target_") == FUNCTION:
+        yield key, section
+    for name, inner in section.items():
+        if isinstance(inner, dict):
+            yield from function_rewards(inner, f"{key}.{name}")
+
+
+def preflight(config: Config, inputs: Inputs, on_gpu: bool) -> None:
+    """Raises UserError if a model or a reward cannot work with the data, or vLLM with the actor.
+
+    Not a collective: all ranks read the same files.
+    """
+    check_vocabularies(config, inputs.tokenizer)
+    check_engine_package(config)
+    check_engine_model(config, on_gpu)
+    check_rewards(all_rewards(config), inputs)
+
+
+def check_rewards(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -> None:
+    """Raises UserError if a reward cannot work with the data. ``rewards`` are sections by their keys."""
+    for reward, whole in rewards.items():
+        for key, section in _rewards(whole, reward):
+            check_reward(section, key, inputs)
+
+
+def try_functions(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -> None:
+    """Calls each reward function once, and raises UserError if it raises or returns no valid scores.
+
+    ``rewards`` are sections by their keys. The function gets one prompt for each order of roles in each data
+    set, with trial responses. Other rewards are not called: a service may charge for a request, and models
+    are not loaded yet.
+    """
+    rows = [row for _, row in inputs.examples()]
+    for reward, whole in rewards.items():
+        for key, section in function_rewards(whole, reward):
+            bind(section, key)(tokenizer=inputs.tokenizer).try_on(rows)
+
+
+def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:
+    """Checks that actor and reference have an embedding row for each id of the actor's tokenizer."""
+    models: dict[str, Any] = {"actor.model.path": config.actor.model}
+    if uses_reference(config):
+        models["reference.model.path"] = config.reference.model
+    for key, model in models.items():
+        check_vocabulary(key, model, tokenizer, "actor")
+
+
+def check_engine_package(config: Config) -> None:
+    """Raises UserError if the run needs vLLM and this machine has none, or a version that was not tested."""
+    if has_own_weights(config.rollout.backend) and (problem := package_problem()):
+        raise UserError(f"rollout.backend={config.rollout.backend}: {problem}; or use rollout.backend=auto")
+
+
+def check_engine_model(config: Config, on_gpu: bool) -> None:
+    """Raises UserError if vLLM cannot decode the actor or divide it among a tensor-parallel group."""
+    rollout, key = config.rollout, "actor.model.path"
+    if not has_own_weights(rollout.backend):
+        return
+    if problem := sleep_problem(rollout.vllm.sleep, on_gpu):
+        raise UserError(f"rollout.vllm.sleep={rollout.vllm.sleep}: {problem}")
+    found, where = config_of(config.actor.model, key), f"{key}={config.actor.model.path}"
+    if problem := model_problem(found, on_gpu):
+        raise UserError(f"rollout.backend={rollout.backend}: {problem}; use rollout.backend=auto ({where})")
+    text, group = found.get_text_config(), rollout.vllm.tensor_parallel
+    heads = getattr(text, "num_attention_heads", 0)
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    # some model families use other names; vLLM then checks the sizes itself
+    if heads and (problem := parallel_problem(heads, keys, getattr(text, "intermediate_size", 0), group)):
+        raise UserError(f"rollout.vllm.tensor_parallel={group}: {problem} ({where})")
+
+
+def check_vocabulary(key: str, model: Any, tokenizer: Tokenizer, tokenizer_of: str) -> None:
+    """Raises UserError unless a model has an embedding row for each id of a tokenizer.
+
+    ``tokenizer_of`` names the model that the tokenizer comes with.
+    """
+    model_config = load_config(
+        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=key
+    )
+    # some model families use another name for vocab_size
+    rows = getattr(model_config.get_text_config(), "vocab_size", None)
+    if rows is not None and tokenizer.id_bound > rows:
+        raise UserError(
+            f"{key}={model.path}: the {tokenizer_of}'s tokenizer has ids up to {tokenizer.id_bound - 1}, but "
+            f"this model's embedding has only {rows} rows; use a model and a tokenizer that belong together"
+        )
+
+
+def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the key and the section of each reward that can be checked by itself.
+
+    A mixture is checked as a whole, unless one of its parts is a model.
+    """
+    target = str(section.get("_target_", ""))
+    if target in (CLASSIFIER, CHAT_SCORER) or (target.startswith(OWN) and not any(reward_models(section))):
+        yield key, section
+        return
+    for name, inner in section.items():
+        if isinstance(inner, dict):
+            yield from _rewards(inner, f"{key}.{name}")
+
+
+def check_reward(section: dict[str, Any], key: str, inputs: ScoredInputs) -> None:
+    """Checks a reward model by its config and tokenizer, and any other reward by reading all rows."""
+    if section["_target_"] == CLASSIFIER:
+        options = {name: section[name] for name in ("template", "append_eos", "normalize") if name in section}
+        check_reward_model(ModelConfig(**section["model"]), inputs.examples(), key=key, **options)
+    elif section["_target_"] == CHAT_SCORER:
+        model = ModelConfig(**section["model"])
+        expect_trusted(model.path, model.trust_remote_code, f"{key}.model")
+    else:
+        reward = bind(section, key)(tokenizer=inputs.tokenizer, reduce=lambda tensor: tensor)
+
+        def check_row(row: Row) -> None:
+            with reward_errors_as_user_errors():
+                reward.check_row(row)
+
+        inputs.check_rows(check_row)

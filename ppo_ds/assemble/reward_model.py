@@ -1,0 +1,199 @@
+"""Builds the reward-model stage from its config."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ppo_ds.assemble.data import build_tokenizer, describe_rows, evaluated
+from ppo_ds.assemble.downloads import models_to_download
+from ppo_ds.assemble.engines import Needs, add_lora, trained_engine
+from ppo_ds.assemble.finetune_memory import estimate_finetuning
+from ppo_ds.assemble.shared import (
+    choose_layout,
+    evaluated_rows,
+    loading,
+    machine,
+    slow_dtypes,
+    trained_model,
+    training_notes,
+    training_steps,
+)
+from ppo_ds.assemble.token_budgets import settle
+from ppo_ds.config.schema import Config
+from ppo_ds.data.preferences import PreferenceSource, PreferenceStream, padding_token
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.errors import UserError
+from ppo_ds.finetune.optimizer_step import OptimizerStep
+from ppo_ds.finetune.reward_model import RewardModelTrainer
+from ppo_ds.models.download import download_weights
+from ppo_ds.models.size import shape_of
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.models.value import ScoreModel, load_scorer
+from ppo_ds.run.performance import measured_capacity, update_cost
+from ppo_ds.run.stage import RunContext
+
+KEY = "scorer.model.path"
+
+
+def build_reward_model(config: Config, context: RunContext) -> RewardModelTrainer:
+    """Loads data and model and builds the stage from them. May raise UserError. A collective."""
+    world, banner, section, role = context.world, context.banner, config.reward_model, config.scorer
+
+    # data
+    banner.starting("reading and tokenizing the data")
+    tokenizer, train, held_out = read_preferences(config, world)
+    sources = [train, *([held_out] if held_out else [])]
+    pairs = PreferenceStream(
+        train,
+        batch_size=section.batch_size,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        key="reward_model.batch_size",
+    )
+    steps = training_steps(config.run, len(train), section.batch_size)
+
+    # model
+    needs = Needs(
+        tokenizer.id_bound,
+        max(source.longest for source in sources),
+        longest="the longest texts",
+        remedy="reward_model.max_tokens",
+        tokenizer_of="scorer",
+    )
+    download_weights(models_to_download(config), world)
+    loading(context, "scorer", role.model.path, role.model.revision)
+    scorer = build_scorer(config, world, tokenizer, needs, steps)
+    ema = WeightCopy(scorer) if role.ema.decay is not None else None
+    memory = partial(
+        estimate_finetuning,
+        name="scorer",
+        shape=shape_of(scorer.module.model),
+        longest=max(source.longest for source in sources),
+        evaluated=evaluated_rows(config, held_out),
+    )
+    config = settle(config, context, memory)
+    banner.note(*training_notes("reward_model", "scorer", role, scorer), *slow_dtypes(config, world))
+    if scorer.module.is_decoder:
+        banner.note(*choose_layout(config.memory.layout, "scorer", scorer, world.device))
+    elif config.memory.layout == "packed":
+        banner.note("warning    memory.layout=packed: the scorer's rows are padded: it is an encoder")
+    if held_out is not None:
+        used = evaluated(held_out, config.eval.max_prompts)
+        banner.note(f"held out   {held_out.path}: {describe_pairs(held_out)}{used}")
+    head = f"new, {section.head_init}" if scorer.module.new_head else "that of the model"
+    banner.summarize(
+        *machine(world),
+        f"{trained_model('scorer', role.model.path, role)}; score head: {head}",
+        f"data       {train.path}: {describe_pairs(train)}; format: {train.template}",
+        f"update     {section.batch_size} pairs per optimizer step, {steps} steps, "
+        f"{steps * section.batch_size / len(train):.3g} passes over the data",
+    )
+
+    return RewardModelTrainer(
+        context=context,
+        config=section,
+        total_steps=steps,
+        train_tokens=int(config.memory.train_tokens),
+        score_tokens=int(config.memory.score_tokens),
+        eval_pairs=config.eval.max_prompts,
+        evaluate_ema=role.ema.evaluate and ema is not None,
+        samples=config.tracker.samples if config.tracker.samples >= 0 else None,
+        scorer=scorer,
+        ema=ema,
+        update=OptimizerStep(
+            context=context,
+            name="scorer",
+            prefix="rm",
+            model=scorer,
+            ema=ema,
+            ema_decay=role.ema.decay or 0.0,
+        ),
+        pairs=pairs,
+        held_out=held_out,
+        tokenizer=tokenizer,
+        pad_id=padding_token(tokenizer, sources) if scorer.module.is_decoder else tokenizer.pad_id,
+        saved_settings={
+            "score_template": train.template,
+            "score_chat_template_kwargs": config.data.chat_template_kwargs,
+        },
+        capacity=measured_capacity(world, scorer.module.model.dtype),
+        cost=update_cost(scorer, scorer.module.model),
+    )
+
+
+def read_preferences(
+    config: Config, world: World | None = None
+) -> tuple[Tokenizer, PreferenceSource, PreferenceSource | None]:
+    """Loads the tokenizer, the training pairs and the held-out pairs. May raise UserError.
+
+    A collective if ``world`` has several ranks: each of them tokenizes a share.
+    """
+    data, tokenizer = config.data, build_tokenizer(config, "scorer")
+
+    def load(
+        path: str, split: str, revision: str | None, max_samples: int | None, key: str
+    ) -> PreferenceSource:
+        return PreferenceSource(
+            path,
+            tokenizer=tokenizer,
+            split=split,
+            revision=revision,
+            prompt_column=data.prompt_column,
+            apply_chat_template=data.apply_chat_template,
+            system=data.system,
+            max_samples=max_samples,
+            max_tokens=config.reward_model.max_tokens,
+            key=key,
+            world=world,
+        )
+
+    assert data.path is not None, "config/checks/data.py requires it"
+    train = load(data.path, data.split, data.revision, data.max_samples, "data.path")
+    if data.eval_path is None:
+        return tokenizer, train, None
+    held_out = load(data.eval_path, data.eval_split, data.revision, None, "data.eval_path")
+    if held_out.template != train.template:
+        raise UserError(
+            f"data.eval_path={data.eval_path}: has rows of the kind {held_out.template}, but data.path has "
+            f"rows of the kind {train.template}; write both in the same way"
+        )
+    return tokenizer, train, held_out
+
+
+def check_preferences(config: Config, world: World, *, prepared: bool) -> None:
+    """Raises UserError for mistakes in the data, unless `prepare` has yet to create it."""
+    if prepared:
+        read_preferences(config, world)
+
+
+def scorer_module(config: Config, name: str, tokenizer: Tokenizer) -> ScoreModel:
+    """Loads the scorer with its adapters as it is before the first step."""
+    section, role = config.reward_model, config.scorer
+    scorer = load_scorer(role.model, head_init=section.head_init, seed=config.run.seed, key=KEY)
+    add_lora(scorer.model, role.lora, config.run.seed, "scorer.lora")
+    return scorer
+
+
+def build_scorer(
+    config: Config, world: World, tokenizer: Tokenizer, needs: Needs, steps: int
+) -> TrainedModel:
+    """Builds the engine of the model that is trained. A collective."""
+    role = config.scorer
+
+    def load() -> ScoreModel:
+        scorer = scorer_module(config, "scorer", tokenizer)
+        needs.check(scorer, role.model.path, KEY)
+        return scorer
+
+    return trained_engine(load, TrainedModel, role, "scorer", world, steps)
+
+
+def describe_pairs(source: PreferenceSource) -> str:
+    """Describes how many pairs a source has, and how many were left out and why."""
+    report = source.report
+    words = {"tied": "tied", "identical": "identical", "dropped": "longer than reward_model.max_tokens"}
+    left_out = "".join(f", {report[name]} {text}" for name, text in words.items() if report[name])
+    used = f"{len(source)} used" if left_out else "all used"
+    return f"{describe_rows({'rows': report['rows']}, 'rows')}, {report['pairs']} pairs{left_out}; {used}"

@@ -1,0 +1,211 @@
+"""Builds a run of any stage from its config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.assemble.banner import checkpoint_times, resumed
+from ppo_ds.assemble.downloads import models_to_download
+from ppo_ds.assemble.start import on_main, open_start
+from ppo_ds.assemble.token_budgets import known_budgets, token_budgets, used_budgets, with_numbers
+from ppo_ds.compute import matmul
+from ppo_ds.config.registry import STAGES, resolve
+from ppo_ds.config.schema import (
+    OPEN_PARTS,
+    Config,
+    best_metric,
+    lower_is_better,
+    resolved,
+    trained_models,
+)
+from ppo_ds.config.targets import bind
+from ppo_ds.distributed import heartbeat
+from ppo_ds.distributed.store import RankStore
+from ppo_ds.distributed.watchdog import Watchdog
+from ppo_ds.distributed.world import World, connect, seed_everything
+from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
+from ppo_ds.errors import UserError
+from ppo_ds.models.download import download_files
+from ppo_ds.run.health import Health
+from ppo_ds.run.loop import Run
+from ppo_ds.run.record import write_settings
+from ppo_ds.run.saver import Saver
+from ppo_ds.run.stage import RunContext
+from ppo_ds.run.state import Selection
+from ppo_ds.run.stopping import StopRequest
+from ppo_ds.run.timing import PhaseTimer
+from ppo_ds.tracking.banner import Banner
+from ppo_ds.tracking.console import ConsoleTracker
+from ppo_ds.tracking.html.live import ReportTracker
+from ppo_ds.tracking.jsonl import JsonlTracker
+from ppo_ds.tracking.screen import Screen
+from ppo_ds.tracking.tensorboard import TensorBoardTracker
+from ppo_ds.tracking.tracker import Tracker, Trackers
+from ppo_ds.tracking.trackio import TrackioTracker
+from ppo_ds.tracking.wandb import WandbTracker
+
+
+def build_run(
+    config: Config,
+    watchdog: Watchdog | None = None,
+    mark_ending: Callable[[], None] = lambda: None,
+    screen: Screen | None = None,
+) -> Run:
+    """Connects the ranks, builds the stage of ``config.stage`` and resumes from the last checkpoint.
+
+    A collective. ``watchdog`` is started once the ranks are connected. ``mark_ending`` is called when
+    the run starts to shut down. ``screen`` shows the progress; only rank 0 has it. Raises UserError for
+    mistakes in config, data and models.
+    """
+    settings, banner = resolved(config), Banner(screen.say) if screen else Banner()
+    # bound here to check the arguments, so that errors are reported before ranks are connected
+    parts = {name: bind(settings[name], name) for name in OPEN_PARTS if settings.get(name) is not None}
+    for name, section in config.eval.rewards.items():
+        bind(section, f"eval.rewards.{name}")
+    banner.starting(f"connecting {os.environ.get('WORLD_SIZE', '1')} rank(s)")
+    world = connect(
+        config.run.timeout_minutes, config.run.verbose, config.run.threads, config.run.deterministic
+    )
+    if config.run.matmul == "onednn" and not matmul.has_onednn():
+        raise UserError("run.matmul=onednn: this torch was built without oneDNN; use auto")
+    matmul.use(config.run.matmul)
+    store = RankStore()
+    stop = StopRequest(world, config.run.max_minutes, store)
+    if watchdog is not None:
+        watchdog.start(world, store)
+        watchdog.add_callback(stop.poll)
+        watchdog.add_callback(lambda: mark_ending() if stop.should_stop() else None)
+    if world.device.type == "cpu":
+        fp16 = [name for name, section in trained_models(config).items() if section.model.dtype == "fp16"]
+        if fp16:
+            raise UserError(*[f"{name}.model.dtype=fp16: needs a GPU; use bf16 or fp32" for name in fp16])
+
+    run_dir = Path(config.run.dir or "")
+    checkpoints = Checkpoints(
+        run_dir / "checkpoints", world=world, keep_last=config.checkpoint.keep_last, settings=settings
+    )
+    if "prepare" not in parts:
+        download_files(models_to_download(config), world)
+    if (run_dir / "checkpoints").exists():
+        banner.starting(f"checking the last checkpoint in {run_dir}")
+    config, start = open_start(config, settings, world, checkpoints, banner)
+
+    def record_budgets(numbers: Mapping[str, int]) -> None:
+        """Adds token budgets to the settings that are saved in checkpoints and config.yaml."""
+        used = {name: numbers[name] for name in used_budgets(config) if name in numbers}
+        if used:
+            settings["memory"] |= used
+            if world.is_main:
+                write_settings(run_dir, settings)
+
+    numbers, halved_from = open_budgets(config, world, checkpoints, start, banner)
+    config = with_numbers(config, numbers)
+    record_budgets(numbers)
+    budgets = token_budgets(config, world, run_dir, halved_from, record_budgets)
+    if "prepare" in parts:  # it may create model folders, whose names may look like names on the Hub
+        banner.starting(f"preparing by {settings['prepare']['_target_']}")
+        on_main(world, parts["prepare"])
+        download_files(models_to_download(config), world)
+
+    seed_everything(config.run.seed)
+    context = RunContext(
+        world=world,
+        run_dir=run_dir,
+        stop=stop,
+        timer=PhaseTimer(world.device),
+        health=Health(config.health.max_skips),
+        banner=banner,
+        budgets=budgets,
+    )
+    entry = STAGES[config.stage]
+    stage = resolve(entry)(config, context)
+    saver = Saver(
+        context=context,
+        stage=stage,
+        checkpoints=checkpoints,
+        config=config.checkpoint,
+        selection=Selection(best_metric(config), lower_is_better(config), config.eval.patience),
+    )
+    if start is not None:
+        banner.starting(f"reading {start}")
+        saver.resume(start)
+    saver.check_disk_space()
+    run = Run(
+        context=context,
+        stage=stage,
+        saver=saver,
+        name=config.run.name or config.stage,
+        stop_at_step=config.run.stop_at_step,
+        eval_every=config.eval.every,
+        heldout={**entry.heldout} | {f"{name}_mean": f"eval/{name}_mean" for name in config.eval.rewards},
+        lists_files=config.run.dry_run is not True,
+        mark_ending=mark_ending,
+    )
+    if world.is_main:
+        steps, done = stage.total_steps, saver.state.step
+        banner.summarize(checkpoint_times(config.checkpoint), *resumed(str(run_dir), start, done, steps))
+        run.track(start_trackers(config, settings, steps, done, banner.render(), screen))
+    return run
+
+
+def open_budgets(
+    config: Config, world: World, checkpoints: Checkpoints, start: Path | None, banner: Banner
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the token budgets that an earlier start has determined. A collective.
+
+    Also returns the numbers that ran out of memory. ``start`` is the checkpoint to resume from.
+    """
+    checkpoint = None
+    if start is not None and checkpoints.world_size_of(start) == world.size:
+        checkpoint = (checkpoints.settings_of(start) or {}).get("memory")
+    numbers, halved_from, lines = on_main(
+        world, lambda: known_budgets(config, Path(config.run.dir or ""), checkpoint, world.size)
+    )
+    banner.note(*lines)
+    return numbers, halved_from
+
+
+def start_trackers(
+    config: Config, settings: dict[str, Any], steps: int, done: int, banner: str, screen: Screen | None
+) -> Trackers:
+    """Prints the banner and starts rank 0's trackers; ``done`` is the step to resume after, or 0."""
+    run_dir = Path(config.run.dir or "")
+    console = ConsoleTracker(
+        config.stage,
+        steps,
+        activity=heartbeat.read,
+        first_step=done,
+        print_answers=config.tracker.print_answers,
+        screen=screen,
+    )
+    jsonl = JsonlTracker(run_dir, resumed_at=done)
+    console.banner(banner, title=f"ppo_ds: {config.run.name}")
+    # the report is complete before wandb ends and uploads it
+    chosen: list[Tracker] = [jsonl, ReportTracker(run_dir), console, *dashboards(config, done)]
+    trackers = Trackers(chosen, max_samples=config.tracker.samples, elapsed=jsonl.elapsed)
+    trackers.start(settings)
+    return trackers
+
+
+def dashboards(config: Config, done: int) -> Iterator[Tracker]:
+    """Yields the trackers of other programs that the config asks for; none of them can end the run."""
+    run_dir, wandb, trackio = Path(config.run.dir or ""), config.tracker.wandb, config.tracker.trackio
+    if wandb.mode != "disabled":
+        yield WandbTracker(
+            run_dir,
+            mode=wandb.mode,
+            project=wandb.project,
+            name=wandb.name or config.stage,
+            entity=wandb.entity,
+            tags=wandb.tags,
+            log_report=wandb.log_report == "end",
+            log_model=wandb.log_model == "end",
+        )
+    if config.tracker.tensorboard.enabled:
+        yield TensorBoardTracker(run_dir, resumed_at=done)
+    if trackio.enabled:
+        name = trackio.name or config.stage
+        yield TrackioTracker(run_dir, project=trackio.project, name=name, space=trackio.space)

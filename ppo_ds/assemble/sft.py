@@ -1,0 +1,248 @@
+"""Builds the supervised fine-tuning stage from its config."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ppo_ds.assemble.data import build_tokenizer, describe_rows, evaluated
+from ppo_ds.assemble.downloads import models_to_download
+from ppo_ds.assemble.engines import Needs, trained_engine
+from ppo_ds.assemble.finetune_memory import estimate_finetuning
+from ppo_ds.assemble.generator import rebuilt_on_change
+from ppo_ds.assemble.roles import actor_module
+from ppo_ds.assemble.shared import (
+    choose_layout,
+    eval_weights,
+    evaluated_rows,
+    loading,
+    machine,
+    slow_dtypes,
+    trained_model,
+    training_notes,
+    training_steps,
+)
+from ppo_ds.assemble.token_budgets import settle
+from ppo_ds.config.schema import Config
+from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
+from ppo_ds.distributed.world import World, seed_everything
+from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.finetune.optimizer_step import OptimizerStep
+from ppo_ds.finetune.sft import SFTTrainer
+from ppo_ds.models.download import download_weights
+from ppo_ds.models.policy import Policy, unsharded_twin
+from ppo_ds.models.size import decoding_bytes, shape_of
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ops.memory import output_bytes, sampling_bytes
+from ppo_ds.rollout.base import Generator
+from ppo_ds.rollout.hf import HFGenerator
+from ppo_ds.run.performance import measured_capacity, update_cost
+from ppo_ds.run.stage import RunContext
+from ppo_ds.types import Prompts
+
+LEARNED = {
+    "answer": "the last answer, or a whole text",
+    "assistant": "every answer, or a whole text",
+    "all": "every token",
+}
+
+
+def build_sft(config: Config, context: RunContext) -> SFTTrainer:
+    """Loads data and model and builds the stage from them. May raise UserError. A collective."""
+    world, section, role = context.world, config.sft, config.actor
+    context.banner.starting("reading and tokenizing the data")
+    tokenizer, train, held_out = read_demonstrations(config, world)
+    rows = DemonstrationStream(
+        train,
+        batch_size=section.batch_size,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        key="sft.batch_size",
+    )
+    prompts = held_out.prompts(section.samples, section.sample_tokens) if held_out else None
+    steps = training_steps(config.run, len(train), section.batch_size)
+    download_weights(models_to_download(config), world)
+    loading(context, "actor", role.model.path, role.model.revision)
+    actor = build_actor(config, context, needs(config, tokenizer, train, held_out, prompts), steps)
+    ema = WeightCopy(actor) if role.ema.decay is not None else None
+    memory = partial(
+        estimate_finetuning,
+        name="actor",
+        shape=shape_of(actor.module.lm),
+        longest=max(source.longest for source in (train, held_out) if source is not None),
+        evaluated=evaluated_rows(config, held_out),
+        answers=(0, 0) if prompts is None else (len(prompts), answered_tokens(config, prompts)),
+    )
+    config = settle(config, context, memory)
+    context.banner.note(*notes(config, actor, held_out, prompts))
+    context.banner.summarize(*summary(config, world, train, steps))
+    seed_everything(config.run.seed + world.rank + 1)  # each rank draws its own random numbers
+    return SFTTrainer(
+        context=context,
+        config=section,
+        seed=config.run.seed,
+        total_steps=steps,
+        train_tokens=int(config.memory.train_tokens),
+        score_tokens=int(config.memory.score_tokens),
+        eval_rows=config.eval.max_prompts,
+        actor=actor,
+        ema=ema,
+        eval_weights=eval_weights(ema, role.ema.evaluate),
+        update=OptimizerStep(
+            context=context,
+            name="actor",
+            prefix="sft",
+            model=actor,
+            ema=ema,
+            ema_decay=role.ema.decay or 0.0,
+        ),
+        rows=rows,
+        held_out=held_out,
+        prompts=prompts,
+        generator=build_generator(context, actor, tokenizer),
+        tokenizer=tokenizer,
+        capacity=measured_capacity(world, actor.module.lm.dtype),
+        cost=update_cost(actor, actor.module.lm),
+    )
+
+
+def build_generator(context: RunContext, actor: HybridActor, tokenizer: Tokenizer) -> Generator:
+    """Builds the decode backend that answers held-out prompts."""
+    budget = context.budgets.rollout
+
+    def make(token_budget: int) -> Generator:
+        return HFGenerator(
+            lambda: actor.lm,
+            tokenizer=tokenizer,
+            token_budget=token_budget,
+            lockstep_max=actor.lockstep_max,
+            should_stop=context.stop.should_stop,
+        )
+
+    generator = rebuilt_on_change(make(int(budget)), make, budget)
+    return context.budgets.guard(budget, generator, what="generation", repeatable=not actor.lockstep)
+
+
+def read_demonstrations(
+    config: Config, world: World | None = None
+) -> tuple[Tokenizer, DemonstrationSource, DemonstrationSource | None]:
+    """Loads the tokenizer, the training rows and the held-out rows. May raise UserError.
+
+    A collective if ``world`` has several ranks: each of them tokenizes a share.
+    """
+    data, tokenizer = config.data, build_tokenizer(config)
+    load = partial(
+        DemonstrationSource,
+        tokenizer=tokenizer,
+        revision=data.revision,
+        prompt_column=data.prompt_column,
+        apply_chat_template=data.apply_chat_template,
+        system=data.system,
+        learn=config.sft.learn,
+        max_tokens=config.sft.max_tokens,
+        max_tokens_key="sft.max_tokens",
+        world=world,
+    )
+    assert data.path is not None, "checked by config/checks/data.py"
+    train = load(data.path, split=data.split, max_samples=data.max_samples, key="data.path")
+    if data.eval_path is None:
+        return tokenizer, train, None
+    return tokenizer, train, load(data.eval_path, split=data.eval_split, key="data.eval_path")
+
+
+def check_demonstrations(config: Config, world: World, *, prepared: bool) -> None:
+    """Raises UserError for mistakes in the data, unless `prepare` has yet to create it."""
+    if prepared:
+        read_demonstrations(config, world)
+
+
+def build_actor(config: Config, context: RunContext, needs: Needs, steps: int) -> HybridActor:
+    """Builds the engine of the model that is trained. A collective."""
+
+    def load() -> Policy:
+        policy = actor_module(config.actor, config.run.seed)
+        needs.check(policy, config.actor.model.path, "actor.model.path")
+        return policy
+
+    make = partial(HybridActor, make_inference_copy=unsharded_twin, timer=context.timer)
+    return trained_engine(load, make, config.actor, "actor", context.world, steps)
+
+
+def needs(
+    config: Config,
+    tokenizer: Tokenizer,
+    train: DemonstrationSource,
+    held_out: DemonstrationSource | None,
+    prompts: Prompts | None,
+) -> Needs:
+    """Returns the requirements of the data on the model."""
+    longest = max(source.longest for source in (train, held_out) if source is not None)
+    return Needs(
+        tokenizer.id_bound,
+        max(longest, 0 if prompts is None else answered_tokens(config, prompts)),
+        longest="the longest row (or the longest held-out prompt and sft.sample_tokens together)",
+        remedy="sft.max_tokens or sft.sample_tokens",
+    )
+
+
+def answered_tokens(config: Config, prompts: Prompts) -> int:
+    """Returns the largest number of tokens of a prompt and its answer together."""
+    return prompts.mask.shape[1] + config.sft.sample_tokens
+
+
+# ---- lines of the start-up banner
+
+
+def describe(source: DemonstrationSource) -> str:
+    """Describes how many rows a source has, and how many were truncated or dropped."""
+    return describe_rows(source.report, "rows")
+
+
+def notes(
+    config: Config, actor: HybridActor, held_out: DemonstrationSource | None, prompts: Prompts | None
+) -> list[str]:
+    """Chooses the layout of forwards and how the evaluation generates; returns lines for the banner.
+
+    A collective.
+    """
+    world, zero = actor.world, config.actor.zero
+    lines = [
+        *training_notes("sft", "actor", config.actor, actor),
+        *slow_dtypes(config, world),
+        *choose_layout(config.memory.layout, "actor", actor, world.device),
+    ]
+    if prompts is not None:
+        rows = -(-len(prompts) // world.size)
+        tokens = min(int(config.memory.rollout_tokens), rows * answered_tokens(config, prompts))
+        output = output_bytes(actor.module.lm.dtype.itemsize, world.device.type == "cuda")
+        logit = output + sampling_bytes(top_k=1, top_p=1.0)  # greedy
+        line = actor.plan_generation(
+            generation_gather=zero.generation_gather,
+            offload_states=zero.offload_states,
+            decoding_bytes=decoding_bytes(actor.module.lm, tokens, rows, logit),
+            critic=None,
+        )
+        lines += [line] if line else []
+    if held_out is not None:
+        lines.append(
+            f"held out   {held_out.path}: {describe(held_out)}{evaluated(held_out, config.eval.max_prompts)}"
+        )
+    return lines
+
+
+def summary(config: Config, world: World, train: DemonstrationSource, steps: int) -> list[str]:
+    """Returns the summary of the run: devices, model, data, learned tokens and batches."""
+    size, (learned, tokens) = config.sft.batch_size, train.token_counts
+    found = ""
+    if train.has_chats and train.learn != "all":
+        by = "the marks of the chat template" if train.marked else "rendering prefixes of each chat"
+        found = f", found by {by}"
+    return [
+        *machine(world),
+        trained_model("actor", config.actor.model.path, config.actor),
+        f"data       {train.path}: {describe(train)}",
+        f"learned    sft.learn={train.learn}: {LEARNED[train.learn]}{found}: "
+        f"{learned:,} of {tokens:,} tokens ({learned / tokens:.1%})",
+        f"update     {size} rows per optimizer step, {steps} steps, "
+        f"{steps * size / len(train):.3g} passes over the data",
+    ]

@@ -1,0 +1,291 @@
+"""Resolves the token budgets of the section memory that are ``auto``.
+
+A run and the doctor use the same arithmetic: a budget is the largest number for which the estimate of every
+phase (memory_estimate.py) fits into the usable memory. On a GPU, the run measures this memory after it has
+loaded the models, and the doctor uses the memory of the named GPU. On a CPU both use the machine's total
+memory, so that every start gets the same numbers.
+
+A resume on the same number of ranks takes the numbers of the checkpoint, since micro-batches of another size
+round differently. A budget that ran out of memory is recorded in the file memory.json of the run directory
+with half of its number, which overrides the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ppo_ds.assemble.memory_estimate import BYTES, USABLE, Estimate, Hardware, packed_bytes
+from ppo_ds.config.schema import Config, is_unused
+from ppo_ds.config.types import replace
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.memory_budget import format_bytes, tensor_memory
+from ppo_ds.ops.memory import (
+    Shape,
+    decode_bytes_bound,
+    inference_activation_bytes,
+    output_bytes,
+    sampling_bytes,
+)
+from ppo_ds.rollout.continuous_batch import PREFILL_TOKENS
+from ppo_ds.run.stage import RunContext
+from ppo_ds.run.token_budgets import TokenBudget, TokenBudgets
+from ppo_ds.storage.drafts import write_file
+from ppo_ds.tracking.banner import titled
+
+RECORD = "memory.json"
+STEP = 1024  # budgets below the limit are multiples of this
+# Upper limits. On a CPU, a larger forward is not faster.
+CPU_LIMITS = {"rollout_tokens": 32768, "score_tokens": 16384, "train_tokens": 8192}
+# On a GPU, a forward of this many tokens takes a second on a 7B model and 0.1 s on a 0.5B model, so that the
+# launch of kernels, and with ZeRO-3 the gathering of weights, take at most a few percent of it. Forwards and
+# backwards with gradients take three times as long.
+GPU_LIMITS = {"score_tokens": 65536, "train_tokens": 32768}
+# From about 300 rows on (the FLOPs that an H100 can do per byte that it reads), a decode step is limited by
+# arithmetic, so that more rows only make it longer.
+MAX_DECODED_ROWS = 512
+PHASES = {  # budget -> phases whose memory it determines
+    "rollout_tokens": ("switch", "generate"),
+    "score_tokens": ("reward", "old_logprobs", "ref_logprobs", "values", "eval"),
+    "train_tokens": ("update_actor", "update_critic", "update_scorer"),
+}
+
+
+def used_budgets(config: Config) -> list[str]:
+    """Returns the names of the budgets that the stage uses."""
+    return [name for name in PHASES if not is_unused(f"memory.{name}", config.stage)]
+
+
+def automatic(config: Config) -> list[str]:
+    """Returns the names of the budgets that the stage uses and that are auto."""
+    return [name for name in used_budgets(config) if getattr(config.memory, name) == "auto"]
+
+
+def with_numbers(config: Config, numbers: Mapping[str, int]) -> Config:
+    """Returns a copy of the config with these token budgets."""
+    return replace(config, memory=replace(config.memory, **numbers)) if numbers else config
+
+
+def with_cpu_limits(config: Config) -> Config:
+    """Returns a copy of the config in which each budget that is auto has its limit on a CPU."""
+    return with_numbers(config, {name: CPU_LIMITS[name] for name in automatic(config)})
+
+
+# ---- arithmetic
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Token budgets that were auto, and lines for the start-up banner that show how they were computed."""
+
+    numbers: dict[str, int]
+    lines: list[str]
+
+
+def resolve(config: Config, estimate: Callable[[Config], Estimate], usable: int, on_gpu: bool) -> Resolution:
+    """Computes the budgets that are auto.
+
+    Args:
+        estimate: Estimates the memory of a config whose budgets are numbers.
+        usable: Bytes that all tensors of a rank may take together.
+    """
+    start = with_cpu_limits(config)
+    base = estimate(start)
+    resident = sum(base.resident.values())
+    decoded = min(base.rows, MAX_DECODED_ROWS) * base.row_tokens
+    limits = CPU_LIMITS
+    if on_gpu:
+        limits = GPU_LIMITS | {"rollout_tokens": max(CPU_LIMITS["rollout_tokens"], decoded)}
+    numbers, lines = {}, []
+    for name in automatic(config):
+
+        def trial(tokens: int, name: str = name) -> Estimate:
+            return estimate(with_numbers(start, {name: tokens}))
+
+        def fits(tokens: int, name: str = name) -> bool:
+            # a larger batch must not make generation offload states or gather weights layer by layer
+            same = tokens <= CPU_LIMITS[name] or trial(tokens).generation == base.generation
+            return same and highest_phase(name, trial(tokens))[1] <= usable
+
+        numbers[name] = tokens = largest(limits[name], base.row_tokens, fits)
+        found, one_row = trial(tokens), trial(base.row_tokens)
+        phase, peak = highest_phase(name, found)
+        text = f"{name}={tokens}"
+        if phase:
+            offloaded = found.moved if name == "rollout_tokens" else 0
+            text += f": {phase} takes {format_bytes(peak - resident + offloaded)}"
+            text += f" after offloading {format_bytes(offloaded)}" if offloaded else ""
+        if tokens == limits[name]:
+            text += "; a larger number is not faster"
+        elif not fits(tokens):
+            text += "; this is one row, and by the estimate it does not fit"
+        elif tokens > base.row_tokens and found.generation == one_row.generation:
+            more = peak - highest_phase(name, one_row)[1]
+            text += f", {more / (tokens - base.row_tokens) / 2**10:,.0f} KiB per token beyond one row"
+        lines.append(titled("memory", text))
+    if numbers:
+        left, total, held = map(format_bytes, (max(0, usable - resident), usable, resident))
+        kinds = ["weights", "optimizer states", "gradient buffers", *(["vLLM"] if base.vllm else [])]
+        held += f" of {', '.join(kinds[:-1])} and {kinds[-1]}"
+        lines.insert(0, titled("memory", f"{left} per rank for a phase: {total} usable - {held}"))
+    return Resolution(numbers, lines)
+
+
+def highest_phase(name: str, found: Estimate) -> tuple[str, int]:
+    """Returns the phase with the highest peak of those that a budget determines; ("", 0) without any."""
+    peaks = ((phase, found.phases[phase]) for phase in PHASES[name] if phase in found.phases)
+    return max(peaks, key=lambda item: item[1], default=("", 0))
+
+
+def largest(limit: int, row_tokens: int, fits: Callable[[int], bool]) -> int:
+    """Returns the largest multiple of STEP that fits, ``limit`` if that fits, or one row if nothing does."""
+    if fits(limit):
+        return limit
+    count = bisect_left(range(STEP, limit, STEP), True, key=lambda tokens: not fits(tokens))
+    return STEP * count or min(limit, row_tokens)
+
+
+# ---- in launch/evaluate.py
+
+
+def largest_decoding(config: Config, world: World, policy: Shape, row_tokens: int, rows: int) -> int:
+    """Returns the token budget for decoding ``rows`` responses at a time with a policy that is in memory.
+
+    A collective.
+    """
+    each, on_gpu = BYTES[config.actor.model.dtype], world.device.type == "cuda"
+    weights = each * policy.parameters
+    usable = int(USABLE * tensor_memory(world, weights)) - weights - packed_bytes(config, policy, on_gpu)
+    logit = output_bytes(each, on_gpu) + sampling_bytes(config.sampling.top_k, config.sampling.top_p)
+
+    def fits(tokens: int) -> bool:
+        decoded = max(1, min(rows, tokens // row_tokens))
+        prefill = None if config.rollout.backend == "hf" else min(tokens, PREFILL_TOKENS)
+        return decode_bytes_bound(policy, decoded * row_tokens, decoded, each, logit, prefill) <= usable
+
+    limit = CPU_LIMITS["rollout_tokens"]
+    if on_gpu:
+        limit = max(limit, min(rows, MAX_DECODED_ROWS) * row_tokens)
+    return largest(limit, row_tokens, fits)
+
+
+def largest_scoring(world: World, models: Sequence[tuple[Shape | None, str]], row_tokens: int) -> int:
+    """Returns the token budget for scoring with reward models that are in memory. A collective.
+
+    ``models`` are shapes and dtypes; a shape that is None is not counted.
+    """
+    known = [(shape, BYTES[dtype]) for shape, dtype in models if shape is not None]
+    weights = sum(each * shape.parameters for shape, each in known)
+    usable = int(USABLE * tensor_memory(world, weights)) - weights
+
+    def fits(tokens: int) -> bool:
+        rows = max(1, tokens // row_tokens)
+        return all(
+            inference_activation_bytes(shape, rows * row_tokens, row_tokens, each) <= usable
+            for shape, each in known
+        )
+
+    limits = GPU_LIMITS if world.device.type == "cuda" else CPU_LIMITS
+    return largest(limits["score_tokens"], row_tokens, fits)
+
+
+# ---- in a run
+
+
+def settle(config: Config, context: RunContext, estimate: Callable[[Config, Hardware], Estimate]) -> Config:
+    """Resolves the budgets of a run that are auto, and returns the config with the numbers. A collective.
+
+    All models must be in memory. ``estimate`` estimates the memory of the run.
+    """
+    if not automatic(config):
+        return config
+    world, on_gpu = context.world, context.world.device.type == "cuda"
+    hardware = Hardware(world.size, 2**62 if on_gpu else None)
+    held = estimate(with_cpu_limits(config), hardware).resident
+    resident = sum(held.values()) - held.get("vllm", 0)  # the engine of vLLM does not exist yet
+    tensors = tensor_memory(world, resident)
+    if on_gpu:
+        hardware = Hardware.measured(world.size, tensors)
+    found = resolve(config, lambda trial: estimate(trial, hardware), int(USABLE * tensors), on_gpu)
+    context.budgets.set(found.numbers)
+    context.banner.note(*found.lines)
+    return with_numbers(config, found.numbers)
+
+
+def known_budgets(
+    config: Config, run_dir: Path, checkpoint: Mapping[str, Any] | None, ranks: int
+) -> tuple[dict[str, int], dict[str, int], list[str]]:
+    """Returns the budgets that an earlier start has determined.
+
+    Also returns, for each budget that ran out of memory, the number before it was halved, and lines for the
+    start-up banner. A number on the command line takes precedence, unless it is the one that ran out of
+    memory.
+
+    Args:
+        checkpoint: The section memory of a checkpoint of this number of ranks, or None.
+        ranks: The number of ranks.
+    """
+    numbers: dict[str, int] = {}
+    halved_from: dict[str, int] = {}
+    sources: dict[str, str] = {}
+    for name in automatic(config):
+        if isinstance(tokens := (checkpoint or {}).get(name), int):
+            numbers[name], sources[name] = tokens, "from the checkpoint"
+    for name, entry in read_record(run_dir).items():
+        if name not in used_budgets(config):
+            continue
+        given = numbers.get(name, getattr(config.memory, name))
+        if entry["ranks"] == ranks and given in ("auto", entry["before"], entry["tokens"]):
+            numbers[name], halved_from[name] = entry["tokens"], entry["before"]
+            sources[name] = f"an earlier start ran out of memory with {entry['before']} ({run_dir / RECORD})"
+    lines = [titled("memory", f"{name}={numbers[name]}: {source}") for name, source in sources.items()]
+    return numbers, halved_from, lines
+
+
+def token_budgets(
+    config: Config,
+    world: World,
+    run_dir: Path,
+    halved_from: Mapping[str, int],
+    on_change: Callable[[Mapping[str, int]], None],
+) -> TokenBudgets:
+    """Makes the budgets of a run. Until ``settle``, those that are auto have their upper limit on a CPU."""
+    fixed = set(used_budgets(config)) - set(automatic(config))
+
+    def budget(name: str) -> TokenBudget:
+        tokens = getattr(config.memory, name) if name in fixed else CPU_LIMITS[name]
+        return TokenBudget(name, tokens, halved_from.get(name))
+
+    return TokenBudgets(
+        rollout=budget("rollout_tokens"),
+        score=budget("score_tokens"),
+        train=budget("train_tokens"),
+        world=world,
+        record=partial(write_record, run_dir, ranks=world.size),
+        on_change=on_change,
+    )
+
+
+def read_record(run_dir: Path) -> dict[str, dict[str, int]]:
+    """Returns the budgets that ran out of memory in earlier starts; {} if the file is missing or damaged."""
+    try:
+        found = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
+        return {
+            name: {key: max(1, int(found[name][key])) for key in ("before", "tokens", "ranks")}
+            for name in PHASES
+            if name in found
+        }
+    except (OSError, ValueError, TypeError, LookupError):
+        return {}
+
+
+def write_record(run_dir: Path, budget: TokenBudget, *, ranks: int) -> None:
+    """Records a budget that was halved."""
+    entry = {"before": budget.halved_from, "tokens": budget.tokens, "ranks": ranks}
+    found = read_record(run_dir) | {budget.name: entry}
+    write_file(run_dir / RECORD, json.dumps(found, indent=2) + "\n")

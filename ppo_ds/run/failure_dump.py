@@ -1,0 +1,129 @@
+"""Dump of the optimizer step that ended a run, for inspection.
+
+    dumps/step_000012/update.json          the non-finite number, its rank and its row; all rows as text
+                      update.safetensors   the tensors of the rows
+                      config.yaml          the run's config
+                      actor/ (...)         each model as in a checkpoint; weights are finite: the step was not
+                                           applied
+
+Nothing is pickled. The folder is complete or absent.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ppo_ds.engine.checkpoint.files import CheckpointError, on_all_ranks, write_json, write_tensors
+from ppo_ds.engine.checkpoint.state import save_model
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.run.nan_debug import ReplayedRow
+from ppo_ds.secrets import censored_tree
+from ppo_ds.storage.drafts import draft_path, publish_directory, write_file
+from ppo_ds.tracking.tracker import finite
+
+FORMAT = 1
+SHOWN = 200  # characters of a row in the error message
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The origin of the first non-finite number, as far as it could be found."""
+
+    what: str
+    rank: int | None  # the rank that computed it
+    position: int | None  # position of its row in the optimizer step
+
+
+def origin_of(replayed: list[ReplayedRow], what: tuple[str, ...]) -> Origin:
+    """Returns the first non-finite tensor of a replay; ``what`` names those that the run itself found."""
+    for row in replayed:
+        if row.first is not None:
+            return Origin(row.first, row.rank, row.position)
+    return Origin(
+        f"{' and '.join(what)} (finite when the step was replayed: a fault of the hardware or of a kernel?)",
+        None,
+        None,
+    )
+
+
+def dump_failure(
+    folder: Path,
+    step: int,
+    origin: Origin,
+    *,
+    rows: list[dict[str, Any]],
+    place: str,
+    columns: Mapping[str, Tensor],
+    models: Mapping[str, TrainedModel],
+    config: Path,
+    about: Mapping[str, Any] | None = None,
+    hint: str = "",
+) -> str:
+    """Writes the dump and returns the error message. A collective.
+
+    Args:
+        step: The training step.
+        rows: Every row of the optimizer step as text; the error message shows the key "prompt".
+        place: The name of a row in the error message, with keys of ``rows``, such as "row {number}".
+        columns: The tensors of the rows.
+        config: The config.yaml of the run.
+        about: Further entries of update.json.
+        hint: The end of the message if the dump was written.
+    """
+    line = f"step {step}: not finite: {origin.what}"
+    if origin.position is not None:
+        row = rows[origin.position]
+        prompt = row["prompt"]
+        shown = prompt if len(prompt) <= SHOWN else f"{prompt[: SHOWN // 2]} ... {prompt[-SHOWN // 2 :]}"
+        line += f", on rank {origin.rank}, in {place.format(**row)}, prompt {shown!r}"
+    contents = {"step": step, "what": origin.what, "rank": origin.rank, "place": origin.position}
+    contents |= {**(about or {}), "rows": finite(rows)}
+    try:
+        write_dump(folder, contents, columns, models, config)
+    except CheckpointError as error:
+        return f"{line}; {folder} could not be written: {error}"
+    return f"{line}; the step is dumped in {folder}{hint}"
+
+
+def write_dump(
+    folder: Path,
+    contents: Mapping[str, Any],
+    columns: Mapping[str, Tensor],
+    models: Mapping[str, TrainedModel],
+    config: Path,
+) -> None:
+    """Writes the dump; ``contents`` is update.json. Raises CheckpointError, on all ranks, if that fails.
+
+    A collective.
+    """
+    world = next(iter(models.values())).world
+    draft = world.gather_objects(draft_path(folder))[0]  # every rank uses the path of rank 0
+
+    def write_config() -> None:
+        if world.is_main:
+            draft.mkdir(parents=True)
+            if config.exists():
+                write_file(draft / "config.yaml", config.read_bytes())
+
+    def write_update() -> None:
+        if world.is_main:
+            write_tensors(draft / "update.safetensors", dict(columns))
+            about = {"format": FORMAT, "world_size": world.size, **contents}
+            write_json(draft / "update.json", censored_tree(about))
+            publish_directory(draft, folder)  # may replace the dump of an earlier start
+
+    try:
+        on_all_ranks(world, write_config)
+        for name, model in models.items():
+            save_model(model, draft / name)
+        on_all_ranks(world, write_update)
+    except CheckpointError:
+        if world.is_main:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise

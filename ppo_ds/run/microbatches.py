@@ -1,0 +1,85 @@
+"""Divides rows among ranks and forward passes.
+
+A forward has at most a given number of tokens. Every rank runs the same number of forwards, since ZeRO-3
+gathers weights inside a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ppo_ds.compute.batching import padded_tokens, plan_forwards, plan_share
+from ppo_ds.distributed.heartbeat import counting
+from ppo_ds.distributed.world import World
+from ppo_ds.types import Sequences
+
+S = TypeVar("S", bound=Sequences)
+
+
+def microbatch_rows(
+    minibatch: Sequences, token_budget: int, world: World, packed: bool = False
+) -> list[Tensor]:
+    """Returns the row indices of each forward over this rank's share of a minibatch.
+
+    A forward has at most ``token_budget`` tokens, and every rank runs the same number of forwards. Not a
+    collective, since every rank holds all rows of the minibatch. See ``scoring_plan`` for ``packed``.
+    """
+    lengths = minibatch.attention_mask.sum(1)
+    return plan_share(lengths, token_budget, world.rank, world.size, packed)
+
+
+def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = False) -> list[S]:
+    """Returns the trimmed rows of each forward over this rank's share of a minibatch."""
+    plan = microbatch_rows(minibatch, token_budget, world, packed)
+    return [minibatch.select(rows).trimmed() for rows in plan]
+
+
+def padding(micros: Iterable[Sequences], packed: bool) -> Tensor:
+    """Counts the padding tokens and all tokens of the forwards over ``micros``: [2] long."""
+    counts = torch.zeros(2, dtype=torch.long)
+    for micro in micros:
+        lengths = micro.attention_mask.sum(1)
+        tokens = padded_tokens(lengths, packed)
+        counts += torch.tensor([tokens - int(lengths.sum()), tokens])
+    return counts
+
+
+def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
+    """Returns the row indices of each forward over this rank's own rows. A collective.
+
+    Every rank runs the same number of forwards: ZeRO-3 gathers weights inside a forward, so the other ranks
+    would hang if one rank ran fewer. ``packed`` states that the models take rows without padding. Such models
+    also accept a plan for padded rows.
+    """
+    lengths = sequences.attention_mask.sum(1)
+    plan = plan_forwards(lengths, token_budget, packed=packed)
+    count = world.max_int(len(plan))
+    return plan if count == len(plan) else plan_forwards(lengths, token_budget, count, packed)
+
+
+def filled(sequences: S, ranks: int) -> S:
+    """Appends copies of the last row, which have no loss, until ``ranks`` divides the number of rows."""
+    count, missing = len(sequences), -len(sequences) % ranks
+    rows = sequences.select(torch.cat([torch.arange(count), torch.full((missing,), count - 1)]))
+    mask = rows.response_mask.clone()
+    mask[count:] = False
+    return replace(rows, response_mask=mask)
+
+
+@torch.no_grad()
+def forward_rows(
+    model: Callable[..., Any], sequences: Sequences, plan: list[Tensor], **options: Any
+) -> list[Any]:
+    """Runs ``model`` with ``options`` on the rows of each entry of ``plan`` and returns its outputs."""
+    outputs = []
+    with counting(len(plan), "forwards") as done:
+        for number, rows in enumerate(plan, start=1):
+            micro = sequences.select(rows).trimmed()
+            outputs.append(model(micro.ids, micro.attention_mask, micro.response_width, **options))
+            done(number)
+    return outputs

@@ -1,0 +1,132 @@
+"""Tests that `memory.layout` applies to each model separately, with a warning if a model cannot be packed."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MistralConfig, NemotronConfig
+
+from ppo_ds.assemble.layouts import choose_layouts
+from ppo_ds.models import packed_attention as attention
+from ppo_ds.models.policy import Policy
+
+SMALL = dict(
+    vocab_size=20,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=8,
+    pad_token_id=0,
+)
+EXPERTS = dict(
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+)
+RANKS = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+LLAMA, WINDOW, NEMOTRON = (
+    LlamaConfig(**SMALL),
+    MistralConfig(**SMALL, sliding_window=4),
+    NemotronConfig(**SMALL, num_key_value_heads=2, head_dim=8),
+)
+WIDE_KEYS = DeepseekV3Config(**SMALL, **EXPERTS, **RANKS)  # keys of size 16, values of size 8
+
+
+class Role:
+    """Stands in for a model held by an engine."""
+
+    def __init__(self, config, device="cpu", dtype=torch.float32):
+        torch.manual_seed(0)
+        self.module = Policy(AutoModelForCausalLM.from_config(config).to(dtype).eval(), 1.0)
+        self.world = SimpleNamespace(device=torch.device(device))
+        self.calls = 0
+
+    def resident(self):
+        return nullcontext()
+
+    def __call__(self, *args):
+        self.calls += 1
+        return self.module(*args)
+
+
+def chosen(layout, *roles):
+    actor, reference = [*roles, None][:2]
+    return choose_layouts(SimpleNamespace(memory=SimpleNamespace(layout=layout)), actor, reference, None)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Simulates a GPU. A CPU computation replaces the kernel, for the head sizes that the kernel supports."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "has_kernel", lambda query, value: query.shape[-1] == value.shape[-1])
+
+    def kernel(q, k, v, ends, *_, scale, **__):
+        return attention.attention_per_sequence(q, k, v, ends.tolist(), scale)
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    return {"device": "cuda", "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(("layout", "llama"), [("packed", True), ("padded", False), ("auto", False)])
+def test_the_layout_is_decided_for_each_model_separately(layout, llama):
+    actor, reference = Role(LLAMA), Role(WINDOW)
+    notes = chosen(layout, actor, reference)
+    assert (actor.module.packed, reference.module.packed) == (llama, False)
+    refused = (
+        "warning    memory.layout=packed: the reference's rows are padded: "
+        "MistralForCausalLM has layers other than full attention"
+    )
+    assert notes == ([f"{refused} (sliding_attention)"] if layout == "packed" else [])
+
+
+def test_on_a_gpu_models_with_a_kernel_are_packed(gpu):
+    actor, reference = Role(LLAMA, **gpu), Role(WIDE_KEYS, **gpu)
+    assert chosen("auto", actor, reference) == [] and (actor.module.packed, reference.module.packed) == (
+        True,
+        False,
+    )
+    assert (actor.calls, reference.calls) == (2, 2)
+
+
+def test_on_a_gpu_packing_without_a_kernel_is_reported(gpu):
+    actor = Role(WIDE_KEYS, **gpu)
+    no_kernel = (
+        "warning    memory.layout=packed: no kernel supports the actor's heads: attention "
+        "is computed one sequence after the other"
+    )
+    assert chosen("packed", actor) == [no_kernel] and actor.module.packed
+
+
+@pytest.mark.parametrize("layout", ["auto", "packed"])
+def test_layers_without_sequence_boundaries_are_detected(gpu, layout):
+    """Nemotron's layers drop the boundaries, although the class declares its attention replaceable."""
+    actor = Role(NEMOTRON, **gpu)
+    reason = "NemotronAttention does not receive the ends of the sequences in a packed row"
+    assert chosen(layout, actor) == [
+        f"warning    memory.layout={layout}: the actor's rows are padded: {reason}"
+    ]
+    assert (
+        not actor.module.packed
+        and torch.isfinite(actor(torch.ones(2, 4).long(), torch.ones(2, 4).bool(), 2).logprobs).all()
+    )
+
+
+def test_rows_that_attend_to_each_other_are_detected(monkeypatch):
+    """Replaces the attention by one that ignores the sequence boundaries that it receives."""
+    monkeypatch.setattr(
+        attention,
+        "attention_per_sequence",
+        lambda q, k, v, ends, scale, by=attention.attention_per_sequence: by(q, k, v, [0, ends[-1]], scale),
+    )
+    actor = Role(LlamaConfig(**SMALL, initializer_range=0.3))
+    assert chosen("packed", actor) == [
+        (
+            "warning    memory.layout=packed: the actor's rows are padded: "
+            "LlamaForCausalLM computes other states in packed rows"
+        )
+    ]
+    assert not actor.module.packed

@@ -1,0 +1,115 @@
+"""Tests learning rates of adapters, and warnings about unusual rates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppo_ds.assemble.shared import trained_model, unusual_rate
+from ppo_ds.config.resume import changes, keep_adapter_rates
+from ppo_ds.config.schema import learning_rate, resolved
+from tests.config.commands import MINIMAL, complaints, compose
+from tests.support.environment import ROOT, environment
+
+LORA = "actor.lora.rank=4"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rate"),
+    [
+        ([], 1e-6),
+        (["actor.optim.lr=3e-6"], 3e-6),
+        ([LORA], 1e-5),
+        ([LORA, "actor.optim.lr=3e-6"], 3e-5),
+        ([LORA, "actor.lora.lr=auto"], 1e-5),
+        ([LORA, "actor.lora.lr=null"], 1e-6),
+        ([LORA, "actor.lora.lr=2e-4", "actor.optim.lr=3e-6"], 2e-4),
+    ],
+)
+def test_adapters_get_ten_times_the_rate_of_full_training(arguments: list[str], rate: float) -> None:
+    assert learning_rate(compose(*MINIMAL, *arguments).actor) == pytest.approx(rate, rel=1e-12)
+
+
+def test_a_wrong_rate_is_an_error() -> None:
+    (line,) = complaints(*MINIMAL, LORA, "actor.lora.lr=atuo")
+    assert line.startswith("actor.lora.lr=atuo: must be a number above 0 or auto")
+
+
+def test_the_banner_shows_the_resolved_rate() -> None:
+    role = compose(*MINIMAL, LORA).actor
+    assert trained_model("actor", "org/actor", role) == (
+        "actor      org/actor  bf16  ZeRO-2  learning rate 1e-05 (10 x optim.lr), cosine"
+    )
+    role = compose(*MINIMAL, "actor.optim.schedule=constant").actor
+    assert trained_model("actor", "x", role).endswith("  learning rate 1e-06, constant")
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "arguments", "parameters", "words"),
+    [
+        ("ppo", "actor", [], 5e8, None),
+        ("ppo", "actor", [], 7.6e9, None),
+        ("ppo", "actor", ["actor.optim.lr=9.65e-6"], 1.3e9, None),  # InstructGPT
+        ("ppo", "actor", ["actor.optim.lr=2e-4"], 1e6, None),  # the quickstart
+        ("ppo", "actor", [LORA], 5e8, None),
+        (
+            "ppo", "actor", ["actor.optim.lr=5e-5"], 5e8,
+            "actor.optim.lr: the learning rate 5e-05 is 50 times the usual 1e-06 for full training of a "
+            "model with 0.5 billion parameters",
+        ),
+        (
+            "ppo", "actor", [LORA, "actor.lora.lr=1e-7"], 7.6e9,
+            "actor.lora.lr: the learning rate 1e-07 is 1/50 of",
+        ),
+        (
+            "ppo", "actor", [LORA, "actor.optim.lr=1e-8"], 7.6e9,
+            "actor.optim.lr: the learning rate 1e-07 is 1/50 of",
+        ),
+        ("sft", "actor", [], 5e8, "actor.optim.lr: the learning rate 1e-06 is 1/20 of the usual 2e-05"),
+        ("ppo", "critic", [], 7.6e9, None),
+    ],
+)  # fmt: skip
+def test_a_rate_far_from_the_usual_one_is_a_warning(
+    stage: str, name: str, arguments: list[str], parameters: float, words: str | None
+) -> None:
+    role = getattr(compose(*MINIMAL, *arguments), name)
+    lines = unusual_rate(stage, name, role, int(parameters))
+    assert len(lines) == (words is not None)
+    assert words is None or lines[0].startswith(f"warning    {words}")
+
+
+def test_a_run_of_an_earlier_version_keeps_the_rate_of_its_adapters() -> None:
+    before = resolved(compose(*MINIMAL, LORA, "actor.lora.lr=null"))  # null was the default
+    config = compose(*MINIMAL, LORA)
+    kept = keep_adapter_rates(config, before)
+    assert learning_rate(kept.actor) == 1e-6 and changes(before, resolved(kept)) == []
+    chosen = compose(*MINIMAL, LORA, "actor.lora.lr=1e-5")
+    assert keep_adapter_rates(chosen, before) == chosen
+    for same in (resolved(config), resolved(compose(*MINIMAL)), {}):
+        assert keep_adapter_rates(config, same) == config
+
+
+TINY = {
+    "max_operand": 9, "heldout": 8, "validation": 20, "hidden_size": 32, "target_accuracy": 0.1,
+    "learning_rate": 3e-3,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_resumed_run_trains_its_adapters_at_the_rate_of_its_first_start(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "launch/train.py", "+experiment=quickstart", LORA]
+    command += [*(f"prepare.{name}={value}" for name, value in TINY.items()), "run.dir=run", "run.steps=2"]
+    command += ["rollout.prompts_per_step=8", "algo.minibatch_size=8", "eval.every=null"]
+    command += ["actor.optim.lr=1e-4", "actor.optim.schedule=constant", "actor.optim.warmup_steps=0"]
+    for more in (["actor.lora.lr=null", "run.stop_at_step=1"], []):
+        done = subprocess.run(
+            [*command, *more], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["policy/lr"]) for row in rows] == [(1, 1e-4), (2, 1e-4)]
+    assert "lora.lr" not in done.stdout  # no change is listed

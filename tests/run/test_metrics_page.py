@@ -1,0 +1,33 @@
+"""Tests docs/metrics.md, which is generated."""
+
+from pathlib import Path
+
+from ppo_ds.run.alarms import RULES
+from ppo_ds.run.metrics_page import in_words, page
+from ppo_ds.tracking.catalogue import METRICS
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_the_page_is_up_to_date():
+    expected = "python -m ppo_ds.run.metrics_page > docs/metrics.md"
+    assert DOCS.read_text(encoding="utf-8") == page(), expected
+    assert expected in page()
+
+
+def test_every_metric_has_one_row():
+    rows = [line for line in page().splitlines() if line.startswith("| `")]
+    for name, metric in METRICS.items():
+        cells = [row.split(" | ") for row in rows if row.startswith(f"| `{name}` | {metric.unit} |")]
+        assert len(cells) == 1 and len(cells[0]) == 5, name
+    for rule in RULES:
+        assert sum(rule.problem in row for row in rows) == sum(r.problem == rule.problem for r in RULES)
+
+
+def test_ranges_in_words():
+    assert [in_words(healthy) for healthy in ((0.0, 0.3), (None, 2.0), (0.5, None), (0.0, 0.0))] == [
+        "0 to 0.3",
+        "at most 2",
+        "at least 0.5",
+        "0",
+    ]

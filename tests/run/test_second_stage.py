@@ -1,0 +1,149 @@
+"""Tests a run with another stage than PPO: a regression on two ranks.
+
+A run that is killed, stopped or rolled back must end bit-identical to an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_ds.tracking.jsonl import read_events, read_metrics
+from tests.faults.forked import Ranks
+from tests.faults.test_fault_checkpoints import content
+from tests.support.ranks import RankServer
+
+STEPS = 6
+ARGUMENTS = [
+    "stage=toy", f"run.steps={STEPS}", "run.threads=1", "run.timeout_minutes=2", "actor.optim.lr=0.1",
+    "eval.every=2", "checkpoint.every=2", "checkpoint.keep_last=9", "health.max_skips=2",
+]  # fmt: skip
+
+
+class Lab:
+    def __init__(self, root: Path, ranks: Ranks):
+        self.root, self.ranks = root, ranks
+        # required because the optimizer's section is used, but not loaded; a folder is not downloaded
+        self.model = root / "model"
+        self.model.mkdir()
+        (self.model / "config.json").write_text("{}")
+
+    def run(self, name: str, *more: str, fault: str | None = None) -> tuple[list[int], str]:
+        arguments = [*ARGUMENTS, f"actor.model.path={self.model}", f"run.dir={self.root / name}", *more]
+        return self.ranks.run(2, arguments, fault=fault)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> Lab:
+    return Lab(tmp_path_factory.mktemp("toy"), Ranks(rank_server, main="tests.run.toy_stage:main"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab) -> Path:
+    codes, output = lab.run("undisturbed")
+    assert codes == [0, 0], output
+    return lab.root / "undisturbed"
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    skipped = re.compile("time/|time$|health/rank_time_spread_s|health/rollbacks")
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if not skipped.match(key)} for line in lines]
+
+
+def samples(run: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in (run / "samples").iterdir()}
+
+
+def events(run: Path) -> list[tuple[str, int]]:
+    return [(event["kind"], event["step"]) for event in read_events(run / "events.jsonl")]
+
+
+def assert_same_end(run: Path, other: Path) -> None:
+    """Compares the last checkpoint (except the count of rollbacks), metrics, samples and the export."""
+    ends = [content(folder / "checkpoints" / f"step_{STEPS:06d}") for folder in (run, other)]
+    for end in ends:
+        del end["state.json"]["state"]["progress"]["rollbacks"]
+    assert ends[0] == ends[1]
+    assert metrics(run) == metrics(other) and samples(run) == samples(other)
+    first, second = ((folder / "model" / "model.safetensors").read_bytes() for folder in (run, other))
+    assert first == second
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
+
+
+def test_a_second_stage_trains_is_evaluated_and_logged(undisturbed: Path) -> None:
+    lines = metrics(undisturbed)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["toy/offset"] for line in lines] == [0.5**step for step in range(1, STEPS + 1)]
+    assert [line["step"] for line in lines if "eval/score_mean" in line] == [2, 4, 6]
+    found = summary(undisturbed)
+    assert found["exit_reason"] == "done" and found["episodes"] == STEPS * 16
+    assert found["heldout_score_mean_after"] > found["heldout_score_mean_before"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "toy.loss:at=4",
+        *(
+            pytest.param(place, marks=pytest.mark.slow)
+            for place in ("toy.draw:at=4", "checkpoint.after_regression:at=2")
+        ),
+    ],
+)
+def test_a_killed_run_resumes_to_the_same_bits(lab: Lab, undisturbed: Path, place: str) -> None:
+    name = place.partition(":")[0]
+    codes, output = lab.run(name, fault=f"kill@{place}:rank=1")
+    assert -signal.SIGKILL in codes and 0 not in codes, output
+    assert not (lab.root / name / "checkpoints" / "step_000004").exists()
+    codes, output = lab.run(name)
+    assert codes == [0, 0] and "resumed    after step 2" in output, output
+    found = events(lab.root / name)  # rank 0 may have recorded the end of the first process
+    assert (found[0], found[-2:]) == (("started", 0), [("resumed", 2), ("ended", STEPS)])
+    assert_same_end(lab.root / name, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_signal_abandons_the_step_and_the_next_start_repeats_it(lab: Lab, undisturbed: Path) -> None:
+    codes, output = lab.run("stopped", fault="stop@toy.draw:at=4:rank=0")
+    assert codes == [143, 143], output
+    assert summary(lab.root / "stopped")["exit_reason"] == "signal"
+    assert (lab.root / "stopped" / "checkpoints" / "step_000003").is_dir()
+    codes, output = lab.run("stopped")
+    assert codes == [0, 0] and "resumed    after step 3" in output, output
+    kinds = [("started", 0), ("ended", 3), ("resumed", 3), ("ended", STEPS)]
+    assert events(lab.root / "stopped") == kinds
+    assert_same_end(lab.root / "stopped", undisturbed)
+
+
+@pytest.mark.slow
+def test_nonfinite_losses_roll_the_run_back_once(lab: Lab, undisturbed: Path) -> None:
+    """The losses of the fourth and fifth steps are NaN at the first attempt."""
+    codes, output = lab.run("rolled_back", fault="raise@toy.loss:at=4:times=2:rank=1")
+    assert codes == [0, 0] and "back to" in output, output
+    assert metrics(lab.root / "rolled_back")[-1]["step"] == STEPS
+    kinds = [("started", 0), ("rolled_back", 2), ("ended", STEPS)]
+    assert [event for event in events(lab.root / "rolled_back") if event[0] != "warning"] == kinds
+    assert [
+        line["health/rollbacks"] for line in read_metrics(lab.root / "rolled_back" / "metrics.jsonl")
+    ] == [0.0] * 2 + [1.0] * 4
+    assert_same_end(lab.root / "rolled_back", undisturbed)
+
+
+@pytest.mark.slow
+def test_persistent_nonfinite_losses_end_the_run(lab: Lab) -> None:
+    codes, output = lab.run("ended", fault="raise@toy.loss:at=4:times=0")
+    assert codes == [1, 1], output
+    found = summary(lab.root / "ended")
+    assert found["exit_reason"] == "nonfinite" and found["error"].startswith(
+        "step 4: not finite: loss of the regression"
+    )
+    assert not (lab.root / "ended" / "model").exists()
