@@ -41,7 +41,7 @@ from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.ops.losses import BatchTotals, Share, policy_loss, token_mean
 from ppo_ds.ppo.collector import RolloutCollector
 from ppo_ds.ppo.scoring import scored
-from ppo_ds.rewards.pending import start_scoring
+from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Prompts, Rollout, ScoredRollout
 from tests.ppo.conftest import ThreadWorld

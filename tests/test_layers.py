@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # Lists what each package may import from ppo_ds besides itself. Every other import from ppo_ds is an error.
 BOTTOM = {"errors", "secrets", "types", "ops", "compute", "config", "storage", "commands"}
 MIDDLE = BOTTOM | {"distributed", "models"}
-HOMES_OF_LIBRARIES = {"tracking", "models", "data", "rollout", "rewards", "engine"}
+HOMES_OF_LIBRARIES = {"tracking", "models", "data", "rollout", "rewards", "engine", "background"}
 MAY = {
     "errors": set(),
     "commands": set(),
@@ -25,13 +25,14 @@ MAY = {
     "compute": {"ops"},
     "config": {"errors", "secrets"},
     "distributed": BOTTOM,
+    "background": BOTTOM | {"distributed"},
     "tracking": BOTTOM,
     "models": BOTTOM | {"distributed"},
     "data": MIDDLE,
     "rollout": MIDDLE,
-    "rewards": MIDDLE,
+    "rewards": MIDDLE | {"background"},
     "engine": MIDDLE,
-    "environments": MIDDLE | {"data", "rewards", "rollout"},
+    "environments": MIDDLE | {"background", "data", "rollout"},
     "examples": BOTTOM | {"models"},
     "run": MIDDLE | HOMES_OF_LIBRARIES,
     "ppo": MIDDLE | HOMES_OF_LIBRARIES | {"run"},

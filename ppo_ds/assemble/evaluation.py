@@ -21,7 +21,7 @@ from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.scoring import StartScoring
 from ppo_ds.ppo.win_rate import FILE, ReferenceResponses
-from ppo_ds.rewards.pending import start_scoring
+from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.rollout.hf import HFGenerator

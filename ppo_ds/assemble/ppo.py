@@ -37,7 +37,7 @@ from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.meter import build_meter
 from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.trainer import PPOTrainer
-from ppo_ds.rewards.pending import start_scoring
+from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.run.stage import RunContext, Stateful
 from ppo_ds.tracking.banner import titled

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from ppo_ds.background.user_code import load_object
+from ppo_ds.background.values import described, is_float32, quoted
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message
-from ppo_ds.rewards.user_function import load_object
-from ppo_ds.rewards.values import described, is_float32, quoted
 from ppo_ds.types import Row
 
 KEY = "rollout.environment"

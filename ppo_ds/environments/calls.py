@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
-from threading import Event
 from typing import Any
 
+from ppo_ds.background.pending import Pending
+from ppo_ds.background.pool import Call, CallCancelled, NoResult, Pool, start_thread, torch_rng_snapshot
+from ppo_ds.background.user_code import TRIAL_RESPONSE
 from ppo_ds.environments.base import (
     KEY,
     Environment,
@@ -24,9 +23,6 @@ from ppo_ds.environments.base import (
 from ppo_ds.environments.feedback import FeedbackEncoder
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
-from ppo_ds.rewards.function import TRIAL_RESPONSE, torch_rng_snapshot
-from ppo_ds.rewards.pending import Pending
-from ppo_ds.rewards.pool import NoResult, Pool, start_thread
 from ppo_ds.types import Row
 
 CallPool = Pool[Callable[[], Any], Any]
@@ -42,7 +38,7 @@ class Outcome:
 
 def call_pool(workers: int, timeout_seconds: float) -> CallPool:
     """Makes a pool of threads that runs at most ``workers`` calls at a time, each with a time limit."""
-    return Pool(partial(start_thread, operator.call), workers, timeout_seconds)
+    return Pool(lambda call, cancellation: Call(start_thread(call)), workers, timeout_seconds)
 
 
 def start_calls(pool: CallPool, calls: Sequence[Callable[[], Any]]) -> Pending[list[Outcome]]:
@@ -51,23 +47,23 @@ def start_calls(pool: CallPool, calls: Sequence[Callable[[], Any]]) -> Pending[l
     The state of torch's random generators is restored afterwards, so that an environment does not change what
     the run samples next.
     """
-    restore_rng, cancelled = torch_rng_snapshot(), Event()
+    restore_rng = torch_rng_snapshot()
 
-    def attempt(call: Callable[[], Any]) -> Outcome:
+    def attempt(call: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Outcome:
         try:
-            return Outcome(pool.run(call, cancelled))
+            return Outcome(run(call))
+        except CallCancelled:
+            raise
         except BaseException as error:  # also SystemExit
-            if isinstance(error, CancelledError) and cancelled.is_set():
-                raise  # an environment may raise CancelledError too, from a pool of its own
             return Outcome(error=error)
 
-    tasks = tuple(pool.submit(attempt, call) for call in calls)
+    tasks, cancel = pool.start(attempt, calls)
 
     def finish() -> list[Outcome]:
         restore_rng()
         return [task.result() for task in tasks]
 
-    return Pending(finish, tasks, cancelled.set)
+    return Pending(finish, tasks, cancel)
 
 
 def begin(make: Callable[[], Environment], row: Row) -> tuple[Environment, tuple[Message, ...] | None]:

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppo_ds.background.pending import wait_on_all_ranks
+from ppo_ds.background.pool import NoResult
+from ppo_ds.background.values import quoted
 from ppo_ds.data.prompts import collate_prompts
 from ppo_ds.distributed.world import World
 from ppo_ds.environments.base import Environment, InvalidResult, Step
@@ -28,9 +31,6 @@ from ppo_ds.environments.calls import CallPool, begin, describe_error, start_cal
 from ppo_ds.environments.feedback import FeedbackEncoder
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
-from ppo_ds.rewards.pending import wait_on_all_ranks
-from ppo_ds.rewards.pool import NoResult
-from ppo_ds.rewards.values import quoted
 from ppo_ds.rollout.base import Generator, SamplingParams, max_new_tokens
 from ppo_ds.types import DONE, ERROR, LENGTH, TIMEOUT, TURNS, Prompts, Rollout, Row
 

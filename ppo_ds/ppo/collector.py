@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ppo_ds.background.pending import Pending, all_of, start_all
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.ppo.minibatches import all_gather_rows, concatenate
 from ppo_ds.ppo.scoring import StartScoring, scored, scores_of, wait_for_scores
-from ppo_ds.rewards.pending import Pending, all_of, start_all
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.types import Metrics, Prompts, Rollout, ScoredRollout, Scores

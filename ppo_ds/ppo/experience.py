@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ppo_ds.background.pending import Pending
 from ppo_ds.config.sections.algo import RolloutISConfig
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
@@ -30,7 +31,6 @@ from ppo_ds.ppo.kept_forwards import KeptForwards
 from ppo_ds.ppo.minibatches import all_gather_rows, scatter_states, scatter_tokens
 from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.scoring import scored, wait_for_scores
-from ppo_ds.rewards.pending import Pending
 from ppo_ds.run.metrics import MetricSums
 from ppo_ds.run.microbatches import forward_rows, scoring_plan
 from ppo_ds.run.timing import PhaseTimer

@@ -7,8 +7,8 @@ from dataclasses import fields
 
 import torch
 
+from ppo_ds.background.pending import Pending, wait_on_all_ranks
 from ppo_ds.distributed.world import World
-from ppo_ds.rewards.pending import Pending, wait_on_all_ranks
 from ppo_ds.types import Rollout, ScoredRollout, Scores
 
 # a function that starts to score a rollout

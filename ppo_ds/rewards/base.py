@@ -7,16 +7,16 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from ppo_ds.background.pending import Pending
+from ppo_ds.background.values import quoted
 from ppo_ds.errors import RunError, UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
-from ppo_ds.rewards.pending import Pending
-from ppo_ds.rewards.values import quoted
-from ppo_ds.types import Rollout, Row, Scores
+from ppo_ds.types import Reward, Rollout, Row, Scores
 
 
 class RewardError(RunError):
@@ -24,6 +24,22 @@ class RewardError(RunError):
 
     Exceptions raised inside a user's reward function are passed on unchanged, with their traceback.
     """
+
+
+@runtime_checkable
+class OverlappingReward(Reward, Protocol):
+    """A reward that can score in the background while the models compute log-probs and values."""
+
+    def start_scoring(self, rollout: Rollout) -> Pending[Scores]:
+        """Starts to score a rollout. Every rank gets either tasks or a known result."""
+        ...
+
+
+def start_scoring(reward: Reward, rollout: Rollout) -> Pending[Scores]:
+    """Starts to score a rollout; a reward that cannot overlap scores it at once."""
+    if isinstance(reward, OverlappingReward):
+        return reward.start_scoring(rollout)
+    return Pending.of(reward(rollout))
 
 
 @contextmanager

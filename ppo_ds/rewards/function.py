@@ -5,23 +5,34 @@ The score is a number, or a list with one reward for each step of the response (
 
 from __future__ import annotations
 
+import math
 import random
 import traceback
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from threading import Event
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from ppo_ds.background.pending import Pending
+from ppo_ds.background.pool import (
+    Call,
+    Cancellation,
+    NoResult,
+    Pool,
+    start_coroutine,
+    start_thread,
+    torch_rng_snapshot,
+)
+from ppo_ds.background.user_code import TRIAL_RESPONSE, is_async, where_defined, where_raised
+from ppo_ds.background.values import described, quoted
 from ppo_ds.config.types import Count, Number, Positive
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import Responses, RewardError, SlowTextReward, StepReward, TextScores
-from ppo_ds.rewards.pending import Pending
-from ppo_ds.rewards.pool import FunctionRaised, NoResult, make_pool
+from ppo_ds.rewards.processes import FunctionRaised, WorkerProcesses
 from ppo_ds.rewards.steps import step_ends
 from ppo_ds.rewards.user_function import (
     Arguments,
@@ -29,13 +40,10 @@ from ppo_ds.rewards.user_function import (
     Score,
     call_function,
     load_function,
-    where_defined,
-    where_raised,
+    read_scores,
 )
-from ppo_ds.rewards.values import described, quoted
 from ppo_ds.types import Row
 
-TRIAL_RESPONSE = "This is a trial response."
 LISTED_KEYS = 20  # most keys of rows in an error message
 
 
@@ -105,27 +113,25 @@ class FunctionReward(SlowTextReward):
         self._separator = step_separator.replace("\\n", "\n")
         self._fallback_score = fallback_score
         self._kind, self._trial = pool, trial
-        self._pool = make_pool(path, self._function, pool, workers or 4, timeout_seconds or 60.0)
+        self._pool = _make_pool(path, self._function, pool, workers or 4, timeout_seconds or 60.0)
 
     def start_responses(self, responses: Responses) -> Pending[TextScores]:
-        count, pool, restore_rng = len(responses.texts), self._pool, torch_rng_snapshot()
-        if pool is None:
+        count, restore_rng = len(responses.texts), torch_rng_snapshot()
+        if self._pool is None:
             try:
                 scores = self._call(responses, range(count), partial(call_function, self._function))
             finally:
                 restore_rng()
             return Pending.of(self._text_scores(responses, scores))
-        cancelled = Event()
         calls = [range(count)] if self._kind == "none" else [range(i, i + 1) for i in range(count)]
-        call_in_pool = partial(pool.run, cancelled=cancelled)
-        tasks = tuple(pool.submit(self._call, responses, rows, call_in_pool) for rows in calls)
+        tasks, cancel = self._pool.start(partial(self._call, responses), calls)
 
         def finish() -> TextScores:
             if self._kind != "process":  # a call in another process does not change this one's random state
                 restore_rng()
             return self._text_scores(responses, [score for task in tasks for score in task.result()])
 
-        return Pending(finish, tasks, cancelled.set)
+        return Pending(finish, tasks, cancel)
 
     def try_on(self, rows: Sequence[Row]) -> None:
         """Calls the function with trial responses to ``rows`` and raises UserError if that would end a run.
@@ -202,29 +208,29 @@ class FunctionReward(SlowTextReward):
                     f"{self._name} returned {described(value)} for {self._where(responses, row)}, but "
                     f"{other}; it must return one float for each response, or one list of floats for each"
                 )
-        total: list[float] = []
-        steps: list[tuple[StepReward, ...]] = []
-        for row, score in enumerate(scores):
-            if score is None:
-                assert self._fallback_score is not None  # without it, ``_call`` has raised RewardError
-                score = self._fallback_score
-            if not isinstance(score, list):
-                total.append(score)
-                steps.append(())
-                continue
-            ends = step_ends(responses.texts[row], self._separator)
-            if len(ends) != len(score):
-                raise RewardError(
-                    f"{self._name} returned {len(score)} step rewards for a response of {len(ends)} steps "
-                    f"({self._where(responses, row)}); the steps are the non-blank pieces between "
-                    f"{self._key}.step_separator={self._separator!r}"
-                )
-            total.append(0.0)
-            steps.append(tuple(map(StepReward, ends, score)))
-        components = {}
-        if self._fallback_score is not None:
-            components["fallback"] = torch.tensor([float(score is None) for score in scores])
-        return TextScores(torch.tensor(total, dtype=torch.float32, device="cpu"), tuple(steps), components)
+        total = torch.zeros(len(scores), dtype=torch.float32, device="cpu")
+        steps: list[tuple[StepReward, ...]] = [()] * len(scores)
+        for row, score in given:
+            if isinstance(score, list):
+                steps[row] = self._steps(responses, row, score)
+            else:
+                total[row] = score
+        if self._fallback_score is None:
+            return TextScores(total, tuple(steps))
+        is_fallback = torch.tensor([score is None for score in scores])
+        total[is_fallback] = self._fallback_score
+        return TextScores(total, tuple(steps), {"fallback": is_fallback.float()})
+
+    def _steps(self, responses: Responses, row: int, rewards: list[float]) -> tuple[StepReward, ...]:
+        """Assigns the rewards of one response to its steps."""
+        ends = step_ends(responses.texts[row], self._separator)
+        if len(ends) != len(rewards):
+            raise RewardError(
+                f"{self._name} returned {len(rewards)} step rewards for a response of {len(ends)} steps "
+                f"({self._where(responses, row)}); the steps are the non-blank pieces between "
+                f"{self._key}.step_separator={self._separator!r}"
+            )
+        return tuple(map(StepReward, ends, rewards))
 
     @staticmethod
     def _where(responses: Responses, row: int) -> str:
@@ -232,14 +238,30 @@ class FunctionReward(SlowTextReward):
         return f"row {row}, prompt {quoted(responses.rows[row]['prompt_text'])}"
 
 
-def torch_rng_snapshot() -> Callable[[], None]:
-    """Returns a function that restores the current state of torch's random generators."""
-    cpu = torch.get_rng_state()
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+def _make_pool(
+    path: str, function: Callable[..., Any], kind: str, workers: int, timeout_seconds: float
+) -> Pool[Arguments, list[Score]] | None:
+    """Makes the pool of a reward function, or returns None if it is to be called in the main thread.
 
-    def restore() -> None:
-        torch.set_rng_state(cpu)
-        if gpu is not None:
-            torch.cuda.set_rng_state(gpu)
+    An async function without a pool runs in the background too, in one call with all responses.
+    """
+    if kind == "process":
+        processes = WorkerProcesses(path)
+        return Pool(processes.start, workers, timeout_seconds, processes.end)
 
-    return restore
+    async def await_scores(arguments: Arguments) -> list[Score]:
+        count = len(arguments[0])  # before the call, since the function may modify the lists
+        try:
+            return read_scores(await function(*arguments), count)
+        except SystemExit as error:  # it would end the event loop
+            raise RuntimeError(f"SystemExit: {error}") from error
+
+    def start(arguments: Arguments, cancellation: Cancellation) -> Call[list[Score]]:
+        if not is_async(function):
+            return Call(start_thread(call_function, function, arguments))
+        future = start_coroutine(await_scores(arguments), "reward functions")
+        return Call(future, future.cancel)
+
+    if kind == "thread":
+        return Pool(start, workers, timeout_seconds)
+    return Pool(start, 1, math.inf) if is_async(function) else None

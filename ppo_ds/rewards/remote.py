@@ -18,13 +18,13 @@ from typing import Any, Literal, Protocol
 import httpx
 import torch
 
+from ppo_ds.background.pending import Pending
+from ppo_ds.background.values import is_float32, quoted
 from ppo_ds.config.types import Count, Natural, NonNegative, Positive
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import Responses, RewardError, SlowTextReward, TextScores
 from ppo_ds.rewards.http_client import JsonClient, KeyVariable, ServiceError, ServiceUrl
-from ppo_ds.rewards.pending import Pending
-from ppo_ds.rewards.values import is_float32, quoted
 from ppo_ds.types import Row
 
 JUDGE = """\

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from ppo_ds.background.pending import Pending, all_of, start_all
+from ppo_ds.background.values import quoted
 from ppo_ds.config.targets import NESTED
 from ppo_ds.config.types import Must, Number, Positive, Section
 from ppo_ds.errors import UserError
@@ -25,13 +27,12 @@ from ppo_ds.rewards.base import (
     TextScores,
     check_tags_decodable,
     sequence_scores,
+    start_scoring,
     tag_pair,
     text_inside,
     token_scores,
 )
-from ppo_ds.rewards.pending import Pending, all_of, start_all, start_scoring
 from ppo_ds.rewards.rules import Tag
-from ppo_ds.rewards.values import quoted
 from ppo_ds.types import Reward, Rollout, Row, Scores
 
 

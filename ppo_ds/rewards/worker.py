@@ -20,15 +20,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 from zlib import crc32
 
+from ppo_ds.background.user_code import is_async, where_raised
 from ppo_ds.errors import UserError
-from ppo_ds.rewards.user_function import (
-    Arguments,
-    InvalidScore,
-    call_function,
-    is_async,
-    load_function,
-    where_raised,
-)
+from ppo_ds.rewards.user_function import Arguments, InvalidScore, call_function, load_function
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ppo_ds.background.user_code import TRIAL_RESPONSE, is_async, where_raised
+from ppo_ds.background.values import quoted
 from ppo_ds.config.text import show
 from ppo_ds.errors import UserError
-from ppo_ds.rewards.function import LISTED_KEYS, TRIAL_RESPONSE
-from ppo_ds.rewards.user_function import InvalidScore, is_async, load_function, read_scores, where_raised
-from ppo_ds.rewards.values import quoted
+from ppo_ds.rewards.function import LISTED_KEYS
+from ppo_ds.rewards.user_function import InvalidScore, load_function, read_scores
 from ppo_ds.types import Row
 
 PARAMETERS = ("prompts", "responses_a", "responses_b", "rows")

@@ -27,10 +27,10 @@ from ppo_ds.assemble.token_budgets import (
     with_numbers,
     write_record,
 )
+from ppo_ds.background.pending import Pending
 from ppo_ds.config.schema import Config
 from ppo_ds.engine.memory_budget import GIB, LAZY, LIBRARIES, cpu_memory, host_memory, tensor_memory
 from ppo_ds.ops.vllm_memory import VllmMemory
-from ppo_ds.rewards.pending import Pending
 from ppo_ds.run.token_budgets import TokenBudget
 from tests.config.commands import MINIMAL, compose
 from tests.ppo.conftest import run_ranks

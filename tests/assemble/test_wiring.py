@@ -21,8 +21,8 @@ from ppo_ds.assemble.algorithm import (
 from ppo_ds.assemble.evaluation import build_evaluator
 from ppo_ds.assemble.ppo import build_sampling
 from ppo_ds.assemble.shared import eval_weights
+from ppo_ds.background.pending import Pending
 from ppo_ds.ppo.scoring import scores_of
-from ppo_ds.rewards.pending import Pending
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.types import Sequences

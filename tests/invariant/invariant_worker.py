@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ppo_ds.assemble.run import build_run
+from ppo_ds.background.pending import Pending
 from ppo_ds.config.validation import validated
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.ppo.minibatches import all_gather_rows
 from ppo_ds.ppo.trainer import PPOTrainer
-from ppo_ds.rewards.pending import Pending
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Experience, Metrics, Prompts, Rollout, Scores
 from tests.invariant.mistakes import made

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch.nn.functional import pad
 
+from ppo_ds.background.pending import Pending
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, resolve
 from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig, RolloutISConfig
 from ppo_ds.models.policy import PolicyOutput
@@ -23,7 +24,6 @@ from ppo_ds.ppo.advantages import (
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.scoring import scored, scores_of
-from ppo_ds.rewards.pending import Pending
 from ppo_ds.types import Experience, Rollout, Scores
 
 NAN = float("nan")

@@ -17,12 +17,12 @@ from torch.nn.functional import pad
 
 from launch.cli import CONF, load_config
 from ppo_ds.assemble.algorithm import experience_maker, kl_controller, learner
+from ppo_ds.background.pending import Pending
 from ppo_ds.config.schema import Config, learns_values
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.ppo.scoring import scores_of
-from ppo_ds.rewards.pending import Pending
 from ppo_ds.run.health import Health
 from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.types import Experience, Metrics, ScoredRollout

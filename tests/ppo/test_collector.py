@@ -12,9 +12,10 @@ from itertools import count
 import pytest
 import torch
 
+from ppo_ds.background.pending import Pending
 from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
 from ppo_ds.ppo.scoring import scored
-from ppo_ds.rewards.pending import Pending, start_scoring
+from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Prompts, Rollout, Scores
 

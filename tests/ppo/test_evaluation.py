@@ -6,9 +6,10 @@ from functools import partial
 import pytest
 import torch
 
+from ppo_ds.background.pending import Pending
 from ppo_ds.distributed import heartbeat
 from ppo_ds.ppo.evaluation import Evaluator
-from ppo_ds.rewards.pending import Pending, start_scoring
+from ppo_ds.rewards.base import start_scoring
 from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.types import Prompts, Rollout, Scores
 

@@ -8,13 +8,13 @@ from threading import Event
 import pytest
 import torch
 
+from ppo_ds.background.pending import Pending, all_of
 from ppo_ds.config.targets import bind
 from ppo_ds.distributed import heartbeat
 from ppo_ds.ppo.experience import ExperienceMaker, mask_stops
 from ppo_ds.ppo.scoring import scored, wait_for_scores
-from ppo_ds.rewards.base import Responses
+from ppo_ds.rewards.base import Responses, start_scoring
 from ppo_ds.rewards.function import FunctionReward
-from ppo_ds.rewards.pending import Pending, all_of, start_scoring
 from ppo_ds.rewards.remote import RemoteReward
 from ppo_ds.run.stopping import Abandoned
 from ppo_ds.types import Rollout, Scores

@@ -4,21 +4,22 @@ No test depends on time: where calls must overlap, one waits for the other.
 """
 
 import os
+import re
 import signal
 import sys
 from concurrent.futures import wait
 from contextlib import suppress
 from multiprocessing import get_context
-from threading import Event
 
 import psutil
 import pytest
 import torch
 
+from ppo_ds.background.pool import Cancellation
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.function import FunctionReward
-from ppo_ds.rewards.pool import FunctionRaised, WorkerProcess
+from ppo_ds.rewards.processes import FunctionRaised, WorkerProcess
 from tests.rewards.reward_cases import make_rollout
 
 ANSWERS = [("p0", "a"), ("p1", "bb"), ("p2", "ccc"), ("p3", "")]
@@ -158,7 +159,7 @@ def await_end(pid):
 
 def hanging_worker(path, pids):
     worker = WorkerProcess(path)
-    worker.await_import(Event())
+    worker.await_import(Cancellation())
     worker.send((["p"], ["bb"], [{}]))
     pids.put(worker._process.pid)
     signal.pause()
@@ -198,6 +199,42 @@ def test_other_exceptions_are_passed_on(scored_by, kind, settings):
     with pytest.raises(ZeroDivisionError) as caught:
         scored_by(f"{kind}def score(p, r, rows): return [1 / 0]", **settings)
     assert caught.traceback[-1].path.name == "mine.py" and "in reward.path=" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"pool": "thread"}])
+def test_an_async_function_that_exits_ends_the_run(scored_by, settings):
+    """It does not end the thread of the event loop, in which later calls would wait forever."""
+    code = "import sys\nasync def score(p, r, rows): sys.exit(3)"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="SystemExit: 3"):
+            scored_by(code, **settings)
+
+
+HEADER = "import json, os, struct, sys\ndef forge(reply, size=None):\n    os.write(int(sys.argv[2]), "
+HEADER += "struct.pack('!i', len(reply) if size is None else size) + reply)\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ("b'[]'", "gave no result: its worker process was killed by SIGKILL"),
+        ("b'{}'", "gave no result: its worker process sent an invalid reply"),
+        ("b'\\xff'", "gave no result: its worker process was killed by SIGKILL"),
+        ("b'[' * 100_000", "gave no result: its worker process was killed by SIGKILL"),
+        ("b'x', 2**30", "gave no result: its worker process was killed by SIGKILL"),
+        ("b'x', 1000", "gave no result within 2 s"),
+        ("b'{\"scores\": 5}'", "returned '5' (int); it must return a list of 1 floats"),
+        ('b\'{"scores": ["x"]}\'', "returned 'x' (str)"),
+        ("b'{\"scores\": [NaN]}'", "returned 'nan' (float)"),
+        ("b'{\"scores\": [1, 2]}'", "returned 2 scores for 1 responses"),
+        ('b\'{"invalid": "x", "row": 7, "remedy": ""}\'', "sent an invalid reply"),
+    ],
+)
+def test_a_worker_process_that_forges_replies(scored_by, reply, message):
+    """A function may run code that a response contains, which may write to the connection of its process."""
+    code = f"{HEADER}def score(p, r, rows):\n    forge({reply})\n    {HANG}"
+    with pytest.raises(RewardError, match=re.escape(message)):
+        scored_by(code, pool="process", workers=1, timeout_seconds=2.0)
 
 
 @pytest.mark.parametrize("settings", [{}, IN_PROCESS])

@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 import launch.composing  # noqa: F401  defines the functions that config files use
+from ppo_ds.background.pending import Pending
 from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.rewards.base import Responses, RewardError, SlowTextReward, TextReward
-from ppo_ds.rewards.pending import Pending
 from ppo_ds.rewards.weighted import AnswerMix
 from ppo_ds.types import Scores
 from tests.rewards.reward_cases import VOCAB, Placed, loaded, make_rollout, save_tokenizer

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from ppo_ds.assemble.algorithm import policy_loss
+from ppo_ds.background.pending import Pending
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -39,7 +40,6 @@ from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.losses import PolicyObjective, PtxObjective, ValueObjective
 from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.ppo.reward_shaping import ScoreShaper
-from ppo_ds.rewards.pending import Pending
 from ppo_ds.run.health import Health
 from ppo_ds.types import Rollout, Scores, Sequences
 from tests.gpu_sim.cases import CASES as NAMES

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.world import World
-from ppo_ds.types import Reward, Rollout, Scores
 
 _POLL_SECONDS = 0.5  # interval at which ranks exchange their progress
 
@@ -114,19 +113,3 @@ def wait_on_all_ranks(pending: Pending[T], world: World, check: Callable[[], Non
     except BaseException:
         pending.cancel()
         raise
-
-
-@runtime_checkable
-class OverlappingReward(Reward, Protocol):
-    """A reward that can score in the background while the models compute log-probs and values."""
-
-    def start_scoring(self, rollout: Rollout) -> Pending[Scores]:
-        """Starts to score a rollout. Every rank gets either tasks or a known result."""
-        ...
-
-
-def start_scoring(reward: Reward, rollout: Rollout) -> Pending[Scores]:
-    """Starts to score a rollout; a reward that cannot overlap scores it at once."""
-    if isinstance(reward, OverlappingReward):
-        return reward.start_scoring(rollout)
-    return Pending.of(reward(rollout))
