@@ -150,12 +150,13 @@ def _rows(mask: Tensor) -> Tensor:
 class PolicyTerms(NamedTuple):
     """Holds what an objective is computed from. All are [B,T], and 0 outside the mask.
 
-    ``log_ratio`` is log pi - log pi_old of the token or of its response, clamped. Gradients flow through
-    ``ratio``, ``log_ratio`` and ``logprobs``.
+    ``ratio`` is that of the token or of its response, from a clamped log-ratio. ``differences`` is log pi -
+    log pi_old of the token, without a clamp. Gradients flow through ``ratio``, ``differences`` and
+    ``logprobs``.
     """
 
     ratio: Tensor
-    log_ratio: Tensor
+    differences: Tensor
     logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
@@ -323,7 +324,7 @@ def surrogate_loss(
     differences = current - old
     log_ratio = clamped_log_ratio(differences, mask, ratio, log_ratio_clamp)
     r = log_ratio.exp()
-    loss, clipped, clipped_low = objective(PolicyTerms(r, log_ratio, current, old, advantages, mask))
+    loss, clipped, clipped_low = objective(PolicyTerms(r, differences, current, old, advantages, mask))
     if is_weights is not None:
         loss = loss * keep(is_weights.detach(), mask)
     # samples come from the old policy, so d = log old - log new

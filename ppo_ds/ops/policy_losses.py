@@ -93,10 +93,15 @@ def gmpo_loss(
 
 
 def geometric_mean_objective(terms: PolicyTerms, low: float, high: float) -> TokenLoss:
-    """Computes GMPO's objective: one ratio per response, of token ratios that are clipped one by one."""
-    log_ratio, advantages = terms.log_ratio, terms.advantages
+    """Computes GMPO's objective: one ratio per response, of token ratios that are clipped one by one.
+
+    The side that the clip leaves open has no other limit, as in the authors' code and in verl: a single
+    token that moved far keeps its gradient, since the mean of the response stays moderate. Only that mean is
+    clamped, so that its exponential is finite.
+    """
+    log_ratio, advantages = terms.differences, terms.advantages
     limited = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
-    ratio = masked_mean(limited, terms.mask, dim=1)[:, None].exp()
+    ratio = masked_mean(limited, terms.mask, dim=1)[:, None].clamp(-20.0, 20.0).exp()
     clipped = limited != log_ratio
     return TokenLoss(-advantages * ratio, clipped, torch.zeros_like(clipped))
 
@@ -140,7 +145,8 @@ def kl_cov_loss(
 
 
 def penalized_objective(terms: PolicyTerms, coef: float, selected: Tensor) -> TokenLoss:
-    """Computes KL-Cov's objective. No token is clipped."""
+    """Computes KL-Cov's objective. No token is clipped, and the penalty has no limit, as in verl."""
     loss = -terms.advantages * terms.ratio
     unclipped = torch.zeros_like(selected)
-    return TokenLoss(torch.where(selected, loss + coef * terms.log_ratio.abs(), loss), unclipped, unclipped)
+    penalized = loss + coef * terms.differences.abs()
+    return TokenLoss(torch.where(selected, penalized, loss), unclipped, unclipped)

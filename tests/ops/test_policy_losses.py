@@ -180,6 +180,23 @@ def test_gmpos_gradient_of_a_clipped_response_is_the_paper_s():
     assert gradient(loss, x).tolist() == [pytest.approx([-math.exp(0.3) / 2, 0.0])]
 
 
+def test_gmpo_keeps_the_gradient_of_a_token_that_moved_far():
+    """50 tokens, A = 1, one log-ratio of -30: the ratio of the response is exp(-30 / 50)."""
+    d = torch.zeros(1, 50)
+    d[0, 7] = -30.0
+    x = leaf(d - 1)
+    loss, _ = gmpo_loss(x, torch.full((1, 50), -1.0), torch.ones(1, 1), torch.ones(1, 50))
+    assert gradient(loss, x)[0].tolist() == pytest.approx([-math.exp(-0.6) / 50] * 50)
+
+
+@pytest.mark.parametrize("log_ratio", [-3000.0, 3000.0])
+def test_gmpo_is_finite_at_any_log_ratio(log_ratio):
+    for advantage in (1.0, -1.0):
+        x = leaf(torch.tensor([[log_ratio, 0.0]]))
+        loss, _ = gmpo_loss(x, torch.zeros(1, 2), torch.tensor([[advantage]]), torch.ones(1, 2))
+        assert loss.isfinite() and gradient(loss, x).isfinite().all()
+
+
 SELECTED = [[False, True, False], [True, False], [True]]
 
 
@@ -236,3 +253,12 @@ def test_kl_cov(coef):
     expected, expected_slopes = selected_numerical(objective)
     assert loss == pytest.approx(expected, abs=1e-12) and slopes == pytest.approx(expected_slopes, abs=1e-8)
     assert metrics["policy/clipfrac"] == 0
+
+
+def test_kl_cov_penalizes_a_token_that_moved_far():
+    """The penalty |log pi - log pi_old| has the gradient -1 at a log-ratio of -30, where the ratio is 0."""
+    x, old = leaf(torch.tensor([[-31.0, -1.0]])), torch.full((1, 2), -1.0)
+    selected = torch.tensor([[True, False]])
+    loss, _ = kl_cov_loss(x, old, torch.ones(1, 2), torch.ones(1, 2), selected=selected)
+    assert loss.item() == pytest.approx((30 - 1) / 2)
+    assert gradient(loss, x).tolist() == [pytest.approx([-0.5, -0.5])]
