@@ -63,6 +63,8 @@ class PolicyLossEntry(Entry):
 
     # True if the loss determines the ratio itself, so that algo.action_level must be token
     own_ratio: bool = field(default=False, kw_only=True)
+    # True if all tokens of a response have one ratio, so that a weight of 0 would leave a token its gradient
+    response_ratio: bool = field(default=False, kw_only=True)
     # At action_level=sequence: True if the loss of a response is the sum over its tokens, False if each token
     # has the loss of the whole response.
     sums_over_tokens: bool = field(default=True, kw_only=True)
@@ -237,6 +239,7 @@ POLICY_LOSSES = {
         options={"kind": "gspo"},
         keys=("clip_low", "clip_high", "dual_clip"),
         own_ratio=True,
+        response_ratio=True,
     ),
     "cispo": PolicyLossEntry(
         _POLICY_LOSS,
@@ -274,6 +277,7 @@ POLICY_LOSSES = {
         keys=("clip_low", "clip_high"),
         clips_log_ratio=True,
         own_ratio=True,
+        response_ratio=True,
     ),
     "clip_cov": PolicyLossEntry(
         f"{_POLICY_LOSSES}.clip_cov_loss",

@@ -347,6 +347,16 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "algo.policy.top_entropy=0.2: selects tokens, so algo.action_level must be token",
         ),
         (
+            ["algo.policy.top_entropy=0.2", "algo.policy.loss=gspo"],
+            "algo.policy.top_entropy=0.2: selects tokens, but algo.policy.loss=gspo has one ratio per "
+            "response",
+        ),
+        (
+            ["algo.rollout_is.kind=icepop", "algo.policy.loss=gmpo"],
+            "algo.rollout_is.kind=icepop: weights tokens, but algo.policy.loss=gmpo has one ratio per "
+            "response",
+        ),
+        (
             ["algo.policy.top_entropy=0.2", "algo.old_logprobs=rollout"],
             "algo.old_logprobs=rollout: algo.policy.top_entropy=0.2 needs the entropies of the forward",
         ),

@@ -119,6 +119,12 @@ def check_policy_loss(config: Config, ranks: int) -> Iterator[str]:
             f"algo.policy.top_entropy={policy.top_entropy:g}: selects tokens, so algo.action_level must be "
             "token"
         )
+    if policy.top_entropy is not None and entry.response_ratio:
+        yield (
+            f"algo.policy.top_entropy={policy.top_entropy:g}: selects tokens, but algo.policy.loss="
+            f"{policy.loss} has one ratio per response, whose gradient reaches all of its tokens; set it to "
+            "null"
+        )
 
 
 def _bad_lower_bound(loss: str, clip_low: float | None) -> Iterator[str]:
@@ -174,7 +180,7 @@ def check_loss(config: Config, ranks: int) -> Iterator[str]:
 
 def check_rollout_is(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each conflict of the importance weights for the decode backend."""
-    weights = config.algo.rollout_is
+    weights, loss = config.algo.rollout_is, config.algo.policy.loss
     has_level = weights.kind in ("truncate", "mask")
     if weights.level != "token" and not has_level:
         yield (
@@ -185,6 +191,12 @@ def check_rollout_is(config: Config, ranks: int) -> Iterator[str]:
         other = ", or algo.rollout_is.level sequence or sequence_mean" if has_level else ""
         yield (
             f"algo.rollout_is.kind={weights.kind}: weights tokens, so algo.action_level must be token{other}"
+        )
+    if weights.kind != "none" and weights.level == "token" and POLICY_LOSSES[loss].response_ratio:
+        yield (
+            f"algo.rollout_is.kind={weights.kind}: weights tokens, but algo.policy.loss={loss} has one ratio "
+            "per response, whose gradient reaches all of its tokens; use algo.rollout_is.kind=truncate or "
+            "mask with algo.rollout_is.level=sequence_mean or sequence"
         )
     if weights.low > weights.high:
         yield f"algo.rollout_is.low={weights.low:g}: must be at most algo.rollout_is.high={weights.high:g}"
