@@ -83,27 +83,32 @@ def test_generation_uses_the_copy_inside_and_the_model_afterwards(found: dict, r
 
 
 @pytest.mark.parametrize(
-    ("name", "key"),
-    [("ema", "actor.ema.decay"), ("lagged", "algo.old_policy")],
+    ("trained", "name", "key"),
+    [
+        ("actor", "ema", "actor.ema.decay"),
+        ("actor", "lagged", "algo.old_policy"),
+        ("scorer", "ema", "scorer.ema.decay"),
+    ],
 )
 def test_a_checkpoint_with_other_copies_than_the_run_is_refused(
-    tmp_path: Path, name: str, key: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trained: str, name: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "ppo_ds.engine.checkpoint.checkpoints.save_weight_copy",
-        lambda copy, directory: directory.mkdir() or [],
-    )
-    monkeypatch.setattr("ppo_ds.engine.checkpoint.checkpoints.weight_copy_bytes", lambda copy: 0)
+    module = "ppo_ds.engine.checkpoint.checkpoints"
+    for save in ("save_weight_copy", "save_model"):
+        monkeypatch.setattr(f"{module}.{save}", lambda saved, directory: directory.mkdir() or [])
+    for count in ("weight_copy_bytes", "model_bytes"):
+        monkeypatch.setattr(f"{module}.{count}", lambda saved: 0)
+    models = {trained: None}
     checkpoints = Checkpoints(tmp_path, world=OneRank(), keep_last=2)
-    with_it, without = checkpoints.save(1, {}, {}, copies={name: None}), checkpoints.save(2, {}, {})
+    with_it, without = checkpoints.save(1, models, {}, copies={name: None}), checkpoints.save(2, models, {})
     with pytest.raises(
         UserError,
         match=f"^run.resume: .*step_000001 holds {name} weights, this run keeps none: keep {key} as it was$",
     ):
-        checkpoints.load(with_it, {})
+        checkpoints.load(with_it, models)
     with pytest.raises(
         UserError,
         match=f"^run.resume: .*step_000002 holds no {name} weights, this run keeps them: "
         f"keep {key} as it was$",
     ):
-        checkpoints.load(without, {}, {name: None})
+        checkpoints.load(without, models, {name: None})

@@ -54,8 +54,8 @@ from ppo_ds.storage.drafts import (
 )
 
 log = logging.getLogger(__name__)
-# weight copy -> config key that switches it on
-COPY_KEYS = {"ema": "actor.ema.decay", "lagged": "algo.old_policy"}
+# weight copy -> config key that switches it on; {} is the first of the trained models
+COPY_KEYS = {"ema": "{}.ema.decay", "lagged": "algo.old_policy"}
 NO_COPIES: Mapping[str, WeightCopy] = {}
 OTHER_BYTES = 1024**2  # upper bound for all files except models and copies: random states and JSON
 
@@ -198,7 +198,8 @@ class Checkpoints:
             raise UserError(
                 *(
                     f"run.resume: {path} holds {'no ' * (name in copies)}{name} weights, "
-                    f"this run keeps {'them' if name in copies else 'none'}: keep {COPY_KEYS[name]} as it was"
+                    f"this run keeps {'them' if name in copies else 'none'}: "
+                    f"keep {COPY_KEYS[name].format(next(iter(models)))} as it was"
                     for name in sorted(different)
                 )
             )
