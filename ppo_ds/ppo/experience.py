@@ -243,7 +243,8 @@ class ExperienceMaker:
         mine = experience.select(
             torch.arange(len(experience)).chunk(self.world.size)[self.world.rank]
         ).trimmed()
-        logprobs = self.guard(lambda: self._logprobs(self.actor, mine, self.plan(mine)))()
+        with self.timer("old_logprobs"):
+            logprobs = self.guard(lambda: self._logprobs(self.actor, mine, self.plan(mine)))()
         sums = MetricSums()
         sums.add_mean("kl/before_update", mine.logprobs - mine.ref_logprobs, mine.response_mask)
         sums.add_mean("kl/after_update", logprobs - mine.ref_logprobs, mine.response_mask)

@@ -1269,7 +1269,12 @@ _TIME = Section(
             "Scoring, and waiting for scores that are computed in the background.",
             remedy="If it is large, raise the concurrency of the reward or `memory.score_tokens`.",
         ),
-        Metric("time/old_logprobs", "old log-probs", "s", "Log-probs of the actor before the update."),
+        Metric(
+            "time/old_logprobs",
+            "old log-probs",
+            "s",
+            "Log-probs of the actor before the update, and after it with `algo.kl.after_update`.",
+        ),
         Metric("time/ref_logprobs", "reference", "s", "Log-probs of the reference."),
         Metric("time/values", "values", "s", "Values of the critic before the update."),
         Metric("time/advantages", "advantages", "s", "Shaping of rewards, advantages and whitening."),

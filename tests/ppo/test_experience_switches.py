@@ -343,6 +343,18 @@ def test_the_metrics_of_importance_weights(on_ranks, ranks, section, mean, outsi
 # -- after the update ----------------------------------------------------------------------------------------
 
 
+def recording(phases):
+    """Makes a timer whose current phases are in ``phases``."""
+
+    @contextmanager
+    def timer(phase):
+        phases.append(phase)
+        yield
+        phases.pop()
+
+    return timer
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_kl_after_an_update(on_ranks, ranks):
     """log pi is -token / 10 and log pi_ref is 0.2 lower. The update doubles log pi: KL 0.2 - token / 10.
@@ -355,8 +367,16 @@ def test_the_kl_after_an_update(on_ranks, ranks):
         share = range(4)[world.rank * 4 // world.size : (world.rank + 1) * 4 // world.size]
         make = maker(world, token_budget=8)
         experience, _ = make(answers([lengths[i] for i in share], tokens=[tokens[i] for i in share]), 0.5)
-        make.actor = lambda *args: PolicyOutput(2 * Stub()(*args).logprobs, None, None, None)
-        return make.measure_kl(experience)
+        phases, inside = [], []
+        make.timer = recording(phases)
 
-    for seen in on_ranks(ranks, work):
+        def doubled(*args):
+            inside.append(phases[-1:])
+            return PolicyOutput(2 * Stub()(*args).logprobs, None, None, None)
+
+        make.actor = doubled
+        return make.measure_kl(experience), inside
+
+    for seen, inside in on_ranks(ranks, work):
+        assert inside and all(phase == ["old_logprobs"] for phase in inside)  # the seconds of a phase
         assert seen == pytest.approx({"kl/before_update": 0.2, "kl/after_update": -0.2}, abs=1e-6)
