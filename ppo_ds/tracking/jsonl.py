@@ -50,7 +50,7 @@ class JsonlTracker:
         return float(self._last.get("time") or 0.0)
 
     def start(self, config: dict[str, Any]) -> None:
-        """Writes nothing: the launcher writes ``config.yaml``."""
+        """Writes nothing: run/record.py writes ``config.yaml``."""
 
     def log(self, step: int, metrics: Record) -> None:
         """Appends the line of a step; if the last line has the same step, replaces it."""

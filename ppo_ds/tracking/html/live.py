@@ -30,7 +30,7 @@ class ReportTracker:
         self._warned = False
 
     def start(self, config: dict[str, Any]) -> None:
-        """Does nothing: the launcher writes ``config.yaml``."""
+        """Does nothing: run/record.py writes ``config.yaml``."""
 
     def log(self, step: int, metrics: Record) -> None:
         if self._clock() >= self._next:
