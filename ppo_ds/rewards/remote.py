@@ -6,19 +6,16 @@ failure stops the run: a response without a score is never counted as 0.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from threading import Event
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import httpx
 import torch
 
 from ppo_ds.background.pending import Pending
+from ppo_ds.background.pool import start_coroutine
 from ppo_ds.background.values import is_float32, quoted
 from ppo_ds.config.types import Count, Natural, NonNegative, Positive
 from ppo_ds.errors import UserError
@@ -55,26 +52,6 @@ class InvalidReply(ValueError):
         self.retryable = retryable
 
 
-@dataclass(frozen=True)
-class Request:
-    """One request for the scores of ``count`` consecutive responses, starting at index ``first``."""
-
-    first: int
-    count: int
-    body: dict[str, Any]
-
-
-class WireFormat(Protocol):
-    """Builds the requests to a service and parses its replies."""
-
-    def requests(self, responses: Responses) -> list[Request]: ...
-
-    def parse(self, reply: Any, count: int) -> Sequence[float]:
-        """Returns ``count`` scores; raises InvalidReply."""
-        ...
-
-
-@dataclass(frozen=True)
 class ScoringService:
     """Sends several responses per request to a service that returns one score each.
 
@@ -82,22 +59,23 @@ class ScoringService:
     reply is {"scores": [one number per item]}.
     """
 
-    batch_size: int
-    send_rows: bool
+    def __init__(self, batch_size: int, send_rows: bool):
+        self.batch_size, self._send_rows = batch_size, send_rows
 
-    def requests(self, responses: Responses) -> list[Request]:
+    def request(self, responses: Responses, rows: range) -> dict[str, Any]:
         items = []
-        for row, text in zip(responses.rows, responses.texts, strict=True):
-            item: dict[str, Any] = {"prompt": row["prompt_text"], "response": text}
+        for i in rows:
+            row = responses.rows[i]
+            item: dict[str, Any] = {"prompt": row["prompt_text"], "response": responses.texts[i]}
             if row.get("messages"):
                 item["messages"] = row["messages"]
-            if self.send_rows:
+            if self._send_rows:
                 item["row"] = row
             items.append(item)
-        batches = [(i, items[i : i + self.batch_size]) for i in range(0, len(items), self.batch_size)]
-        return [Request(i, len(batch), {"items": batch}) for i, batch in batches]
+        return {"items": items}
 
     def parse(self, reply: Any, count: int) -> list[float]:
+        """Returns ``count`` scores; raises InvalidReply."""
         scores = reply.get("scores") if isinstance(reply, dict) else None
         if not isinstance(scores, list):
             raise InvalidReply(f'the reply is {quoted(str(reply))}, not {{"scores": [...]}}')
@@ -111,46 +89,72 @@ class ScoringService:
         return scores
 
 
-@dataclass(frozen=True)
 class Judge:
     """Requests a chat completion for each response and parses the score from the judge's text.
 
-    OpenAI, vLLM, llama.cpp and many other servers accept this format.
+    OpenAI, vLLM, llama.cpp and many other servers accept this format. The arguments are those of
+    RemoteReward.
     """
 
-    model: str
-    template: str
-    pattern: re.Pattern[str]
-    options: dict[str, Any]
-    lowest: float
-    highest: float
+    batch_size = 1
 
-    def requests(self, responses: Responses) -> list[Request]:
-        requests = []
-        for i, (row, text) in enumerate(zip(responses.rows, responses.texts, strict=True)):
-            chat = [{"role": "user", "content": _filled(self.template, _prompt_for_judge(row), text)}]
-            requests.append(Request(i, 1, {"model": self.model, "messages": chat} | self.options))
-        return requests
+    def __init__(
+        self,
+        model: str | None,
+        template: str,
+        pattern: str,
+        options: dict[str, Any] | None,
+        lowest: float | None,
+        highest: float | None,
+        key: str,
+    ):
+        if model is None:
+            raise UserError(f"{key}.model is missing: the judge's name at its service")
+        if missing := [name for name in ("{prompt}", "{response}") if name not in template]:
+            raise UserError(
+                f"{key}.template: has no {' and no '.join(missing)}, which the judge must see; add what is "
+                "missing"
+            )
+        low, high = -math.inf if lowest is None else lowest, math.inf if highest is None else highest
+        if low >= high:
+            raise UserError(f"{key}.lowest={low:g}: must be below {key}.highest={high:g}")
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"{key}.pattern={pattern}: is not a regular expression: {error}") from None
+        if (groups := self._pattern.groups) != 1:
+            raise UserError(
+                f"{key}.pattern={pattern}: has {groups} groups; it needs exactly one, around the score"
+            )
+        self._model, self._template, self._lowest, self._highest = model, template, low, high
+        self._options = {"temperature": 0} if options is None else options
+
+    def request(self, responses: Responses, rows: range) -> dict[str, Any]:
+        (row,) = rows
+        values = {"{prompt}": _prompt_for_judge(responses.rows[row]), "{response}": responses.texts[row]}
+        # filled in one pass, because a prompt may itself contain {response}
+        content = re.sub(r"\{prompt\}|\{response\}", lambda match: values[match[0]], self._template)
+        return {"model": self._model, "messages": [{"role": "user", "content": content}]} | self._options
 
     def parse(self, reply: Any, count: int) -> list[float]:
+        """Returns the score; raises InvalidReply."""
         try:
             content = reply["choices"][0]["message"]["content"]
         except (TypeError, KeyError, IndexError):
             raise InvalidReply(f"the reply is {quoted(str(reply))}, not a chat completion") from None
-        matches: list[re.Match[str]] = []
-        if isinstance(content, str):
-            # the text is limited: a user's pattern may take quadratic time and cannot be interrupted
-            matches = list(self.pattern.finditer(content, max(0, len(content) - _SEARCHED)))
+        text = content if isinstance(content, str) else ""
+        # the text is limited: a user's pattern may take quadratic time and cannot be interrupted
+        found = [match[1] for match in self._pattern.finditer(text, max(0, len(text) - _SEARCHED))]
         try:
             # the last match, because a reasoning judge may mention scores before the final one
-            score = float(matches[-1][1])
+            score = float(found[-1])
         except (IndexError, ValueError, TypeError):
-            score = float("nan")
+            score = math.nan
         if not is_float32(score):
             raise InvalidReply(f"the judge gave no score: {quoted(str(content))}", retryable=True)
-        if not self.lowest <= score <= self.highest:
+        if not self._lowest <= score <= self._highest:
             raise InvalidReply(
-                f"the judge gave {score:g}, outside of {self.lowest:g} to {self.highest:g}: "
+                f"the judge gave {score:g}, outside of {self._lowest:g} to {self._highest:g}: "
                 f"{quoted(content)}",
                 retryable=True,
             )
@@ -208,15 +212,16 @@ class RemoteReward(SlowTextReward):
         key: str = "reward",
     ):
         super().__init__(tokenizer)
-        if protocol == "json":
-            if model is not None:
-                raise UserError(
-                    f"{key}.model={model}: a scoring service has no model; "
-                    f"for a language model as judge set {key}.protocol=openai"
-                )
-            self._format: WireFormat = ScoringService(batch_size, send_rows)
+        self._format: ScoringService | Judge
+        if protocol == "openai":
+            self._format = Judge(model, template, pattern, options, lowest, highest, key)
+        elif model is None:
+            self._format = ScoringService(batch_size, send_rows)
         else:
-            self._format = _make_judge(model, template, pattern, options, lowest, highest, key)
+            raise UserError(
+                f"{key}.model={model}: a scoring service has no model; "
+                f"for a language model as judge set {key}.protocol=openai"
+            )
         self._client = JsonClient(
             url,
             key_env,
@@ -230,92 +235,52 @@ class RemoteReward(SlowTextReward):
         self._parse_retries, self._concurrency = parse_retries, concurrency
 
     def start_responses(self, responses: Responses) -> Pending[TextScores]:
-        requests, cancelled = self._format.requests(responses), Event()
-        payloads = [self._encode(request, responses) for request in requests]
-        client, pool = self._client.open(self._concurrency), ThreadPoolExecutor(self._concurrency)
+        count, size = len(responses.texts), self._format.batch_size
+        requests = [range(i, min(i + size, count)) for i in range(0, count, size)]
+        payloads = [self._encode(responses, rows) for rows in requests]
+        slots = asyncio.Semaphore(self._concurrency)
         tasks = tuple(
-            pool.submit(self._request_scores, client, request, payload, responses, cancelled)
-            for request, payload in zip(requests, payloads, strict=True)
+            start_coroutine(self._request_scores(responses, rows, payload, slots), "remote rewards")
+            for rows, payload in zip(requests, payloads, strict=True)
         )
-        pool.shutdown(wait=False)  # its threads end after the last request
 
         def finish() -> TextScores:
-            client.close()
             scores = [score for task in tasks for score in task.result()]
             return TextScores(torch.tensor(scores, dtype=torch.float32))
 
         def cancel() -> None:
-            """Ends the retries and the requests that have not begun; one in flight cannot be cancelled."""
-            cancelled.set()
             for task in tasks:
                 task.cancel()
 
         return Pending(finish, tasks, cancel)
 
-    def _encode(self, request: Request, responses: Responses) -> bytes:
+    def _encode(self, responses: Responses, rows: range) -> bytes:
         try:
-            return json.dumps(request.body, allow_nan=False).encode()
+            return json.dumps(self._format.request(responses, rows), allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             reason = f"the request cannot be written as JSON ({error})"
-            raise self._error(reason, request, responses) from error
+            raise self._error(reason, responses, rows) from error
 
-    def _request_scores(
-        self, client: httpx.Client, request: Request, payload: bytes, responses: Responses, cancelled: Event
-    ) -> Sequence[float]:
-        for attempt in range(1, self._parse_retries + 2):
-            try:
-                return self._format.parse(self._client.post(client, payload, cancelled), request.count)
-            except ServiceError as error:
-                raise self._error(str(error), request, responses) from None
-            except InvalidReply as error:
-                last_error = self._error(f"{error}; {attempt} attempt(s)", request, responses)
-                if not error.retryable or cancelled.is_set():
-                    break
-        raise last_error
+    async def _request_scores(
+        self, responses: Responses, rows: range, payload: bytes, slots: asyncio.Semaphore
+    ) -> list[float]:
+        async with slots:
+            attempt = 1
+            while True:
+                try:
+                    return self._format.parse(await self._client.post(payload), len(rows))
+                except ServiceError as error:
+                    raise self._error(str(error), responses, rows) from None
+                except InvalidReply as error:
+                    if not error.retryable or attempt > self._parse_retries:
+                        reason = f"{error}; {attempt} attempt(s)"
+                        raise self._error(reason, responses, rows) from None
+                attempt += 1
 
-    def _error(self, reason: str, request: Request, responses: Responses) -> RewardError:
-        first, last = request.first, request.first + request.count - 1
-        rows = f"row {first}" if first == last else f"rows {first} to {last}"
-        prompt = quoted(responses.rows[first]["prompt_text"])
-        return RewardError(f"{self._name}: {reason} ({rows}, prompt {prompt})")
-
-
-def _make_judge(
-    model: str | None,
-    template: str,
-    pattern: str,
-    options: dict[str, Any] | None,
-    lowest: float | None,
-    highest: float | None,
-    key: str,
-) -> Judge:
-    """Checks the settings of a judge and builds it; the arguments are those of RemoteReward."""
-    if model is None:
-        raise UserError(f"{key}.model is missing: the judge's name at its service")
-    missing = [name for name in ("{prompt}", "{response}") if name not in template]
-    if missing:
-        raise UserError(
-            f"{key}.template: has no {' and no '.join(missing)}, which the judge must see; add what is "
-            "missing"
-        )
-    low, high = -math.inf if lowest is None else lowest, math.inf if highest is None else highest
-    if low >= high:
-        raise UserError(f"{key}.lowest={low:g}: must be below {key}.highest={high:g}")
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"{key}.pattern={pattern}: is not a regular expression: {error}") from None
-    if compiled.groups != 1:
-        raise UserError(
-            f"{key}.pattern={pattern}: has {compiled.groups} groups; it needs exactly one, around the score"
-        )
-    return Judge(model, template, compiled, {"temperature": 0} if options is None else options, low, high)
-
-
-def _filled(template: str, prompt: str, response: str) -> str:
-    """Fills in a judge's template in one pass, because a prompt may itself contain {response}."""
-    values = {"{prompt}": prompt, "{response}": response}
-    return re.sub(r"\{prompt\}|\{response\}", lambda match: values[match[0]], template)
+    def _error(self, reason: str, responses: Responses, rows: range) -> RewardError:
+        where = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} to {rows[-1]}"
+        prompt = quoted(responses.rows[rows[0]]["prompt_text"])
+        return RewardError(f"{self._name}: {reason} ({where}, prompt {prompt})")
 
 
 def _prompt_for_judge(row: Row) -> str:
