@@ -11,16 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
-from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.rewards.audit import AuditMode, Findings
-from ppo_ds.rewards.base import (
-    Responses,
-    RewardError,
-    TextReward,
-    quoted,
-    reward_errors_as_user_errors,
-)
+from ppo_ds.rewards.base import Responses, RewardError, TextReward, quoted
 from ppo_ds.types import Row
 
 REPLICA = FrozenZeroConfig()  # the default: each rank has a full copy of the model
@@ -94,33 +86,3 @@ class FrozenModelReward(TextReward):
             parts = [forward([inputs[i] for i in rows.tolist()]) for rows in batches]
             scores[torch.cat(batches)] = torch.cat(parts).cpu()  # the only GPU synchronization
         return scores
-
-    def audit(
-        self,
-        inspect: Callable[[], Findings],
-        mode: AuditMode,
-        *,
-        note: Callable[[str], None],
-        all_reduce_max: Callable[[int], int],
-    ) -> Findings | None:
-        """Runs ``inspect`` unless the audit is off; passes lines with its findings to ``note``.
-
-        In mode ``strict``, every rank raises UserError if any rank found a failure.
-        """
-        if mode not in ("report", "strict"):
-            return None
-        with reward_errors_as_user_errors():
-            findings = inspect()
-        if all_reduce_max(len(findings.failures)) and mode == "strict":
-            failures = findings.failures or ["the audit failed on another rank"]
-            raise UserError(
-                *(
-                    f"{self._name}: {line} ({self._key}.audit=strict; with report it is a warning)"
-                    for line in failures
-                )
-            )
-        for line in findings.failures:
-            note(f"warning    {self._name}: {line}")
-        if findings.remarks:
-            note(f"audit      {self._name}: {'; '.join(findings.remarks)}")
-        return findings

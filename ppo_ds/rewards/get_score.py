@@ -14,7 +14,7 @@ from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.chat_scorer import Chat, load_chat_scorer
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.rewards.audit import AuditMode, audit_chat_scorer
+from ppo_ds.rewards.audit import AuditMode, audit_chat_scorer, run_audit
 from ppo_ds.rewards.base import RewardError, conversation
 from ppo_ds.rewards.frozen_model import REPLICA, FrozenModelReward, FrozenScorer, LoadFrozen
 from ppo_ds.types import Row
@@ -97,7 +97,7 @@ def get_score_reward(
             "use stage 0 (offload_params keeps it off the GPU)"
         )
     module, scorer = load_frozen(load_chat_scorer, model, zero, f"{key}.model")
-    name = f"{key}.model.path={model.path}"
+    name, batched = f"{key}.model.path={model.path}", module.scores_batches
     make = partial(
         GetScoreReward,
         scorer,
@@ -107,16 +107,15 @@ def get_score_reward(
         key=key,
         name=name,
     )
-    reward = make(batched=module.scores_batches)
     inspect = partial(
         audit_chat_scorer,
-        reward.score,
+        make(batched=batched).score,
         tokenizer=tokenizer,
         dtype=model.dtype,
-        has_get_scores=module.scores_batches,
+        has_get_scores=batched,
         name=name,
     )
-    findings = reward.audit(inspect, audit, note=note, all_reduce_max=all_reduce_max)
-    if findings is None:
-        return reward
-    return make(batched=not all_reduce_max(int(not findings.batches_agree)))
+    findings = run_audit(inspect, audit, name=name, key=key, note=note, all_reduce_max=all_reduce_max)
+    if findings is not None:
+        batched = not all_reduce_max(int(not findings.batches_agree))
+    return make(batched=batched)

@@ -15,14 +15,16 @@ from ppo_ds.config.types import Count
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.models.value import ScoreModel, TrainingRecord, expect_reward_model, load_reward_model
-from ppo_ds.rewards.audit import AuditMode, audit_classifier
+from ppo_ds.rewards.audit import AuditMode, audit_classifier, run_audit
 from ppo_ds.rewards.base import Responses, RewardError
 from ppo_ds.rewards.frozen_model import REPLICA, FrozenModelReward, FrozenScorer, LoadFrozen
-from ppo_ds.rewards.text import EncodedText, Template, TextEncoder, left_padded, right_padded
+from ppo_ds.rewards.text import EncodedText, Template, TextEncoder, collate
 from ppo_ds.types import Row
 
 # transformers sets model_max_length to 1e30 if the tokenizer's files do not give it
 _UNKNOWN_LENGTH = 10**9
+
+Choice = Literal["auto", "chat", "pair", "concat", "text"]
 
 
 class ModelReward(FrozenModelReward):
@@ -43,8 +45,7 @@ class ModelReward(FrozenModelReward):
         all_reduce_max: Callable[[int], int],
         key: str,
         name: str,
-        mean: float = 0.0,
-        std: float = 1.0,
+        statistics: tuple[float, float] | None = None,
     ):
         """Initializes the reward; see FrozenModelReward for the other arguments.
 
@@ -52,18 +53,22 @@ class ModelReward(FrozenModelReward):
             encoder: Encodes rows and responses for the reward model.
             pad_id: The id of the reward model's pad token.
             all_reduce_max: Returns the maximum of a number over all ranks.
-            mean: Subtracted from each score, which is then divided by ``std``.
+            statistics: A mean, which is subtracted from each score, and a standard deviation, by which the
+                score is then divided; None: scores stay as they are.
         """
         super().__init__(scorer, tokenizer=tokenizer, token_budget=token_budget, key=key, name=name)
         self._encoder, self._pad_id, self._all_reduce_max = encoder, pad_id, all_reduce_max
-        self._mean, self._std = mean, std
+        self._statistics = statistics
 
     def encode(self, row: Row, response: str, finished: bool) -> EncodedText:
         return self._encoder(row, response, finished)
 
     def score_responses(self, responses: Responses) -> Tensor:
         scores = super().score_responses(responses)
-        return scores if (self._mean, self._std) == (0.0, 1.0) else (scores - self._mean) / self._std
+        if self._statistics is None:
+            return scores
+        mean, std = self._statistics
+        return (scores - mean) / std
 
     def score(self, inputs: Sequence[EncodedText], padding_side: str | None = None) -> Tensor:
         """Scores encoded texts.
@@ -81,11 +86,10 @@ class ModelReward(FrozenModelReward):
         batches = plan(budget)
         if (count := self._all_reduce_max(len(batches))) > len(batches):
             batches = plan(budget, at_least=count)
-        collate = left_padded if padding_side == "left" else right_padded
 
         def forward(texts: list[EncodedText]) -> Tensor:
             # the scorer moves the tensors to its device
-            ids, mask, types = collate(texts, self._pad_id, torch.device("cpu"))
+            ids, mask, types = collate(texts, self._pad_id, padding_side or "right")
             with torch.no_grad():
                 return self._scorer(ids, mask, token_type_ids=types)
 
@@ -94,7 +98,7 @@ class ModelReward(FrozenModelReward):
 
 def model_reward(
     model: ModelConfig,
-    template: Literal["auto", "chat", "pair", "concat", "text"] = "auto",
+    template: Choice = "auto",
     max_tokens: Count | None = None,
     append_eos: bool | None = None,
     zero: FrozenZeroConfig = REPLICA,
@@ -121,29 +125,22 @@ def model_reward(
         audit: See audit.py.
         normalize: Whether score_mean is subtracted from the scores, which are then divided by score_std. Both
             are in the config.json of a model of stage=reward_model.
-        tokenizer: The actor's tokenizer.
-        load_frozen: Loads the model (under ZeRO-3, each weight is sharded as it is read) and passes it to the
-            engine, or returns a model that is already loaded.
-        all_reduce_max: Returns the maximum of a number over all ranks.
-        score_tokens: Maximum number of tokens of one forward, padding included; it may fall during the run.
-        note: Receives the audit's lines for the start-up banner.
-        key: The reward's section in the config, for error messages.
+        tokenizer: The actor's tokenizer; for the other services see docs/rewards.md, "Your own kind".
     """
-    path = model.path
+    path, name = model.path, f"{key}.model.path={model.path}"
     own_tokenizer = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
     module, scorer = load_frozen(load_reward_model, model, zero, f"{key}.model.path")
-    _check_vocabulary(own_tokenizer, module.vocab_size, path, key)
-    limit, record = _resolve_max_tokens(max_tokens, own_tokenizer, module, key), module.training_record
+    record: TrainingRecord = module.training_record
+    _check_vocabulary(own_tokenizer, module.vocab_size, name)
     encoder = TextEncoder(
         own_tokenizer,
         _resolve_template(template, own_tokenizer, module.is_decoder, record),
-        limit,
+        _resolve_max_tokens(max_tokens, own_tokenizer, module, key),
         append_eos,
         key,
         actors_vocabulary=own_tokenizer.hf.get_vocab() == tokenizer.hf.get_vocab(),
         chat_template_kwargs=record.chat_template_kwargs,
     )
-    mean, std = _score_statistics(record, path, key) if normalize else (0.0, 1.0)
     reward = ModelReward(
         scorer,
         encoder,
@@ -152,28 +149,19 @@ def model_reward(
         token_budget=score_tokens,
         all_reduce_max=all_reduce_max,
         key=key,
-        name=f"{key}.model.path={path}",
-        mean=mean,
-        std=std,
+        name=name,
+        statistics=_score_statistics(record, path, key) if normalize else None,
     )
-    inspect = partial(
-        audit_classifier,
-        reward.score,
-        encoder,
-        tokenizer=tokenizer,
-        eos_id=own_tokenizer.hf.eos_token_id,
-        max_tokens=limit,
-        is_decoder=module.is_decoder,
-        dtype=model.dtype,
-    )
-    reward.audit(inspect, audit, note=note, all_reduce_max=all_reduce_max)
+    model_facts = dict(tokenizer=tokenizer, is_decoder=module.is_decoder, dtype=model.dtype)
+    inspect = partial(audit_classifier, reward.score, encoder, **model_facts)
+    run_audit(inspect, audit, name=name, key=key, note=note, all_reduce_max=all_reduce_max)
     return reward
 
 
 def check_reward_model(
     model: ModelConfig,
     examples: Iterable[tuple[str, Row]],
-    template: Literal["auto", "chat", "pair", "concat", "text"] = "auto",
+    template: Choice = "auto",
     append_eos: bool | None = None,
     normalize: bool = False,
     key: str = "reward",
@@ -186,7 +174,7 @@ def check_reward_model(
     path = model.path
     own_tokenizer = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
     vocab_size, is_decoder, record = expect_reward_model(model, key=f"{key}.model.path")
-    _check_vocabulary(own_tokenizer, vocab_size, path, key)
+    _check_vocabulary(own_tokenizer, vocab_size, f"{key}.model.path={path}")
     if normalize:
         _score_statistics(record, path, key)
     template = _resolve_template(template, own_tokenizer, is_decoder, record)
@@ -200,16 +188,16 @@ def check_reward_model(
             raise UserError(f"{location}: {error}") from error
 
 
-def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: str, key: str) -> None:
+def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int, name: str) -> None:
     if tokenizer.id_bound > vocab_size:
         raise UserError(
-            f"{key}.model.path={path}: its tokenizer has ids up to {tokenizer.id_bound - 1}, "
+            f"{name}: its tokenizer has ids up to {tokenizer.id_bound - 1}, "
             f"its embedding only {vocab_size} rows"
         )
 
 
 def _resolve_template(
-    template: Literal["auto", "chat", "pair", "concat", "text"],
+    template: Choice,
     tokenizer: Tokenizer,
     is_decoder: bool,
     record: TrainingRecord,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import TemplateFault, Tokenizer, join_texts, render
 from ppo_ds.rewards.base import RewardError, conversation
-from ppo_ds.types import Row, to_device
+from ppo_ds.types import Row
 
 Template = Literal["chat", "pair", "concat", "text"]
 
@@ -25,6 +27,13 @@ class EncodedText:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def with_end(self, eos_id: int) -> EncodedText:
+        """Returns the text with an end token; its type is that of the last token."""
+        if self.ids[-1:] == [eos_id]:
+            return self
+        types = None if self.types is None else [*self.types, *(self.types[-1:] or [0])]
+        return EncodedText([*self.ids, eos_id], types)
 
 
 class TextEncoder:
@@ -65,6 +74,7 @@ class TextEncoder:
         self._chat_template_kwargs = chat_template_kwargs or {}
         self._hf = tokenizer.hf
         self._hf.truncation_side = "left"
+        self.eos_id: int | None = self._hf.eos_token_id
         self._max_tokens = max_tokens
         self._append_eos = append_eos
         if template == "chat" and not tokenizer.has_chat_template:
@@ -72,7 +82,7 @@ class TextEncoder:
                 f"{key}.template=chat: the reward model's tokenizer has no chat template; use auto, pair or "
                 "concat"
             )
-        if append_eos and self._hf.eos_token_id is None:
+        if append_eos and self.eos_id is None:
             raise UserError(f"{key}.append_eos=true: the reward model's tokenizer has no end token")
 
     def __call__(self, row: Row, response: str, finished: bool) -> EncodedText:
@@ -109,12 +119,17 @@ class TextEncoder:
 
     def _encode_single(self, text: str, *, special_tokens: bool, end: bool) -> EncodedText:
         truncation = self._truncation("longest_first", reserved=int(end))
-        encoded = self._hf(text, add_special_tokens=special_tokens, **truncation)
-        ids, types = encoded["input_ids"], encoded.get("token_type_ids")
-        eos = self._hf.eos_token_id
-        if end and eos is not None and ids[-1:] != [eos]:
-            ids, types = [*ids, eos], None if types is None else [*types, types[-1] if types else 0]
-        return EncodedText(ids, types)
+        found = self._hf(text, add_special_tokens=special_tokens, **truncation)
+        encoded = EncodedText(found["input_ids"], found.get("token_type_ids"))
+        return encoded.with_end(self.eos_id) if end and self.eos_id is not None else encoded
+
+    def toggle_eos(self, text: EncodedText) -> EncodedText:
+        """Removes the end token of a text; if it has none, appends one and truncates the text."""
+        assert self.eos_id is not None
+        if text.ids[-1] == self.eos_id:
+            return EncodedText(text.ids[:-1], text.types and text.types[:-1])
+        longer, kept = text.with_end(self.eos_id), slice(-(self._max_tokens or 0), None)
+        return EncodedText(longer.ids[kept], longer.types and longer.types[kept])
 
     def _truncation(self, strategy: str, reserved: int = 0) -> dict[str, Any]:
         if self._max_tokens is None:
@@ -128,32 +143,19 @@ def prompt_content(row: Row) -> str:
     return "\n".join(message["content"] for message in messages) if messages else row["prompt_text"]
 
 
-def right_padded(
-    texts: list[EncodedText], pad_id: int, device: torch.device
+def collate(
+    texts: Sequence[EncodedText], pad_id: int, padding_side: str = "right"
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Collates texts into right-padded ids, attention mask and token types, each [b,T].
+    """Collates texts into padded ids, attention mask and token types, each [b,T].
 
     Token types are None if a text has none. The mask is computed from the lengths, so a pad id inside a text
     remains attended.
     """
-    lengths = torch.tensor([len(text) for text in texts])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    ids = torch.full(mask.shape, pad_id)
-    ids[mask] = torch.tensor([i for text in texts for i in text.ids])
-    types = None
-    if all(text.types is not None for text in texts):
-        types = torch.zeros_like(ids)
-        types[mask] = torch.tensor([t for text in texts for t in text.types or []])
-        types = to_device(types, device)
-    return to_device(ids, device), to_device(mask, device), types
 
+    def padded(rows: Sequence[Tensor], value: int) -> Tensor:
+        return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=padding_side)
 
-def left_padded(
-    texts: list[EncodedText], pad_id: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Collates texts like ``right_padded``, with the padding on the left."""
-    reversed_texts = [
-        EncodedText(text.ids[::-1], None if text.types is None else text.types[::-1]) for text in texts
-    ]
-    ids, mask, types = right_padded(reversed_texts, pad_id, device)
-    return ids.flip(1), mask.flip(1), None if types is None else types.flip(1)
+    ids = padded([torch.tensor(text.ids, dtype=torch.long) for text in texts], pad_id)
+    mask = padded([torch.ones(len(text), dtype=torch.bool) for text in texts], 0)
+    types = [torch.tensor(text.types) for text in texts if text.types is not None]
+    return ids, mask, padded(types, 0) if len(types) == len(texts) else None

@@ -178,7 +178,7 @@ def test_heads_without_information(tmp_path, build):
 def test_plausibility_is_reported(tmp_path, build):
     """The model counts tokens (bytes): every response beats the empty one, and longer beat shorter ones."""
     build(save_model(tmp_path / "rm", LLAMA), audit="report", broken=length)
-    sizes = [len(dialogue.response.encode()) for dialogue in DIALOGUES]
+    sizes = [len(response.encode()) for _, response in DIALOGUES]
     longer = sum(a > b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True))
     assert 0 < longer < 6
     assert (
@@ -227,18 +227,16 @@ def test_rounding_is_no_failure(tmp_path, build, dtype):
 
 
 def test_the_probes(tokenizer):
-    probe = probes(tokenizer)
-    rows = [row["messages"] for row in probe.rows]
-    assert all(
-        [m["role"] for m in chat] == (["user", "assistant"] * 9)[: len(chat)] and len(chat) % 2
-        for chat in rows
+    pairs = probes(tokenizer)
+    (rows, fitting), (_, empty), (again, unrelated) = (
+        zip(*pairs[i : i + len(DIALOGUES)], strict=True) for i in range(0, len(pairs), len(DIALOGUES))
     )
-    assert {len(chat) for chat in rows} == {1, 3} and len(set(probe.fitting)) == len(rows)
-    assert any(not text.isascii() for text in probe.fitting) and probe.unrelated == (
-        *probe.fitting[1:],
-        probe.fitting[0],
-    )
-    assert probe.rows[2]["prompt_text"].startswith("I have two apples.\nNice!")
+    roles = [[message["role"] for message in row["messages"]] for row in rows]
+    assert all(chat == (["user", "assistant"] * 9)[: len(chat)] and len(chat) % 2 for chat in roles)
+    assert {len(chat) for chat in roles} == {1, 3} and len(set(fitting)) == len(rows) and rows == again
+    assert any(not text.isascii() for text in fitting)
+    assert unrelated == (*fitting[1:], fitting[0]) and set(empty) == {""}
+    assert rows[2]["prompt_text"].startswith("I have two apples.\nNice!")
     tokenizer.hf.chat_template = CHAT_TEMPLATE
     # rendered like the actor's prompts
-    assert probes(tokenizer).rows[0]["prompt_text"] == "<user>What is the capital of France?<eos><assistant>"
+    assert probes(tokenizer)[0][0]["prompt_text"] == "<user>What is the capital of France?<eos><assistant>"

@@ -1,12 +1,11 @@
 """Tests ids of encoded texts, derived by hand: a byte's id is 5 + its index in the byte-level alphabet."""
 
 import pytest
-import torch
 
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.rewards.base import RewardError
-from ppo_ds.rewards.text import EncodedText, TextEncoder, left_padded, right_padded
+from ppo_ds.rewards.text import EncodedText, TextEncoder, collate
 from tests.rewards.reward_cases import BOS, CHAT_TEMPLATE, CLS, EOS, SEP, save_tokenizer
 
 ROW = {"prompt_text": "hi"}
@@ -143,10 +142,10 @@ def test_a_template_that_refuses_a_role_names_the_remedy(make):
 def test_padding_on_either_side_worked_by_hand():
     """The second text is two tokens shorter; ids, mask and token types are padded alike."""
     texts = [EncodedText([5, 6, 7], [0, 0, 1]), EncodedText([8], [1])]
-    ids, mask, types = right_padded(texts, 9, torch.device("cpu"))
+    ids, mask, types = collate(texts, 9)
     assert ids.tolist() == [[5, 6, 7], [8, 9, 9]]
     assert mask.int().tolist() == [[1, 1, 1], [1, 0, 0]] and types.tolist() == [[0, 0, 1], [1, 0, 0]]
-    ids, mask, types = left_padded(texts, 9, torch.device("cpu"))
+    ids, mask, types = collate(texts, 9, "left")
     assert ids.tolist() == [[5, 6, 7], [9, 9, 8]]
     assert mask.int().tolist() == [[1, 1, 1], [0, 0, 1]] and types.tolist() == [[0, 0, 1], [0, 0, 1]]
-    assert left_padded([EncodedText([5], None)], 9, torch.device("cpu"))[2] is None
+    assert collate([EncodedText([5], None)], 9, "left")[2] is None
