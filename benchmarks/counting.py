@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ppo_ds.ops.flops import causal_pairs, decode_bytes, forward_flops
+from ppo_ds.compute.sizes import causal_pairs, decode_bytes, forward_flops
 from ppo_ds.run.performance import UpdateCost
 
 

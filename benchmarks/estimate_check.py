@@ -81,8 +81,8 @@ class Estimator:
         from benchmarks.options import overrides, workload_of
         from benchmarks.options import parsed as parsed_step
         from launch.cli import load_config
-        from ppo_ds.assemble.memory_estimate import Hardware
-        from ppo_ds.assemble.token_budgets import with_cpu_limits
+        from ppo_ds.planning.budgets import with_cpu_limits
+        from ppo_ds.planning.run_memory import Hardware
         from ppo_ds.tools.doctor.ppo import plan_ppo
         from ppo_ds.tools.doctor.rates import read_assumptions
         from ppo_ds.tools.doctor.report import Report

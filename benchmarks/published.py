@@ -28,11 +28,12 @@ sys.path[:] = [
 ]
 
 from launch.cli import load_config  # noqa: E402
-from ppo_ds.assemble.memory_estimate import FrozenModel, Hardware, Models, estimate  # noqa: E402
-from ppo_ds.assemble.token_budgets import resolve, with_numbers  # noqa: E402
+from ppo_ds.compute.sizes import Shape  # noqa: E402
 from ppo_ds.config.sections.models import LoraConfig, ModelConfig  # noqa: E402
 from ppo_ds.models.size import planned_shape  # noqa: E402
-from ppo_ds.ops.memory import Shape  # noqa: E402
+from ppo_ds.planning.budgets import resolve, with_numbers  # noqa: E402
+from ppo_ds.planning.ppo_memory import Models, estimate  # noqa: E402
+from ppo_ds.planning.run_memory import FrozenModel, Hardware  # noqa: E402
 from ppo_ds.tools.doctor.gpus import GPUS  # noqa: E402
 from ppo_ds.tools.doctor.rates import Assumptions, Machine  # noqa: E402
 from ppo_ds.tools.doctor.step_time import PhaseTime, PPOTime  # noqa: E402

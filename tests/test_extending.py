@@ -21,7 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.cli import load_config
 from ppo_ds.assemble.generator import build_generator
-from ppo_ds.assemble.token_budgets import with_cpu_limits
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
     DECODE_BACKENDS,
@@ -39,6 +38,7 @@ from ppo_ds.config.targets import bind
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.ops.losses import BatchTotals, Share, policy_loss, token_mean
+from ppo_ds.planning.budgets import with_cpu_limits
 from ppo_ds.ppo.collector import RolloutCollector
 from ppo_ds.ppo.scoring import scored
 from ppo_ds.rewards.base import start_scoring

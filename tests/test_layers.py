@@ -37,8 +37,9 @@ MAY = {
     "run": MIDDLE | HOMES_OF_LIBRARIES,
     "ppo": MIDDLE | HOMES_OF_LIBRARIES | {"run"},
     "finetune": MIDDLE | HOMES_OF_LIBRARIES | {"run"},
-    "assemble": MIDDLE | HOMES_OF_LIBRARIES | {"environments", "run", "ppo", "finetune"},
-    "tools": MIDDLE | HOMES_OF_LIBRARIES | {"run", "ppo", "finetune", "assemble"},
+    "planning": MIDDLE | {"engine", "rollout", "tracking", "run", "ppo"},
+    "assemble": MIDDLE | HOMES_OF_LIBRARIES | {"environments", "run", "ppo", "finetune", "planning"},
+    "tools": MIDDLE | HOMES_OF_LIBRARIES | {"run", "ppo", "finetune", "planning", "assemble"},
     "launch": MIDDLE | HOMES_OF_LIBRARIES | {"run", "ppo", "finetune", "assemble", "tools"},
 }
 

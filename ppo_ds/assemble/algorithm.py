@@ -21,7 +21,6 @@ from ppo_ds.config.registry import (
 )
 from ppo_ds.config.schema import (
     Config,
-    has_critic,
     learns_values,
     reward_weights,
     rollout_size,
@@ -36,6 +35,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
 from ppo_ds.ops.losses import token_mean
 from ppo_ds.ops.masked import Reduce
+from ppo_ds.planning.forwards import kept_roles, old_logprobs_source, selects_tokens
 from ppo_ds.ppo.advantages import (
     AdvantageEstimator,
     ScorePosition,
@@ -47,7 +47,7 @@ from ppo_ds.ppo.advantages import (
     estimate_by_token,
     estimate_one_step,
 )
-from ppo_ds.ppo.experience import ExperienceMaker, OldLogprobs
+from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.kept_forwards import KeptForwards
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective, select_tokens
@@ -57,39 +57,6 @@ from ppo_ds.run.health import Health
 from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.run.token_budgets import TokenBudgets
 from ppo_ds.types import Experience, Sequences
-
-
-def old_logprobs_source(config: Config) -> OldLogprobs:
-    """Returns which computation gives the old log-probs, see ExperienceMaker.
-
-    The forward of the update computes them if one optimizer step uses the whole rollout, the old policy does
-    not lag, and nothing before the update needs the log-probs: there is no KL in the reward, no importance
-    weight for the decode backend, no value head on the actor, no step in which only the critic learns, and no
-    selection of tokens.
-    """
-    algo = config.algo
-    if algo.old_logprobs == "rollout":
-        return "rollout"
-    needed_before = (
-        algo.kl.place == "reward"
-        or algo.rollout_is.kind != "none"
-        or config.critic.share_trunk
-        or algo.value.warmup_steps > 0
-        or selects_tokens(algo.policy)
-    )
-    one_step = one_optimizer_step(config)
-    return "update" if one_step and algo.old_policy == "rollout" and not needed_before else "forward"
-
-
-def one_optimizer_step(config: Config) -> bool:
-    """Returns whether one optimizer step uses the whole rollout."""
-    size = rollout_size(config)
-    return config.algo.epochs == 1 and (config.algo.minibatch_size or size) == size
-
-
-def selects_tokens(policy: PolicyConfig) -> bool:
-    """Returns whether tokens are selected before an update, by their entropies or log-probs."""
-    return policy.top_entropy is not None or POLICY_LOSSES[policy.loss].selection is not None
 
 
 def experience_maker(
@@ -142,31 +109,6 @@ def experience_maker(
         check=check,
         kept=kept,
     )
-
-
-def kept_roles(config: Config) -> tuple[str, ...]:
-    """Returns the models whose forwards before the update also serve for the update.
-
-    With memory.reuse_forwards=auto this is at most the actor, whose backward is the first of the update, so
-    that peak memory stays the same. The critic's graph adds to it: its gradients, or the graph itself, are
-    then in memory during the actor's backward.
-
-    Other forwards of the same weights between a forward and its backward exclude a model: those of the
-    reference or the reward model that is the same model without its adapters, and of the lagged policy. PTX
-    losses come first in the update. Log-probs and entropies for the selection of tokens need other options.
-    """
-    algo, reuse = config.algo, config.memory.reuse_forwards
-    if reuse == "off" or not one_optimizer_step(config):
-        return ()
-    excluded = (
-        algo.old_policy == "lagged"
-        or config.actor.lora.rank > 0
-        or algo.ptx.coef > 0
-        or algo.policy.top_entropy is not None
-    )
-    actor = old_logprobs_source(config) == "forward" and not excluded
-    critic = reuse == "all" and has_critic(config) and config.critic.lora.rank == 0
-    return tuple(name for name, kept in (("actor", actor), ("critic", critic)) if kept)
 
 
 def kept_forwards(

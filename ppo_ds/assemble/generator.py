@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from ppo_ds.assemble.data import Inputs
-from ppo_ds.assemble.vllm_memory import engine_memory
 from ppo_ds.config.registry import DECODE_BACKENDS, has_own_weights, import_target, resolve
 from ppo_ds.config.schema import Config
 from ppo_ds.distributed.subgroup import Subgroup
@@ -17,6 +16,7 @@ from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
 from ppo_ds.errors import UserError
 from ppo_ds.models.size import shape_of
+from ppo_ds.planning.vllm_memory import engine_memory
 from ppo_ds.ppo.parity import PARITY_ROWS, Gap, ParityError, disagreement, parity_gap
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.run.token_budgets import TokenBudget

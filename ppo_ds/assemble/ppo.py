@@ -9,7 +9,6 @@ from ppo_ds.assemble.algorithm import (
     experience_maker,
     horizon,
     kept_forwards,
-    kept_roles,
     kl_controller,
     learner,
     masked_stop_ids,
@@ -20,18 +19,18 @@ from ppo_ds.assemble.banner import summary
 from ppo_ds.assemble.data import Inputs, read_inputs, stop_ids
 from ppo_ds.assemble.evaluation import build_evaluator, guarded_scoring
 from ppo_ds.assemble.generator import build_generator, rebuilt_on_change
-from ppo_ds.assemble.layouts import plan_generation
 from ppo_ds.assemble.multi_turn import try_on_data, with_environment
-from ppo_ds.assemble.ppo_models import Models, estimate_memory, load_models
+from ppo_ds.assemble.ppo_models import Models, estimate_memory, load_models, plan_generation
 from ppo_ds.assemble.preflight import preflight, try_functions
 from ppo_ds.assemble.shared import eval_weights, slow_dtypes
-from ppo_ds.assemble.token_budgets import settle
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, has_own_weights
 from ppo_ds.config.schema import Config, all_rewards
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.warnings import warnings
 from ppo_ds.distributed.world import seed_everything
 from ppo_ds.ops.kl import FixedKLController
+from ppo_ds.planning.budgets import settle
+from ppo_ds.planning.forwards import kept_roles
 from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.meter import build_meter

@@ -1,4 +1,4 @@
-"""Loads the models of a PPO run and estimates their memory."""
+"""Loads the models of a PPO run, and chooses what needs all of them: layouts, memory of generation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from ppo_ds.assemble.algorithm import (
 )
 from ppo_ds.assemble.data import Inputs
 from ppo_ds.assemble.downloads import models_to_download
-from ppo_ds.assemble.layouts import choose_layouts
-from ppo_ds.assemble.memory_estimate import BYTES, Estimate, Hardware, estimate
-from ppo_ds.assemble.memory_estimate import FrozenModel as FrozenShape
-from ppo_ds.assemble.memory_estimate import Models as Shapes
 from ppo_ds.assemble.reward_models import RewardModels, build_reward
 from ppo_ds.assemble.roles import build_actor, build_critic, build_reference, critic_start, ppo_needs
-from ppo_ds.assemble.shared import loading, training_notes
+from ppo_ds.assemble.shared import choose_layout, loading, training_notes
 from ppo_ds.config.schema import (
     Config,
     all_rewards,
     has_critic,
     reference_is_base,
+    rollout_size,
     uses_reference,
 )
 from ppo_ds.engine.frozen import FrozenModel
@@ -29,6 +26,12 @@ from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.models.download import download_weights
 from ppo_ds.models.size import shape_of, with_value_head
+from ppo_ds.planning.ppo_memory import Models as Shapes
+from ppo_ds.planning.ppo_memory import decoding_bytes, estimate
+from ppo_ds.planning.run_memory import Estimate, Hardware
+from ppo_ds.planning.run_memory import FrozenModel as FrozenShape
+from ppo_ds.planning.vllm_memory import engine_memory, synced_bytes
+from ppo_ds.rollout.vllm_support import sleep_level
 from ppo_ds.run.stage import RunContext
 from ppo_ds.types import Reward
 
@@ -103,24 +106,15 @@ def estimate_memory(config: Config, hardware: Hardware, *, models: Models, input
     reference, critic = None, None
     if models.reference is not None and not reference_is_base(config):
         section = config.reference
-        reference = FrozenShape(
-            shape_of(models.reference.module.lm),
-            BYTES[str(section.model.dtype)],
-            section.zero.stage == 3,
-            section.zero.offload_params,
-        )
+        shape = shape_of(models.reference.module.lm)
+        reference = FrozenShape.of(shape, str(section.model.dtype), section.zero)
     if models.critic is not None:
         critic = shape_of(models.critic.module.model)
     actor = shape_of(models.actor.module.lm)
     if models.actor.module.value_head is not None:
         actor = with_value_head(actor)
     rewards = {
-        model.key: FrozenShape(
-            model.shape,
-            BYTES[model.section.dtype],
-            model.zero.stage == 3,
-            model.zero.offload_params,
-        )
+        model.key: FrozenShape.of(model.shape, model.section.dtype, model.zero)
         for model in models.reward_models.loaded
         if model.shape is not None
     }
@@ -128,3 +122,44 @@ def estimate_memory(config: Config, hardware: Hardware, *, models: Models, input
     return estimate(
         config, Shapes(actor, critic, reference, rewards, longest_text), hardware, inputs.longest_prompt
     )
+
+
+def choose_layouts(
+    config: Config, actor: TrainedModel, reference: FrozenModel | None, critic: TrainedModel | None
+) -> list[str]:
+    """Lets each model choose the layout of its forwards and returns warnings for the start-up banner.
+
+    A collective.
+    """
+    layout, device = config.memory.layout, actor.world.device
+    lines = choose_layout(layout, "actor", actor, device)
+    if reference is not None:
+        with reference.resident():
+            lines += choose_layout(layout, "reference", reference, device)
+    if critic is not None:
+        lines += choose_layout(layout, "critic", critic, device)
+    return lines
+
+
+def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | None) -> list[str]:
+    """Plans the memory of generation and returns lines for the start-up banner.
+
+    A collective, called once all models are in memory.
+    """
+    lm, on_gpu, zero = actor.module.lm, actor.world.device.type == "cuda", config.actor.zero
+    shape, each = shape_of(lm), lm.dtype.itemsize
+    length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    engine = engine_memory(config, shape, each, length, on_gpu)
+    if engine is None:
+        rows = rollout_size(config) // actor.world.size
+        needed = decoding_bytes(config, shape, each, rows, length, on_gpu)
+    else:
+        synced = synced_bytes(shape, each, actor.zero_stage == 3)
+        needed = max(engine.awake, engine.loading(sleep_level(config.rollout.vllm.sleep, on_gpu), synced))
+    line = actor.plan_generation(
+        generation_gather=zero.generation_gather,
+        offload_states=zero.offload_states,
+        decoding_bytes=needed,
+        critic=critic,
+    )
+    return [line] if line else []

@@ -22,11 +22,10 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.chat_scorer import expect_trusted
 from ppo_ds.models.loading import config_of, load_config
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.ops.vllm_memory import parallel_problem
 from ppo_ds.rewards.base import reward_errors_as_user_errors
 from ppo_ds.rewards.model import check_reward_model
 from ppo_ds.rewards.user_function import load_function
-from ppo_ds.rollout.vllm_support import model_problem, package_problem, sleep_problem
+from ppo_ds.rollout.vllm_support import model_problem, package_problem, parallel_problem, sleep_problem
 from ppo_ds.types import Row
 
 CHAT_SCORER = "ppo_ds.rewards.get_score.get_score_reward"

@@ -7,7 +7,6 @@ from functools import partial
 from ppo_ds.assemble.data import build_tokenizer, describe_rows, evaluated
 from ppo_ds.assemble.downloads import models_to_download
 from ppo_ds.assemble.engines import Needs, add_lora, trained_engine
-from ppo_ds.assemble.finetune_memory import estimate_finetuning
 from ppo_ds.assemble.shared import (
     choose_layout,
     evaluated_rows,
@@ -18,7 +17,6 @@ from ppo_ds.assemble.shared import (
     training_notes,
     training_steps,
 )
-from ppo_ds.assemble.token_budgets import settle
 from ppo_ds.config.schema import Config
 from ppo_ds.data.preferences import PreferenceSource, PreferenceStream, padding_token
 from ppo_ds.distributed.world import World
@@ -31,6 +29,8 @@ from ppo_ds.models.download import download_weights
 from ppo_ds.models.size import shape_of
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreModel, load_scorer
+from ppo_ds.planning.budgets import settle
+from ppo_ds.planning.finetune_memory import estimate_finetuning
 from ppo_ds.run.performance import measured_capacity, update_cost
 from ppo_ds.run.stage import RunContext
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ppo_ds.assemble.engines import frozen_engine
 from ppo_ds.assemble.roles import CriticStart
+from ppo_ds.compute.sizes import Shape
 from ppo_ds.config.schema import Config
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.config.targets import bind
@@ -22,7 +23,6 @@ from ppo_ds.models.chat_scorer import load_chat_scorer
 from ppo_ds.models.size import own_code_shape, shape_of
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreHead, as_kept, load_reward_model
-from ppo_ds.ops.memory import Shape
 from ppo_ds.types import Reward
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from ppo_ds.assemble.banner import checkpoint_times, resumed
 from ppo_ds.assemble.downloads import models_to_download
 from ppo_ds.assemble.start import on_main, open_start
-from ppo_ds.assemble.token_budgets import known_budgets, token_budgets, used_budgets, with_numbers
 from ppo_ds.compute import matmul
 from ppo_ds.config.registry import STAGES, resolve
 from ppo_ds.config.schema import (
@@ -29,6 +28,7 @@ from ppo_ds.distributed.world import World, connect, seed_everything
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.errors import UserError
 from ppo_ds.models.download import download_files
+from ppo_ds.planning.budgets import known_budgets, token_budgets, used_budgets, with_numbers
 from ppo_ds.run.health import Health
 from ppo_ds.run.loop import Run
 from ppo_ds.run.record import write_settings

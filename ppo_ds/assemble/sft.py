@@ -7,7 +7,6 @@ from functools import partial
 from ppo_ds.assemble.data import build_tokenizer, describe_rows, evaluated
 from ppo_ds.assemble.downloads import models_to_download
 from ppo_ds.assemble.engines import Needs, trained_engine
-from ppo_ds.assemble.finetune_memory import estimate_finetuning
 from ppo_ds.assemble.generator import rebuilt_on_change
 from ppo_ds.assemble.roles import actor_module
 from ppo_ds.assemble.shared import (
@@ -21,7 +20,6 @@ from ppo_ds.assemble.shared import (
     training_notes,
     training_steps,
 )
-from ppo_ds.assemble.token_budgets import settle
 from ppo_ds.config.schema import Config
 from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
 from ppo_ds.distributed.world import World, seed_everything
@@ -31,9 +29,11 @@ from ppo_ds.finetune.optimizer_step import OptimizerStep
 from ppo_ds.finetune.sft import SFTTrainer
 from ppo_ds.models.download import download_weights
 from ppo_ds.models.policy import Policy, unsharded_twin
-from ppo_ds.models.size import decoding_bytes, shape_of
+from ppo_ds.models.size import shape_of
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.ops.memory import output_bytes, sampling_bytes
+from ppo_ds.planning.budgets import settle
+from ppo_ds.planning.finetune_memory import estimate_finetuning
+from ppo_ds.planning.model_memory import decode_bytes_bound, logit_bytes
 from ppo_ds.rollout.base import Generator
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.run.performance import measured_capacity, update_cost
@@ -214,12 +214,12 @@ def notes(
     if prompts is not None:
         rows = -(-len(prompts) // world.size)
         tokens = min(int(config.memory.rollout_tokens), rows * answered_tokens(config, prompts))
-        output = output_bytes(actor.module.lm.dtype.itemsize, world.device.type == "cuda")
-        logit = output + sampling_bytes(top_k=1, top_p=1.0)  # greedy
+        each = actor.module.lm.dtype.itemsize
+        logit = logit_bytes(each, world.device.type == "cuda", top_k=1, top_p=1.0)  # greedy
         line = actor.plan_generation(
             generation_gather=zero.generation_gather,
             offload_states=zero.offload_states,
-            decoding_bytes=decoding_bytes(actor.module.lm, tokens, rows, logit),
+            decoding_bytes=decode_bytes_bound(shape_of(actor.module.lm), tokens, rows, each, logit),
             critic=None,
         )
         lines += [line] if line else []

@@ -1,4 +1,4 @@
-"""Determines the sizes of a model, from which ops/flops.py computes FLOPs and ops/memory.py memory."""
+"""Determines the sizes of a model, from which compute/sizes.py computes FLOPs and planning/ memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ppo_ds.compute.sizes import Shape, Size
 from ppo_ds.config.sections.models import LoraConfig, ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.download import cached_folder
 from ppo_ds.models.loading import attention, code_arguments, config_of, user_errors
 from ppo_ds.models.lora import add_adapters
-from ppo_ds.ops.flops import Size
-from ppo_ds.ops.memory import Shape, decode_bytes_bound
 
 # settings that change the logits after the head
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -91,19 +90,8 @@ def _numel(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
-def decoding_bytes(
-    lm: PreTrainedModel, tokens: int, rows: int, logit: int, prefill: int | None = None
-) -> int:
-    """Returns an upper bound of the bytes for decoding ``rows`` responses at a time, without the weights.
-
-    ``tokens`` is the total number of tokens of these rows, prompts included; see decode_bytes_bound for
-    ``logit`` and ``prefill``.
-    """
-    return decode_bytes_bound(shape_of(lm), tokens, rows, lm.dtype.itemsize, logit, prefill)
-
-
 def shape_of(model: PreTrainedModel) -> Shape:
-    """Returns the shape of a transformers model, which may be on the meta device, for ops/memory.py."""
+    """Returns the shape of a transformers model, which may be on the meta device."""
     config: Any = model.config.get_text_config()
     size, parameters = size_of(model), list(model.parameters())
     names = [name for name, _ in model.named_parameters()]
@@ -113,26 +101,20 @@ def shape_of(model: PreTrainedModel) -> Shape:
     if active := getattr(config, "num_experts_per_tok", None):
         shared = getattr(config, "shared_expert_intermediate_size", None) or 0
         inner = active * (getattr(config, "moe_intermediate_size", None) or inner) + shared
-    output = model.get_output_embeddings()
     return Shape(
+        **vars(size),
         parameters=sum(_numel(p) for p in parameters),
         trained=sum(_numel(p) for p in trained),
         largest_trained=max((_numel(p) for p in trained), default=0),
         largest_tensor=max(_numel(p) for p in parameters),
-        head=size.head,
-        tied=output is not None and output.weight is model.get_input_embeddings().weight,
         vocabulary=config.vocab_size,
-        layers=size.layers,
         hidden=config.hidden_size,
         inner=inner,
         gated=any("gate" in name for name in names),
         heads=getattr(config, "num_attention_heads", None) or 0,
-        width=size.width,
-        kv_width=size.kv_width,
         fused=config._attn_implementation != "eager",
         head_norms=any("q_norm" in name for name in names),
         makes_logits=any(getattr(config, name, None) not in (None, 1.0) for name in _LOGIT_CHANGES),
-        idle=size.idle,
         linear=sum(_numel(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)),
     )
 
@@ -175,7 +157,12 @@ def planned_shape(
 
 def with_value_head(shape: Shape) -> Shape:
     """Returns the shape of a trained model with a value head added."""
-    return replace(shape, parameters=shape.parameters + shape.hidden, trained=shape.trained + shape.hidden)
+    return replace(
+        shape,
+        body=shape.body + shape.hidden,
+        parameters=shape.parameters + shape.hidden,
+        trained=shape.trained + shape.hidden,
+    )
 
 
 def planned_own_code_shape(section: ModelConfig, *, key: str) -> Shape:
@@ -209,13 +196,14 @@ def own_code_shape(config: Mapping[str, Any]) -> Shape | None:
     width = heads * (config.get("head_dim") or hidden // heads)
     kv_width = width // heads * (config.get("num_key_value_heads") or heads)
     layer = hidden * (2 * width + 2 * kv_width + 3 * inner + 2)
+    body = layers * layer + 2 * hidden
     return Shape(
-        parameters=vocabulary * hidden + layers * layer + 2 * hidden,
+        body=body,
+        parameters=vocabulary * hidden + body,
         trained=0,
         largest_trained=0,
         largest_tensor=vocabulary * hidden,
         head=0,
-        tied=False,
         vocabulary=vocabulary,
         layers=layers,
         hidden=hidden,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ppo_ds.compute.sizes import causal_pairs, decode_bytes
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.ops.flops import causal_pairs, decode_bytes
 from ppo_ds.run.performance import (
     Capacity,
     UpdateCost,

@@ -39,9 +39,8 @@ from ppo_ds.distributed.heartbeat import beat, counting
 from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.errors import UserError
 from ppo_ds.models.checkpoint_names import checkpoint_names, tied_names
-from ppo_ds.ops.vllm_memory import sleep_level
 from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
-from ppo_ds.rollout.vllm_support import INSTALL
+from ppo_ds.rollout.vllm_support import INSTALL, sleep_level
 from ppo_ds.types import Prompts, Rollout
 
 CHECK_EVERY = 16  # steps between two exchanges of stop requests in a tensor-parallel group

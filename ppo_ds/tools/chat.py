@@ -20,7 +20,6 @@ from ppo_ds.assemble.data import stop_ids
 from ppo_ds.assemble.ppo import build_sampling
 from ppo_ds.assemble.preflight import OWN, function_rewards
 from ppo_ds.assemble.reward_models import RewardModels, build_reward
-from ppo_ds.assemble.token_budgets import CPU_LIMITS
 from ppo_ds.config.schema import Config, reward_models
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
@@ -31,6 +30,7 @@ from ppo_ds.models.download import download_files, download_weights
 from ppo_ds.models.loading import config_of
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.tokenizer import Message, Tokenizer
+from ppo_ds.planning.budgets import CPU_LIMITS
 from ppo_ds.rewards.user_function import load_function
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.rollout.base import SamplingParams, truncate_at_stop

@@ -8,11 +8,11 @@ from typing import Any
 
 from ppo_ds.assemble.preflight import check_rewards, try_functions
 from ppo_ds.assemble.reward_models import RewardModels, build_reward
-from ppo_ds.assemble.token_budgets import CPU_LIMITS, largest_scoring
 from ppo_ds.config.schema import Config
 from ppo_ds.data.prompts import PromptSource
 from ppo_ds.distributed.world import World
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.planning.budgets import CPU_LIMITS, largest_scoring
 from ppo_ds.ppo.evaluation import last_message
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.run.token_budgets import TokenBudget

@@ -17,7 +17,6 @@ from torch import Tensor
 from ppo_ds.assemble.data import build_compared, stop_ids
 from ppo_ds.assemble.multi_turn import with_environment
 from ppo_ds.assemble.ppo import build_sampling
-from ppo_ds.assemble.token_budgets import largest_decoding, largest_scoring
 from ppo_ds.compute.batching import plan_forwards
 from ppo_ds.config.registry import DECODE_BACKENDS, has_own_weights, import_target, resolve
 from ppo_ds.config.schema import Config
@@ -30,6 +29,7 @@ from ppo_ds.models.download import download_files, download_weights
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.size import shape_of
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.planning.budgets import largest_decoding, largest_scoring
 from ppo_ds.ppo.minibatches import scatter_tokens
 from ppo_ds.rollout.base import Generator
 from ppo_ds.run.microbatches import forward_rows

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MistralConfig, NemotronConfig
 
-from ppo_ds.assemble.layouts import choose_layouts
+from ppo_ds.assemble.ppo_models import choose_layouts
 from ppo_ds.models import packed_attention as attention
 from ppo_ds.models.policy import Policy
 

@@ -18,8 +18,8 @@ from benchmarks import against, ppo_step, trl_step
 from benchmarks.counting import Lengths, Sizes, decode_traffic, phase_flops
 from benchmarks.options import overrides, parsed
 from benchmarks.report import Limits, figures, limit_fractions, table
+from ppo_ds.compute.sizes import Size
 from ppo_ds.errors import UserError
-from ppo_ds.ops.flops import Size
 from ppo_ds.run.performance import UpdateCost
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,8 @@ from ppo_ds.engine.memory_budget import (
     free_bytes,
     plan_generation,
 )
-from ppo_ds.models.size import decoding_bytes
+from ppo_ds.models.size import shape_of
+from ppo_ds.planning.model_memory import decode_bytes_bound
 from tests.engine.test_checkpoint import launch
 from tests.support.ranks import RankServer
 
@@ -222,6 +223,6 @@ def test_decoding_takes_cache_activations_and_logits() -> None:
     lm = LlamaForCausalLM(LlamaConfig(vocab_size=23, **shape))
     # in fp32, a token needs 2 layers x a key and a value of 4 numbers, and 4 x 8 + 3 x 12 activations; a row
     # needs four copies of its 23 logits
-    assert decoding_bytes(lm, tokens=10, rows=3, logit=16) == 10 * (64 + 272) + 3 * 368
+    assert decode_bytes_bound(shape_of(lm), 10, 3, 4, 16) == 10 * (64 + 272) + 3 * 368
     bf16 = lm.to(torch.bfloat16)
-    assert decoding_bytes(bf16, tokens=10, rows=3, logit=14) == 10 * (32 + 136) + 3 * (46 + 276)
+    assert decode_bytes_bound(shape_of(bf16), 10, 3, 2, 14) == 10 * (32 + 136) + 3 * (46 + 276)

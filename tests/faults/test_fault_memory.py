@@ -11,10 +11,10 @@ import psutil
 import pytest
 import yaml
 
-from ppo_ds.assemble.memory_estimate import USABLE, Hardware
-from ppo_ds.assemble.token_budgets import resolve
 from ppo_ds.config.validation import validated
 from ppo_ds.engine.memory_budget import cpu_memory
+from ppo_ds.planning.budgets import resolve
+from ppo_ds.planning.run_memory import USABLE, Hardware
 from ppo_ds.tools.doctor.ppo import plan_ppo
 from ppo_ds.tools.doctor.report import Report
 from tests.faults.forked import Ranks

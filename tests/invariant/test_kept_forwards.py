@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_ds.assemble.algorithm import kept_roles
+from ppo_ds.planning.forwards import kept_roles
 from tests.invariant import invariant_assets
 from tests.invariant.invariant_runs import ASSETS, Case, Launches, case, staged
 from tests.ppo.preset_runs import composed

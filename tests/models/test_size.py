@@ -16,8 +16,8 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
+from ppo_ds.compute.sizes import Size, forward_flops
 from ppo_ds.models.size import size_of
-from ppo_ds.ops.flops import Size, forward_flops
 
 SHAPE = {
     "vocab_size": 10,

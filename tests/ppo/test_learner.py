@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.assemble.algorithm import selects_tokens, token_selection
+from ppo_ds.assemble.algorithm import token_selection
 from ppo_ds.config.sections.algo import PolicyConfig
+from ppo_ds.planning.forwards import selects_tokens
 from ppo_ds.types import Sequences
 from tests.ppo.learner_cases import (
     ANSWERS,

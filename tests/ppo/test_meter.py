@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppo_ds.ops.flops import Size
+from ppo_ds.compute.sizes import Size
 from ppo_ds.ppo.meter import Meter
 from ppo_ds.run.performance import Capacity, UpdateCost
 from tests.ppo.algo_cases import make_experience, without_critic

@@ -8,8 +8,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from ppo_ds.assemble.algorithm import old_logprobs_source, pretraining
+from ppo_ds.assemble.algorithm import pretraining
 from ppo_ds.config.schema import uses_reference
+from ppo_ds.planning.forwards import old_logprobs_source
 from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, kl_estimator, maker, without, without_critic
 from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, learner, on_policy
 from tests.ppo.preset_runs import composed

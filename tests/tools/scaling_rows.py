@@ -11,10 +11,11 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from ppo_ds.assemble.memory_estimate import Hardware, Models, estimate
-from ppo_ds.assemble.token_budgets import resolve, with_numbers
 from ppo_ds.config.schema import Config, reward_models
 from ppo_ds.models.tokenizer import load_tokenizer
+from ppo_ds.planning.budgets import resolve, with_numbers
+from ppo_ds.planning.ppo_memory import Models, estimate
+from ppo_ds.planning.run_memory import Hardware
 from ppo_ds.tools.doctor.gpus import GPUS
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.rates import Assumptions, Machine

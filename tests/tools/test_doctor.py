@@ -22,17 +22,6 @@ from transformers import (
 )
 
 from launch import doctor
-from ppo_ds.assemble.finetune_memory import FinetuneMemory
-from ppo_ds.assemble.memory_estimate import (
-    Estimate,
-    FrozenModel,
-    Hardware,
-    Models,
-    RunMemory,
-    _Estimator,
-    estimate,
-)
-from ppo_ds.assemble.token_budgets import used_budgets, with_cpu_limits
 from ppo_ds.compute import matmul
 from ppo_ds.compute.linear_logprobs import GPU_BLOCK, KEPT
 from ppo_ds.config.schema import Config
@@ -41,7 +30,11 @@ from ppo_ds.models import tiny
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.size import planned_shape, shape_of
 from ppo_ds.models.tokenizer import load_tokenizer
-from ppo_ds.ops.memory import (
+from ppo_ds.ops.token_sampling import draw
+from ppo_ds.planning.budgets import used_budgets, with_cpu_limits
+from ppo_ds.planning.finetune_memory import FinetuneMemory
+from ppo_ds.planning.model_memory import (
+    Engine,
     EngineMemory,
     Shape,
     activation_bytes,
@@ -52,10 +45,10 @@ from ppo_ds.ops.memory import (
     output_bytes,
     sampling_bytes,
     static_decode_bytes,
-    trained_engine,
 )
-from ppo_ds.ops.token_sampling import draw
-from ppo_ds.ops.vllm_memory import COMMUNICATOR, GRAPHS
+from ppo_ds.planning.ppo_memory import Models, PPOMemory, estimate
+from ppo_ds.planning.run_memory import Estimate, FrozenModel, Hardware, RunMemory
+from ppo_ds.planning.vllm_memory import COMMUNICATOR, GRAPHS
 from ppo_ds.rollout import vllm_support
 from ppo_ds.tools.doctor.cluster import Cluster
 from ppo_ds.tools.doctor.finetune import plan_finetuning
@@ -74,16 +67,34 @@ WORKER = Path(__file__).with_name("memory_worker.py")
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
 # two layers and 1000 parameters, of which the head has 100
-SMALL = Shape(1000, 1000, 100, 100, 100, False, 20, 2, 5, 12, True, 2, 4, 2)
-BIG = Shape(10**9, 10**9, 10**8, 10**8, 10**8, False, 10**5, 10, 1000, 4000, True, 10, 1000, 1000)
+LAYERS = {"layers": 2, "width": 4, "kv_width": 2, "heads": 2, "inner": 12, "gated": True}
+SIZES = {"head": 100, "vocabulary": 20, "hidden": 5, "largest_trained": 100, "largest_tensor": 100} | LAYERS
+SMALL = Shape(body=800, parameters=1000, trained=1000, **SIZES)
+BIG = Shape(
+    body=8 * 10**8,
+    parameters=10**9,
+    trained=10**9,
+    largest_trained=10**8,
+    largest_tensor=10**8,
+    head=10**8,
+    vocabulary=10**5,
+    layers=10,
+    hidden=1000,
+    inner=4000,
+    gated=True,
+    heads=10,
+    width=1000,
+    kv_width=1000,
+)
 CRITIC = replace(SMALL, head=0)
-ADAPTED = Shape(1100, 100, 10, 100, 100, False, 20, 2, 5, 12, True, 2, 4, 2)
+ADAPTED = Shape(body=900, parameters=1100, trained=100, **SIZES | {"largest_trained": 10})
 
 
 def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, **more: bool) -> EngineMemory:
-    return trained_engine(
-        shape, stage=stage, each=each, communication=each, scaled=False, ranks=ranks, bucket=400, **more
+    settings = Engine(
+        stage=stage, each=each, communication=each, scaled=False, ranks=ranks, bucket=400, **more
     )
+    return settings.memory(shape)
 
 
 # Master weights, each of the two moments, and gradients take 4 bytes per parameter in fp32. With a quarter of
@@ -367,7 +378,8 @@ def finetune_estimate(*arguments: str, shape: Shape, longest: int, evaluated: in
         compose(*stage, "sft.batch_size=8", "actor.model.dtype=fp32", *arguments, ranks=4)
     )
     hardware = Hardware(4, 80 * GIB)
-    return FinetuneMemory(config, "actor", shape, hardware, longest, evaluated).estimate()
+    sizes = {"name": "actor", "shape": shape, "longest": longest, "evaluated": evaluated}
+    return FinetuneMemory(config, hardware, **sizes).estimate()
 
 
 def test_memory_of_fine_tuning() -> None:
@@ -394,7 +406,9 @@ def test_a_pair_of_texts_is_in_one_forward() -> None:
         compose(*stage, "reward_model.batch_size=8", small, "scorer.model.dtype=fp32", ranks=4)
     )
     shape = replace(SMALL, head=0)
-    memory = FinetuneMemory(config, "scorer", shape, Hardware(4, 80 * GIB), 10, 0)
+    memory = FinetuneMemory(
+        config, Hardware(4, 80 * GIB), name="scorer", shape=shape, longest=10, evaluated=0
+    )
     assert (memory.update_rows, memory.forward_tokens(1, memory.update_rows)) == (4, 20)
     assert memory.head_positions(20) == 2
     engine = memory.engines["scorer"]
@@ -457,7 +471,7 @@ def test_a_kept_graph_of_the_critic_is_there_in_the_backward_of_the_actor() -> N
 
     def update(reuse: str, *arguments: str) -> int:
         config = plan(*one_step, f"memory.reuse_forwards={reuse}", "memory.train_tokens=1", *arguments)
-        memory = _Estimator(config, models(config, critic=CRITIC), GPU, 8)
+        memory = PPOMemory(config, models(config, critic=CRITIC), GPU, 8)
         memory.engines = {
             name: replace(engine, gradients=0, step=0, bucket=gradients)
             for name, engine in memory.engines.items()

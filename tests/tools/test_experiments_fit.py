@@ -7,16 +7,17 @@ from math import ceil
 import pytest
 
 from launch.cli import CONF
-from ppo_ds.assemble.memory_estimate import Estimate, Hardware, estimate
-from ppo_ds.assemble.token_budgets import (
+from ppo_ds.config.schema import Config, reward_models
+from ppo_ds.models.tokenizer import load_tokenizer
+from ppo_ds.planning.budgets import (
     GPU_LIMITS,
     MAX_DECODED_ROWS,
     STEP,
     resolve,
     with_numbers,
 )
-from ppo_ds.config.schema import Config, reward_models
-from ppo_ds.models.tokenizer import load_tokenizer
+from ppo_ds.planning.ppo_memory import estimate
+from ppo_ds.planning.run_memory import Estimate, Hardware
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.ppo import disk_bytes
 from ppo_ds.tools.doctor.report import Report, check_disk

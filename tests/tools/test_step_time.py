@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from ppo_ds.assemble.memory_estimate import Estimate, FrozenModel, Models
+from ppo_ds.compute.sizes import Shape
 from ppo_ds.config.schema import Config
 from ppo_ds.errors import UserError
-from ppo_ds.ops.decode_work import DecodeWork, decode_work, response_lengths
-from ppo_ds.ops.memory import Shape
-from ppo_ds.ops.vllm_memory import VllmMemory
+from ppo_ds.planning.decode_work import DecodeWork, decode_work, response_lengths
+from ppo_ds.planning.ppo_memory import Models
+from ppo_ds.planning.run_memory import Estimate, FrozenModel
+from ppo_ds.planning.vllm_memory import VllmMemory
 from ppo_ds.tools.doctor.cluster import Cluster, cluster_of
 from ppo_ds.tools.doctor.gpus import GPUS, Device, find_gpu, recognized
 from ppo_ds.tools.doctor.rates import Assumptions, Machine, read_assumptions
@@ -39,7 +40,22 @@ ASSUMED = Assumptions(
     host_gb=2e-6,
 )
 # The model of tests/ops/test_flops.py: 1192 parameters in the body, an embedding and a head of 80 each.
-ACTOR = Shape(1352, 1352, 128, 128, 80, False, 10, 2, 8, 16, True, 2, 8, 4)
+ACTOR = Shape(
+    body=1192,
+    head=80,
+    parameters=1352,
+    trained=1352,
+    largest_trained=128,
+    largest_tensor=128,
+    vocabulary=10,
+    layers=2,
+    hidden=8,
+    inner=16,
+    gated=True,
+    heads=2,
+    width=8,
+    kv_width=4,
+)
 CRITIC = replace(ACTOR, parameters=1272, trained=1272, head=0)
 MODELS = Models(ACTOR, CRITIC, FrozenModel(ACTOR, 2, False, False), {}, 5)
 WHOLE = Estimate({}, {}, 0, {}, "weights whole on each rank")

@@ -75,7 +75,7 @@ class MemoryConfig(Section):
     actual rows.
     """
 
-    # A run replaces auto by a number before it uses a budget (assemble/token_budgets.py).
+    # A run replaces auto by a number before it uses a budget (planning/budgets.py).
 
     rollout_tokens: Count | Literal["auto"] = Field(
         "auto",

@@ -6,9 +6,9 @@ import os
 
 import torch
 
+from ppo_ds.compute.sizes import Shape
 from ppo_ds.distributed.threads import own_cores, share, user_limit
 from ppo_ds.engine.peak import Clock, bytes_per_s, gemm_flops_per_s
-from ppo_ds.ops.memory import Shape
 from ppo_ds.tools.doctor.gpus import Device
 
 ROWS = 2048  # tokens of a product

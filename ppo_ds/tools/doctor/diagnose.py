@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from ppo_ds.assemble.banner import batch_equation
-from ppo_ds.assemble.memory_estimate import USABLE, Estimate, Hardware
 from ppo_ds.assemble.preflight import check_engine_package
-from ppo_ds.assemble.token_budgets import automatic, resolve, used_budgets, with_numbers
 from ppo_ds.compute import matmul
 from ppo_ds.config.schema import Config, main_model_path, trained_models
 from ppo_ds.engine.memory_budget import GIB, cpu_memory, format_bytes
+from ppo_ds.planning.budgets import automatic, resolve, used_budgets, with_numbers
+from ppo_ds.planning.run_memory import USABLE, Estimate, Hardware
 from ppo_ds.tools.doctor.cluster import Cluster
 from ppo_ds.tools.doctor.cpu_rates import cpu_device
 from ppo_ds.tools.doctor.finetune import batch_line, plan_finetuning

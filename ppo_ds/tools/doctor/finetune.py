@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from ppo_ds.assemble.finetune_memory import batch_of, estimate_finetuning
-from ppo_ds.assemble.memory_estimate import BYTES, Hardware
 from ppo_ds.assemble.preflight import check_vocabulary
 from ppo_ds.assemble.sft import answered_tokens
 from ppo_ds.assemble.shared import evaluated_rows
+from ppo_ds.compute.sizes import causal_pairs, forward_flops
 from ppo_ds.config.registry import import_target
 from ppo_ds.config.schema import Config, averaged_models
 from ppo_ds.models.size import planned_shape
-from ppo_ds.ops.flops import causal_pairs, forward_flops
+from ppo_ds.planning.finetune_memory import batch_of, estimate_finetuning
+from ppo_ds.planning.run_memory import BYTES, Hardware
 from ppo_ds.tools.doctor.model_shapes import describe_shape
 from ppo_ds.tools.doctor.plan import STATE_BYTES, Plan
 from ppo_ds.tools.doctor.report import Report
@@ -61,7 +61,7 @@ def plan_finetuning(config: Config, hardware: Hardware, report: Report) -> Plan 
         return None
     averaged = role.ema.decay is not None
     rows = batch.size * batch.texts
-    forward = forward_flops(shape.size, rows * longest, rows * causal_pairs([longest]), rows * longest)
+    forward = forward_flops(shape, rows * longest, rows * causal_pairs([longest]), rows * longest)
     return Plan(
         partial(
             estimate_finetuning,

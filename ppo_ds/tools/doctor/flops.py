@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from ppo_ds.assemble.memory_estimate import Models
+from ppo_ds.compute.sizes import Shape, causal_pairs, forward_flops
 from ppo_ds.config.schema import Config, rollout_size
 from ppo_ds.config.sections.models import InheritedModelConfig, ModelConfig
-from ppo_ds.ops.flops import causal_pairs, forward_flops
-from ppo_ds.ops.memory import Shape
+from ppo_ds.planning.ppo_memory import Models
 
 
 def step_flops(config: Config, models: Models, longest_prompt: int | None = None) -> int:
@@ -19,7 +18,7 @@ def step_flops(config: Config, models: Models, longest_prompt: int | None = None
     length = prompt + response
 
     def forward(shape: Shape) -> int:
-        return forward_flops(shape.size, rows * length, rows * causal_pairs([length]), rows * response)
+        return forward_flops(shape, rows * length, rows * causal_pairs([length]), rows * response)
 
     trained: list[tuple[Shape, ModelConfig | InheritedModelConfig]] = [(models.actor, config.actor.model)]
     if models.critic is not None:

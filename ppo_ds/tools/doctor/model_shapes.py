@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from ppo_ds.assemble.memory_estimate import BYTES, FrozenModel, Models
 from ppo_ds.assemble.roles import CLASSIFIER, critic_start
+from ppo_ds.compute.sizes import Shape
 from ppo_ds.config.schema import Config, all_rewards, has_critic, reference_is_base, uses_reference
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.models.size import planned_own_code_shape, planned_shape
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.ops.memory import Shape
+from ppo_ds.planning.ppo_memory import Models
+from ppo_ds.planning.run_memory import FrozenModel
 from ppo_ds.tools.doctor.report import Report
 
 
@@ -75,7 +76,7 @@ def _reference(config: Config) -> FrozenModel | None:
         return None
     section = ModelConfig(**model.model_dump())
     shape = planned_shape(section, classifier=False, trained=False, key="reference.model.path")
-    return FrozenModel(shape, BYTES[model.dtype or "bf16"], zero.stage == 3, zero.offload_params)
+    return FrozenModel.of(shape, model.dtype or "bf16", zero)
 
 
 def _rewards(config: Config, report: Report, loaded: set[Any]) -> dict[str, FrozenModel]:
@@ -97,7 +98,7 @@ def _rewards(config: Config, report: Report, loaded: set[Any]) -> dict[str, Froz
                 partial(describe_shape, model.path),
             )
             if shape is not None:
-                rewards[key] = FrozenModel(shape, BYTES[model.dtype], zero.stage == 3, zero.offload_params)
+                rewards[key] = FrozenModel.of(shape, model.dtype, zero)
         loaded.add(identity)
     return rewards
 

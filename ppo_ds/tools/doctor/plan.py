@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ppo_ds.assemble.memory_estimate import Estimate
+from ppo_ds.compute.sizes import Shape
 from ppo_ds.config.schema import Config
-from ppo_ds.ops.memory import Shape
+from ppo_ds.planning.run_memory import Estimate
 from ppo_ds.tools.doctor.rates import Machine
 from ppo_ds.tools.doctor.step_time import StepTime
 

@@ -14,7 +14,6 @@ from ppo_ds.assemble.data import (
     describe_rows,
     stop_ids,
 )
-from ppo_ds.assemble.memory_estimate import BYTES, Hardware, Models, estimate
 from ppo_ds.assemble.preflight import (
     check_engine_model,
     check_rewards,
@@ -25,6 +24,8 @@ from ppo_ds.config.schema import Config, all_rewards
 from ppo_ds.config.targets import bind
 from ppo_ds.data.prompts import PromptStream
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.planning.ppo_memory import Models, estimate
+from ppo_ds.planning.run_memory import BYTES, Hardware
 from ppo_ds.tools.doctor.flops import step_flops
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.plan import STATE_BYTES, Plan

@@ -17,9 +17,8 @@ from functools import cached_property
 
 import torch
 
-from ppo_ds.assemble.algorithm import old_logprobs_source
-from ppo_ds.assemble.memory_estimate import Estimate, FrozenModel, Models
 from ppo_ds.compute.batching import padded_tokens, plan_forwards
+from ppo_ds.compute.sizes import Shape, causal_pairs, decode_bytes, forward_flops
 from ppo_ds.config.schema import (
     Config,
     TrainedConfig,
@@ -30,10 +29,12 @@ from ppo_ds.config.schema import (
     uses_reference,
 )
 from ppo_ds.engine.zero import RANKS_16_BIT_SUM
-from ppo_ds.ops.decode_work import decode_work, response_lengths
-from ppo_ds.ops.flops import causal_pairs, decode_bytes, forward_flops
-from ppo_ds.ops.memory import FP32, Shape, kv_cache_bytes
-from ppo_ds.ops.vllm_memory import BATCHED_TOKENS, SEQUENCES, VllmMemory, kv_heads
+from ppo_ds.planning.decode_work import decode_work, response_lengths
+from ppo_ds.planning.forwards import old_logprobs_source
+from ppo_ds.planning.model_memory import FP32, kv_cache_bytes
+from ppo_ds.planning.ppo_memory import Models
+from ppo_ds.planning.run_memory import Estimate, FrozenModel
+from ppo_ds.planning.vllm_memory import BATCHED_TOKENS, SEQUENCES, VllmMemory, kv_heads
 from ppo_ds.rollout.continuous_batch import PREFILL_TOKENS, fast_batch_size
 from ppo_ds.tools.doctor.rates import Machine
 
@@ -135,7 +136,7 @@ class StepTime(ABC):
         self, shape: Shape, dtype: str, each: int, passes: Passes, sharded: bool, role: TrainedConfig | None
     ) -> PhaseTime:
         """Returns the time of forwards without gradients."""
-        flops = forward_flops(shape.size, passes.tokens, passes.pairs, passes.head_positions)
+        flops = forward_flops(shape, passes.tokens, passes.pairs, passes.head_positions)
         compute = self.machine.products(flops, dtype, self.assumed.forward)
         launches = self.machine.launches(passes.count * shape.layers, self.assumed.launch_us)
         links = passes.count * self.gather(shape, each, role) if sharded else 0.0
@@ -149,7 +150,7 @@ class StepTime(ABC):
         each = FP32 if dtype == "fp32" else 2
         # the forward, the gradients of activations, those of weights unless most are frozen, recomputation
         forwards = 2 + (2 * shape.trained > shape.parameters) + bool(role.model.gradient_checkpointing)
-        flops = forward_flops(shape.size, passes.tokens, passes.pairs, passes.head_positions)
+        flops = forward_flops(shape, passes.tokens, passes.pairs, passes.head_positions)
         compute = steps * forwards * machine.products(flops, dtype, self.assumed.mfu)
         launches = steps * forwards * machine.launches(passes.count * shape.layers, self.assumed.launch_us)
         sent = shape.trained * (FP32 if ranks > RANKS_16_BIT_SUM else each)
@@ -255,17 +256,13 @@ class PPOTime(StepTime):
         prefills = max(-(-prefilled // PREFILL_TOKENS), -(-len(responses) // slots))
         forwards = work.steps + prefills
 
-        prefill = machine.products(
-            forward_flops(shape.size, prefilled, pairs, 0), dtype, self.assumed.forward
-        )
+        prefill = machine.products(forward_flops(shape, prefilled, pairs, 0), dtype, self.assumed.forward)
         decode = machine.products(
-            forward_flops(shape.size, work.row_steps, work.contexts, work.row_steps),
+            forward_flops(shape, work.row_steps, work.contexts, work.row_steps),
             dtype,
             self.assumed.decode_mfu,
         )
-        read = machine.memory(
-            decode_bytes(shape.size, work.steps, work.contexts, self.each), self.assumed.decode
-        )
+        read = machine.memory(decode_bytes(shape, work.steps, work.contexts, self.each), self.assumed.decode)
         graphs = machine.on_gpu and not self.layerwise and self.config.rollout.backend != "hf"
         between = self.assumed.graph_us if graphs else self.assumed.launch_us
         launches = machine.launches(work.steps * (shape.layers + HEAD_LAYERS), between)
@@ -304,15 +301,15 @@ class PPOTime(StepTime):
         prefills = max(-(-prefilled // BATCHED_TOKENS), -(-len(rows) // slots))
 
         prefill = machine.products(
-            forward_flops(shape.size, prefilled, pairs, 0) / group, dtype, self.assumed.forward
+            forward_flops(shape, prefilled, pairs, 0) / group, dtype, self.assumed.forward
         )
         decode = machine.products(
-            forward_flops(shape.size, work.row_steps, work.contexts, work.row_steps) / group,
+            forward_flops(shape, work.row_steps, work.contexts, work.row_steps) / group,
             dtype,
             self.assumed.decode_mfu,
         )
-        weights = decode_bytes(shape.size, work.steps, 0, self.each) / group
-        cache = decode_bytes(shape.size, 0, work.contexts, self.each) / shards
+        weights = decode_bytes(shape, work.steps, 0, self.each) / group
+        cache = decode_bytes(shape, 0, work.contexts, self.each) / shards
         read = machine.memory(weights + cache, self.assumed.decode)
         graphs = machine.on_gpu and not settings.enforce_eager
         between = self.assumed.graph_us if graphs else self.assumed.launch_us

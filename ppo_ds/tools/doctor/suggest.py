@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ppo_ds.assemble.memory_estimate import Estimate
-from ppo_ds.assemble.token_budgets import used_budgets
 from ppo_ds.config.schema import (
     Config,
     TrainedConfig,
@@ -20,6 +18,8 @@ from ppo_ds.config.schema import (
 )
 from ppo_ds.config.text import show
 from ppo_ds.config.types import replace
+from ppo_ds.planning.budgets import used_budgets
+from ppo_ds.planning.run_memory import Estimate
 
 Setting = tuple[str, Any]
 WORTHWHILE = 0.98  # a single change is suggested only if it reduces the peak below this share

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from ppo_ds.assemble.memory_estimate import Estimate
 from ppo_ds.config.schema import Config
+from ppo_ds.planning.run_memory import Estimate
 from ppo_ds.tools.doctor.plan import Plan
 from ppo_ds.tools.doctor.rates import DESCRIPTIONS, Machine
 from ppo_ds.tools.doctor.step_time import PhaseTime

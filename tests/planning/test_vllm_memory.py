@@ -6,21 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from ppo_ds.ops.memory import Shape
-from ppo_ds.ops.vllm_memory import (
+from ppo_ds.compute.sizes import Shape
+from ppo_ds.planning.vllm_memory import (
     BATCHED_TOKENS,
     COMMUNICATOR,
     GRAPHS,
     SEQUENCES,
     VllmMemory,
-    parallel_problem,
-    sleep_level,
+    engine_memory,
     vllm_activation_bytes,
     vllm_cache_bytes,
     vllm_cache_tokens,
-    vllm_memory,
     vllm_weight_bytes,
 )
+from ppo_ds.rollout.vllm_support import parallel_problem, sleep_level
+from ppo_ds.tools.doctor.suggest import with_settings
+from tests.config.commands import MINIMAL, compose
 
 # Qwen2.5-72B: two embeddings of 152,064 x 8,192; in each of 80 layers the queries and the output (8,192 x
 # 8,192), keys and values (8,192 x 1,024), three matrices of 8,192 x 29,568, biases and norms
@@ -28,12 +29,12 @@ EMBEDDING = 152_064 * 8192
 LAYER = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 29_568 + (8192 + 2 * 1024) + 2 * 8192
 PARAMETERS = 2 * EMBEDDING + 80 * LAYER + 8192
 QWEN_72B = Shape(
+    body=PARAMETERS - 2 * EMBEDDING,
     parameters=PARAMETERS,
     trained=PARAMETERS,
     largest_trained=EMBEDDING,
     largest_tensor=EMBEDDING,
     head=EMBEDDING,
-    tied=False,
     vocabulary=152_064,
     layers=80,
     hidden=8192,
@@ -98,7 +99,7 @@ def test_the_engine_sleeps_deeply_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "graphs", "on_gpu", "kept"),
+    ("ranks", "graphs", "on_gpu", "kept"),  # enforce_eager records no graphs
     [
         (8, True, True, GRAPHS + COMMUNICATOR),
         (8, False, True, COMMUNICATOR),
@@ -107,10 +108,13 @@ def test_the_engine_sleeps_deeply_on_a_gpu() -> None:
     ],
 )
 def test_graphs_and_communicator_are_kept(ranks: int, graphs: bool, on_gpu: bool, kept: int) -> None:
-    found = vllm_memory(
-        QWEN_72B, tensor_parallel=ranks, kv_cache=5, each=2, sampled=12, graphs=graphs, on_gpu=on_gpu
+    section = {"tensor_parallel": ranks, "enforce_eager": not graphs, "kv_cache_gb": 5}
+    config = with_settings(
+        compose(*MINIMAL, "rollout.backend=vllm"),
+        [(f"rollout.vllm.{name}", value) for name, value in section.items()],
     )
-    assert (found.kept, found.kv_cache) == (kept, 5)
+    found = engine_memory(config, QWEN_72B, 2, 1536, on_gpu)
+    assert found is not None and (found.kept, found.kv_cache) == (kept, 5 * 2**30)
 
 
 @pytest.mark.parametrize(

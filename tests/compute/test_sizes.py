@@ -4,7 +4,7 @@ The model has 2 layers of width 8 with 2 query heads and 1 key head of size 4, a
 10, and no biases.
 """
 
-from ppo_ds.ops.flops import Size, causal_pairs, decode_bytes, forward_flops
+from ppo_ds.compute.sizes import Size, causal_pairs, decode_bytes, forward_flops
 
 # A layer: q 8x8=64, k 4x8=32, v 32, o 64, gate 16x8=128, up 128, down 128, two norms of 8: together 592. Two
 # layers and the last norm have 1192, and the head 10x8=80 parameters.

@@ -1,9 +1,9 @@
 """Resolves the token budgets of the section memory that are ``auto``.
 
 A run and the doctor use the same arithmetic: a budget is the largest number for which the estimate of every
-phase (memory_estimate.py) fits into the usable memory. On a GPU, the run measures this memory after it has
-loaded the models, and the doctor uses the memory of the named GPU. On a CPU both use the machine's total
-memory, so that every start gets the same numbers.
+phase (ppo_memory.py, finetune_memory.py) fits into the usable memory. On a GPU, the run measures this memory
+after it has loaded the models, and the doctor uses the memory of the named GPU. On a CPU both use the
+machine's total memory, so that every start gets the same numbers.
 
 A resume on the same number of ranks takes the numbers of the checkpoint, since micro-batches of another size
 round differently. A budget that ran out of memory is recorded in the file memory.json of the run directory
@@ -20,18 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ppo_ds.assemble.memory_estimate import BYTES, USABLE, Estimate, Hardware, packed_bytes
+from ppo_ds.compute.sizes import Shape
 from ppo_ds.config.schema import Config, is_unused
 from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.memory_budget import format_bytes, tensor_memory
-from ppo_ds.ops.memory import (
-    Shape,
-    decode_bytes_bound,
-    inference_activation_bytes,
-    output_bytes,
-    sampling_bytes,
-)
+from ppo_ds.planning.model_memory import decode_bytes_bound, inference_activation_bytes, logit_bytes
+from ppo_ds.planning.ppo_memory import packed_bytes
+from ppo_ds.planning.run_memory import BYTES, USABLE, Estimate, Hardware
 from ppo_ds.rollout.continuous_batch import PREFILL_TOKENS
 from ppo_ds.run.stage import RunContext
 from ppo_ds.run.token_budgets import TokenBudget, TokenBudgets
@@ -161,7 +157,7 @@ def largest_decoding(config: Config, world: World, policy: Shape, row_tokens: in
     each, on_gpu = BYTES[config.actor.model.dtype], world.device.type == "cuda"
     weights = each * policy.parameters
     usable = int(USABLE * tensor_memory(world, weights)) - weights - packed_bytes(config, policy, on_gpu)
-    logit = output_bytes(each, on_gpu) + sampling_bytes(config.sampling.top_k, config.sampling.top_p)
+    logit = logit_bytes(each, on_gpu, config.sampling.top_k, config.sampling.top_p)
 
     def fits(tokens: int) -> bool:
         decoded = max(1, min(rows, tokens // row_tokens))

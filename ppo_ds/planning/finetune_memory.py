@@ -5,10 +5,12 @@ The estimate assumes that all tokens of a row are learned."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from ppo_ds.assemble.memory_estimate import Estimate, Hardware, RunMemory
+from ppo_ds.compute.sizes import Shape
 from ppo_ds.config.schema import Config
-from ppo_ds.ops.memory import Shape, decode_bytes_bound, output_bytes, sampling_bytes
+from ppo_ds.planning.model_memory import decode_bytes_bound, logit_bytes
+from ppo_ds.planning.run_memory import Estimate, Hardware, RunMemory
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,10 @@ class FinetuneMemory(RunMemory):
     def __init__(
         self,
         config: Config,
+        hardware: Hardware,
+        *,
         name: str,
         shape: Shape,
-        hardware: Hardware,
         longest: int,
         evaluated: int,
         answers: tuple[int, int] = (0, 0),
@@ -75,7 +78,7 @@ class FinetuneMemory(RunMemory):
         most = max(1, int(self.config.memory.rollout_tokens) // self.answer_tokens)
         rows = min(self.answers, most)
         gathered = each * shape.parameters if section.zero.stage == 3 else 0
-        logit = output_bytes(each, self.hardware.on_gpu) + sampling_bytes(top_k=1, top_p=1.0)  # greedy
+        logit = logit_bytes(each, self.hardware.on_gpu, top_k=1, top_p=1.0)  # greedy
         return gathered + decode_bytes_bound(shape, rows * self.answer_tokens, rows, each, logit)
 
     def head_positions(self, tokens: int) -> int:
@@ -83,15 +86,6 @@ class FinetuneMemory(RunMemory):
         return tokens if self.shapes[self.name].head else tokens // self.length
 
 
-def estimate_finetuning(
-    config: Config,
-    hardware: Hardware,
-    *,
-    name: str,
-    shape: Shape,
-    longest: int,
-    evaluated: int,
-    answers: tuple[int, int] = (0, 0),
-) -> Estimate:
+def estimate_finetuning(config: Config, hardware: Hardware, **sizes: Any) -> Estimate:
     """Estimates the memory of a run on one rank; FinetuneMemory documents the arguments."""
-    return FinetuneMemory(config, name, shape, hardware, longest, evaluated, answers).estimate()
+    return FinetuneMemory(config, hardware, **sizes).estimate()

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppo_ds.ops.memory import FP32, Shape, kv_cache_bytes
+from ppo_ds.compute.sizes import Shape
+from ppo_ds.config.schema import Config
+from ppo_ds.engine.gather import GATHER_ELEMENTS
+from ppo_ds.planning.model_memory import FP32, kv_cache_bytes, sampling_bytes
+
+GIB = 2**30
 
 # tokens of the largest block of the KV cache (vLLM's default on a CPU); one block is never used
 BLOCK = 128
@@ -55,35 +60,9 @@ class VllmMemory:
         return self.weights if sleep == 1 else 0
 
 
-def sleep_level(setting: int | str, on_gpu: bool) -> int:
-    """Resolves rollout.vllm.sleep. The weights are always sent again, so auto frees them on a GPU."""
-    if setting == "auto":
-        return 2 if on_gpu else 0
-    return int(setting)
-
-
 def kv_heads(shape: Shape) -> int:
     """Returns the number of heads of the keys."""
     return max(1, shape.heads * shape.kv_width // max(1, shape.width))
-
-
-def parallel_problem(heads: int, keys: int, inner: int, tensor_parallel: int) -> str | None:
-    """Returns why vLLM cannot divide a model among this many ranks and which numbers fit; None if it can.
-
-    vLLM divides the attention heads and the ``inner`` neurons of the MLP evenly. The heads of the keys are
-    divided too, or repeated if there are fewer of them than ranks.
-    """
-
-    def fits(ranks: int) -> bool:
-        return not (heads % ranks or inner % ranks or (keys % ranks and ranks % keys))
-
-    if fits(tensor_parallel):
-        return None
-    smaller = ", ".join(str(ranks) for ranks in range(1, tensor_parallel) if fits(ranks))
-    return (
-        f"vLLM cannot divide {heads} attention heads, {keys} key-value heads and {inner} neurons of the MLP "
-        f"evenly among {tensor_parallel} ranks; use one of {smaller}"
-    )
 
 
 def vllm_weight_bytes(shape: Shape, tensor_parallel: int, each: int) -> int:
@@ -121,31 +100,43 @@ def vllm_activation_bytes(shape: Shape, tensor_parallel: int, each: int, sampled
     """Computes the peak of a step: a layer of a prefill, or the logits of all sequences while sampling.
 
     ``sampled`` is the number of bytes per logit that sampling takes beyond the logits
-    (ops/memory.py:sampling_bytes). Every rank has the logits of the whole vocabulary.
+    (sampling_bytes). Every rank has the logits of the whole vocabulary.
     """
     layer = 3 * shape.hidden + (3 if shape.gated else 2) * shape.inner // tensor_parallel
     logits = SEQUENCES * shape.vocabulary * (each + FP32 + sampled)
     return max(BATCHED_TOKENS * each * layer, logits)
 
 
-def vllm_memory(
-    shape: Shape,
-    *,
-    tensor_parallel: int,
-    kv_cache: int,
-    each: int,
-    sampled: int,
-    graphs: bool,
-    on_gpu: bool,
-) -> VllmMemory:
-    """Computes the memory of an engine whose KV cache takes ``kv_cache`` bytes of each rank.
+def engine_memory(config: Config, shape: Shape, each: int, longest: int, on_gpu: bool) -> VllmMemory | None:
+    """Computes the memory of the engine; None if the decode backend has none.
 
-    ``graphs`` is whether it records CUDA graphs; for ``sampled`` see vllm_activation_bytes.
+    Args:
+        shape: The shape of the actor.
+        each: Bytes per weight.
+        longest: Tokens of the longest prompt with its response.
     """
-    communicator = COMMUNICATOR if on_gpu and tensor_parallel > 1 else 0
+    settings, sampling = config.rollout.vllm, config.sampling
+    if config.rollout.backend != "vllm":
+        return None
+    group = settings.tensor_parallel
+    if settings.kv_cache_gb is not None:
+        cache = int(settings.kv_cache_gb * GIB)
+    else:
+        tokens = vllm_cache_tokens(int(config.memory.rollout_tokens), longest, group)
+        cache = vllm_cache_bytes(shape, tokens, group, each)
+    graphs = GRAPHS if on_gpu and not settings.enforce_eager else 0
     return VllmMemory(
-        weights=vllm_weight_bytes(shape, tensor_parallel, each),
-        kv_cache=kv_cache,
-        activations=vllm_activation_bytes(shape, tensor_parallel, each, sampled),
-        kept=(GRAPHS if graphs else 0) + communicator,
+        weights=vllm_weight_bytes(shape, group, each),
+        kv_cache=cache,
+        activations=vllm_activation_bytes(shape, group, each, sampling_bytes(sampling.top_k, sampling.top_p)),
+        kept=graphs + (COMMUNICATOR if on_gpu and group > 1 else 0),
     )
+
+
+def synced_bytes(shape: Shape, each: int, sharded: bool) -> int:
+    """Computes what a transfer of all weights to the engine takes at its peak, besides the engine.
+
+    Weights are copied layer by layer (HybridActor.weights). If they are ``sharded``, they are also gathered.
+    """
+    largest = max(shape.largest_tensor, shape.body // shape.layers)
+    return (2 if sharded else 1) * each * min(shape.parameters, GATHER_ELEMENTS + largest)

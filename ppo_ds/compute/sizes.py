@@ -1,4 +1,4 @@
-"""FLOPs and bytes of a transformer's forward passes, computed from its sizes.
+"""Sizes of a transformer, and the FLOPs and bytes of its forward passes, computed from them.
 
 The numbers are lower bounds for any implementation.
 
@@ -18,11 +18,30 @@ class Size:
     """Sizes of a model that determine its compute and its memory traffic."""
 
     body: int  # parameters other than the input embedding and the head
-    head: int  # parameters of the head, even if tied to the input embedding
+    head: int  # parameters of the LM head, even if tied to the input embedding; 0 for a classifier
     layers: int
     width: int  # width of the queries: heads x head size
     kv_width: int  # width of the keys, and of the values: key heads x head size
     idle: int = 0  # parameters of the body that a token does not use (experts that are not selected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape(Size):
+    """Sizes of a model that determine its memory. A tied parameter counts once."""
+
+    parameters: int
+    trained: int  # trained parameters: all, or adapters and a score head
+    largest_trained: int  # elements of the largest trained tensor
+    largest_tensor: int  # elements of the largest tensor
+    vocabulary: int
+    hidden: int
+    inner: int  # width of the MLP; for a mixture of experts, the sum over the experts that a token uses
+    gated: bool
+    heads: int
+    fused: bool = True  # the attention kernel materialises no tokens x tokens matrix
+    head_norms: bool = False  # queries and keys are normalised
+    makes_logits: bool = False  # an operation follows the LM head, so the logits must be materialised
+    linear: int = 0  # weights of linear layers, the LM head included
 
 
 def causal_pairs(lengths: Iterable[int]) -> int:

@@ -15,11 +15,13 @@ import psutil
 import pytest
 import torch
 
-from ppo_ds.assemble import token_budgets
 from ppo_ds.assemble.evaluation import guarded_scoring
-from ppo_ds.assemble.memory_estimate import CONTEXT, Estimate, Hardware
-from ppo_ds.assemble.token_budgets import (
+from ppo_ds.background.pending import Pending
+from ppo_ds.config.schema import Config
+from ppo_ds.engine.memory_budget import GIB, LAZY, LIBRARIES, cpu_memory, host_memory, tensor_memory
+from ppo_ds.planning.budgets import (
     CPU_LIMITS,
+    RECORD,
     automatic,
     known_budgets,
     largest,
@@ -27,10 +29,8 @@ from ppo_ds.assemble.token_budgets import (
     with_numbers,
     write_record,
 )
-from ppo_ds.background.pending import Pending
-from ppo_ds.config.schema import Config
-from ppo_ds.engine.memory_budget import GIB, LAZY, LIBRARIES, cpu_memory, host_memory, tensor_memory
-from ppo_ds.ops.vllm_memory import VllmMemory
+from ppo_ds.planning.run_memory import CONTEXT, Estimate, Hardware
+from ppo_ds.planning.vllm_memory import VllmMemory
 from ppo_ds.run.token_budgets import TokenBudget
 from tests.config.commands import MINIMAL, compose
 from tests.ppo.conftest import run_ranks
@@ -217,9 +217,9 @@ def test_a_record_of_too_little_memory_overrides_the_checkpoint(tmp_path: Path) 
             expected == 4096
         )
     assert known_budgets(compose(*MINIMAL), tmp_path, None, 4) == ({}, {}, [])  # other ranks
-    (tmp_path / token_budgets.RECORD).write_text("{")
+    (tmp_path / RECORD).write_text("{")
     assert known_budgets(compose(*MINIMAL), tmp_path, None, 2) == ({}, {}, [])
-    (tmp_path / token_budgets.RECORD).write_text(json.dumps({"train_tokens": {"before": "x"}}))
+    (tmp_path / RECORD).write_text(json.dumps({"train_tokens": {"before": "x"}}))
     assert known_budgets(compose(*MINIMAL), tmp_path, None, 2) == ({}, {}, [])
 
 

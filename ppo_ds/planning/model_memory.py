@@ -10,45 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ppo_ds.ops.flops import Size
+from ppo_ds.compute.sizes import Shape
 
 FP32 = 4
 BUCKET = 500_000_000  # reduce_bucket_size of DeepSpeed, in elements
 PREFETCH = 50_000_000  # stage3_prefetch_bucket_size
 REUSE = 1_000_000_000  # stage3_max_reuse_distance
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model that determine its memory. A tied parameter counts once."""
-
-    parameters: int
-    trained: int  # trained parameters: all, or adapters and a score head
-    largest_trained: int  # elements of the largest trained tensor
-    largest_tensor: int  # elements of the largest tensor
-    head: int  # parameters of the LM head, even if tied to the input embedding; 0 for a classifier
-    tied: bool
-    vocabulary: int
-    layers: int
-    hidden: int
-    inner: int  # width of the MLP; for a mixture of experts, the sum over the experts that a token uses
-    gated: bool
-    heads: int
-    width: int  # width of the queries
-    kv_width: int  # width of the keys
-    fused: bool = True  # the attention kernel materialises no tokens x tokens matrix
-    head_norms: bool = False  # queries and keys are normalised
-    makes_logits: bool = False  # an operation follows the LM head, so the logits must be materialised
-    idle: int = 0  # parameters of experts that a token does not use
-    linear: int = 0  # weights of linear layers, the LM head included
-
-    @property
-    def size(self) -> Size:
-        """The sizes that ops/flops.py needs."""
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied or not self.head else 2)
-        return Size(
-            self.parameters - embeddings, self.head, self.layers, self.width, self.kv_width, self.idle
-        )
 
 
 @dataclass(frozen=True)
@@ -74,117 +41,87 @@ class EngineMemory:
         return self.weights + self.masters + self.moments + self.buffers
 
 
-def trained_engine(
-    shape: Shape,
-    *,
-    stage: int,
-    each: int,
-    communication: int,
-    scaled: bool,
-    ranks: int,
-    offload_optimizer: bool = False,
-    offload_params: bool = False,
-    bucket: int = BUCKET,
-    separate_host: bool = True,
-) -> EngineMemory:
-    """Computes the memory of a DeepSpeed engine. Stage 0 in 16 bits runs as stage 1 (engine/zero.py).
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Settings of a DeepSpeed engine that determine its memory.
 
-    Args:
-        each: Bytes of a weight.
-        communication: Bytes of a gradient in the dtype in which ranks sum it (engine/zero.py).
-        scaled: Uses loss scaling (fp16).
-        bucket: reduce_bucket_size in elements.
-        separate_host: Whether the device has its own memory, as a GPU does. If not, offloading saves nothing.
+    Stage 0 in 16 bits runs as stage 1 (engine/zero.py).
     """
-    share = -(-shape.trained // ranks)
-    engine = engine_on_device(
-        shape,
-        stage=stage,
-        each=each,
-        communication=communication,
-        scaled=scaled,
-        ranks=ranks,
-        bucket=bucket,
-    )
-    if not separate_host or (stage == 0 and each == FP32):  # without ZeRO nothing can be offloaded
+
+    stage: int
+    each: int  # bytes of a weight
+    communication: int  # bytes of a gradient in the dtype in which ranks sum it (engine/zero.py)
+    scaled: bool  # uses loss scaling (fp16)
+    ranks: int
+    offload_optimizer: bool = False
+    offload_params: bool = False
+    bucket: int = BUCKET  # reduce_bucket_size in elements
+    # whether the device has its own memory, as a GPU does; if not, offloading saves nothing
+    separate_host: bool = True
+
+    def memory(self, shape: Shape) -> EngineMemory:
+        """Computes the memory of the engine of a model."""
+        engine, each, share = self._on_device(shape), self.each, -(-shape.trained // self.ranks)
+        if not self.separate_host or (self.stage == 0 and each == FP32):  # nothing is offloaded without ZeRO
+            return engine
+        # offloads the states and this rank's gradients; a backward needs the other gradients on the device
+        if self.offload_optimizer:
+            engine = replace(
+                engine,
+                masters=0,
+                moments=0,
+                buffers=engine.buffers - FP32 * share if self.stage == 3 else each * shape.largest_trained,
+                gradients=0 if self.stage > 1 else engine.gradients,
+                step=0,
+                host=engine.masters + engine.moments + (FP32 + each) * share,
+            )
+        if self.offload_params:
+            engine = replace(engine, weights=0, host=engine.host + engine.weights)
         return engine
-    # offloads the states and this rank's gradients; a backward needs the other gradients on the device
-    if offload_optimizer:
-        engine = replace(
+
+    def _on_device(self, shape: Shape) -> EngineMemory:
+        """Computes the memory of the engine if it offloads nothing.
+
+        Where gradients are not in the dtype of the communication, DeepSpeed copies a bucket into that dtype
+        (``allreduce_bucket`` in runtime/engine.py and runtime/zero/stage_1_and_2.py). ZeRO-3 has its
+        persistent bucket in that dtype (runtime/zero/stage3.py).
+        """
+        each, trained, share = self.each, shape.trained, -(-shape.trained // self.ranks)
+        flat = min(trained, self.bucket)  # elements that ZeRO copies in order to reduce them
+        weights = each * shape.parameters
+        # bytes per copied fp32 gradient
+        copied_fp32 = 0 if self.communication == FP32 else self.communication
+        if self.stage == 0 and each == FP32:  # DeepSpeed ignores reduce_bucket_size
+            reduction = (FP32 + copied_fp32) * min(trained, BUCKET)
+            return EngineMemory(weights, 0, 2 * FP32 * trained, gradients=FP32 * trained, reduction=reduction)
+        engine = EngineMemory(weights, masters=FP32 * share, moments=2 * FP32 * share)
+        # a persistent fp32 buffer accumulates the gradients of all trained parameters
+        if self.stage < 2 and each < FP32 and not self.scaled:
+            reduction = each * trained + FP32 * min(trained, BUCKET)
+            return replace(engine, buffers=FP32 * trained, reduction=reduction)
+        engine = replace(engine, step=FP32 * share)
+        if self.stage < 2:
+            return replace(
+                engine,
+                bucket=FP32 * self.bucket,
+                gradients=FP32 * trained + (0 if each == FP32 else each * trained),
+                reduction=FP32 * (flat + share) + copied_fp32 * flat,
+            )
+        if self.stage == 2:
+            copied = 0 if self.communication == each else self.communication
+            return replace(
+                engine,
+                bucket=each * self.bucket,
+                gradients=FP32 * share,
+                reduction=each * (flat + share) + copied * flat,
+            )
+        return replace(
             engine,
-            masters=0,
-            moments=0,
-            buffers=engine.buffers - FP32 * share if stage == 3 else each * shape.largest_trained,
-            gradients=0 if stage > 1 else engine.gradients,
-            step=0,
-            host=engine.masters + engine.moments + (FP32 + each) * share,
+            weights=each * -(-shape.parameters // self.ranks),
+            buffers=FP32 * share + self.communication * self.bucket,
+            reduction=self.communication * flat,
+            gathered=each * min(shape.parameters, REUSE // 2 + PREFETCH + shape.largest_tensor),
         )
-    if offload_params:
-        engine = replace(engine, weights=0, host=engine.host + engine.weights)
-    return engine
-
-
-def engine_on_device(
-    shape: Shape, *, stage: int, each: int, communication: int, scaled: bool, ranks: int, bucket: int
-) -> EngineMemory:
-    """Computes the memory of an engine that offloads nothing; ``trained_engine`` documents the arguments.
-
-    Where gradients are not in the dtype of the communication, DeepSpeed copies a bucket into that dtype
-    (``allreduce_bucket`` in runtime/engine.py and runtime/zero/stage_1_and_2.py). ZeRO-3 has its persistent
-    bucket in that dtype (runtime/zero/stage3.py).
-    """
-    trained, share = shape.trained, -(-shape.trained // ranks)
-    flat = min(trained, bucket)  # elements that ZeRO copies in order to reduce them
-    weights = each * shape.parameters
-    copied_fp32 = 0 if communication == FP32 else communication  # bytes per copied fp32 gradient
-    if stage == 0 and each == FP32:
-        return EngineMemory(
-            weights,
-            masters=0,
-            moments=2 * FP32 * trained,
-            gradients=FP32 * trained,
-            # without ZeRO, DeepSpeed ignores reduce_bucket_size
-            reduction=(FP32 + copied_fp32) * min(trained, BUCKET),
-        )
-    masters, moments = FP32 * share, 2 * FP32 * share
-    # a persistent fp32 buffer accumulates the gradients of all trained parameters
-    if stage < 2 and each < FP32 and not scaled:
-        return EngineMemory(
-            weights,
-            masters,
-            moments,
-            buffers=FP32 * trained,
-            reduction=each * trained + FP32 * min(trained, BUCKET),
-        )
-    if stage < 2:
-        return EngineMemory(
-            weights,
-            masters,
-            moments,
-            bucket=FP32 * bucket,
-            gradients=FP32 * trained + (0 if each == FP32 else each * trained),
-            reduction=FP32 * (flat + share) + copied_fp32 * flat,
-            step=FP32 * share,
-        )
-    if stage == 2:
-        return EngineMemory(
-            weights,
-            masters,
-            moments,
-            bucket=each * bucket,
-            gradients=FP32 * share,
-            reduction=each * (flat + share) + (0 if communication == each else communication * flat),
-            step=FP32 * share,
-        )
-    return EngineMemory(
-        each * -(-shape.parameters // ranks),
-        masters,
-        moments,
-        buffers=FP32 * share + communication * bucket,
-        reduction=communication * flat,
-        step=FP32 * share,
-        gathered=each * min(shape.parameters, REUSE // 2 + PREFETCH + shape.largest_tensor),
-    )
 
 
 def activation_bytes(shape: Shape, tokens: int, length: int, each: int, checkpointing: bool) -> int:
@@ -240,6 +177,11 @@ def sampling_bytes(top_k: int, top_p: float) -> int:
     return 3 * FP32 + filtered + ordered
 
 
+def logit_bytes(each: int, on_gpu: bool, top_k: int, top_p: float) -> int:
+    """Returns the bytes per logit of a decode step: of the model's output and of sampling."""
+    return output_bytes(each, on_gpu) + sampling_bytes(top_k, top_p)
+
+
 def head_forward_bytes(shape: Shape, positions: int, each: int, output: int, block: int) -> int:
     """Computes the memory for log-probs and entropies of ``positions`` states.
 
@@ -282,7 +224,7 @@ def static_decode_bytes(
         prefill: Prompt positions of one forward; their keys and values are then copied to the cache. The
             first prefill runs before the cache is allocated.
         waiting: True if more prompts are prefilled after the cache is allocated.
-        logit: Bytes per logit of a decode step, output_bytes + sampling_bytes.
+        logit: Bytes per logit of a decode step (logit_bytes).
     """
     slots, prompt_cache = kv_cache_bytes(shape, tokens, each), kv_cache_bytes(shape, prefill, each)
     prefilling = prompt_cache + inference_activation_bytes(shape, prefill, length, each)
