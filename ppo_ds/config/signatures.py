@@ -50,21 +50,32 @@ def declared_arguments(target: str) -> type[Section]:
         raise ImportError(f"No module named {module!r}")
     source = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     definition = _named(source.body, name)
-    if isinstance(definition, ast.ClassDef):
-        definition = _named(definition.body, "__init__")
-    if not isinstance(definition, ast.FunctionDef):
+    if definition is None:
         raise AttributeError(f"module {module!r} has no function or class {name!r}")
-    parameters = [one for one in definition.args.args if one.arg != "self"]
-    required = len(parameters) - len(definition.args.defaults)
     names: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
     for node in source.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(TORCH_FREE):
             names |= {one.name: import_target(f"{node.module}.{one.name}") for one in node.names}
     fields: dict[str, Any] = {
-        one.arg: (checked_as(_type(one.annotation, names)), ... if i < required else None)
-        for i, one in enumerate(parameters)
+        parameter: (checked_as(_type(annotation, names)), ... if required else None)
+        for parameter, annotation, required in _parameters(definition)
     }
     return create_model(name, __base__=Section, **fields)
+
+
+def _parameters(
+    definition: ast.FunctionDef | ast.ClassDef,
+) -> list[tuple[str, ast.expr | None, bool]]:
+    """Returns name, annotation and whether it is required of each parameter; a class may be a dataclass."""
+    if isinstance(definition, ast.ClassDef):
+        init = _named(definition.body, "__init__")
+        if init is None:
+            fields = [one for one in definition.body if isinstance(one, ast.AnnAssign)]
+            return [(ast.unparse(one.target), one.annotation, one.value is None) for one in fields]
+        return _parameters(init)[1:]
+    arguments = definition.args
+    required = len(arguments.args) - len(arguments.defaults)
+    return [(one.arg, one.annotation, i < required) for i, one in enumerate(arguments.args)]
 
 
 def _named(body: list[ast.stmt], name: str) -> ast.FunctionDef | ast.ClassDef | None:

@@ -24,8 +24,6 @@ from ppo_ds.types import Row
 # transformers sets model_max_length to 1e30 if the tokenizer's files do not give it
 _UNKNOWN_LENGTH = 10**9
 
-Choice = Literal["auto", "chat", "pair", "concat", "text"]
-
 
 class ModelReward(FrozenModelReward):
     """Scores responses with a sequence classifier.
@@ -98,7 +96,7 @@ class ModelReward(FrozenModelReward):
 
 def model_reward(
     model: ModelConfig,
-    template: Choice = "auto",
+    template: Literal["auto", "chat", "pair", "concat", "text"] = "auto",
     max_tokens: Count | None = None,
     append_eos: bool | None = None,
     zero: FrozenZeroConfig = REPLICA,
@@ -161,7 +159,7 @@ def model_reward(
 def check_reward_model(
     model: ModelConfig,
     examples: Iterable[tuple[str, Row]],
-    template: Choice = "auto",
+    template: Literal["auto", "chat", "pair", "concat", "text"] = "auto",
     append_eos: bool | None = None,
     normalize: bool = False,
     key: str = "reward",
@@ -197,7 +195,7 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int, name: str) -> None:
 
 
 def _resolve_template(
-    template: Choice,
+    template: Literal["auto", "chat", "pair", "concat", "text"],
     tokenizer: Tokenizer,
     is_decoder: bool,
     record: TrainingRecord,

@@ -11,6 +11,7 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -51,18 +52,27 @@ Tag = Annotated[
 Penalty = Annotated[float, Le(0)]
 
 
+@dataclass(eq=False)
 class Rule(TextReward):
     """Base class of rewards that score each response separately with ``rate``."""
 
-    def __init__(self, inside: str | None, tokenizer: Tokenizer, key: str):
-        """Checks that the tokenizer can produce the tag ``inside``; ``key`` is the rule's config section."""
-        super().__init__(tokenizer)
-        self._inside, self._key = inside, key
-        check_tags_decodable(tag_pair(inside), tokenizer, f"{key}.inside={inside}")
+    _: KW_ONLY
+    tokenizer: Tokenizer
+    key: str = "reward"  # the rule's section in the config
+
+    def __post_init__(self) -> None:
+        """Checks that the tokenizer can produce the tag ``inside``."""
+        super().__init__(self.tokenizer)
+        check_tags_decodable(tag_pair(self.tag), self.tokenizer, f"{self.key}.inside={self.tag}")
+
+    @property
+    def tag(self) -> str | None:
+        """The tag whose content is read; None: the whole text."""
+        return getattr(self, "inside", None)
 
     def score_responses(self, responses: Responses) -> Tensor:
-        if self._inside:
-            responses = responses.inside(self._inside)
+        if self.tag:
+            responses = responses.inside(self.tag)
         scores = [self.rate(text, row) for text, row in zip(responses.texts, responses.rows, strict=True)]
         return torch.tensor(scores, dtype=torch.float32)
 
@@ -71,6 +81,7 @@ class Rule(TextReward):
         """Scores one response, or only its part inside the tag."""
 
 
+@dataclass(eq=False)
 class FormatReward(Rule):
     """Scores the format of tagged reasoning as MiniMind does: the whole format and each single tag.
 
@@ -80,63 +91,66 @@ class FormatReward(Rule):
     texts in linear time.
     """
 
-    def __init__(
-        self,
-        pattern_score: float = 0.5,
-        patterns: tuple[Regex, ...] = (
-            r"^<think>\n(?>.*?\n</think>\n<answer>\n).*?\n</answer>$",
-            r"^<think>\n(?>.*?\n</think>\n\n<answer>\n).*?\n</answer>$",
-        ),
-        tag_score: float = 0.25,
-        tags: tuple[str, ...] = ("<think>", "</think>", "<answer>", "</answer>"),
-        *,
-        tokenizer: Tokenizer,
-        key: str = "reward",
-    ):
-        super().__init__(None, tokenizer, key)
-        self._pattern_score, self._tag_score, self._tags = pattern_score, tag_score, tags
-        self._patterns = [re.compile(pattern, re.DOTALL) for pattern in patterns]
-        check_tags_decodable(tags, tokenizer, f"{key}.tags")
+    pattern_score: float = 0.5
+    patterns: tuple[Regex, ...] = (
+        r"^<think>\n(?>.*?\n</think>\n<answer>\n).*?\n</answer>$",
+        r"^<think>\n(?>.*?\n</think>\n\n<answer>\n).*?\n</answer>$",
+    )
+    tag_score: float = 0.25
+    tags: tuple[str, ...] = ("<think>", "</think>", "<answer>", "</answer>")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_tags_decodable(self.tags, self.tokenizer, f"{self.key}.tags")
 
     def rate(self, text: str, row: Row) -> float:
-        well_formed = any(pattern.match(text) for pattern in self._patterns)
-        tags_used_once = sum(text.count(tag) == 1 for tag in self._tags)
-        return self._pattern_score * well_formed + self._tag_score * tags_used_once
+        well_formed = any(re.match(pattern, text, re.DOTALL) for pattern in self.patterns)
+        tags_used_once = sum(text.count(tag) == 1 for tag in self.tags)
+        return self.pattern_score * well_formed + self.tag_score * tags_used_once
 
 
-class ExactMatchReward(Rule):
-    """Gives ``score`` to a response that equals a reference of its row, and ``miss`` to any other."""
+class Matching(Rule):
+    """Base class of rules that give ``score`` to a response that is right, and ``miss`` to any other."""
 
-    def __init__(
-        self,
-        column: str = "answer",
-        strip: bool = True,
-        ignore_case: bool = False,
-        score: float = 1.0,
-        miss: float = 0.0,
-        inside: Tag | None = None,
-        *,
-        tokenizer: Tokenizer,
-        key: str = "reward",
-    ):
-        """Initializes the rule; with ``strip``, white space around response and reference is ignored."""
-        super().__init__(inside, tokenizer, key)
-        self._column, self._strip, self._ignore_case = column, strip, ignore_case
-        self._score, self._miss = score, miss
+    score: float
+    miss: float
+
+    @abstractmethod
+    def matches(self, text: str, row: Row) -> bool:
+        """Returns whether a response is right."""
+
+    def rate(self, text: str, row: Row) -> float:
+        return self.score if self.matches(text, row) else self.miss
+
+
+@dataclass(eq=False)
+class ExactMatchReward(Matching):
+    """Gives ``score`` to a response that equals a reference of its row, and ``miss`` to any other.
+
+    With ``strip``, white space around response and reference is ignored.
+    """
+
+    column: str = "answer"
+    strip: bool = True
+    ignore_case: bool = False
+    score: float = 1.0
+    miss: float = 0.0
+    inside: Tag | None = None
 
     def check_row(self, row: Row) -> None:
-        references(row, self._column, self._key)
+        references(row, self.column, self.key)
 
-    def rate(self, text: str, row: Row) -> float:
-        accepted = {self._normalize(reference) for reference in references(row, self._column, self._key)}
-        return self._score if self._normalize(text) in accepted else self._miss
+    def matches(self, text: str, row: Row) -> bool:
+        accepted = references(row, self.column, self.key)
+        return self._normalize(text) in map(self._normalize, accepted)
 
     def _normalize(self, text: str) -> str:
-        text = text.strip() if self._strip else text
-        return text.casefold() if self._ignore_case else text
+        text = text.strip() if self.strip else text
+        return text.casefold() if self.ignore_case else text
 
 
-class NumericReward(Rule):
+@dataclass(eq=False)
+class NumericReward(Matching):
     """Gives ``score`` to a response that states the number of a reference, and ``miss`` to any other.
 
     numbers.py extracts the number of a response. The reference is a number, a text that is a number, a
@@ -144,69 +158,51 @@ class NumericReward(Rule):
     ``tolerance`` is relative to the reference, and absolute if the reference is between -1 and 1.
     """
 
-    def __init__(
-        self,
-        column: str = "answer",
-        tolerance: NonNegative = 1e-6,
-        score: float = 1.0,
-        miss: float = 0.0,
-        inside: Tag | None = None,
-        *,
-        tokenizer: Tokenizer,
-        key: str = "reward",
-    ):
-        super().__init__(inside, tokenizer, key)
-        self._column, self._tolerance = column, tolerance
-        self._score, self._miss = score, miss
+    column: str = "answer"
+    tolerance: NonNegative = 1e-6
+    score: float = 1.0
+    miss: float = 0.0
+    inside: Tag | None = None
 
     def check_row(self, row: Row) -> None:
         self._accepted(row)
 
-    def rate(self, text: str, row: Row) -> float:
-        accepted = self._accepted(row)
-        stated = stated_number(text)
-        correct = stated is not None and any(stated.equals(number, self._tolerance) for number in accepted)
-        return self._score if correct else self._miss
+    def matches(self, text: str, row: Row) -> bool:
+        accepted, stated = self._accepted(row), stated_number(text)
+        return stated is not None and any(stated.equals(number, self.tolerance) for number in accepted)
 
     def _accepted(self, row: Row) -> list[Number]:
         numbers = []
-        for reference in references(row, self._column, self._key):
+        for reference in references(row, self.column, self.key):
             number = reference_number(reference)
             if number is None or not math.isfinite(number.value):
                 raise RewardError(
-                    f"{self._key}.column={self._column}: the reference {quoted(reference)} is not a single "
+                    f"{self.key}.column={self.column}: the reference {quoted(reference)} is not a single "
                     "finite number; correct it, or name another column"
                 )
             numbers.append(number)
         return numbers
 
 
-class RegexReward(Rule):
+@dataclass(eq=False)
+class RegexReward(Matching):
     """Gives ``score`` to a response in which ``pattern`` is found, and ``miss`` to any other.
 
     With ``full``, the pattern must match the whole response. Flags are written in the pattern: (?is)...
     """
 
-    def __init__(
-        self,
-        pattern: Regex,
-        full: bool = False,
-        score: float = 1.0,
-        miss: float = 0.0,
-        inside: Tag | None = None,
-        *,
-        tokenizer: Tokenizer,
-        key: str = "reward",
-    ):
-        super().__init__(inside, tokenizer, key)
-        compiled = re.compile(pattern)
-        self._matches = compiled.fullmatch if full else compiled.search
-        self._score, self._miss = score, miss
+    pattern: Regex
+    full: bool = False
+    score: float = 1.0
+    miss: float = 0.0
+    inside: Tag | None = None
 
-    def rate(self, text: str, row: Row) -> float:
-        return self._score if self._matches(text) else self._miss
+    def matches(self, text: str, row: Row) -> bool:
+        search = re.fullmatch if self.full else re.search
+        return search(self.pattern, text) is not None
 
 
+@dataclass(eq=False)
 class LengthReward(Rule):
     """Gives ``score`` to responses of ``shortest`` to ``longest`` units, and less to others.
 
@@ -214,32 +210,31 @@ class LengthReward(Rule):
     of the actor's tokenizer; the end token is not counted.
     """
 
-    def __init__(
-        self,
-        shortest: Natural = 0,
-        longest: Count | None = None,
-        ramp: Count = 100,
-        unit: Literal["tokens", "characters"] = "tokens",
-        score: float = 1.0,
-        inside: Tag | None = None,
-        *,
-        tokenizer: Tokenizer,
-        key: str = "reward",
-    ):
-        super().__init__(inside, tokenizer, key)
-        if longest is None and shortest == 0:
-            raise UserError(f"{key}.longest is missing: set it, or {key}.shortest, to a number of {unit}")
-        if longest is not None and longest < shortest:
-            raise UserError(f"{key}.longest={longest}: must be at least {key}.shortest={shortest}")
-        self._shortest, self._longest, self._ramp = shortest, longest, ramp
-        self._unit, self._score = unit, score
+    shortest: Natural = 0
+    longest: Count | None = None
+    ramp: Count = 100
+    unit: Literal["tokens", "characters"] = "tokens"
+    score: float = 1.0
+    inside: Tag | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.longest is None and self.shortest == 0:
+            raise UserError(
+                f"{self.key}.longest is missing: set it, or {self.key}.shortest, to a number of {self.unit}"
+            )
+        if self.longest is not None and self.longest < self.shortest:
+            raise UserError(
+                f"{self.key}.longest={self.longest}: must be at least {self.key}.shortest={self.shortest}"
+            )
 
     def rate(self, text: str, row: Row) -> float:
-        length = len(units(text, self._unit, self._tokenizer))
-        outside = max(self._shortest - length, 0 if self._longest is None else length - self._longest, 0)
-        return self._score * max(0.0, 1.0 - outside / self._ramp)
+        length = len(units(text, self.unit, self.tokenizer))
+        outside = max(self.shortest - length, 0 if self.longest is None else length - self.longest, 0)
+        return self.score * max(0.0, 1.0 - outside / self.ramp)
 
 
+@dataclass(eq=False)
 class RepetitionPenalty(Rule):
     """Penalizes the share of repeated n-grams as open-r1 does, from 0 down to ``max_penalty``.
 
@@ -248,24 +243,16 @@ class RepetitionPenalty(Rule):
     for languages without spaces.
     """
 
-    def __init__(
-        self,
-        n: Count = 3,
-        max_penalty: Penalty = -1.0,
-        unit: Literal["words", "tokens", "characters"] = "words",
-        inside: Tag | None = None,
-        *,
-        tokenizer: Tokenizer,
-        key: str = "reward",
-    ):
-        super().__init__(inside, tokenizer, key)
-        self._n, self._max_penalty, self._unit = n, max_penalty, unit
+    n: Count = 3
+    max_penalty: Penalty = -1.0
+    unit: Literal["words", "tokens", "characters"] = "words"
+    inside: Tag | None = None
 
     def rate(self, text: str, row: Row) -> float:
-        parts = units(text, self._unit, self._tokenizer)
-        total = len(parts) - self._n + 1
-        distinct = len(set(zip(*(parts[i:] for i in range(self._n)), strict=False)))
-        return self._max_penalty * (1 - distinct / total) if total > 0 else 0.0
+        parts = units(text, self.unit, self.tokenizer)
+        total = len(parts) - self.n + 1
+        distinct = len(set(zip(*(parts[i:] for i in range(self.n)), strict=False)))
+        return self.max_penalty * (1 - distinct / total) if total > 0 else 0.0
 
 
 def units(text: str, unit: str, tokenizer: Tokenizer) -> Sequence[Any]:
