@@ -166,7 +166,7 @@ def next_step(trainer: Trainer) -> Step:
 def work(argv: list[str]) -> int:
     """Trains, one step for each line of the standard input, and prints the time that each step took."""
     from launch.cli import load_config
-    from launch.train import exit_now, prepare_environment
+    from launch.process import exit_now, prepare_environment
 
     args = parsed_step([*argv, "--steps", "1000000"])
     answers = sys.stdout

@@ -20,7 +20,7 @@ sys.path[:] = [
 
 def main(argv: list[str]) -> None:
     from launch.cli import load_config
-    from launch.train import complain, exit_now, prepare_environment
+    from launch.process import complain, exit_now, prepare_environment
     from ppo_ds.assemble.run import build_run
     from ppo_ds.errors import UserError
 

@@ -233,7 +233,7 @@ sys.exit(ppo_step.main(sys.argv[1:]))
 """
 VERSIONS = """
 import deepspeed, os, torch, transformers
-from launch.train import prepare_environment
+from launch.process import prepare_environment
 print("torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())
 print("deepspeed", deepspeed.__version__, "transformers", transformers.__version__)
 for i in range(torch.cuda.device_count()):

@@ -64,7 +64,7 @@ def prepare_apart(args: argparse.Namespace, argv: list[str]) -> None:
 def measure(args: argparse.Namespace) -> int:
     """Runs the trainer in this process and prints the figures on rank 0."""
     from launch.cli import load_config
-    from launch.train import complain, exit_now, prepare_environment
+    from launch.process import complain, exit_now, prepare_environment
     from ppo_ds.errors import UserError
 
     if args.threads:

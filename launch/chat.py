@@ -30,7 +30,7 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 from launch.cli import Parser, compose_for_models, is_model, parse_options  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
-from launch.train import complain, prepare_environment  # noqa: E402
+from launch.process import complain, prepare_environment  # noqa: E402
 from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
 from ppo_ds.config.checks.data import looks_local  # noqa: E402
 from ppo_ds.config.schema import Config, reward_models  # noqa: E402

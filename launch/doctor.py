@@ -29,7 +29,7 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 from launch.cli import Parser, load_config  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
-from launch.train import complain, prepare_environment  # noqa: E402
+from launch.process import complain, prepare_environment  # noqa: E402
 from ppo_ds.commands.entry_points import with_commands  # noqa: E402
 from ppo_ds.config.checks.data import hub_names  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402

@@ -39,7 +39,7 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 from launch.cli import Parser, compose_for_models, is_model, parse_options, to_yaml, used_paths  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
-from launch.train import complain, prepare_environment, problem_lines, report, write_line  # noqa: E402
+from launch.process import complain, prepare_environment, refuse, report, write_line  # noqa: E402
 from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
 from ppo_ds.config.checks.data import hub_names, looks_local  # noqa: E402
 from ppo_ds.config.schema import Config, from_tree, inherit, resolved  # noqa: E402
@@ -89,11 +89,6 @@ def main(argv: list[str]) -> int:
     except BaseException as error:  # including KeyboardInterrupt and sys.exit() in user code
         return report(error, watch, None)
     return 0
-
-
-def refuse(error: UserError, watch: Watchdog) -> int:
-    """Prints the problems, ends the other ranks if they are connected, and returns exit code 2."""
-    return watch.fail(problem_lines(error), str(error), 2, own=True) if watch.started else complain(error)
 
 
 def run_evaluation(wanted: Evaluation, watch: Watchdog) -> None:

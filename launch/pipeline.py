@@ -33,8 +33,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import find_folders, parse_options, to_yaml  # noqa: E402
-from launch.planning import plan_pipeline  # noqa: E402
-from launch.train import complain, take_lock  # noqa: E402
+from launch.pipeline_file import plan_pipeline  # noqa: E402
+from launch.process import complain, take_lock  # noqa: E402
 from ppo_ds.commands.entry_points import with_commands  # noqa: E402
 from ppo_ds.config.schema import resolved  # noqa: E402
 from ppo_ds.distributed.child_groups import ChildGroups  # noqa: E402

@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from launch.cli import Parser  # noqa: E402
-from launch.train import complain, prepare_environment, warn_about  # noqa: E402
+from launch.process import complain, prepare_environment, warn_about  # noqa: E402
 from ppo_ds.errors import UserError, printable  # noqa: E402
 
 if TYPE_CHECKING:

@@ -359,8 +359,8 @@ def test_a_benchmark_does_not_measure_the_cpu_of_a_gpu_machine(monkeypatch, caps
 
     run = SimpleNamespace(verbose=False)
     monkeypatch.setattr("launch.cli.load_config", lambda overrides: SimpleNamespace(run=run))
-    monkeypatch.setattr("launch.train.prepare_environment", refuse)
-    monkeypatch.setattr("launch.train.exit_now", sys.exit)
+    monkeypatch.setattr("launch.process.prepare_environment", refuse)
+    monkeypatch.setattr("launch.process.exit_now", sys.exit)
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as end:
         ppo_step.measure(parsed(["W1"]))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launch.train import prepare_environment  # noqa: E402
+from launch.process import prepare_environment  # noqa: E402
 
 # Simulates eight cores: with two, a launcher's default of one thread would be correct by chance.
 os.sched_getaffinity = lambda pid: set(range(8))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from launch import train
+from launch import process, train
 from ppo_ds.config.schema import resolved
 from ppo_ds.distributed.exit import run_exit_actions
 from ppo_ds.distributed.gpus import AMD
@@ -196,7 +196,7 @@ def environment_at_import(folder: Path, script: str, *arguments: str, **given: s
     """Returns the environment of a program at its import of torch."""
     (folder / "modules" / "torch").mkdir(parents=True, exist_ok=True)
     (folder / "modules" / "torch" / "__init__.py").write_text(TORCH)
-    ours = (*train.DEFAULTS, *train.ALLOCATOR_SETTINGS, *train.QUIET, *SET_BY_LAUNCHERS)
+    ours = (*process.DEFAULTS, *process.ALLOCATOR_SETTINGS, *process.QUIET, *SET_BY_LAUNCHERS)
     clean = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
         [sys.executable, str(Path(train.__file__).with_name(script)), *arguments],
@@ -226,11 +226,11 @@ def test_settings_of_the_gpu_are_made_before_torch_is_imported(tmp_path: Path) -
         assert "PYTORCH_CUDA_ALLOC_CONF" not in env
 
 
-@pytest.mark.parametrize("name", train.ALLOCATOR_SETTINGS)
+@pytest.mark.parametrize("name", process.ALLOCATOR_SETTINGS)
 def test_the_users_settings_of_the_gpu_stay(tmp_path: Path, name: str) -> None:
     given = {name: "max_split_size_mb:512", "TORCH_CUDNN_SDPA_DEPRIORITIZED": "0"}
     env = environment_at_import(tmp_path, "train.py", *MINIMAL, "run.dir=run", **given)
-    found = {other: env[other] for other in train.ALLOCATOR_SETTINGS if other in env}
+    found = {other: env[other] for other in process.ALLOCATOR_SETTINGS if other in env}
     assert found | {"TORCH_CUDNN_SDPA_DEPRIORITIZED": env["TORCH_CUDNN_SDPA_DEPRIORITIZED"]} == given
 
 
@@ -239,7 +239,7 @@ def test_expandable_segments_with_vllm_are_those_of_the_user(tmp_path: Path, giv
     env = environment_at_import(
         tmp_path, "train.py", *MINIMAL, "run.dir=run", "rollout.backend=vllm", **given
     )
-    assert {name: env[name] for name in train.ALLOCATOR_SETTINGS if name in env} == given
+    assert {name: env[name] for name in process.ALLOCATOR_SETTINGS if name in env} == given
 
 
 def start_on_a_gpu_machine(folder: Path, *arguments: str, **given: str) -> subprocess.CompletedProcess[str]:
@@ -300,12 +300,12 @@ def test_a_run_for_the_cpu_goes_on_on_a_gpu_machine(
 
 def test_the_users_settings_stay(tmp_path: Path) -> None:
     code = (
-        "import json, os; from launch.train import prepare_environment; prepare_environment(False); "
+        "import json, os; from launch.process import prepare_environment; prepare_environment(False); "
         "print(json.dumps(dict(os.environ)))"
     )
 
     def surroundings(**environment: str) -> dict[str, str]:
-        clean = {k: v for k, v in os.environ.items() if k not in (*train.QUIET, "TOKENIZERS_PARALLELISM")}
+        clean = {k: v for k, v in os.environ.items() if k not in (*process.QUIET, "TOKENIZERS_PARALLELISM")}
         root = str(Path(train.__file__).parents[1])
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -179,9 +179,10 @@ def serve() -> None:
 
 
 def _import_once() -> None:
-    import launch.train
+    import launch.process
+    import launch.train  # noqa: F401
 
-    launch.train.prepare_environment(verbose=False)
+    launch.process.prepare_environment(verbose=False)
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import ppo_ds.assemble.ppo  # noqa: F401

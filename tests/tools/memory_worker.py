@@ -18,7 +18,7 @@ from typing import Any
 folder = Path(sys.argv[1])
 
 from launch.cli import load_config  # noqa: E402
-from launch.train import prepare_environment  # noqa: E402
+from launch.process import prepare_environment  # noqa: E402
 from ppo_ds.distributed.exit import exit_now  # noqa: E402
 
 config = load_config(json.loads((folder / "arguments.json").read_text()))

@@ -10,7 +10,7 @@ import pytest
 
 from launch.cli import CONF
 from launch.composing import Folders
-from launch.planning import plan_pipeline, visible_gpus
+from launch.pipeline_file import plan_pipeline, visible_gpus
 from ppo_ds.errors import UserError
 from ppo_ds.tools.pipeline import Job, Pipeline
 from tests.config.commands import MINIMAL, model_folder, problems
