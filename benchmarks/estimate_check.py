@@ -98,7 +98,7 @@ class Estimator:
         self.plan, self.threads = plan, args.threads
 
     def rates(self) -> Any:
-        from ppo_ds.tools.doctor.cpu_rates import cpu_device
+        from ppo_ds.tools.doctor.cluster import cpu_device
 
         clock = time.process_time if self.threads == 1 else None
         return cpu_device(self.plan.main, self.config.actor.model.dtype, 1, self.threads, clock)

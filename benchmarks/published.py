@@ -35,7 +35,7 @@ from ppo_ds.planning.budgets import resolve, with_numbers  # noqa: E402
 from ppo_ds.planning.ppo_memory import Models, estimate  # noqa: E402
 from ppo_ds.planning.run_memory import FrozenModel, Hardware  # noqa: E402
 from ppo_ds.tools.doctor.gpus import GPUS  # noqa: E402
-from ppo_ds.tools.doctor.rates import Assumptions, Machine  # noqa: E402
+from ppo_ds.tools.doctor.rates import Machine, read_assumptions  # noqa: E402
 from ppo_ds.tools.doctor.step_time import PhaseTime, PPOTime  # noqa: E402
 
 GIB = 2**30
@@ -175,7 +175,7 @@ def recompute(
     of = partial(estimate, models=models, hardware=hardware, longest_prompt=tokens)
     config = with_numbers(config, resolve(config, of, hardware.usable or 0, True).numbers)
     memory = of(config)
-    machine = Machine(device, Assumptions(), gpus, device.per_node, on_gpu=True)
+    machine = Machine(device, read_assumptions([], on_gpu=True), gpus, device.per_node, on_gpu=True)
     step = PPOTime(config, machine, memory, models=models, prompt=tokens, longest=tokens)
     return Recomputed(step.phases(), "layer by layer" if memory.layerwise else "whole")
 

@@ -18,7 +18,7 @@ from ppo_ds.planning.ppo_memory import Models, estimate
 from ppo_ds.planning.run_memory import Hardware
 from ppo_ds.tools.doctor.gpus import GPUS
 from ppo_ds.tools.doctor.model_shapes import plan_models
-from ppo_ds.tools.doctor.rates import Assumptions, Machine
+from ppo_ds.tools.doctor.rates import Machine, read_assumptions
 from ppo_ds.tools.doctor.report import Report
 from ppo_ds.tools.doctor.step_time import PhaseTime, PPOTime
 from tests.config.commands import compose
@@ -69,7 +69,9 @@ def phases_of(config: Config, models: Models, gpus: int) -> tuple[dict[str, Phas
     of = partial(estimate, models=models, hardware=hardware, longest_prompt=longest)
     config = with_numbers(config, resolve(config, of, hardware.usable or 0, True).numbers)
     memory = of(config)
-    machine = Machine(device, Assumptions(), gpus, min(gpus, device.per_node), on_gpu=True)
+    machine = Machine(
+        device, read_assumptions([], on_gpu=True), gpus, min(gpus, device.per_node), on_gpu=True
+    )
     step = PPOTime(config, machine, memory, models=models, prompt=longest, longest=longest)
     return step.phases(), memory.peak / GIB
 

@@ -13,19 +13,29 @@ import pytest
 from ppo_ds.compute.sizes import Shape
 from ppo_ds.config.schema import Config
 from ppo_ds.errors import UserError
-from ppo_ds.planning.decode_work import DecodeWork, decode_work, response_lengths
 from ppo_ds.planning.ppo_memory import Models
 from ppo_ds.planning.run_memory import Estimate, FrozenModel
 from ppo_ds.planning.vllm_memory import VllmMemory
 from ppo_ds.tools.doctor.cluster import Cluster, cluster_of
 from ppo_ds.tools.doctor.gpus import GPUS, Device, find_gpu, recognized
-from ppo_ds.tools.doctor.rates import Assumptions, Machine, read_assumptions
-from ppo_ds.tools.doctor.step_time import HOST, LAUNCHES, LINKS, MEMORY, Passes, PPOTime, passes_over
+from ppo_ds.tools.doctor.rates import Machine, read_assumptions
+from ppo_ds.tools.doctor.step_time import (
+    HOST,
+    LAUNCHES,
+    LINKS,
+    MEMORY,
+    DecodeWork,
+    Passes,
+    PPOTime,
+    decode_work,
+    passes_over,
+    response_lengths,
+)
 from ppo_ds.tools.doctor.suggest import with_setting
 from tests.config.commands import MINIMAL, compose
 
 DEVICE = Device("toy", 80, 1e-9, 5e-10, 1e-9, 1e-6, 1e-6, 5e-7, 1e-7, 2, "none")
-ASSUMED = Assumptions(
+ASSUMED = dict(
     mfu=0.4,
     forward=0.5,
     decode=0.5,
@@ -62,7 +72,7 @@ WHOLE = Estimate({}, {}, 0, {}, "weights whole on each rank")
 
 
 def machine(ranks: int = 2, **assumed: float) -> Machine:
-    return Machine(DEVICE, replace(ASSUMED, **assumed), ranks, per_node=2, on_gpu=True)
+    return Machine(DEVICE, ASSUMED | assumed, ranks, per_node=2, on_gpu=True)
 
 
 def config(stage: int = 1, *more: str) -> Config:
@@ -256,10 +266,10 @@ def test_the_number_of_nodes() -> None:
 
 
 def test_assumptions_of_the_command_line() -> None:
-    assert read_assumptions(["mfu=0.3", "overlap=0", "response=200"], on_gpu=True) == Assumptions(
-        mfu=0.3, overlap=0.0, response=200.0
-    )
-    assert read_assumptions([], on_gpu=False).mfu != Assumptions().mfu
+    default = read_assumptions([], on_gpu=True)
+    given = read_assumptions(["mfu=0.3", "overlap=0", "response=200"], on_gpu=True)
+    assert given == {**default, "mfu": 0.3, "overlap": 0.0, "response": 200.0} and "response" not in default
+    assert read_assumptions([], on_gpu=False)["mfu"] != default["mfu"]
     for setting, problem in (
         ("mfuu=1", "--assume mfuu=1: no such assumption; there are mfu, forward"),
         ("mfu=2", "--assume mfu=2: must be at most 1, and above 0"),

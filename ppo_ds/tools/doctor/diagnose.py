@@ -13,8 +13,7 @@ from ppo_ds.config.schema import Config, main_model_path, trained_models
 from ppo_ds.engine.memory_budget import GIB, cpu_memory, format_bytes
 from ppo_ds.planning.budgets import automatic, resolve, used_budgets, with_numbers
 from ppo_ds.planning.run_memory import USABLE, Estimate, Hardware
-from ppo_ds.tools.doctor.cluster import Cluster
-from ppo_ds.tools.doctor.cpu_rates import cpu_device
+from ppo_ds.tools.doctor.cluster import Cluster, cpu_device
 from ppo_ds.tools.doctor.finetune import batch_line, plan_finetuning
 from ppo_ds.tools.doctor.gpus import GPUS
 from ppo_ds.tools.doctor.plan import Plan

@@ -10,10 +10,11 @@ the exchange of experience, the recording of CUDA graphs, and all work of Python
 
 from __future__ import annotations
 
+import heapq
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -29,12 +30,11 @@ from ppo_ds.config.schema import (
     uses_reference,
 )
 from ppo_ds.engine.zero import RANKS_16_BIT_SUM
-from ppo_ds.planning.decode_work import decode_work, response_lengths
 from ppo_ds.planning.forwards import old_logprobs_source
 from ppo_ds.planning.model_memory import FP32, kv_cache_bytes
 from ppo_ds.planning.ppo_memory import Models
-from ppo_ds.planning.run_memory import Estimate, FrozenModel
-from ppo_ds.planning.vllm_memory import BATCHED_TOKENS, SEQUENCES, VllmMemory, kv_heads
+from ppo_ds.planning.run_memory import BYTES, Estimate, FrozenModel
+from ppo_ds.planning.vllm_memory import BATCHED_TOKENS, SEQUENCES, kv_heads
 from ppo_ds.rollout.continuous_batch import PREFILL_TOKENS, fast_batch_size
 from ppo_ds.tools.doctor.rates import Machine
 
@@ -53,7 +53,6 @@ class PhaseTime:
 
     seconds: float
     resources: Mapping[str, float]
-
     detail: str = ""
 
     @property
@@ -89,6 +88,22 @@ def passes_over(lengths: Sequence[int], head_positions: int, budget: int, packed
     )
 
 
+@dataclass(frozen=True)
+class TimedModel:
+    """A model whose forwards take time."""
+
+    shape: Shape
+    dtype: str
+    sharded: bool  # by ZeRO-3
+    role: TrainedConfig | None = None  # of a trained model
+    offloaded: int = 0  # bytes of a frozen model that a GPU uploads before its forwards
+
+    @property
+    def each(self) -> int:
+        """Bytes per weight."""
+        return BYTES[self.dtype]
+
+
 class StepTime(ABC):
     """Computes the time of the parts that all stages have: forwards, updates, and gathers of weights."""
 
@@ -105,66 +120,66 @@ class StepTime(ABC):
         layout = config.memory.layout
         self.packed = layout == "packed" or (layout == "auto" and machine.on_gpu)
 
-    def dtype(self, role: str) -> str:
-        return str(trained_models(self.config)[role].model.dtype)
+    def trained(self, name: str, shape: Shape) -> TimedModel:
+        role = trained_models(self.config)[name]
+        return TimedModel(shape, str(role.model.dtype), role.zero.stage == 3, role)
 
     def overlapped(self, busy: float, links: float) -> float:
         """Returns the seconds of computation and gathers that partly hide each other."""
-        return busy + links - self.assumed.overlap * min(busy, links)
+        return busy + links - self.assumed["overlap"] * min(busy, links)
 
     def computed(self, seconds: float, launches: float) -> float:
         """Returns the seconds of a forward: a GPU computes while the host launches the next kernels."""
         return max(seconds, launches) if self.machine.on_gpu else seconds + launches
 
-    def gather(self, shape: Shape, each: int, role: TrainedConfig | None) -> float:
+    def gather(self, model: TimedModel) -> float:
         """Returns the seconds of one gather of all weights of a model that ZeRO-3 has sharded.
 
         With zero_hpz_partition_size, only the first gather after an optimizer step crosses groups of ranks.
         The estimate counts this gather like the later ones.
         """
+        role, ranks, size = model.role, self.machine.ranks, model.each * model.shape.parameters
         raw = {} if role is None else role.deepspeed.get("zero_optimization", {})
         group = int(raw.get("zero_hpz_partition_size", 1))
-        group = group if group > 1 else self.machine.ranks
-        seconds = self.machine.gather(
-            each * shape.parameters, GATHERS * shape.layers, min(group, self.machine.ranks)
-        )
+        group = group if group > 1 else ranks
+        seconds = self.machine.gather(size, GATHERS * model.shape.layers, min(group, ranks))
         if role is not None and role.zero.stage == 3 and role.zero.offload_params and self.machine.on_gpu:
-            seconds += self.machine.host_copy(each * shape.parameters / self.machine.ranks)
+            seconds += self.machine.host_copy(size / ranks)
         return seconds
 
-    def forward(
-        self, shape: Shape, dtype: str, each: int, passes: Passes, sharded: bool, role: TrainedConfig | None
-    ) -> PhaseTime:
+    def forward(self, model: TimedModel, passes: Passes) -> PhaseTime:
         """Returns the time of forwards without gradients."""
-        flops = forward_flops(shape, passes.tokens, passes.pairs, passes.head_positions)
-        compute = self.machine.products(flops, dtype, self.assumed.forward)
-        launches = self.machine.launches(passes.count * shape.layers, self.assumed.launch_us)
-        links = passes.count * self.gather(shape, each, role) if sharded else 0.0
+        flops = forward_flops(model.shape, passes.tokens, passes.pairs, passes.head_positions)
+        compute = self.machine.products(flops, model.dtype, self.assumed["forward"])
+        launches = self.machine.launches(passes.count * model.shape.layers, self.assumed["launch_us"])
+        links = passes.count * self.gather(model) if model.sharded else 0.0
+        host = self.machine.host_copy(model.offloaded) if self.machine.on_gpu else 0.0
         seconds = self.overlapped(self.computed(compute, launches), links)
-        return PhaseTime(seconds, {COMPUTE: compute, LAUNCHES: launches, LINKS: links})
+        return PhaseTime(seconds + host, {COMPUTE: compute, LAUNCHES: launches, LINKS: links, HOST: host})
 
     def update(self, name: str, shape: Shape, steps: int, passes: Passes) -> PhaseTime:
         """Returns the time of ``steps`` optimizer steps, each of which runs ``passes``."""
-        role, machine = trained_models(self.config)[name], self.machine
-        dtype, stage, ranks = self.dtype(name), role.zero.stage, machine.ranks
-        each = FP32 if dtype == "fp32" else 2
+        model, machine, ranks = self.trained(name, shape), self.machine, self.machine.ranks
+        role, each = trained_models(self.config)[name], model.each
+        stage, unsharded = role.zero.stage, role.zero.stage == 0 and model.dtype == "fp32"
         # the forward, the gradients of activations, those of weights unless most are frozen, recomputation
         forwards = 2 + (2 * shape.trained > shape.parameters) + bool(role.model.gradient_checkpointing)
         flops = forward_flops(shape, passes.tokens, passes.pairs, passes.head_positions)
-        compute = steps * forwards * machine.products(flops, dtype, self.assumed.mfu)
-        launches = steps * forwards * machine.launches(passes.count * shape.layers, self.assumed.launch_us)
+        compute = steps * forwards * machine.products(flops, model.dtype, self.assumed["mfu"])
+        launches = machine.launches(passes.count * shape.layers, self.assumed["launch_us"])
+        launches *= steps * forwards
         sent = shape.trained * (FP32 if ranks > RANKS_16_BIT_SUM else each)
         if stage == 3:  # a gather in the forward, one in the backward, and the gradients
-            links = 2 * self.gather(shape, each, role) + machine.gather(sent, GATHERS * shape.layers)
+            links = 2 * self.gather(model) + machine.gather(sent, GATHERS * shape.layers)
             links *= passes.count
-        elif stage == 0 and dtype == "fp32":  # all-reduce
+        elif unsharded:  # all-reduce
             links = 2 * machine.gather(sent)
         else:  # gradients after each forward, or only after the last one; then the new weights
             links = (passes.count if stage == 2 else 1) * machine.gather(sent)
             links += machine.gather(each * shape.trained)
         links *= steps
-        share = shape.trained / (1 if stage == 0 and dtype == "fp32" else ranks)
-        adam, host = machine.memory(ADAM_BYTES * share, self.assumed.adam), 0.0
+        share = shape.trained / (1 if unsharded else ranks)
+        adam, host = machine.memory(ADAM_BYTES * share, self.assumed["adam"]), 0.0
         if role.zero.offload_optimizer and stage and machine.on_gpu:  # gradients down, new weights up
             adam, host = 0.0, machine.host_memory(ADAM_BYTES * share)
             host += machine.host_copy((FP32 + each) * share)
@@ -198,12 +213,16 @@ class PPOTime(StepTime):
         """
         super().__init__(config, machine)
         self.models, self.memory = models, memory
-        self.prompt = max(1, round(machine.assumed.prompt or prompt))
+        self.prompt = max(1, round(self.assumed.get("prompt") or prompt))
         self.longest = max(longest, self.prompt)
         limit = config.sampling.max_new_tokens
-        lengths = response_lengths(rollout_size(config), limit, machine.assumed.response)
+        lengths = response_lengths(rollout_size(config), limit, self.assumed.get("response"))
         self.responses = lengths[:: machine.ranks]  # of the rank with the longest response
-        self.each = FP32 if self.dtype("actor") == "fp32" else 2
+        self.actor = self.trained("actor", models.actor)
+        self.gathered_once = self.actor.sharded and not memory.layerwise
+        totals = [self.prompt + response for response in self.responses]
+        score_tokens = int(config.memory.score_tokens)
+        self.scored = passes_over(totals, sum(self.responses), score_tokens, self.packed)
 
     def phases(self) -> dict[str, PhaseTime]:
         """Returns the time of each phase of a PPO step, in the order of the step."""
@@ -215,13 +234,13 @@ class PPOTime(StepTime):
         if scored := self.rewards():
             phases["reward"] = scored
         if old_logprobs_source(config) == "forward":
-            phases["old_logprobs"] = self.score_by("actor", models.actor)
+            phases["old_logprobs"] = self.forward(self.actor, self.scored)
         if models.reference is not None:
             phases["ref_logprobs"] = self.score_by_frozen(models.reference)
         elif uses_reference(config) and reference_is_base(config):
-            phases["ref_logprobs"] = self.score_by("actor", models.actor)
+            phases["ref_logprobs"] = self.forward(self.actor, self.scored)
         if models.critic is not None:
-            phases["values"] = self.score_by("critic", models.critic)
+            phases["values"] = self.forward(self.trained("critic", models.critic), self.scored)
         phases["update_actor"] = self.learn("actor", models.actor)
         if models.critic is not None:
             phases["update_critic"] = self.learn("critic", models.critic)
@@ -229,152 +248,107 @@ class PPOTime(StepTime):
 
     # -- generation ----------------------------------------------------------------------------------------
 
-    @property
-    def layerwise(self) -> bool:
-        return self.memory.layerwise
-
-    @property
-    def gathered_once(self) -> bool:
-        return self.config.actor.zero.stage == 3 and not self.memory.layerwise
-
     def switch(self) -> PhaseTime:
         """Returns the time of one gather of all weights, and of moving optimizer states out and back."""
-        links = self.gather(self.models.actor, self.each, self.config.actor) if self.gathered_once else 0.0
+        links = self.gather(self.actor) if self.gathered_once else 0.0
         host = 2 * self.machine.host_copy(self.memory.moved) if self.memory.moved else 0.0
         return PhaseTime(links + host, {LINKS: links, HOST: host})
 
     def generate(self, responses: Sequence[int]) -> PhaseTime:
-        """Returns the time of generating these responses on one rank."""
-        if self.memory.vllm is not None:
-            return self.generate_by_engine(responses, self.memory.vllm)
-        shape, machine, dtype = self.models.actor, self.machine, self.dtype("actor")
-        slots = self.slots(len(responses))
-        work = decode_work([self.prompt] * len(responses), responses, slots)
-        prompts = -(-len(responses) // self.config.rollout.samples_per_prompt)
-        prefilled = prompts * max(1, self.prompt - 1)
-        pairs = prompts * causal_pairs([max(1, self.prompt - 1)])
-        prefills = max(-(-prefilled // PREFILL_TOKENS), -(-len(responses) // slots))
-        forwards = work.steps + prefills
+        """Returns the time of generating these responses on one rank.
 
-        prefill = machine.products(forward_flops(shape, prefilled, pairs, 0), dtype, self.assumed.forward)
-        decode = machine.products(
-            forward_flops(shape, work.row_steps, work.contexts, work.row_steps),
-            dtype,
-            self.assumed.decode_mfu,
-        )
-        read = machine.memory(decode_bytes(shape, work.steps, work.contexts, self.each), self.assumed.decode)
-        graphs = machine.on_gpu and not self.layerwise and self.config.rollout.backend != "hf"
-        between = self.assumed.graph_us if graphs else self.assumed.launch_us
+        With vLLM, the ranks of a tensor-parallel group generate the responses of all of them together: each
+        computes a share of every matrix product and waits for two all-reduces in each layer.
+        """
+        shape, dtype, each = self.actor.shape, self.actor.dtype, self.actor.each
+        machine, assumed, rollout, engine = self.machine, self.assumed, self.config.rollout, self.memory.vllm
+        group = rollout.vllm.tensor_parallel if engine else 1
+        rows = [response for response in responses for _ in range(group)]
+        slots = self.slots(len(rows))
+        work = decode_work([self.prompt] * len(rows), rows, slots)
+        prompts = -(-len(rows) // rollout.samples_per_prompt)
+        # the trainer's own backends decode the last token of a prompt
+        length, most = (self.prompt, BATCHED_TOKENS) if engine else (max(1, self.prompt - 1), PREFILL_TOKENS)
+        prefilled, pairs = prompts * length, prompts * causal_pairs([length])
+        prefills = max(-(-prefilled // most), -(-len(rows) // slots))
+
+        flops = forward_flops(shape, prefilled, pairs, 0)
+        prefill = machine.products(flops / group, dtype, assumed["forward"])
+        flops = forward_flops(shape, work.row_steps, work.contexts, work.row_steps)
+        decode = machine.products(flops / group, dtype, assumed["decode_mfu"])
+        weights = decode_bytes(shape, work.steps, 0, each) / group
+        cache = decode_bytes(shape, 0, work.contexts, each) / min(group, kv_heads(shape))
+        read = machine.memory(weights + cache, assumed["decode"])
+        eager = rollout.vllm.enforce_eager if engine else self.memory.layerwise or rollout.backend == "hf"
+        graphs = machine.on_gpu and not eager
+        between = assumed["graph_us"] if graphs else assumed["launch_us"]
         launches = machine.launches(work.steps * (shape.layers + HEAD_LAYERS), between)
         if not machine.on_gpu:
-            busy = prefill + decode + read + launches
-        elif graphs:
-            busy = prefill + max(decode, read) + launches
+            busy = decode + read + launches
+        elif graphs or engine:
+            busy = max(decode, read) + launches
         else:
-            busy = prefill + max(decode, read, launches)
-        links = forwards * self.gather(shape, self.each, self.config.actor) if self.layerwise else 0.0
-        seconds = self.overlapped(busy, links)
-        token = self.overlapped(busy - prefill, links * work.steps / forwards) / work.steps
-        held = "gathered layer by layer for each token" if self.layerwise else "whole"
+            busy = max(decode, read, launches)
+        waits = self.decode_links(work.row_steps, work.steps)
+        links = waits + self.decode_links(prefilled, prefills)
+        if engine:
+            seconds, stepping, of_group = prefill + busy + links, busy + waits, f" of {group} rank(s)"
+            held = f"divided among {group} ranks" if group > 1 else "whole"
+        else:
+            seconds, stepping = self.overlapped(prefill + busy, links), self.overlapped(busy, waits)
+            held = "gathered layer by layer for each token" if self.memory.layerwise else "whole"
+            of_group = ""
         detail = (
-            f"{work.steps} decode steps of {1000 * token:.1f} ms with {slots} rows at a time, weights {held}"
+            f"{work.steps} decode steps of {1000 * stepping / work.steps:.1f} ms with {slots} rows{of_group} "
+            f"at a time, weights {held}"
         )
         resources = {COMPUTE: prefill + decode, MEMORY: read, LAUNCHES: launches, LINKS: links}
         return PhaseTime(seconds, resources, detail)
 
-    def generate_by_engine(self, responses: Sequence[int], engine: VllmMemory) -> PhaseTime:
-        """Returns the time of generating these responses with vLLM.
+    def decode_links(self, tokens: int, forwards: int) -> float:
+        """Returns the seconds of the transfers of forwards in generation.
 
-        The ranks of a tensor-parallel group generate the responses of all of them together: each computes a
-        share of every matrix product and waits for two all-reduces in each layer.
+        These are the gathers of weights layer by layer, or the all-reduces of tensor parallelism, two in each
+        layer. An all-reduce is a reduce-scatter and a gather of the hidden states.
         """
-        shape, machine, dtype = self.models.actor, self.machine, self.dtype("actor")
-        settings, length = self.config.rollout.vllm, self.longest + self.config.sampling.max_new_tokens
-        group = settings.tensor_parallel
-        shards = min(group, kv_heads(shape))
-        rows = [response for response in responses for _ in range(group)]
-        cached = engine.kv_cache * shards // kv_cache_bytes(shape, 1, self.each)
-        slots = max(1, min(cached // length, SEQUENCES, len(rows)))
-        work = decode_work([self.prompt] * len(rows), rows, slots)
-        prompts = -(-len(rows) // self.config.rollout.samples_per_prompt)
-        prefilled, pairs = prompts * self.prompt, prompts * causal_pairs([self.prompt])
-        prefills = max(-(-prefilled // BATCHED_TOKENS), -(-len(rows) // slots))
-
-        prefill = machine.products(
-            forward_flops(shape, prefilled, pairs, 0) / group, dtype, self.assumed.forward
-        )
-        decode = machine.products(
-            forward_flops(shape, work.row_steps, work.contexts, work.row_steps) / group,
-            dtype,
-            self.assumed.decode_mfu,
-        )
-        weights = decode_bytes(shape, work.steps, 0, self.each) / group
-        cache = decode_bytes(shape, 0, work.contexts, self.each) / shards
-        read = machine.memory(weights + cache, self.assumed.decode)
-        graphs = machine.on_gpu and not settings.enforce_eager
-        between = self.assumed.graph_us if graphs else self.assumed.launch_us
-        launches = machine.launches(work.steps * (shape.layers + HEAD_LAYERS), between)
-        waits = self.all_reduces(work.row_steps, work.steps, group)
-        stepping = (max(decode, read) if machine.on_gpu else decode + read) + launches + waits
-        token = stepping / work.steps
-        links = waits + self.all_reduces(prefilled, prefills, group)
-        held = f"divided among {group} ranks" if group > 1 else "whole"
-        detail = (
-            f"{work.steps} decode steps of {1000 * token:.1f} ms with {slots} rows of {group} rank(s) at a "
-            f"time, weights {held}"
-        )
-        resources = {COMPUTE: prefill + decode, MEMORY: read, LAUNCHES: launches, LINKS: links}
-        return PhaseTime(prefill + stepping + links - waits, resources, detail)
-
-    def all_reduces(self, tokens: int, forwards: int, group: int) -> float:
-        """Returns the seconds of the all-reduces of tensor parallelism, two in each layer of a forward.
-
-        An all-reduce is a reduce-scatter and a gather of the hidden states.
-        """
+        shape, group = self.actor.shape, self.config.rollout.vllm.tensor_parallel
+        if self.memory.vllm is None:
+            return forwards * self.gather(self.actor) if self.memory.layerwise else 0.0
         if group == 1:
             return 0.0
-        shape = self.models.actor
-        size = 2 * shape.layers * tokens * shape.hidden * self.each
-        latency = 2 * shape.layers * forwards * self.assumed.collective_us / 1e6
+        size = 2 * shape.layers * tokens * shape.hidden * self.actor.each
+        latency = 2 * shape.layers * forwards * self.assumed["collective_us"] / 1e6
         return 2 * self.machine.gather(size, collectives=0, group=group) + latency
 
     def slots(self, rows: int) -> int:
-        """Returns the number of responses that are decoded at the same time, as continuous_batch.py does."""
-        length = self.longest + self.config.sampling.max_new_tokens
-        return max(1, min(int(self.config.memory.rollout_tokens) // length, fast_batch_size(rows), rows))
+        """Returns the number of responses that are decoded at the same time, as the backend does."""
+        length, engine = self.longest + self.config.sampling.max_new_tokens, self.memory.vllm
+        if engine is None:  # continuous_batch.py
+            tokens, most = int(self.config.memory.rollout_tokens), fast_batch_size(rows)
+        else:
+            shards = min(self.config.rollout.vllm.tensor_parallel, kv_heads(self.actor.shape))
+            tokens = engine.kv_cache * shards // kv_cache_bytes(self.actor.shape, 1, self.actor.each)
+            most = SEQUENCES
+        return max(1, min(tokens // length, most, rows))
 
     # -- scoring and updates -------------------------------------------------------------------------------
-
-    @cached_property
-    def scored(self) -> Passes:
-        """The forwards over the rollout of one rank."""
-        totals = [self.prompt + response for response in self.responses]
-        return passes_over(totals, sum(self.responses), int(self.config.memory.score_tokens), self.packed)
-
-    def score_by(self, name: str, shape: Shape) -> PhaseTime:
-        """Returns the time in which a trained model scores the rollout."""
-        role, dtype = trained_models(self.config)[name], self.dtype(name)
-        each = FP32 if dtype == "fp32" else 2
-        return self.forward(shape, dtype, each, self.scored, role.zero.stage == 3, role)
 
     def score_by_frozen(self, model: FrozenModel) -> PhaseTime:
         """Returns the time in which a frozen model scores the rollout."""
         dtype = "fp32" if model.each == FP32 else "bf16"
-        found = self.forward(model.shape, dtype, model.each, self.scored, model.sharded, None)
-        if not (model.offloaded and self.machine.on_gpu):
-            return found
-        host = self.machine.host_copy(model.resident(self.machine.ranks))
-        return PhaseTime(found.seconds + host, {**found.resources, HOST: host})
+        uploaded = model.resident(self.machine.ranks) if model.offloaded else 0
+        return self.forward(TimedModel(model.shape, dtype, model.sharded, None, uploaded), self.scored)
 
     def rewards(self) -> PhaseTime | None:
         """Returns the time of the training reward's models.
 
         A model that shares the critic's weights counts as a critic.
         """
+        critic = self.models.critic
         shared = [
-            self.score_by("critic", self.models.critic)
+            self.forward(self.trained("critic", critic), self.scored)
             for key, _ in reward_models(self.config.reward)
-            if f"{key}.path" not in self.models.rewards and self.models.critic is not None
+            if f"{key}.path" not in self.models.rewards and critic is not None
         ]
         own = [model for key, model in self.models.rewards.items() if key.startswith("reward.")]
         times = [self.score_by_frozen(model) for model in own] + shared
@@ -391,9 +365,8 @@ class PPOTime(StepTime):
 
     def evaluation(self, count: int) -> PhaseTime:
         """Returns the time of responses to ``count`` prompts and their scores."""
-        responses = response_lengths(
-            -(-count // self.machine.ranks), self.config.sampling.max_new_tokens, self.assumed.response
-        )
+        rows, limit = -(-count // self.machine.ranks), self.config.sampling.max_new_tokens
+        responses = response_lengths(rows, limit, self.assumed.get("response"))
         scored = self.rewards()
         share = len(responses) / len(self.responses)
         rewards = [] if scored is None else [scored.times(share)]
@@ -406,8 +379,7 @@ class FinetuneTime(StepTime):
     def __init__(self, config: Config, machine: Machine, name: str, shape: Shape, rows: int, longest: int):
         """Initializes the estimate; ``rows`` texts of ``longest`` tokens are the batch over all ranks."""
         super().__init__(config, machine)
-        self.name, self.shape, self.longest = name, shape, longest
-        self.rows = -(-rows // machine.ranks)
+        self.name, self.shape, self.longest, self.rows = name, shape, longest, rows
 
     def phases(self) -> dict[str, PhaseTime]:
         """Returns the time of the only phase."""
@@ -416,13 +388,12 @@ class FinetuneTime(StepTime):
 
     def evaluation(self, count: int) -> PhaseTime:
         """Returns the time of the loss of ``count`` held-out texts."""
-        role, dtype = trained_models(self.config)[self.name], self.dtype(self.name)
-        passes = self.over(-(-count // self.machine.ranks), int(self.config.memory.score_tokens))
-        each = FP32 if dtype == "fp32" else 2
-        return self.forward(self.shape, dtype, each, passes, role.zero.stage == 3, role)
+        passes = self.over(count, int(self.config.memory.score_tokens))
+        return self.forward(self.trained(self.name, self.shape), passes)
 
-    def over(self, rows: int, budget: int) -> Passes:
-        length = round(self.assumed.prompt or self.longest)
+    def over(self, texts: int, budget: int) -> Passes:
+        """Returns the forwards over a rank's share of ``texts``."""
+        rows, length = -(-texts // self.machine.ranks), round(self.assumed.get("prompt") or self.longest)
         return passes_over([length] * rows, rows * length if self.shape.head else rows, budget, self.packed)
 
 
@@ -431,3 +402,55 @@ def added(times: Sequence[PhaseTime]) -> PhaseTime:
     names = dict.fromkeys(name for each in times for name in each.resources)
     resources = {name: sum(each.resources.get(name, 0.0) for each in times) for name in names}
     return PhaseTime(sum(each.seconds for each in times), resources)
+
+
+# -- lengths of responses, and the work of decoding them ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """Work of decoding a number of rows on one rank."""
+
+    steps: int  # decode steps, each of which reads all weights
+    row_steps: int  # generated tokens: rows of a step, summed over the steps
+    contexts: int  # cached positions that are read, summed over steps and rows
+
+
+def response_lengths(count: int, limit: int, mean: float | None) -> list[int]:
+    """Returns ``count`` response lengths, longest first.
+
+    Without ``mean`` all of them are ``limit``. Otherwise a response ends after each token with the same
+    probability, and all lengths above ``limit`` are cut: the lengths are equally spaced quantiles of this
+    geometric distribution, whose mean before the cut is ``mean``.
+    """
+    if mean is None:
+        return [limit] * count
+    if mean <= 1:
+        return [1] * count
+    survival = math.log1p(-1 / mean)  # of one more token
+    quantiles = ((i + 0.5) / count for i in range(count))
+    return [min(limit, max(1, math.ceil(math.log(share) / survival))) for share in quantiles]
+
+
+def decode_work(prompts: Sequence[int], responses: Sequence[int], slots: int) -> DecodeWork:
+    """Counts the work of decoding rows in ``slots`` slots; a free slot takes the next row.
+
+    As in rollout/continuous_batch.py, all rows of a decode step read as many cached positions as the longest
+    of them has.
+    """
+    waiting = [(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+    waiting.reverse()  # the next row is the last of the list
+    live: list[tuple[int, int]] = []  # (the step at which the row ends, cached positions at step 0)
+    now = row_steps = contexts = 0
+    while waiting or live:
+        while waiting and len(live) < slots:
+            prompt, response = waiting.pop()
+            heapq.heappush(live, (now + response, prompt - now))
+        steps, width = live[0][0] - now, len(live)
+        longest = max(offset for _, offset in live) + now
+        row_steps += steps * width
+        contexts += width * (steps * longest + steps * (steps - 1) // 2)
+        now = live[0][0]
+        while live and live[0][0] == now:
+            heapq.heappop(live)
+    return DecodeWork(now, row_steps, contexts)

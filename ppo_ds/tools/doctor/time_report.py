@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 
 from ppo_ds.config.schema import Config
 from ppo_ds.planning.run_memory import Estimate
 from ppo_ds.tools.doctor.plan import Plan
-from ppo_ds.tools.doctor.rates import DESCRIPTIONS, Machine
+from ppo_ds.tools.doctor.rates import OPTIONS, Machine
 from ppo_ds.tools.doctor.step_time import PhaseTime
 
 
@@ -61,7 +60,8 @@ def _checkpoints(config: Config, step: float) -> float:
 
 def _assumptions(machine: Machine) -> list[str]:
     """Returns lines with the rates of the device and every assumed number."""
-    device, where = machine.device, "never measured on one" if machine.on_gpu else "from W1 and W2"
+    device, assumed = machine.device, machine.assumed
+    where = "never measured on one" if machine.on_gpu else "from W1 and W2"
     lines = [
         f"rates      {device.name}: {device.bf16:,.4g} TFLOPS in 16 bits, {device.fp32:,.4g} in fp32; GB/s: "
         f"{device.bandwidth:,.4g} memory, {device.node_link:.4g} in the node, {device.host_link:.4g} to the "
@@ -69,8 +69,8 @@ def _assumptions(machine: Machine) -> list[str]:
         f"assumed    {where}; set by --assume NAME=VALUE ...",
     ]
     return lines + [
-        f"  {name:<14}{'-' if value is None else format(value, 'g'):>6}  {DESCRIPTIONS[name]}"
-        for name, value in asdict(machine.assumed).items()
+        f"  {name:<14}{format(assumed[name], 'g') if name in assumed else '-':>6}  {option.description}"
+        for name, option in OPTIONS.items()
     ]
 
 
