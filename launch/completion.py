@@ -38,7 +38,7 @@ def overrides(prefix: str, folders: Folders) -> Iterator[str]:
     fields = {
         f"{section}.{key}": field
         for section, model in sections_of(Config)
-        for key, field in model.model_fields.items()
+        for key, field in model.all_fields().items()
         if section_of(field) is None
     }
     if equals:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from ppo_ds.commands.entry_points import command
-from ppo_ds.config.reading import defaults
+from ppo_ds.config.reading import with_defaults
 from ppo_ds.config.renamed import leaves
 from ppo_ds.config.schema import config_class, default_dir, is_unused
 from ppo_ds.config.text import did_you_mean
@@ -275,8 +275,7 @@ def other_option(group: str, name: str, options: list[str]) -> str:
 def resolve_config(composed: DictConfig) -> dict[str, Any]:
     """Merges a composed config over the defaults and resolves it; interpolations may refer to any key."""
     given: Any = OmegaConf.to_container(composed, resolve=False)
-    base = defaults(config_class(given.get("stage", "ppo")))
-    merged = _merged(base, given)
+    merged = with_defaults(config_class(given.get("stage", "ppo")), given)
     if "${" not in str(merged):
         return merged
     tree = OmegaConf.create(merged)
@@ -290,13 +289,6 @@ def resolve_config(composed: DictConfig) -> dict[str, Any]:
         raise UserError(*problems)
     plain: Any = OmegaConf.to_container(tree, resolve=True)
     return plain
-
-
-def _merged(base: Any, given: Any) -> Any:
-    """Merges two nested mappings; the second has priority."""
-    if not isinstance(base, dict) or not isinstance(given, dict):
-        return given
-    return base | {name: _merged(base.get(name), value) for name, value in given.items()}
 
 
 def _broken_interpolations(node: Any, prefix: str = "") -> Iterator[str]:

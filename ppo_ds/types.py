@@ -283,7 +283,7 @@ class Experience(Sequences):
     ref_logprobs: Tensor | None = field(default=None, metadata=_R)
     # [B,R] entropy of the actor before the update; None unless algo.policy.top_entropy needs it
     entropy: Tensor | None = field(default=None, metadata=_R)
-    # [B,R] bool: tokens selected for the policy loss in an optimizer step (PolicyLossEntry.selection); None
+    # [B,R] bool: tokens selected for the policy loss in an optimizer step (PolicyConfig.selection); None
     # before, and for losses without a selection
     selected: Tensor | None = field(default=None, metadata=_R)
 

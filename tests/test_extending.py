@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,18 +20,17 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.cli import load_config
+from ppo_ds.algorithm.policy.keys import POLICY_LOSSES, PPO
 from ppo_ds.assemble.generator import build_generator
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
     DECODE_BACKENDS,
     KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
-    POLICY_LOSSES,
     AdvantageEstimatorEntry,
     DecodeBackendEntry,
     KLEstimatorEntry,
     LossAggregationEntry,
-    PolicyLossEntry,
 )
 from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import bind
@@ -138,9 +137,15 @@ def test_an_advantage_estimator(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_policy_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        POLICY_LOSSES, "tripled", PolicyLossEntry(f"{__name__}.tripled_loss", "Three times PPO's.")
-    )
+    monkeypatch.setitem(POLICY_LOSSES, "tripled", PPO)  # absent again after the test
+
+    class Tripled(PPO):
+        """Three times PPO's."""
+
+        loss: Literal["tripled"] = "tripled"
+        function = f"{__name__}.tripled_loss"
+        options = {}
+
     common = "advantage: { estimator: dr_grpo, whiten: none }\nentropy: { coef: 0 }\n"
     (folder / "algo" / "mine.yaml").write_text(common + "policy: { loss: tripled }\n")
     (folder / "algo" / "usual.yaml").write_text(common)

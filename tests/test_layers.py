@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Lists what each package may import from ppo_ds besides itself. Every other import from ppo_ds is an error.
-BOTTOM = {"errors", "secrets", "types", "ops", "compute", "config", "storage", "commands"}
+BOTTOM = {"errors", "secrets", "types", "ops", "compute", "algorithm", "config", "storage", "commands"}
 MIDDLE = BOTTOM | {"distributed", "models"}
 HOMES_OF_LIBRARIES = {"tracking", "models", "data", "rollout", "rewards", "engine", "background"}
 MAY = {
@@ -23,7 +23,8 @@ MAY = {
     "types": {"errors"},
     "ops": set(),
     "compute": {"ops"},
-    "config": {"errors", "secrets"},
+    "algorithm": {"ops", "config"},
+    "config": {"errors", "secrets", "algorithm"},  # of algorithm only the keys, see below
     "distributed": BOTTOM,
     "background": BOTTOM | {"distributed"},
     "tracking": BOTTOM,
@@ -143,6 +144,17 @@ def test_the_layers_hold():
     files = python_files()
     assert len(files) > 20
     assert [problem for file in files for problem in problems(file, (ROOT / file).read_text())] == []
+
+
+def test_config_imports_only_the_keys_of_the_algorithm():
+    files = [file for file in python_files() if part_of(file) == "config"]
+    names = {
+        name
+        for file in files
+        for _, name in imports(file, (ROOT / file).read_text())
+        if name.startswith("ppo_ds.algorithm")
+    }
+    assert names and all(".keys" in name for name in names)
 
 
 def test_the_docs_name_every_package_and_every_file_of_assemble():

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ppo_ds.algorithm.policy.keys import PolicyConfig
 from ppo_ds.assemble.shared import all_packed, training_steps
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
-    POLICY_LOSSES,
     has_own_weights,
     import_target,
     resolve,
@@ -26,7 +26,7 @@ from ppo_ds.config.schema import (
     rollout_size,
     value_position,
 )
-from ppo_ds.config.sections.algo import AlgoConfig, GAEConfig, KLConfig, PolicyConfig, RolloutISConfig
+from ppo_ds.config.sections.algo import AlgoConfig, GAEConfig, KLConfig, RolloutISConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel
@@ -263,7 +263,7 @@ def policy_objective(config: Config, actor: TrainedModel) -> PolicyObjective:
     algo = config.algo
     return PolicyObjective(
         loss=policy_loss(algo.policy),
-        sums_over_tokens=POLICY_LOSSES[algo.policy.loss].sums_over_tokens,
+        sums_over_tokens=algo.policy.sums_over_tokens,
         off_policy_limit=algo.policy.off_policy_limit,
         entropy=algo.entropy,
         kl=_kl_estimator(algo.kl) if algo.kl.place == "loss" else None,
@@ -276,8 +276,7 @@ def policy_objective(config: Config, actor: TrainedModel) -> PolicyObjective:
 
 def policy_loss(policy: PolicyConfig) -> Callable[..., tuple[Tensor, Parts]]:
     """Imports the loss of `algo.policy.loss` and binds the keys of `algo.policy` that it uses."""
-    entry = POLICY_LOSSES[policy.loss]
-    return partial(resolve(entry), **{key: getattr(policy, key) for key in entry.keys})
+    return partial(import_target(policy.function), **policy.arguments())
 
 
 def parity_monitor(config: Config) -> ParityMonitor:
@@ -295,10 +294,9 @@ def parity_monitor(config: Config) -> ParityMonitor:
 
 def token_selection(policy: PolicyConfig) -> Callable[[Experience, torch.Generator], Experience]:
     """Builds the selection of tokens of `algo.policy.top_entropy` and of the policy loss."""
-    entry, selection = POLICY_LOSSES[policy.loss], None
-    if entry.selection is not None:
-        chosen = {key: getattr(policy, key) for key in entry.selection_keys}
-        selection = partial(import_target(entry.selection), **chosen)
+    selection = None
+    if policy.selection is not None:
+        selection = partial(import_target(policy.selection), **policy.selection_arguments())
     return partial(select_tokens, top_entropy=policy.top_entropy, selection=selection)
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from ppo_ds.config.renamed import current_name, leaves
-from ppo_ds.config.text import show
-from ppo_ds.config.types import RANGE, Section
+from ppo_ds.config.text import short, show
+from ppo_ds.config.types import RANGE, Section, Variants
 
 T = TypeVar("T", bound=Section)
 Problems = dict[str, str]  # full key -> line
@@ -30,14 +30,62 @@ def read(section: type[T], tree: Any, key: str = "") -> tuple[T, Problems]:
     A wrong value is replaced by the key's default, or by a value of its type if the key is required, so that
     the caller can look for more problems. ``key`` is the full name of the section.
     """
-    completed = complete(section, tree)
+    own, found = without_other_variants(section, tree, key)
+    completed = complete(section, own)
     try:
-        return section.model_validate(completed), {}
+        return section.model_validate(completed), found
     except ValidationError as error:
         for wrong in error.errors(include_url=False):
             completed = _without(section, completed, wrong["loc"])
         usable = section.model_validate(complete(section, completed, stand_ins=True))
-        return usable, problems(error, section, key)
+        return usable, problems(error, section, key) | found
+
+
+def without_other_variants(section: type[Section], tree: Any, key: str = "") -> tuple[Any, Problems]:
+    """Removes the keys that only other variants of a section use, at any depth.
+
+    Returns the tree and a line for each removed key that did not have its default, and for each unknown name
+    of a variant, which is replaced by the default variant.
+    """
+    if not isinstance(tree, Mapping):
+        return tree, {}
+    kept: dict[str, Any] = dict(tree)
+    found = Problems()
+    if issubclass(section, Variants):
+        kept, found = _own_keys(section, kept, key)
+    for name, field in section.variant_of(kept).model_fields.items():
+        if name in kept and (inner := section_of(field)):
+            full = f"{key}.{name}" if key else name
+            kept[name], below = without_other_variants(inner, kept[name], full)
+            found |= below
+    return kept, found
+
+
+def _own_keys(section: type[Variants], tree: dict[str, Any], key: str) -> tuple[dict[str, Any], Problems]:
+    """Removes the keys of other variants from one section; see without_other_variants."""
+    tag, fields = f"{key}.{section.tag}", section.all_fields()
+    if section.tag in tree and (wrong := _checked(fields[section.tag], tree[section.tag])[1]):
+        line = f"{tag}={show(tree[section.tag])}: {wrong}"
+        rest = {name: value for name, value in tree.items() if name != section.tag}
+        return _own_keys(section, rest, key)[0], {tag: line}
+    variant, found = section.variant_of(tree), Problems()
+    others = [name for name in tree if name in fields and name not in variant.model_fields]
+    for name in others:
+        default = fields[name].default
+        if (value := _checked(fields[name], tree[name])[0]) != default:
+            found[f"{key}.{name}"] = (
+                f"{key}.{name}={short(value)}: only used with {tag}={' or '.join(section.users(name))} "
+                f"(it is {variant.model_fields[section.tag].default}); set it to {short(default)}"
+            )
+    return {name: value for name, value in tree.items() if name not in others}, found
+
+
+def _checked(field: FieldInfo, value: Any) -> tuple[Any, str]:
+    """Returns the value that a key gets, and "" or what is wrong with it."""
+    try:
+        return TypeAdapter[Any](Annotated[field.annotation, None, *field.metadata]).validate_python(value), ""
+    except ValidationError as error:
+        return value, error.errors(include_url=False)[0]["msg"]
 
 
 def complete(section: type[Section], tree: Any, stand_ins: bool = False) -> Any:
@@ -48,7 +96,7 @@ def complete(section: type[Section], tree: Any, stand_ins: bool = False) -> Any:
     if not isinstance(tree, dict):
         return tree
     made = dict(tree)
-    for name, field in section.model_fields.items():
+    for name, field in section.variant_of(tree).model_fields.items():
         if inner := section_of(field):
             if name in made or field.is_required():
                 made[name] = complete(inner, made.get(name, {}), stand_ins)
@@ -67,7 +115,7 @@ def _without(section: type[Section], tree: Any, location: tuple[int | str, ...])
     if not isinstance(tree, dict) or not location:
         return {}
     name, *rest = location
-    field = section.model_fields.get(str(name))
+    field = section.all_fields().get(str(name))
     inner = section_of(field) if field else None
     if inner and rest and name in tree:
         return tree | {name: _without(inner, tree[name], tuple(rest))}
@@ -80,19 +128,28 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
-def defaults(section: type[Section]) -> dict[str, Any]:
-    """Returns the defaults of a section as a nested dict, without the keys that are required."""
-    return {
-        name: defaults(inner) if inner else field.get_default(call_default_factory=True)
-        for name, field in section.model_fields.items()
-        if (inner := section_of(field)) or not field.is_required()
-    }
+def with_defaults(section: type[Section], tree: Any, like: Any = None) -> Any:
+    """Merges a nested dict over the defaults of a section; required keys have none.
+
+    The variants of sections are those that ``like``, or else ``tree``, chooses.
+    """
+    if not isinstance(tree, Mapping):
+        return tree
+    choice = tree if like is None else like
+    made: dict[str, Any] = {}
+    for name, field in section.variant_of(choice).model_fields.items():
+        if inner := section_of(field):
+            chosen = like.get(name, {}) if isinstance(like, Mapping) else None
+            made[name] = with_defaults(inner, tree.get(name, {}), chosen)
+        elif name in tree or not field.is_required():
+            made[name] = tree[name] if name in tree else field.get_default(call_default_factory=True)
+    return made | {name: value for name, value in tree.items() if name not in made}
 
 
 def dotted_keys(section: type[Section], prefix: str = "") -> list[str]:
     """Lists the full names of all keys below a section, including the names of inner sections."""
     keys = []
-    for name, field in section.model_fields.items():
+    for name, field in section.all_fields().items():
         full = f"{prefix}.{name}" if prefix else name
         inner = section_of(field)
         keys += [full, *(dotted_keys(inner, full) if inner else [])]
@@ -116,7 +173,7 @@ def problems(error: ValidationError, section: type[Section], key: str = "") -> P
             text = wrong["msg"].replace("$KEY", place.key).replace("$SECTION", place.key.rpartition(".")[0])
             lines = {f"{place.key}#{i}": line for i, line in enumerate(text.split("\n"))}
         elif kind == "missing" and place.complete:
-            text = place.holder.model_fields[place.name].description or ""
+            text = place.holder.all_fields()[place.name].description or ""
             how = f": {text[0].lower()}{text[1:].rstrip('.')}" if text else ""
             lines = {place.key: f"{place.key} is missing{how}"}
         else:
@@ -148,8 +205,9 @@ def _place(section: type[Section], key: str, wrong: Mapping[str, Any], items: di
         if isinstance(kind, type) and issubclass(kind, Section):
             holder, name = kind, str(part)
             key = f"{key}.{name}" if key else name
-            order.append(list(kind.model_fields).index(name) if name in kind.model_fields else -1)
-            if field := kind.model_fields.get(name):
+            fields = kind.all_fields()
+            order.append(list(fields).index(name) if name in fields else -1)
+            if field := fields.get(name):
                 inner = Annotated[field.annotation, None, *field.metadata]
         elif (kind is dict and part != "[key]") or (kind in (list, tuple) and wrong["type"] != "missing"):
             key = f"{key}.{part}" if kind is dict else f"{key}[{part}]"
@@ -180,7 +238,7 @@ def unwrapped(hint: Any) -> tuple[Any, list[Any], bool]:
 def _remedy(wrong: Mapping[str, Any], place: _Place) -> str:
     kind, value, args = wrong["type"], wrong["input"], get_args(place.hint)
     if kind == "model_type":
-        names = place.hint.model_fields
+        names = place.hint.all_fields()
         is_path = isinstance(value, str) and "path" in names
         hint = f"; did you mean {place.key}.path={show(value)}?" if is_path else ""
         return f"must be a section with keys {', '.join(names)}{hint}"
@@ -239,7 +297,7 @@ def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:
     shown = "..." if _SECRET.search(leaf) else show(value)
     if new := current_name(leaf):
         return f"{leaf}={shown}: is called {new} now"
-    name, siblings = place.name, place.holder.model_fields
+    name, siblings = place.name, place.holder.all_fields()
     section = place.key.removesuffix(name)  # ends in a dot, or is empty
     elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == name] or [
         k for k in known if k.replace(".", "_").endswith(f"_{name}")

@@ -20,7 +20,6 @@ from ppo_ds.config.registry import (
     DECODE_BACKENDS,
     KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
-    POLICY_LOSSES,
     STAGES,
     Entry,
     import_target,
@@ -29,14 +28,13 @@ from ppo_ds.config.renamed import current_name
 from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import arguments_of
 from ppo_ds.config.text import did_you_mean, show
-from ppo_ds.config.types import OneOf, Section
+from ppo_ds.config.types import OneOf, Section, Variants
 from ppo_ds.errors import UserError
 
-TABLES: dict[str, Mapping[str, Entry]] = {
+_ENTRIES: dict[str, Mapping[str, Entry]] = {
     "stage": STAGES,
     "rollout.backend": DECODE_BACKENDS,
     "algo.advantage.estimator": ADVANTAGE_ESTIMATORS,
-    "algo.policy.loss": POLICY_LOSSES,
     "algo.kl.estimator": KL_ESTIMATORS,
     "algo.loss.agg": LOSS_AGGREGATIONS,
 }
@@ -66,13 +64,29 @@ class Key:
 
 def keys_of(section: type[Section], prefix: str) -> Iterator[Key]:
     """Yields the keys of a section, without the keys of its inner sections."""
-    for name, field in section.model_fields.items():
+    for name, field in section.all_fields().items():
         if section_of(field) is None:
             default = (
                 "required" if field.is_required() else show(field.get_default(call_default_factory=True))
             )
             full = f"{prefix}.{name}" if prefix else name
-            yield Key(full, type_in_words(field), default, field.description or "")
+            text = field.description or ""
+            if issubclass(section, Variants) and name not in section.model_fields:
+                text += f" Only with {section.tag} {', '.join(section.users(name))}."
+            yield Key(full, type_in_words(field), default, text)
+
+
+def values() -> dict[str, dict[str, str]]:
+    """Returns the values of each key that chooses a part or a variant, with their descriptions."""
+    tables = {
+        key: {name: one.description for name, one in entries.items()} for key, entries in _ENTRIES.items()
+    }
+    for key, section in sections_of(Config):
+        if issubclass(section, Variants):
+            tables[f"{key}.{section.tag}"] = {
+                name: first_line(variant) for name, variant in section.variants.items()
+            }
+    return tables
 
 
 def choices_of(field: FieldInfo) -> list[str]:
@@ -89,7 +103,7 @@ def choices_of(field: FieldInfo) -> list[str]:
 
 def sections_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
     """Yields the full name and the class of every section below a section."""
-    for name, field in section.model_fields.items():
+    for name, field in section.all_fields().items():
         if inner := section_of(field):
             full = f"{prefix}.{name}" if prefix else name
             yield full, inner
@@ -136,10 +150,8 @@ def help_on(topic: str) -> str:
     section, _, _ = topic.rpartition(".")
     for key in keys_of(sections.get(section, Config), section):
         if key.name == topic:
-            table = "".join(
-                f"    {name:12}{entry.description}\n" for name, entry in TABLES.get(topic, {}).items()
-            )
-            return _entry(key) + table
+            table = values().get(topic, {})
+            return _entry(key) + "".join(f"    {name:12}{text}\n" for name, text in table.items())
     if new := current_name(topic):
         raise UserError(f"--help {topic}: is called {new} now")
     known = dotted_keys(Config)
@@ -193,9 +205,9 @@ def page() -> str:
             f"\n## {name}\n\n{text}\n",
             *(["\n", *rows] if (rows := _table(keys_of(section, name))) else []),
         ]
-    for key, table in TABLES.items():
+    for key, table in values().items():
         parts += [f"\n## Values of {key}\n\n| value | meaning |\n|---|---|\n"]
-        parts += [f"| `{name}` | {_cell(entry.description)} |\n" for name, entry in table.items()]
+        parts += [f"| `{name}` | {_cell(text)} |\n" for name, text in table.items()]
     return "".join(parts)
 
 

@@ -55,32 +55,6 @@ class AdvantageEstimatorEntry(Entry):
 
 
 @dataclass(frozen=True)
-class PolicyLossEntry(Entry):
-    """A policy loss, called like `ppo_ds.ops.losses.surrogate_loss` but without an objective.
-
-    It also takes the keys of algo.policy in ``keys``, and returns the loss and its metrics.
-    """
-
-    # True if the loss determines the ratio itself, so that algo.action_level must be token
-    own_ratio: bool = field(default=False, kw_only=True)
-    # True if all tokens of a response have one ratio, so that a weight of 0 would leave a token its gradient
-    response_ratio: bool = field(default=False, kw_only=True)
-    # At action_level=sequence: True if the loss of a response is the sum over its tokens, False if each token
-    # has the loss of the whole response.
-    sums_over_tokens: bool = field(default=True, kw_only=True)
-    # Keys of algo.policy that the loss uses, which it takes by the same names
-    keys: tuple[str, ...] = field(default=(), kw_only=True)
-    # True if the loss stays sound without a lower bound of the ratio (clip_low null or 1)
-    allows_no_lower_bound: bool = field(default=False, kw_only=True)
-    # True if clip_low and clip_high are limits of the log-ratio, which may be 1 or more
-    clips_log_ratio: bool = field(default=False, kw_only=True)
-    # Dotted name of a function that selects the tokens which the loss takes as ``selected`` [B,T]. Called as
-    # (log-probs before the update, advantages, mask, torch.Generator) with all rows of an optimizer step
-    selection: str | None = field(default=None, kw_only=True)
-    selection_keys: tuple[str, ...] = field(default=(), kw_only=True)  # keys of algo.policy that it takes
-
-
-@dataclass(frozen=True)
 class KLEstimatorEntry(Entry):
     """An estimator of the KL to the reference, called as (logprobs, ref_logprobs) -> [B,R].
 
@@ -155,8 +129,6 @@ class StageEntry(Entry):
 _GAE = "ppo_ds.ops.advantages.compute_gae"
 _RETURNS = "ppo_ds.ops.advantages.discounted_returns"
 _GROUP = "ppo_ds.ops.advantages.group_advantages"
-_POLICY_LOSS = "ppo_ds.ops.losses.policy_loss"
-_POLICY_LOSSES = "ppo_ds.ops.policy_losses"
 _KL = "ppo_ds.ops.kl.approx_kl"
 
 ADVANTAGE_ESTIMATORS = {
@@ -222,79 +194,6 @@ ADVANTAGE_ESTIMATORS = {
         "Score minus the group's mean weighted by response length (Hao et al. 2025).",
         options={"kind": "opo"},
         needs_group=True,
-    ),
-}
-
-POLICY_LOSSES = {
-    "ppo": PolicyLossEntry(
-        _POLICY_LOSS,
-        "Clipped surrogate (Schulman et al. 2017), with an optional dual clip.",
-        options={"kind": "ppo"},
-        keys=("clip_low", "clip_high", "dual_clip"),
-        sums_over_tokens=False,
-    ),
-    "gspo": PolicyLossEntry(
-        _POLICY_LOSS,
-        "Clipped surrogate with one ratio per response, the geometric mean over tokens (Zheng et al. 2025).",
-        options={"kind": "gspo"},
-        keys=("clip_low", "clip_high", "dual_clip"),
-        own_ratio=True,
-        response_ratio=True,
-    ),
-    "cispo": PolicyLossEntry(
-        _POLICY_LOSS,
-        "Log-probability weighted by the clipped ratio, which gets no gradient (MiniMax 2025).",
-        options={"kind": "cispo"},
-        keys=("clip_low", "clip_high"),
-        allows_no_lower_bound=True,
-    ),
-    "reinforce": PolicyLossEntry(
-        _POLICY_LOSS, "Advantage times log-probability, without a ratio.", options={"kind": "reinforce"}
-    ),
-    "sapo": PolicyLossEntry(
-        f"{_POLICY_LOSSES}.sapo_loss",
-        "Advantage times a smooth gate of the ratio in place of the clip (Gao et al. 2025).",
-        keys=("tau_pos", "tau_neg"),
-        sums_over_tokens=False,
-    ),
-    "dppo_tv": PolicyLossEntry(
-        f"{_POLICY_LOSSES}.dppo_loss",
-        "Advantage times ratio, masked where the token's probability moved too far (Qi et al. 2026).",
-        options={"divergence": "tv"},
-        keys=("delta",),
-        own_ratio=True,
-    ),
-    "dppo_kl": PolicyLossEntry(
-        f"{_POLICY_LOSSES}.dppo_loss",
-        "The same with the KL between the token and all others as the distance (Qi et al. 2026).",
-        options={"divergence": "kl"},
-        keys=("delta",),
-        own_ratio=True,
-    ),
-    "gmpo": PolicyLossEntry(
-        f"{_POLICY_LOSSES}.gmpo_loss",
-        "Advantage times the geometric mean of a response's clipped ratios (Zhao et al. 2025).",
-        keys=("clip_low", "clip_high"),
-        clips_log_ratio=True,
-        own_ratio=True,
-        response_ratio=True,
-    ),
-    "clip_cov": PolicyLossEntry(
-        f"{_POLICY_LOSSES}.clip_cov_loss",
-        "Clipped surrogate without a few random tokens of high covariance (Cui et al. 2025).",
-        keys=("clip_low", "clip_high"),
-        allows_no_lower_bound=True,
-        own_ratio=True,
-        selection="ppo_ds.ops.token_selection.clip_cov_tokens",
-        selection_keys=("cov_frac", "cov_low", "cov_high"),
-    ),
-    "kl_cov": PolicyLossEntry(
-        f"{_POLICY_LOSSES}.kl_cov_loss",
-        "Advantage times ratio, with a KL penalty on the tokens of the highest covariance (Cui et al. 2025).",
-        keys=("kl_cov_coef",),
-        own_ratio=True,
-        selection="ppo_ds.ops.token_selection.kl_cov_tokens",
-        selection_keys=("cov_frac",),
     ),
 }
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.config.chat_template import settings_with_template_text
-from ppo_ds.config.reading import defaults, dotted_keys
+from ppo_ds.config.reading import dotted_keys, with_defaults
 from ppo_ds.config.renamed import with_current_names
 from ppo_ds.config.schema import Config, config_class, trained_models
 from ppo_ds.config.text import did_you_mean, show
@@ -185,10 +185,13 @@ def changes(before: Settings, now: Settings) -> list[Change]:
     """Returns every key that differs and is not mutable.
 
     A key that ``before`` lacks, because it was added to the config later, counts as having had its default.
+    Keys of ``before`` that only other variants of a section use are ignored.
     Renamed keys are compared under their current names, and a chat template is compared by its text.
     """
     before = settings_with_template_text(with_current_names(before))
-    old, new = _leaves(defaults(config_class(now["stage"]))) | _leaves(before), _leaves(now)
+    known = set(dotted_keys(config_class(now["stage"])))
+    old, new = _leaves(with_defaults(config_class(now["stage"]), before, now)), _leaves(now)
+    old = {key: value for key, value in old.items() if key in new or key not in known}
     return [
         (key, old.get(key), new.get(key))
         for key in dict.fromkeys([*new, *old])

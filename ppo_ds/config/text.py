@@ -15,6 +15,11 @@ def show(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
+def short(value: Any) -> str:
+    """Formats a value like ``show``, and a number without trailing zeros."""
+    return f"{value:g}" if isinstance(value, float) else show(value)
+
+
 def _typed(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

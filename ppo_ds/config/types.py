@@ -6,12 +6,13 @@ written as text. `read` in reading.py turns pydantic's errors into one line for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_origin
 
 from annotated_types import Ge, Gt, Le
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ppo_ds.config.text import did_you_mean
@@ -30,6 +31,65 @@ class Section(BaseModel):
         arbitrary_types_allowed=True,
         protected_namespaces=(),
     )
+
+    @classmethod
+    def variant_of(cls, tree: Any) -> type[Self]:
+        """Returns the class that reads ``tree``; only sections with variants have a choice."""
+        return cls
+
+    @classmethod
+    def all_fields(cls) -> dict[str, FieldInfo]:
+        """Returns the fields by name, those of all variants."""
+        return cls.model_fields
+
+
+class Variants(Section):
+    """A section whose key ``tag`` chooses a variant: a subclass that adds keys which only it uses.
+
+    A subclass is a variant if it gives the tag a Literal type with one name, which is also its default. It
+    needs no other registration. A key means the same, with the same range and default, in all variants.
+    """
+
+    tag: ClassVar[str]
+    variants: ClassVar[dict[str, type[Any]]]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        if get_origin(cls.model_fields[cls.tag].annotation) is Literal:
+            cls.variants[cls.model_fields[cls.tag].default] = cls
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if "tag" in cls.__dict__:
+            return core_schema.no_info_plain_validator_function(cls.read)
+        return handler(source)
+
+    @classmethod
+    def read(cls, tree: Any) -> Self:
+        """Makes a section of the variant that ``tree`` chooses."""
+        return tree if isinstance(tree, cls) else cls.variant_of(tree).model_validate(tree)
+
+    @classmethod
+    def variant_of(cls, tree: Any) -> type[Self]:
+        """Returns the variant that ``tree`` chooses; the default if its name is unknown."""
+        if "tag" not in cls.__dict__:  # a variant
+            return cls
+        name = tree.get(cls.tag) if isinstance(tree, Mapping) else None
+        default = cls.model_fields[cls.tag].default
+        return cls.variants[name if isinstance(name, str) and name in cls.variants else default]
+
+    @classmethod
+    def all_fields(cls) -> dict[str, FieldInfo]:
+        """Returns the fields by name: the tag, those of each variant, and those that all variants have."""
+        common, fields = cls.model_fields, {cls.tag: cls.model_fields[cls.tag]}
+        for variant in cls.variants.values():
+            fields |= {name: field for name, field in variant.model_fields.items() if name not in common}
+        return fields | common
+
+    @classmethod
+    def users(cls, key: str) -> list[str]:
+        """Returns the names of the variants that have a key."""
+        return [name for name, variant in cls.variants.items() if key in variant.model_fields]
 
 
 def replace(section: SectionT, **values: Any) -> SectionT:

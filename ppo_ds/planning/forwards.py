@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ppo_ds.config.registry import POLICY_LOSSES
+from ppo_ds.algorithm.policy.keys import PolicyConfig
 from ppo_ds.config.schema import Config, has_critic, rollout_size
-from ppo_ds.config.sections.algo import PolicyConfig
 from ppo_ds.ppo.experience import OldLogprobs
 
 
@@ -38,7 +37,7 @@ def one_optimizer_step(config: Config) -> bool:
 
 def selects_tokens(policy: PolicyConfig) -> bool:
     """Returns whether tokens are selected before an update, by their entropies or log-probs."""
-    return policy.top_entropy is not None or POLICY_LOSSES[policy.loss].selection is not None
+    return policy.top_entropy is not None or policy.selection is not None
 
 
 def kept_roles(config: Config) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ class PolicyObjective:
     log-prob and its KL are summed over its tokens.
     """
 
-    loss: Callable[..., tuple[Tensor, Parts]]  # an entry of POLICY_LOSSES, with its keys bound
+    loss: Callable[..., tuple[Tensor, Parts]]  # the function of a policy loss, with its keys bound
     # for action level sequence: False if ``loss`` gives every token the loss of its whole response
     sums_over_tokens: bool
     entropy: EntropyConfig

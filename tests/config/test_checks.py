@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_ds.config.registry import POLICY_LOSSES, STAGES
+from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
+from ppo_ds.config.registry import STAGES
 from ppo_ds.config.schema import reference_is_base
 from tests.config.commands import MINIMAL, complaints, compose, model_folder, problems
 

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 from annotated_types import Ge, Le
 from pydantic import Field, create_model
 
-from ppo_ds.config.reading import defaults, dotted_keys, read
+from ppo_ds.config.reading import dotted_keys, read, with_defaults
 from ppo_ds.config.types import (
     FROM_LIST,
     Count,
@@ -17,6 +17,7 @@ from ppo_ds.config.types import (
     Positive,
     Section,
     Text,
+    Variants,
     refuse,
     replace,
 )
@@ -152,7 +153,7 @@ def test_a_value_of_many_lines_is_shown_on_one() -> None:
 
 
 def test_defaults_leave_out_what_has_none() -> None:
-    assert defaults(Outer) == {"inner": {"depth": 1, "mode": None}, "rates": (0.5, 0.25), "tags": []}
+    assert with_defaults(Outer, {}) == {"inner": {"depth": 1, "mode": None}, "rates": (0.5, 0.25), "tags": []}
     assert dotted_keys(Outer) == ["inner", "inner.path", "inner.depth", "inner.mode", "rates", "tags"]
 
 
@@ -212,3 +213,80 @@ def test_sections_are_frozen_and_copied_with_known_keys_only() -> None:
     assert replace(inner, depth=2) == Inner(path="x", depth=2) and inner.depth == 1
     with pytest.raises(AssertionError, match="dept"):
         replace(inner, dept=2)
+
+
+class Shape(Variants):
+    """A shape."""
+
+    tag = "kind"
+    variants: ClassVar[dict[str, type[Any]]] = {}
+    kind: Annotated[str, OneOf(variants)] = Field("circle", description="Kind.")
+    color: Text = "red"
+
+
+class Round(Shape):
+    """A shape with a radius; no variant, since it has no name."""
+
+    radius: Positive = 1.0
+
+
+class Circle(Round):
+    kind: Literal["circle"] = "circle"
+
+
+class Ring(Round):
+    kind: Literal["ring"] = "ring"
+    width: Positive = 0.5
+
+
+class Square(Shape):
+    kind: Literal["square"] = "square"
+    side: Positive = 1.0
+
+
+class Drawing(Section):
+    shape: Shape
+
+
+@pytest.mark.parametrize(
+    ("tree", "lines"),
+    [
+        ({"kind": "ring", "width": 2}, []),
+        ({"kind": "square", "radius": 1}, []),  # the default of another variant, as a preset may set it
+        (
+            {"kind": "square", "radius": 2, "side": 3},
+            ["shape.radius=2: only used with shape.kind=circle or ring (it is square); set it to 1"],
+        ),
+        ({"width": 2.5}, ["shape.width=2.5: only used with shape.kind=ring (it is circle); set it to 0.5"]),
+        (
+            {"kind": "squar", "side": 3},
+            ["shape.kind=squar: must be one of circle, ring, square; did you mean square?"],
+        ),
+        ({"kind": None}, ["shape.kind=null: must be one of circle, ring, square"]),
+        ({"kind": "ring", "width": 0, "colr": 1}, None),
+        (3, ["shape=3: must be a section with keys kind, radius, width, side, color"]),
+    ],
+)
+def test_a_section_with_variants(tree: Any, lines: list[str] | None) -> None:
+    drawing, found = read(Drawing, {"shape": tree})
+    if lines is None:
+        lines = [
+            "shape.colr=1: no such key; did you mean shape.color?",
+            "shape.width=0: must be above 0",
+        ]
+    assert list(found.values()) == lines
+    assert type(drawing.shape) is Shape.variant_of(tree)
+
+
+def test_defaults_are_those_of_the_chosen_variant() -> None:
+    made = with_defaults(Drawing, {"shape": {"kind": "square", "radius": 2}})
+    assert made == {"shape": {"kind": "square", "color": "red", "side": 1.0, "radius": 2}}
+    like = {"shape": {"kind": "ring"}}
+    assert with_defaults(Drawing, {"shape": {"kind": "square"}}, like)["shape"].keys() == {
+        *("kind", "color", "radius", "width")
+    }
+    shape = Drawing.model_validate({"shape": {"kind": "ring", "width": 2}})
+    assert shape.model_dump() == {"shape": {"kind": "ring", "color": "red", "radius": 1.0, "width": 2.0}}
+    assert dotted_keys(Drawing)[1:] == [
+        f"shape.{key}" for key in ("kind", "radius", "width", "side", "color")
+    ]

@@ -8,7 +8,7 @@ import pytest
 
 from launch.cli import load_config
 from ppo_ds.config.reading import dotted_keys
-from ppo_ds.config.reference import TABLES, help_on, help_on_part, keys_of, page, sections_of
+from ppo_ds.config.reference import help_on, help_on_part, keys_of, page, sections_of, values
 from ppo_ds.config.schema import Config
 from ppo_ds.errors import UserError
 
@@ -38,10 +38,15 @@ def test_a_section_lists_its_keys_with_type_default_and_meaning() -> None:
 
 
 def test_a_key_with_a_table_lists_its_entries() -> None:
-    for key, table in TABLES.items():
-        assert all(
-            name in help_on(key) and entry.description in help_on(key) for name, entry in table.items()
-        )
+    for key, table in values().items():
+        assert all(name in help_on(key) and text in help_on(key) for name, text in table.items())
+    assert "sapo" in values()["algo.policy.loss"]
+
+
+def test_a_key_of_a_variant_names_its_variants() -> None:
+    assert "description" not in help_on("algo.policy.tau_pos")
+    assert "positive advantages. Only with loss sapo." in help_on("algo.policy.tau_pos")
+    assert "Only with" not in help_on("algo.policy.top_entropy")
 
 
 def test_an_unknown_topic_is_an_error_with_a_suggestion() -> None:

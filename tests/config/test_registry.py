@@ -6,25 +6,26 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
+from ppo_ds.algorithm.policy.keys import POLICY_LOSSES, MayLackLowerBound, PolicyConfig
 from ppo_ds.config import registry
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
     DECODE_BACKENDS,
     KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
-    POLICY_LOSSES,
     STAGES,
     Entry,
     import_target,
     resolve,
 )
 from ppo_ds.config.schema import Config
-from ppo_ds.config.sections.algo import AdvantageConfig, KLConfig, LossConfig, PolicyConfig
+from ppo_ds.config.sections.algo import AdvantageConfig, KLConfig, LossConfig
 from ppo_ds.config.sections.data import RolloutConfig
 from ppo_ds.ops import advantages, kl, losses
 
@@ -40,10 +41,9 @@ def names(function: object, argument: str) -> set[str]:
     return set(get_args(get_type_hints(function)[argument]))
 
 
-def test_there_are_six_tables() -> None:
+def test_the_tables_of_parts() -> None:
     assert set(TABLES) == {
         "ADVANTAGE_ESTIMATORS",
-        "POLICY_LOSSES",
         "KL_ESTIMATORS",
         "LOSS_AGGREGATIONS",
         "DECODE_BACKENDS",
@@ -64,12 +64,6 @@ def test_every_target_can_be_imported_and_takes_its_options(table: str, name: st
 @pytest.mark.parametrize(
     ("table", "function", "argument", "not_for_a_run"),
     [
-        (
-            {name: entry for name, entry in POLICY_LOSSES.items() if "kind" in entry.options},
-            losses.policy_loss,
-            "kind",
-            set(),
-        ),
         (KL_ESTIMATORS, kl.approx_kl, "estimator", set()),
         (
             {name: entry for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.options},
@@ -111,19 +105,36 @@ def test_estimators_are_called_by_what_they_need() -> None:
             assert estimate(REWARDS, MASK, gamma=1.0).tolist() == [[1.0, 1.0], [6.0, 4.0]]
 
 
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_policy_loss_has_a_function_that_takes_its_keys(name: str) -> None:
+    variant = POLICY_LOSSES[name]
+    assert callable(import_target(variant.function)) and (variant.__doc__ or "").endswith(".")
+    defaults = variant(clip_high=4) if issubclass(variant, MayLackLowerBound) else variant()
+    logprobs = torch.tensor([[-1.0, -2.0]])
+    options = {"agg": "token_mean", **defaults.arguments()}
+    if defaults.selection is not None:
+        selected = import_target(defaults.selection)(
+            logprobs, MASK[:1].float(), MASK[:1], torch.Generator(), **defaults.selection_arguments()
+        )
+        options["selected"] = selected
+    loss, _ = import_target(defaults.function)(logprobs, logprobs, torch.ones(1, 2), MASK[:1], **options)
+    assert loss.isfinite()
+
+
 def test_the_flags_say_what_the_losses_do() -> None:
     logprobs, old, advantage = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2)
     for name, entry in POLICY_LOSSES.items():
-        wide = {key: 9.0 for key in ("clip_low", "clip_high") if key in entry.keys}
+        wide = {key: 9.0 for key in ("clip_low", "clip_high") if key in entry.model_fields}
         options = dict(ratio="sequence", agg="seq_mean_token_sum", **wide)
         args = logprobs, old, advantage, MASK[:1]
         if entry.selection is not None:
             assert callable(import_target(entry.selection))
             options |= {"selected": torch.tensor([[True, False]])}
-        summed, _ = resolve(entry)(*args, **options)
-        once, _ = resolve(entry)(*args, **options | {"ratio": "token" if entry.own_ratio else "sequence"})
+        loss = partial(import_target(entry.function), **entry.options)
+        summed, _ = loss(*args, **options)
+        once, _ = loss(*args, **options | {"ratio": "token" if entry.own_ratio else "sequence"})
         assert torch.equal(summed, once), name  # a loss that computes its own ratio ignores the given one
-        other, _ = resolve(entry)(*args, **options | {"ratio": "token"})
+        other, _ = loss(*args, **options | {"ratio": "token"})
         assert torch.equal(summed, other) == (entry.own_ratio or name == "reinforce"), name
 
 
@@ -173,5 +184,5 @@ def test_the_stages() -> None:
 
 
 def test_the_tables_import_no_torch() -> None:
-    code = "import sys, ppo_ds.config.registry; sys.exit('torch' in sys.modules)"
+    code = "import sys, ppo_ds.config.schema; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

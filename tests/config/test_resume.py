@@ -487,3 +487,12 @@ def test_restart_moves_the_prepared_folder_if_it_was_made_in_another_way(tmp_pat
 def test_the_refusal_of_a_changed_run_names_restart() -> None:
     with pytest.raises(UserError, match=r"begin anew with run.resume=restart, or allow the change with"):
         check_resume(settings(), settings("run.seed=9"), CHECKPOINT)
+
+
+def test_recorded_keys_of_other_variants_are_ignored() -> None:
+    before = stored("algo.policy.loss=ppo")
+    before["algo"]["policy"] |= {"tau_pos": 3.0, "delta": None, "cov_low": 1.0}
+    assert changes(before, minimal()) == []
+    now = settings()
+    now["algo"]["policy"] = resolved(compose(*MINIMAL, "algo.policy.loss=sapo"))["algo"]["policy"]
+    assert changes(stored(), now) == [("algo.policy.loss", "ppo", "sapo")]

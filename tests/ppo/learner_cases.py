@@ -5,9 +5,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
 from ppo_ds.assemble.algorithm import policy_loss
-from ppo_ds.config.registry import KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES, resolve
-from ppo_ds.config.sections.algo import EntropyConfig, PolicyConfig, PositiveNLLConfig, ValueConfig
+from ppo_ds.config.registry import KL_ESTIMATORS, LOSS_AGGREGATIONS, resolve
+from ppo_ds.config.sections.algo import EntropyConfig, PositiveNLLConfig, ValueConfig
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.learner import Learner
@@ -163,10 +164,11 @@ def on_policy(rows):
 def policy_objective(**changes):
     """Makes a policy objective from the settings POLICY with these changes."""
     made = POLICY | changes
-    entry, clips = POLICY_LOSSES[made["kind"]], {name: made[name] for name in CLIP}
+    variant = POLICY_LOSSES[made["kind"]]
+    clips = {name: made[name] for name in CLIP if name in variant.model_fields}
     return PolicyObjective(
-        loss=policy_loss(PolicyConfig(loss=made["kind"], **clips, **made["keys"])),
-        sums_over_tokens=entry.sums_over_tokens,
+        loss=policy_loss(variant(**clips, **made["keys"])),
+        sums_over_tokens=variant.sums_over_tokens,
         off_policy_limit=made["off_policy_limit"],
         entropy=EntropyConfig(coef=made["entropy_coef"], kind=made["entropy_kind"]),
         kl=resolve(KL_ESTIMATORS[made["kl_estimator"]]) if made["kl_in_loss"] else None,

@@ -3,7 +3,7 @@
 The sources are the papers, and the configs and code of the systems that give the presets their names.
 """
 
-# PPO as in the literature, with every key of `algo`
+# PPO as in the literature, with every key of `algo`, those of other variants too
 STANDARD = {
     "action_level": "token",
     "old_policy": "rollout",

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
 from ppo_ds.assemble.algorithm import token_selection
-from ppo_ds.config.sections.algo import PolicyConfig
 from ppo_ds.planning.forwards import selects_tokens
 from ppo_ds.types import Sequences
 from tests.ppo.learner_cases import (
@@ -87,7 +87,7 @@ LOSSES = {
 
 
 def learned_with(world, rows, loss, budget=10_000):
-    section = PolicyConfig(loss=loss, **LOSSES[loss])
+    section = POLICY_LOSSES[loss](**LOSSES[loss])
     noise = torch.rand(rows.response_mask.shape, generator=torch.Generator().manual_seed(1))
     select = token_selection(section) if selects_tokens(section) else None
     policy = dict(kind=loss, keys=LOSSES[loss], off_policy_limit=section.off_policy_limit)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ppo_ds.config.reading import defaults
-from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES
+from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS
 from ppo_ds.config.schema import (
     Config,
     has_critic,
@@ -16,7 +15,7 @@ from ppo_ds.config.schema import (
     uses_reference,
 )
 from ppo_ds.config.sections.algo import AlgoConfig
-from ppo_ds.config.text import show
+from ppo_ds.config.text import short
 
 
 def check_batches(config: Config, ranks: int) -> Iterator[str]:
@@ -95,67 +94,13 @@ def check_kl(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_policy_loss(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each key of algo.policy that the policy loss does not use or allow."""
-    policy = config.algo.policy
-    entry = POLICY_LOSSES[policy.loss]
-    for key, default in defaults(type(policy)).items():
-        value = getattr(policy, key)
-        users = [name for name, other in POLICY_LOSSES.items() if key in (*other.keys, *other.selection_keys)]
-        if users and policy.loss not in users and value != default:
-            yield (
-                f"algo.policy.{key}={_short(value)}: only used with algo.policy.loss={' or '.join(users)} "
-                f"(it is {policy.loss}); set it to {_short(default)}"
-            )
-    if "clip_low" in entry.keys:
-        yield from _bad_lower_bound(policy.loss, policy.clip_low)
-    if entry.allows_no_lower_bound and policy.clip_low is None and policy.clip_high is None:
-        yield "algo.policy.clip_high=null: must be a number if algo.policy.clip_low is null (often 4)"
-    if policy.cov_low >= policy.cov_high:
-        yield (
-            f"algo.policy.cov_low={policy.cov_low:g}: must be below algo.policy.cov_high={policy.cov_high:g}"
-        )
-    if policy.top_entropy is not None and config.algo.action_level == "sequence":
-        yield (
-            f"algo.policy.top_entropy={policy.top_entropy:g}: selects tokens, so algo.action_level must be "
-            "token"
-        )
-    if policy.top_entropy is not None and entry.response_ratio:
-        yield (
-            f"algo.policy.top_entropy={policy.top_entropy:g}: selects tokens, but algo.policy.loss="
-            f"{policy.loss} has one ratio per response, whose gradient reaches all of its tokens; set it to "
-            "null"
-        )
-
-
-def _bad_lower_bound(loss: str, clip_low: float | None) -> Iterator[str]:
-    """Yields an error line if the policy loss cannot have this lower bound."""
-    entry, line = POLICY_LOSSES[loss], f"algo.policy.clip_low={_short(clip_low)}: must be"
-    if entry.clips_log_ratio:
-        if clip_low is None:
-            yield f"{line} a number, a limit of the log-ratio with algo.policy.loss={loss}; set it to 0.4"
-    elif entry.allows_no_lower_bound:
-        if clip_low is not None and clip_low > 1:
-            yield f"{line} above 0 and at most 1, since the ratio is positive; 1 and null are no lower bound"
-    elif clip_low is None or clip_low >= 1:
-        exempt = [name for name, other in POLICY_LOSSES.items() if other.allows_no_lower_bound]
-        yield (
-            f"{line} above 0 and below 1, so set it, often to 0.2; only {' and '.join(exempt)} can do "
-            f"without a lower bound of the ratio (algo.policy.loss is {loss})"
-        )
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else show(value)
+    """Yields an error line for each conflict between the keys of the policy loss."""
+    yield from config.algo.policy.problems(config.algo.action_level)
 
 
 def check_loss(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each loss or reward-shaping option that another key rules out."""
     algo, limit = config.algo, config.sampling.max_new_tokens
-    if POLICY_LOSSES[algo.policy.loss].own_ratio and algo.action_level == "sequence":
-        yield (
-            f"algo.policy.loss={algo.policy.loss}: determines the ratio itself, so algo.action_level must be "
-            "token"
-        )
     if algo.loss.norm is not None and not LOSS_AGGREGATIONS[algo.loss.agg].needs_norm:
         yield (
             f"algo.loss.norm={algo.loss.norm}: only used with algo.loss.agg=token_sum_norm "
@@ -180,7 +125,7 @@ def check_loss(config: Config, ranks: int) -> Iterator[str]:
 
 def check_rollout_is(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each conflict of the importance weights for the decode backend."""
-    weights, loss = config.algo.rollout_is, config.algo.policy.loss
+    weights, policy = config.algo.rollout_is, config.algo.policy
     has_level = weights.kind in ("truncate", "mask")
     if weights.level != "token" and not has_level:
         yield (
@@ -192,11 +137,11 @@ def check_rollout_is(config: Config, ranks: int) -> Iterator[str]:
         yield (
             f"algo.rollout_is.kind={weights.kind}: weights tokens, so algo.action_level must be token{other}"
         )
-    if weights.kind != "none" and weights.level == "token" and POLICY_LOSSES[loss].response_ratio:
+    if weights.kind != "none" and weights.level == "token" and policy.response_ratio:
         yield (
-            f"algo.rollout_is.kind={weights.kind}: weights tokens, but algo.policy.loss={loss} has one ratio "
-            "per response, whose gradient reaches all of its tokens; use algo.rollout_is.kind=truncate or "
-            "mask with algo.rollout_is.level=sequence_mean or sequence"
+            f"algo.rollout_is.kind={weights.kind}: weights tokens, but algo.policy.loss={policy.loss} has "
+            "one ratio per response, whose gradient reaches all of its tokens; use algo.rollout_is.kind="
+            "truncate or mask with algo.rollout_is.level=sequence_mean or sequence"
         )
     if weights.low > weights.high:
         yield f"algo.rollout_is.low={weights.low:g}: must be at most algo.rollout_is.high={weights.high:g}"
@@ -281,7 +226,7 @@ def check_scores(config: Config, ranks: int) -> Iterator[str]:
     if ADVANTAGE_ESTIMATORS[estimator].divides_by_mean:
         for key, value, off in _may_make_scores_negative(algo):
             yield (
-                f"algo.{key}={_short(value)}: algo.advantage.estimator={estimator} divides by the mean score "
+                f"algo.{key}={short(value)}: algo.advantage.estimator={estimator} divides by the mean score "
                 f"of a group, which this can make 0 or negative; set it to {off}"
             )
 
@@ -336,7 +281,7 @@ def check_parts(config: Config, ranks: int) -> Iterator[str]:
     ):
         if off is not None:
             yield (
-                f"algo.{key}={_short(value)}: changes the total score, but "
+                f"algo.{key}={short(value)}: changes the total score, but "
                 f"algo.advantage.estimator={estimator} uses the parts of the reward; set it to {off}"
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppo_ds.config.reading import defaults
+from ppo_ds.config.reading import with_defaults
 from ppo_ds.config.registry import STAGES
 from ppo_ds.config.renamed import leaves
 from ppo_ds.config.resume import unknown_names, unusable_start
@@ -31,7 +31,7 @@ def check_printed_answers(config: Config, ranks: int) -> Iterator[str]:
 
 def check_unused_keys(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each key that the stage does not use and that does not have its default."""
-    default = dict(leaves(defaults(type(config))))
+    default = dict(leaves(with_defaults(type(config), {}, config.model_dump())))
     for path, value in leaves(config.model_dump()):
         key = ".".join(path)
         if is_unused(key, config.stage) and value != default.get(path):

@@ -5,10 +5,10 @@ A preset in conf/algo/ sets the keys in which it differs from the defaults.
 
 from typing import Annotated, Literal
 
-from annotated_types import Gt, Lt
 from pydantic import Field
 
-from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS, POLICY_LOSSES
+from ppo_ds.algorithm.policy.keys import PolicyConfig
+from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS
 from ppo_ds.config.types import Count, Fraction, Natural, NonNegative, Number, OneOf, Positive, Section
 
 
@@ -70,45 +70,6 @@ class AdvantageConfig(Section):
         "step (minibatch); group: over the responses to one prompt.",
     )
     unbiased: bool = Field(False, description="Divides by n - 1 in the variance.")
-
-
-class PolicyConfig(Section):
-    """Policy loss."""
-
-    loss: Annotated[str, OneOf(POLICY_LOSSES)] = Field("ppo", description="Policy loss.")
-    clip_low: Positive | None = Field(
-        0.2,
-        description="Lower clip range: the ratio is clipped to 1 - clip_low, so it is at most 1 (gmpo: "
-        "exp(-clip_low), any number above 0); null or 1: no lower bound, for cispo and clip_cov only.",
-    )
-    clip_high: Positive | None = Field(None, description="Upper clip range; null: algo.policy.clip_low.")
-    dual_clip: Annotated[Number, Gt(1)] | None = Field(
-        None, description="Bound of the loss for negative advantages, above 1 (dual-clip PPO); null: off."
-    )
-    tau_pos: Positive = Field(1.0, description="Temperature of sapo's gate for positive advantages.")
-    tau_neg: Positive = Field(
-        1.05, description="Temperature of sapo's gate for other advantages; a larger one cuts off earlier."
-    )
-    delta: Positive | None = Field(
-        None,
-        description="Distance from the old policy beyond which dppo_tv (in probability) and dppo_kl (in "
-        "nats) mask a token; null: 0.15 and 0.05.",
-    )
-    cov_frac: Annotated[Number, Gt(0), Lt(1)] | None = Field(
-        None, description="Share of the tokens that clip_cov or kl_cov select; null: 0.0002 and 0.002."
-    )
-    cov_low: Number = Field(1.0, description="Least covariance of a token that clip_cov selects.")
-    cov_high: Number = Field(5.0, description="Largest covariance of a token that clip_cov selects.")
-    kl_cov_coef: NonNegative = Field(1.0, description="Coefficient of kl_cov's penalty.")
-    off_policy_limit: Positive | None = Field(
-        None,
-        description="Mean log-ratio of the sampling to the current policy, in nats, beyond which the tokens "
-        "of a response with a negative advantage leave the loss (DeepSeek-V3.2); null: off.",
-    )
-    top_entropy: Annotated[Number, Gt(0), Lt(1)] | None = Field(
-        None,
-        description="Share of the tokens, those of the highest entropy, that have a policy loss; null: all.",
-    )
 
 
 class ValueConfig(Section):

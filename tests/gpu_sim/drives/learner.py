@@ -12,19 +12,18 @@ from functools import partial
 
 import torch
 
+from ppo_ds.algorithm.policy.keys import PPO
 from ppo_ds.assemble.algorithm import policy_loss
 from ppo_ds.background.pending import Pending
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
-    POLICY_LOSSES,
     resolve,
 )
 from ppo_ds.config.sections.algo import (
     EntropyConfig,
     GAEConfig,
-    PolicyConfig,
     PositiveNLLConfig,
     RewardShapingConfig,
     RolloutISConfig,
@@ -50,10 +49,9 @@ WIDTH = 12  # tokens of a row, so that a budget of 2 * WIDTH makes micro-batches
 
 
 def policy_objective(kl: bool = True) -> PolicyObjective:
-    entry = POLICY_LOSSES["ppo"]
     return PolicyObjective(
-        loss=policy_loss(PolicyConfig()),
-        sums_over_tokens=entry.sums_over_tokens,
+        loss=policy_loss(PPO()),
+        sums_over_tokens=PPO.sums_over_tokens,
         entropy=EntropyConfig(coef=0.01),
         positive_nll=PositiveNLLConfig(),
         kl=resolve(KL_ESTIMATORS["k3"]) if kl else None,

@@ -1,0 +1,253 @@
+"""Defines the policy losses: the keys of algo.policy that each has, their rules, and the dotted name of its
+function.
+
+A policy loss is called like `ppo_ds.ops.losses.surrogate_loss` but without an objective, and returns the loss
+and its metrics. It also takes its own keys by their names. To add one, write its function in any module that
+can be imported, and its class here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Gt, Lt
+from pydantic import Field
+
+from ppo_ds.config.text import short
+from ppo_ds.config.types import NonNegative, Number, OneOf, Positive, Variants
+
+POLICY_LOSSES: dict[str, type[PolicyConfig]] = {}
+_POLICY_LOSS = "ppo_ds.ops.losses.policy_loss"
+_POLICY_LOSSES = "ppo_ds.ops.policy_losses"
+
+
+class PolicyConfig(Variants):
+    """Policy loss."""
+
+    tag = "loss"
+    variants = POLICY_LOSSES
+    function: ClassVar[str]  # dotted name of the loss
+    options: ClassVar[Mapping[str, Any]] = {}  # further keyword arguments of the function
+    # True if the loss determines the ratio itself, so that algo.action_level must be token
+    own_ratio: ClassVar[bool] = False
+    # True if all tokens of a response have one ratio, so that a weight of 0 would leave a token its gradient
+    response_ratio: ClassVar[bool] = False
+    # At action_level=sequence: True if the loss of a response is the sum over its tokens, False if each token
+    # has the loss of the whole response.
+    sums_over_tokens: ClassVar[bool] = True
+    # Dotted name of a function that selects the tokens which the loss takes as ``selected`` [B,T]. Called as
+    # (log-probs before the update, advantages, mask, torch.Generator) with all rows of an optimizer step
+    selection: ClassVar[str | None] = None
+    selection_keys: ClassVar[tuple[str, ...]] = ()  # keys of the variant that the selection takes
+
+    loss: Annotated[str, OneOf(POLICY_LOSSES)] = Field("ppo", description="Policy loss.")
+    off_policy_limit: Positive | None = Field(
+        None,
+        description="Mean log-ratio of the sampling to the current policy, in nats, beyond which the tokens "
+        "of a response with a negative advantage leave the loss (DeepSeek-V3.2); null: off.",
+    )
+    top_entropy: Annotated[Number, Gt(0), Lt(1)] | None = Field(
+        None,
+        description="Share of the tokens, those of the highest entropy, that have a policy loss; null: all.",
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the keyword arguments of the function."""
+        keys = type(self).model_fields.keys() - PolicyConfig.model_fields.keys() - {*self.selection_keys}
+        return {**self.options, **{key: getattr(self, key) for key in keys}}
+
+    def selection_arguments(self) -> dict[str, Any]:
+        """Returns the keyword arguments of the selection."""
+        return {key: getattr(self, key) for key in self.selection_keys}
+
+    def problems(self, action_level: str) -> Iterator[str]:
+        """Yields an error line for each conflict between the keys."""
+        if self.top_entropy is not None and action_level == "sequence":
+            yield (
+                f"algo.policy.top_entropy={self.top_entropy:g}: selects tokens, so algo.action_level must be "
+                "token"
+            )
+        if self.top_entropy is not None and self.response_ratio:
+            yield (
+                f"algo.policy.top_entropy={self.top_entropy:g}: selects tokens, but algo.policy.loss="
+                f"{self.loss} has one ratio per response, whose gradient reaches all of its tokens; set it "
+                "to null"
+            )
+        if self.own_ratio and action_level == "sequence":
+            yield (
+                f"algo.policy.loss={self.loss}: determines the ratio itself, so algo.action_level must be "
+                "token"
+            )
+
+
+class Clipped(PolicyConfig):
+    """A loss that clips the ratio."""
+
+    clip_low: Positive | None = Field(
+        0.2,
+        description="Lower clip range: the ratio is clipped to 1 - clip_low, so it is at most 1 (gmpo: "
+        "exp(-clip_low), any number above 0); null or 1: no lower bound, for cispo and clip_cov only.",
+    )
+    clip_high: Positive | None = Field(None, description="Upper clip range; null: algo.policy.clip_low.")
+
+    def problems(self, action_level: str) -> Iterator[str]:
+        if reason := self.wrong_lower_bound():
+            yield f"algo.policy.clip_low={short(self.clip_low)}: must be {reason}"
+        yield from super().problems(action_level)
+
+    def wrong_lower_bound(self) -> str | None:
+        """Returns what clip_low must be instead; None if the loss can have it."""
+        if self.clip_low is not None and self.clip_low < 1:
+            return None
+        exempt = [name for name, other in self.variants.items() if issubclass(other, MayLackLowerBound)]
+        return (
+            f"above 0 and below 1, so set it, often to 0.2; only {' and '.join(exempt)} can do without a "
+            f"lower bound of the ratio (algo.policy.loss is {self.loss})"
+        )
+
+
+class MayLackLowerBound(Clipped):
+    """A loss that clips the ratio and stays sound without a lower bound (clip_low null or 1)."""
+
+    def problems(self, action_level: str) -> Iterator[str]:
+        yield from super().problems(action_level)
+        if self.clip_low is None and self.clip_high is None:
+            yield "algo.policy.clip_high=null: must be a number if algo.policy.clip_low is null (often 4)"
+
+    def wrong_lower_bound(self) -> str | None:
+        if self.clip_low is None or self.clip_low <= 1:
+            return None
+        return "above 0 and at most 1, since the ratio is positive; 1 and null are no lower bound"
+
+
+class DualClipped(Clipped):
+    """A clipped surrogate with an optional bound of the loss for negative advantages."""
+
+    dual_clip: Annotated[Number, Gt(1)] | None = Field(
+        None, description="Bound of the loss for negative advantages, above 1 (dual-clip PPO); null: off."
+    )
+
+
+class PPO(DualClipped):
+    """Clipped surrogate (Schulman et al. 2017), with an optional dual clip."""
+
+    loss: Literal["ppo"] = "ppo"
+    function = _POLICY_LOSS
+    options = {"kind": "ppo"}
+    sums_over_tokens = False
+
+
+class GSPO(DualClipped):
+    """Clipped surrogate with one ratio per response, the geometric mean over tokens (Zheng et al. 2025)."""
+
+    loss: Literal["gspo"] = "gspo"
+    function = _POLICY_LOSS
+    options = {"kind": "gspo"}
+    own_ratio = True
+    response_ratio = True
+
+
+class CISPO(MayLackLowerBound):
+    """Log-probability weighted by the clipped ratio, which gets no gradient (MiniMax 2025)."""
+
+    loss: Literal["cispo"] = "cispo"
+    function = _POLICY_LOSS
+    options = {"kind": "cispo"}
+
+
+class REINFORCE(PolicyConfig):
+    """Advantage times log-probability, without a ratio."""
+
+    loss: Literal["reinforce"] = "reinforce"
+    function = _POLICY_LOSS
+    options = {"kind": "reinforce"}
+
+
+class SAPO(PolicyConfig):
+    """Advantage times a smooth gate of the ratio in place of the clip (Gao et al. 2025)."""
+
+    loss: Literal["sapo"] = "sapo"
+    function = f"{_POLICY_LOSSES}.sapo_loss"
+    sums_over_tokens = False
+    tau_pos: Positive = Field(1.0, description="Temperature of sapo's gate for positive advantages.")
+    tau_neg: Positive = Field(
+        1.05, description="Temperature of sapo's gate for other advantages; a larger one cuts off earlier."
+    )
+
+
+class DPPO(PolicyConfig):
+    """A loss that masks tokens whose distance from the old policy is too large."""
+
+    function = f"{_POLICY_LOSSES}.dppo_loss"
+    own_ratio = True
+    delta: Positive | None = Field(
+        None,
+        description="Distance from the old policy beyond which dppo_tv (in probability) and dppo_kl (in "
+        "nats) mask a token; null: 0.15 and 0.05.",
+    )
+
+
+class DPPOTV(DPPO):
+    """Advantage times ratio, masked where the token's probability moved too far (Qi et al. 2026)."""
+
+    loss: Literal["dppo_tv"] = "dppo_tv"
+    options = {"divergence": "tv"}
+
+
+class DPPOKL(DPPO):
+    """The same with the KL between the token and all others as the distance (Qi et al. 2026)."""
+
+    loss: Literal["dppo_kl"] = "dppo_kl"
+    options = {"divergence": "kl"}
+
+
+class GMPO(Clipped):
+    """Advantage times the geometric mean of a response's clipped ratios (Zhao et al. 2025)."""
+
+    loss: Literal["gmpo"] = "gmpo"
+    function = f"{_POLICY_LOSSES}.gmpo_loss"
+    own_ratio = True
+    response_ratio = True
+
+    def wrong_lower_bound(self) -> str | None:
+        if self.clip_low is not None:
+            return None
+        return "a number, a limit of the log-ratio with algo.policy.loss=gmpo; set it to 0.4"
+
+
+class Covariance(PolicyConfig):
+    """A loss that treats a few tokens of high covariance in another way."""
+
+    own_ratio = True
+    cov_frac: Annotated[Number, Gt(0), Lt(1)] | None = Field(
+        None, description="Share of the tokens that clip_cov or kl_cov select; null: 0.0002 and 0.002."
+    )
+
+
+class ClipCov(Covariance, MayLackLowerBound):
+    """Clipped surrogate without a few random tokens of high covariance (Cui et al. 2025)."""
+
+    loss: Literal["clip_cov"] = "clip_cov"
+    function = f"{_POLICY_LOSSES}.clip_cov_loss"
+    selection = "ppo_ds.ops.token_selection.clip_cov_tokens"
+    selection_keys = ("cov_frac", "cov_low", "cov_high")
+    cov_low: Number = Field(1.0, description="Least covariance of a token that clip_cov selects.")
+    cov_high: Number = Field(5.0, description="Largest covariance of a token that clip_cov selects.")
+
+    def problems(self, action_level: str) -> Iterator[str]:
+        yield from super().problems(action_level)
+        if self.cov_low >= self.cov_high:
+            yield (
+                f"algo.policy.cov_low={self.cov_low:g}: must be below algo.policy.cov_high={self.cov_high:g}"
+            )
+
+
+class KLCov(Covariance):
+    """Advantage times ratio, with a KL penalty on the tokens of the highest covariance (Cui et al. 2025)."""
+
+    loss: Literal["kl_cov"] = "kl_cov"
+    function = f"{_POLICY_LOSSES}.kl_cov_loss"
+    selection = "ppo_ds.ops.token_selection.kl_cov_tokens"
+    selection_keys = ("cov_frac",)
+    kl_cov_coef: NonNegative = Field(1.0, description="Coefficient of kl_cov's penalty.")
