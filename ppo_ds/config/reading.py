@@ -82,8 +82,9 @@ def _own_keys(section: type[Variants], tree: dict[str, Any], key: str) -> tuple[
 
 def _checked(field: FieldInfo, value: Any) -> tuple[Any, str]:
     """Returns the value that a key gets, and "" or what is wrong with it."""
+    hint: Any = Annotated[field.annotation, None, *field.metadata]
     try:
-        return TypeAdapter[Any](Annotated[field.annotation, None, *field.metadata]).validate_python(value), ""
+        return TypeAdapter(hint).validate_python(value), ""
     except ValidationError as error:
         return value, error.errors(include_url=False)[0]["msg"]
 

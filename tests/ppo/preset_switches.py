@@ -248,7 +248,7 @@ DEPARTURES = {
     },
     "dppo": WITHOUT_CRITIC
     | {
-        "advantage.estimator": "grpo",
+        "advantage.estimator": "dr_grpo",
         "kl.place": "none",
         "policy.loss": "dppo_tv",
         "loss.agg": "token_sum_norm",
@@ -272,8 +272,7 @@ DEPARTURES = {
         "loss.agg": "seq_mean_token_mean",
     },
     "lite_ppo": WITHOUT_CRITIC | {"advantage.estimator": "lite_ppo", "kl.place": "none"},
-    "gdpo": WITHOUT_CRITIC
-    | {"advantage.estimator": "gdpo", "kl.place": "loss", "kl.estimator": "k3", "kl.coef": 0.001},
+    "gdpo": WITHOUT_CRITIC | {"advantage.estimator": "gdpo", "kl.place": "none"},
     "maxrl": WITHOUT_CRITIC | {"advantage.estimator": "maxrl", "kl.place": "none"},
     "reinforce_pp_baseline": {
         "advantage.estimator": "dr_grpo",
