@@ -1,17 +1,23 @@
-"""Alarms: rules that recognize the usual ways in which a run fails, from its logged metrics.
+"""Alarms: recognize the usual ways in which a run fails, from its logged metrics.
 
-An alarm is one line that names a metric, its value and the key to change. It never stops a run. The rules use
-nothing but the metrics of the steps so far, in their order. A resumed run reads them from metrics.jsonl and
-therefore raises the same alarms as a run that was not interrupted.
+An alarm is one line that names a metric, its value and the key to change. It never stops a run. Conditions,
+limits and texts are in tracking/metrics.toml. An alarm is raised once its condition holds for the given
+number of steps in a row, and again only after the condition was false for as many steps, so that a value
+near a limit raises one alarm. Steps without a finite value of the metric do not count.
+
+The alarms depend only on the metrics of the steps so far, in their order. A resumed run reads them from
+metrics.jsonl and therefore raises the same alarms as a run that was not interrupted.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from ppo_ds.tracking.catalogue import METRICS, Alarm
 
 WINDOW = 5  # steps of a mean
 # standard errors; over 1,000 steps of pure noise, the highest and the lowest mean differ by about 6.5
@@ -20,7 +26,7 @@ NOISE = 8.0
 
 @dataclass
 class Series:
-    """Summarizes the values of one metric so far, as the rules need them."""
+    """Summarizes the values of one metric so far, as the conditions need them."""
 
     first: list[float] = field(default_factory=list)  # at most WINDOW values
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -60,41 +66,27 @@ class Series:
         return sum(self.first) / WINDOW if len(self.first) == WINDOW else None
 
 
-Past = Mapping[str, Series]  # the finite values of each metric that the rules read, the current step included
+Past = Mapping[str, Series]  # the finite values of each metric with an alarm, the current step included
 
 
-def last_value(name: str, past: Past) -> str:
-    return f"{name}={past[name].recent[-1]:.4g}"
-
-
-def mean_and_best_mean(name: str, past: Past) -> str:
-    mean, best = past[name].mean, past[name].highest_mean
-    return f"{name}={mean:.4g} as the mean of {WINDOW} steps, {best:.4g} at best"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A condition on one metric that raises an alarm once it holds for ``steps`` steps in a row.
-
-    Steps without a finite value of the metric do not count. The alarm is raised again only after the
-    condition was false for ``steps`` steps in a row, so that a value near a limit raises one alarm.
-    """
-
-    metric: str
-    steps: int
-    holds: Callable[[float, Past], bool]  # receives the value of the step
-    condition: str  # the same in words
-    problem: str
-    advice: str
-    state: Callable[[str, Past], str] = last_value  # receives the metric; returns it in words
-
-    def text(self, past: Past) -> str:
-        times = f"{self.steps} {'evaluations' if self.metric.startswith('eval/') else 'steps'} in a row"
-        return f"{self.problem}: {self.state(self.metric, past)} ({times}); {self.advice}"
-
-
-def above(limit: float) -> Callable[[float, Past], bool]:
-    return lambda value, past: value > limit
+# kind of a condition -> whether a value meets it, given the limit and the earlier values, and it in words
+CONDITIONS: dict[str, tuple[Callable[[float, Any, Series], bool], str]] = {
+    "above": (lambda value, limit, series: value > limit, "above {:g}"),
+    "below": (lambda value, limit, series: value < limit, "below {:g}"),
+    "equals": (lambda value, limit, series: value == limit, "{:g}"),
+    "outside": (
+        lambda value, limit, series: not limit[0] <= value <= limit[1],
+        "outside {0[0]:g} to {0[1]:g}",
+    ),
+    "above_start": (
+        lambda value, limit, series: series.start is not None and value > limit * series.start,
+        "above {:g} times the start",
+    ),
+    "above_lowest": (
+        lambda value, limit, series: value > limit * series.lowest,
+        "above {:g} times its lowest value",
+    ),
+}
 
 
 def most_groups_equal(share: float, past: Past) -> bool:
@@ -141,175 +133,49 @@ def worse_than_chance_on_pairs(share: float, past: Past) -> bool:
     return share < 0.45 and len(past["rm/accuracy"].recent) > 0
 
 
-def loss_grew(loss: float, past: Past) -> bool:
-    start = past["sft/loss"].start
-    return start is not None and loss > 1.5 * start
-
-
-_SMALLER_UPDATES = "lower actor.optim.lr or algo.epochs"
-
-RULES = (
-    Rule(
-        "reward/score_std",
-        3,
-        lambda spread, past: spread == 0,
-        "0",
-        "all responses of a step have the same score, so the step teaches nothing",
-        "check the reward, use prompts of another difficulty or raise sampling.temperature",
-    ),
-    Rule(
-        "rollout/zero_std_group_frac",
-        3,
+RULES: dict[str, Callable[[float, Past], bool]] = {
+    rule.__name__: rule
+    for rule in (
         most_groups_equal,
-        "at least 0.9, while the scores of different prompts differ",
-        "nearly all prompts have responses with equal scores, which teach nothing",
-        "use prompts of another difficulty, raise rollout.samples_per_prompt or sampling.temperature, or set "
-        "algo.dynamic_sampling.enabled=true",
-    ),
-    Rule(
-        "reward/score_mean",
-        3,
-        score_fell,
-        "mean of 5 steps below the best mean of 5 steps by more than the start of `reward/score_std` and by "
-        "more than 8 standard errors of such a mean",
-        "the score has fallen by more than the spread of the first scores",
-        f"{_SMALLER_UPDATES}, or raise algo.kl.coef",
-        mean_and_best_mean,
-    ),
-    Rule(
-        "kl/ref_token_mean",
-        3,
-        above(1.0),
-        "above 1",
-        "the policy has moved far from the reference",
-        f"raise algo.kl.coef, {_SMALLER_UPDATES}, or set health.max_kl",
-    ),
-    Rule(
-        "policy/entropy",
-        5,
         entropy_collapsed,
-        "below 0.05 and below 10 % of the start, while `reward/score_std` is above half of its start",
-        "the entropy has collapsed while the scores still differ",
-        "raise algo.policy.clip_high or algo.entropy.coef, or lower actor.optim.lr",
-    ),
-    Rule(
-        "policy/clipfrac",
-        5,
-        above(0.4),
-        "above 0.4",
-        "the clip removes the gradient of many tokens",
-        f"{_SMALLER_UPDATES}, or raise algo.minibatch_size",
-    ),
-    Rule(
-        "policy/approx_kl",
-        3,
-        above(1.0),
-        "above 1",
-        "an update changes the policy too much",
-        f"{_SMALLER_UPDATES}, or set algo.target_kl",
-    ),
-    Rule(
-        "policy/ratio_mean",
-        3,
-        lambda ratio, past: not 0.5 <= ratio <= 2,
-        "outside 0.5 to 2",
-        "an update changes the policy too much",
-        f"{_SMALLER_UPDATES}, or set algo.target_kl",
-    ),
-    Rule(
-        "value/explained_var",
-        20,
-        lambda share, past: share < 0,
-        "below 0",
-        "the critic predicts the returns worse than their mean does",
-        "raise critic.optim.lr, or set algo.value.pretrain_rollouts or algo.value.warmup_steps",
-    ),
-    Rule(
-        "rollout/truncated_frac",
-        3,
-        above(0.5),
-        "above 0.5",
-        "most responses are cut at their limit",
-        "raise sampling.max_new_tokens, set algo.reward_shaping.missing_eos, or check sampling.stop",
-    ),
-    Rule(
-        "rollout/empty_frac",
-        3,
-        above(0.5),
-        "above 0.5",
-        "most responses are empty",
-        "set sampling.min_new_tokens, or check data.chat_template",
-    ),
-    Rule(
-        "rollout/resp_len_mean",
-        5,
         longer_but_not_better,
-        "above twice the start, while the score is less than a quarter of a standard deviation above its "
-        "start",
-        "responses have become more than twice as long, but not better",
-        "set algo.reward_shaping.length_penalty or algo.reward_shaping.overlong_buffer",
-    ),
-    Rule(
-        "parity/logp_abs_diff_mean",
-        3,
-        above(0.1),
-        "above 0.1",
-        "generation and training disagree on the log-probs",
-        "set algo.rollout_is.kind, or use rollout.backend=hf",
-    ),
-    Rule(
-        "health/skipped_steps",
-        3,
-        above(0.0),
-        "above 0",
-        "optimizer steps are skipped",
-        "use bf16 instead of fp16, or lower actor.optim.lr",
-    ),
-    Rule(
-        "sft/loss",
-        3,
-        loss_grew,
-        "above 1.5 times the start",
-        "the loss has grown far above its start",
-        "lower actor.optim.lr, or raise actor.optim.warmup_ratio",
-    ),
-    Rule(
-        "rm/accuracy",
-        20,
-        lambda share, past: share < 0.5,
-        "below 0.5",
-        "the reward model is worse than chance",
-        "check which text of a pair is preferred, or lower scorer.optim.lr",
-    ),
-    Rule(
-        "eval/accuracy",
-        3,  # evaluations
+        score_fell,
         worse_than_chance_on_pairs,
-        "below 0.45, with stage=reward_model",
-        "the reward model ranks held-out pairs worse than chance does",
-        "check which text of a pair is preferred, or lower scorer.optim.lr",
-    ),
-    Rule(
-        "eval/loss",
-        2,  # evaluations
-        lambda loss, past: loss > 1.05 * past["eval/loss"].lowest,
-        "above 1.05 times its lowest value",
-        "the held-out loss is above its best value, so the model overfits",
-        "train fewer steps, lower the learning rate, or set checkpoint.keep_best=true",
-    ),
-)
+    )
+}
+ALARMS = {name: metric.alarm for name, metric in METRICS.items() if metric.alarm is not None}
 
 
-METRICS_READ = tuple(dict.fromkeys(rule.metric for rule in RULES))
+def holds(name: str, value: float, past: Past) -> bool:
+    """Returns whether the condition of the alarm on a metric holds for the value of the step."""
+    alarm = ALARMS[name]
+    if alarm.kind == "rule":
+        return RULES[alarm.limit](value, past)
+    return CONDITIONS[alarm.kind][0](value, alarm.limit, past[name])
+
+
+def condition(alarm: Alarm) -> str:
+    """Returns the condition of an alarm in words."""
+    return alarm.condition if alarm.kind == "rule" else CONDITIONS[alarm.kind][1].format(alarm.limit)
+
+
+def text(name: str, past: Past) -> str:
+    """Returns the line of an alarm, with the values that raised it."""
+    alarm, series = ALARMS[name], past[name]
+    state = f"{name}={series.recent[-1]:.4g}"
+    if alarm.shows == "means":
+        state = f"{name}={series.mean:.4g} as the mean of {WINDOW} steps, {series.highest_mean:.4g} at best"
+    times = f"{alarm.steps} {'evaluations' if name.startswith('eval/') else 'steps'} in a row"
+    return f"{alarm.problem}: {state} ({times}); {alarm.advice}"
 
 
 @dataclass
 class Alarms:
-    """Applies the rules to the metrics of each step. Only rank 0 uses it."""
+    """Applies the conditions to the metrics of each step. Only rank 0 uses it."""
 
-    past: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in METRICS_READ})
-    raised: set[Rule] = field(default_factory=set)  # the rules whose alarm was raised and still holds
-    contradicted: dict[Rule, int] = field(default_factory=dict)  # steps in a row in which this was wrong
+    past: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in ALARMS})
+    raised: set[str] = field(default_factory=set)  # the metrics whose alarm was raised and still holds
+    contradicted: Counter[str] = field(default_factory=Counter)  # steps in a row in which this was wrong
 
     @classmethod
     def after(cls, records: Iterable[Mapping[str, Any]]) -> Alarms:
@@ -323,25 +189,21 @@ class Alarms:
         """Adds the metrics of a step and returns the texts of the alarms that they raise."""
         values = {
             name: float(value)
-            for name in METRICS_READ
+            for name in ALARMS
             if isinstance(value := metrics.get(name), int | float) and math.isfinite(value)
         }
         for name, value in values.items():
             self.past[name].add(value)
-        return [
-            rule.text(self.past)
-            for rule in RULES
-            if rule.metric in values and self.raises(rule, values[rule.metric])
-        ]
+        return [text(name, self.past) for name, value in values.items() if self.raises(name, value)]
 
-    def raises(self, rule: Rule, value: float) -> bool:
-        """Returns whether the value raises the alarm of a rule; it may also end it."""
-        if rule.holds(value, self.past) == (rule in self.raised):
-            self.contradicted[rule] = 0
+    def raises(self, name: str, value: float) -> bool:
+        """Returns whether the value raises the alarm on a metric; it may also end it."""
+        if holds(name, value, self.past) == (name in self.raised):
+            self.contradicted[name] = 0
             return False
-        self.contradicted[rule] = self.contradicted.get(rule, 0) + 1
-        if self.contradicted[rule] < rule.steps:
+        self.contradicted[name] += 1
+        if self.contradicted[name] < ALARMS[name].steps:
             return False
-        self.contradicted[rule] = 0
-        self.raised ^= {rule}
-        return rule in self.raised
+        self.contradicted[name] = 0
+        self.raised ^= {name}
+        return name in self.raised

@@ -10,8 +10,8 @@ import pytest
 
 from ppo_ds.config.reference import keys_of, sections_of
 from ppo_ds.config.schema import Config
-from ppo_ds.run.alarms import METRICS_READ, RULES, Alarms, Series
-from ppo_ds.tracking.catalogue import METRICS, find
+from ppo_ds.run.alarms import ALARMS, CONDITIONS, RULES, Alarms, Series, text
+from ppo_ds.tracking.catalogue import METRICS
 
 HEALTHY = {
     "reward/score_mean": 0.5,
@@ -67,8 +67,11 @@ def failing(name):
     return [HEALTHY] * 10 + [HEALTHY | {name: value} for value in FAILURES[name]]
 
 
-def test_every_rule_has_a_failing_run():
-    assert sorted(rule.metric for rule in RULES) == sorted(FAILURES) and set(METRICS_READ) <= set(HEALTHY)
+def test_every_alarm_has_a_condition_and_a_failing_run():
+    assert sorted(ALARMS) == sorted(FAILURES) and set(ALARMS) <= set(HEALTHY)
+    kinds = {alarm.kind for alarm in ALARMS.values()}
+    assert kinds == {*CONDITIONS, "rule"}
+    assert {alarm.limit for alarm in ALARMS.values() if alarm.kind == "rule"} == set(RULES)
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -79,12 +82,12 @@ def test_each_failure_raises_its_alarm_at_its_last_step(name):
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_an_alarm_is_raised_once_per_episode(name):
-    rule = next(rule for rule in RULES if rule.metric == name)
-    bad, end = failing(name), [HEALTHY] * (rule.steps - 1)
+    steps = ALARMS[name].steps
+    bad, end = failing(name), [HEALTHY] * (steps - 1)
     still = [bad[-1]] * 30
     assert len(raised(bad + end + still)) == 1
     # the mean of the last scores must recover first
-    recovered = [HEALTHY] * (rule.steps + 5)
+    recovered = [HEALTHY] * (steps + 5)
     assert [metric for _, metric in raised(bad + still + recovered + bad[10:] + still)] == [name, name]
 
 
@@ -162,27 +165,23 @@ def test_a_resumed_run_raises_the_same_alarms():
 
 
 def test_texts_are_one_line_with_the_metric_the_value_and_a_key():
-    past = {name: Series() for name in METRICS_READ}
+    past = {name: Series() for name in ALARMS}
     for series in past.values():
         for _ in range(5):
             series.add(0.123456)
-    for rule in RULES:
-        text = rule.text(past)
-        assert (
-            re.search(rf": {rule.metric}=0\.1235( as the mean of 5 steps, 0\.1235 at best)? \(", text)
-            and "\n" not in text
-            and find(rule.metric) is not None
-        )
-        assert re.search(r"[a-z_]+\.[a-z_.]+", rule.advice), rule.metric
+    for name in ALARMS:
+        line = text(name, past)
+        state = rf": {name}=0\.1235( as the mean of 5 steps, 0\.1235 at best)? \("
+        assert re.search(state, line) and "\n" not in line
 
 
 def test_the_keys_that_alarms_and_the_catalogue_name_exist():
     sections = dict(sections_of(Config))
     keys = {key.name for name, section in [("", Config), *sections.items()] for key in keys_of(section, name)}
     known = keys | set(sections)
-    for rule in RULES:
-        named = re.findall(r"\b(?:[a-z_]+\.)+[a-z_]+", rule.advice)
-        assert named and [name for name in named if name not in known] == [], rule.metric
+    for metric, alarm in ALARMS.items():
+        named = re.findall(r"\b(?:[a-z_]+\.)+[a-z_]+", alarm.advice)
+        assert named and [name for name in named if name not in known] == [], metric
     for metric in METRICS.values():
         code = re.findall(r"`([^`]+)`", metric.meaning + metric.remedy + metric.reason)
         named = [name.partition("=")[0] for name in code if "." in name and "/" not in name]

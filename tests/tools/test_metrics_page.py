@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from ppo_ds.run.alarms import RULES
-from ppo_ds.run.metrics_page import in_words, page
+from ppo_ds.run.alarms import ALARMS
+from ppo_ds.tools.metrics_page import in_words, page
 from ppo_ds.tracking.catalogue import METRICS
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def test_the_page_is_up_to_date():
-    expected = "python -m ppo_ds.run.metrics_page > docs/metrics.md"
+    expected = "python -m ppo_ds.tools.metrics_page > docs/metrics.md"
     assert DOCS.read_text(encoding="utf-8") == page(), expected
     assert expected in page()
 
@@ -20,8 +20,9 @@ def test_every_metric_has_one_row():
     for name, metric in METRICS.items():
         cells = [row.split(" | ") for row in rows if row.startswith(f"| `{name}` | {metric.unit} |")]
         assert len(cells) == 1 and len(cells[0]) == 5, name
-    for rule in RULES:
-        assert sum(rule.problem in row for row in rows) == sum(r.problem == rule.problem for r in RULES)
+    problems = [alarm.problem for alarm in ALARMS.values()]
+    for problem in problems:
+        assert sum(problem in row for row in rows) == problems.count(problem)
 
 
 def test_ranges_in_words():

@@ -1,22 +1,22 @@
-"""Generates docs/metrics.md from the catalogue of metrics and the rules of the alarms.
+"""Generates docs/metrics.md from tracking/metrics.toml.
 
-`python -m ppo_ds.run.metrics_page > docs/metrics.md` generates the page.
+`python -m ppo_ds.tools.metrics_page > docs/metrics.md` generates the page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ppo_ds.run.alarms import RULES, WINDOW
+from ppo_ds.run.alarms import ALARMS, WINDOW, condition
 from ppo_ds.tracking.catalogue import SECTIONS, Metric, Range, Section
 
 _HEAD = """\
 # Metrics
 
 Every metric of every stage: what it is, where it usually stays, and what to do when it leaves that range.
-This page is generated from `ppo_ds/tracking/catalogue.py` and `ppo_ds/run/alarms.py` by
-`python -m ppo_ds.run.metrics_page > docs/metrics.md`. `report.html`, `curves.png` and the
-[dashboards](dashboards.md) use the same list.
+This page is generated from `ppo_ds/tracking/metrics.toml` by
+`python -m ppo_ds.tools.metrics_page > docs/metrics.md`. `report.html`, `curves.png` and the
+[dashboards](dashboards.md) read the same file.
 
 A run logs one number per metric and step, masked and reduced over all ranks. The numbers are the same in
 `metrics.jsonl`, on the console and in every dashboard. A metric that the algorithm or the stage does not
@@ -41,7 +41,7 @@ A run compares its metrics with a few rules and warns once per episode, with one
 `health.max_skips` and `eval.patience` can. A condition must hold for the given number of steps in a row. The
 alarm is raised again only after the condition was false for as many steps. A resumed run raises the same
 alarms as one that was not interrupted. "Start" is the mean of the first {window} steps. The limits are rules
-of thumb. In the runs of this repository that learn no alarm is raised.
+of thumb.
 
 | metric | condition | steps | problem | what to change |
 |---|---|---|---|---|
@@ -112,8 +112,8 @@ def in_words(healthy: Range) -> str:
 
 def alarms_text() -> str:
     rows = [
-        table_row((f"`{rule.metric}`", rule.condition, str(rule.steps), rule.problem, rule.advice))
-        for rule in RULES
+        table_row((f"`{name}`", condition(alarm), str(alarm.steps), alarm.problem, alarm.advice))
+        for name, alarm in ALARMS.items()
     ]
     return _ALARMS.format(window=WINDOW) + "\n".join(rows) + "\n"
 
