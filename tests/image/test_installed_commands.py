@@ -18,7 +18,16 @@ from tests.support.environment import ROOT, environment
 from tests.support.packages import create_environment
 from tests.support.ports import reserved_port
 
-NOT_COMMANDS = {"__init__", "cli", "completion", "composing", "help", "hub", "planning"}  # modules of launch/
+NOT_COMMANDS = {
+    "__init__",
+    "cli",
+    "completion",
+    "composing",
+    "help",
+    "hub",
+    "pipeline_file",
+    "process",
+}  # modules of launch/
 OTHERS = ("ppo_ds", "__editable__", "pip", "setuptools", "_distutils", "__pycache__")
 
 
