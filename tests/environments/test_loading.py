@@ -66,14 +66,14 @@ def test_wrong_arguments_are_refused(loaded):
     [
         ("1 / 0", "raised ZeroDivisionError: division by zero at "),
         ("None", "returned 'None' (NoneType), which is not (feedback, reward, done)"),
-        ("__import__('threading').Event().wait()", "gave no result within 2 s"),
+        ("__import__('threading').Event().wait()", "gave no result within 0.5 s"),
     ],
 )
 def test_the_trial_call_finds_errors(tmp_path, tokenizer, step, problem):
     code = GOOD.replace('return "again", 0.0, False', f"return {step}")
     (tmp_path / f"mine{len(step)}.py").write_text(code)
     path = f"{tmp_path}/mine{len(step)}.py:Mine"
-    line = refused(lambda: try_environment(path, {}, 2.0, {"prompt_text": "1="}, tokenizer))
+    line = refused(lambda: try_environment(path, {}, 0.5, {"prompt_text": "1="}, tokenizer))
     assert line.startswith(f"rollout.environment.path={path}: {problem}")
     assert line.endswith(
         ", in a call before the start with the answer 'This is a trial response.'; correct the class, or "

@@ -174,7 +174,7 @@ def test_a_call_that_exceeds_its_time_limit_ends_the_response(generator_of, prom
             return super().step(answer)
 
     forever = Event()
-    generate = generator_of(Slow, {"1=": "a", "2=": "4"}, timeout_seconds=2.0)
+    generate = generator_of(Slow, {"1=": "a", "2=": "4"}, timeout_seconds=0.5)
     rollout = generate(prompts_of("1=", "2=", answer="4"), sampling_of(20))
     forever.set()
     assert rollout.episode_ends == ("timeout", "done")

@@ -8,12 +8,7 @@ from ppo_ds.rewards.model import model_reward
 from tests.rewards.reward_cases import VOCAB, Placed, loaded, save_tokenizer
 from tests.support.models import SIZES
 
-TINY = dict(
-    vocab_size=VOCAB,
-    **SIZES,
-    initializer_range=0.5,
-    num_labels=1,
-)
+TINY = dict(vocab_size=VOCAB, **SIZES, initializer_range=0.5, num_labels=1)
 LLAMA = LlamaConfig(**TINY)
 GPT2 = GPT2Config(
     vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=48, initializer_range=0.5, num_labels=1

@@ -32,24 +32,15 @@ def refusal(path, tokenizer):
     return str(caught.value)
 
 
-def test_the_function_gets_texts_and_rows(scored_by):
-    header = "import json\nfrom pathlib import Path"
-    body = (
-        "Path(__file__).with_suffix('.json').write_text(json.dumps([prompts, "
-        "responses, rows])); return [0.5, -1, True]"
-    )
-    scores = scored_by(body, header)
-    assert scores.total.tolist() == [0.5, -1.0, 1.0] and scores.total.dtype == torch.float32
-    assert scores.components == {} and scores.per_token.shape == (3, 2) and scores.per_token.abs().max() == 0
-
-
 def test_prompts_responses_and_rows_are_those_of_the_rollout(scored_by):
     checks = [
         "prompts == ['1+1=', '2+2=', '3+3=']",
         "responses == ['2', '5', '']",  # without the end token
         "[row['answer'] for row in rows] == ['2', '4', '6']",
     ]
-    assert scored_by(f"return [{', '.join(checks)}]").total.tolist() == [1, 1, 1]
+    scores = scored_by(f"return [{', '.join(checks)}]")
+    assert scores.total.tolist() == [1, 1, 1] and scores.total.dtype == torch.float32
+    assert scores.components == {} and scores.per_token.shape == (3, 2) and not scores.per_token.any()
 
 
 def test_only_tokens_under_the_mask_are_the_answer(tokenizer, tmp_path):
@@ -62,18 +53,24 @@ def test_only_tokens_under_the_mask_are_the_answer(tokenizer, tmp_path):
     assert FunctionReward(f"{tmp_path}/mine.py:score", tokenizer=tokenizer)(rollout).total.tolist() == [11, 1]
 
 
-@pytest.mark.parametrize(
-    "returned",
-    [
-        "[1, 2, 3]",
-        "(1.0, 2.0, 3.0)",
-        "np.array([1, 2, 3])",
-        "torch.tensor([1., 2., 3.])",
-        "[np.float32(1), torch.tensor(2), 3]",
-    ],
-)
+VALID = {
+    "[1, 2, 3]": [1, 2, 3],
+    "(1.0, 2.0, 3.0)": [1, 2, 3],
+    "[0.5, -1, True]": [0.5, -1, 1],
+    "np.array([1, 2, 3])": [1, 2, 3],
+    "[np.float32(1), torch.tensor(2), 3]": [1, 2, 3],
+    "torch.tensor([1., 2., 3.], requires_grad=True)": [1, 2, 3],
+    "torch.ones(3).bfloat16()": [1, 1, 1],
+    "torch.ones(3, dtype=torch.int8)": [1, 1, 1],
+    "torch.ones(3) > 0": [1, 1, 1],
+}
+
+
+@pytest.mark.parametrize("returned", VALID)
 def test_valid_return_values(scored_by, returned):
-    assert scored_by(f"return {returned}", "import numpy as np, torch").total.tolist() == [1, 2, 3]
+    scores = scored_by(f"return {returned}", "import numpy as np, torch").total
+    assert scores.tolist() == VALID[returned]
+    assert scores.dtype == torch.float32 and not scores.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -110,12 +107,6 @@ def test_invalid_return_values(scored_by, tmp_path, returned, words):
     assert words in str(caught.value) and f"reward.path={tmp_path}/mine.py:score" in str(caught.value)
 
 
-def test_the_users_exception_is_passed_on(scored_by):
-    with pytest.raises(ZeroDivisionError) as caught:
-        scored_by("return [1 / 0]")
-    assert caught.traceback[-1].path.name == "mine.py"
-
-
 @pytest.mark.parametrize(
     ("body", "kind"), [("raise KeyError('gold')", KeyError), ("import sys; sys.exit(0)", SystemExit)]
 )
@@ -125,20 +116,6 @@ def test_exceptions_get_a_note_on_what_was_scored(scored_by, tmp_path, body, kin
     assert caught.value.__notes__ == [
         f"in reward.path={tmp_path}/mine.py:score, scoring 3 responses; row 0 has the prompt '1+1='"
     ]
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        "torch.ones(3, requires_grad=True)",
-        "torch.ones(3).bfloat16()",
-        "torch.ones(3, dtype=torch.int8)",
-        "torch.ones(3) > 0",
-    ],
-)
-def test_tensors_of_any_kind(scored_by, tensor):
-    scores = scored_by(f"return {tensor}", "import torch").total
-    assert scores.tolist() == [1, 1, 1] and scores.dtype == torch.float32 and not scores.requires_grad
 
 
 def test_the_function_may_modify_its_arguments(tmp_path, tokenizer):
@@ -155,14 +132,6 @@ def test_the_function_may_modify_its_arguments(tmp_path, tokenizer):
     assert [row["tests"] for row in rollout.metadata] == [["one"]] * 3 and [
         row["prompt_text"] for row in rollout.metadata
     ] == [p for p, _ in ANSWERS]
-
-
-def test_a_function_that_seeds_torch_does_not_change_sampling(scored_by):
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    drawn = scored_by("torch.manual_seed(0); return torch.rand(3)", "import torch").total
-    assert torch.equal(torch.rand(4), expected) and drawn.tolist() != expected[:3].tolist()
 
 
 def test_two_files_of_one_name_are_two_modules(tmp_path, tokenizer):

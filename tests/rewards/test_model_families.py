@@ -76,12 +76,7 @@ def save_other_tokenizer(folder, *, pad=ENDOFTEXT, template=CHATML, pairs=False,
     return str(folder)
 
 
-WIDE = dict(
-    vocab_size=VOCAB,
-    **SIZES,
-    initializer_range=0.5,
-    num_labels=1,
-)
+WIDE = dict(vocab_size=VOCAB, **SIZES, initializer_range=0.5, num_labels=1)
 DECODER = WIDE | dict(num_key_value_heads=1, head_dim=8, pad_token_id=0, bos_token_id=None, eos_token_id=2)
 V3 = dict(
     relative_attention=True,

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from concurrent.futures import wait
+from concurrent import futures
 from contextlib import suppress
 from multiprocessing import get_context
 
@@ -24,8 +24,10 @@ from tests.rewards.reward_cases import make_rollout
 
 ANSWERS = [("p0", "a"), ("p1", "bb"), ("p2", "ccc"), ("p3", "")]
 IN_PROCESS = {"pool": "process", "workers": 2}
+SAY = "open(__file__.replace('.py', '.stuck'), 'w').close()"
 # holds the GIL, so that no thread of its process can end it
 HANG = "import re; re.match('(a+)+$', 'a' * 64 + 'b')"
+LIMIT = 1000.0  # a time limit that only a stuck call reaches
 
 
 @pytest.fixture
@@ -40,6 +42,20 @@ def scored_by(tmp_path, tokenizer):
     return run
 
 
+@pytest.fixture(autouse=True)
+def stuck_calls_reach_their_limit(monkeypatch, tmp_path):
+    """Ends the time limit of a call once the call has made the file mine.stuck; for one call at a time."""
+
+    def wait(self, future, seconds=None):
+        while not (future.done() or self.is_requested()):
+            if seconds == LIMIT and (tmp_path / "mine.stuck").exists():
+                (tmp_path / "mine.stuck").unlink()
+                return
+            futures.wait([future, self._request], 0.01, futures.FIRST_COMPLETED)
+
+    monkeypatch.setattr(Cancellation, "wait", wait)
+
+
 POOLS = {
     "async": ("async ", {}),
     "threads": ("", {"pool": "thread"}),
@@ -47,6 +63,8 @@ POOLS = {
     "processes": ("", IN_PROCESS),
     "coroutines in processes": ("async ", IN_PROCESS),
 }
+
+IN_THE_RUN = [("", {}), *list(POOLS.values())[:3]]  # calls in the run's own process
 
 
 @pytest.mark.parametrize(("kind", "settings"), POOLS.values(), ids=POOLS)
@@ -99,27 +117,29 @@ def test_step_rewards_of_a_pool(scored_by):
 
 
 STUCK = {
-    "process": f"def score(p, responses, r):\n    if responses[0] == 'bb': {HANG}\n    return [1.0]",
+    "process": f"def score(p, responses, r):\n    if responses[0] == 'bb': {SAY}; {HANG}\n    return [1.0]",
     "thread": "import threading\ndef score(p, responses, r):\n"
-    "    if responses[0] == 'bb': threading.Event().wait()\n    return [1.0]",
+    f"    if responses[0] == 'bb': {SAY}; threading.Event().wait()\n    return [1.0]",
     "coroutine": "import asyncio\nasync def score(p, responses, r):\n"
-    "    if responses[0] == 'bb': await asyncio.Event().wait()\n    return [1.0]",
+    f"    if responses[0] == 'bb': {SAY}; await asyncio.Event().wait()\n    return [1.0]",
 }
 
 
 @pytest.mark.parametrize("kind", STUCK)
 def test_a_call_that_never_returns_ends_with_the_fallback_score(scored_by, kind):
-    settings = {"pool": "process" if kind == "process" else "thread", "workers": 1, "timeout_seconds": 2.0}
+    settings = {"pool": "process" if kind == "process" else "thread", "workers": 1, "timeout_seconds": LIMIT}
     scores = scored_by(STUCK[kind], **settings, fallback_score=-0.5)
     assert scores.total.tolist() == [1, -0.5, 1, 1]
     assert {name: part.tolist() for name, part in scores.components.items()} == {"fallback": [0, 1, 0, 0]}
 
 
-def test_without_a_fallback_score_a_call_that_never_returns_ends_the_run(scored_by, tmp_path):
+def test_without_a_fallback_score_a_call_that_never_returns_ends_the_run(scored_by, tmp_path, monkeypatch):
+    """With a real time limit."""
+    monkeypatch.undo()
     with pytest.raises(RewardError) as caught:
-        scored_by(STUCK["process"], **IN_PROCESS, timeout_seconds=2.0)
+        scored_by(STUCK["process"], **IN_PROCESS, timeout_seconds=1.0)
     assert str(caught.value) == (
-        f"reward.path={tmp_path}/mine.py:score gave no result within 2 s for row 1, prompt 'p1'; set "
+        f"reward.path={tmp_path}/mine.py:score gave no result within 1 s for row 1, prompt 'p1'; set "
         "reward.fallback_score to the score of such responses, or raise reward.timeout_seconds"
     )
 
@@ -143,10 +163,12 @@ def test_processes_that_a_call_has_started_end_with_it(scored_by, tmp_path):
         "    if responses[0] == 'bb':\n"
         "        child = subprocess.Popen(['sleep', '1000'])\n"
         "        pathlib.Path(__file__).with_name('child').write_text(str(child.pid))\n"
+        f"        {SAY}\n"
         "        child.wait()\n"
         "    return [1.0]"
     )
-    assert scored_by(code, **IN_PROCESS, timeout_seconds=3, fallback_score=0).total.tolist() == [1, 0, 1, 1]
+    settings = {"pool": "process", "workers": 1, "timeout_seconds": LIMIT, "fallback_score": 0}
+    assert scored_by(code, **settings).total.tolist() == [1, 0, 1, 1]
     await_end(int((tmp_path / "child").read_text()))
 
 
@@ -194,7 +216,7 @@ def test_an_exception_in_a_worker_process_shows_its_traceback(scored_by, tmp_pat
     ]
 
 
-@pytest.mark.parametrize(("kind", "settings"), list(POOLS.values())[:3], ids=list(POOLS)[:3])
+@pytest.mark.parametrize(("kind", "settings"), IN_THE_RUN, ids=str)
 def test_other_exceptions_are_passed_on(scored_by, kind, settings):
     with pytest.raises(ZeroDivisionError) as caught:
         scored_by(f"{kind}def score(p, r, rows): return [1 / 0]", **settings)
@@ -222,7 +244,7 @@ HEADER += "struct.pack('!i', len(reply) if size is None else size) + reply)\n"
         ("b'\\xff'", "gave no result: its worker process was killed by SIGKILL"),
         ("b'[' * 100_000", "gave no result: its worker process was killed by SIGKILL"),
         ("b'x', 2**30", "gave no result: its worker process was killed by SIGKILL"),
-        ("b'x', 1000", "gave no result within 2 s"),
+        (f"b'x', 1000); {SAY}; (", "gave no result within 1000 s"),
         ("b'{\"scores\": 5}'", "returned '5' (int); it must return a list of 1 floats"),
         ('b\'{"scores": ["x"]}\'', "returned 'x' (str)"),
         ("b'{\"scores\": [NaN]}'", "returned 'nan' (float)"),
@@ -234,7 +256,7 @@ def test_a_worker_process_that_forges_replies(scored_by, reply, message):
     """A function may run code that a response contains, which may write to the connection of its process."""
     code = f"{HEADER}def score(p, r, rows):\n    forge({reply})\n    {HANG}"
     with pytest.raises(RewardError, match=re.escape(message)):
-        scored_by(code, pool="process", workers=1, timeout_seconds=2.0)
+        scored_by(code, pool="process", workers=1, timeout_seconds=LIMIT)
 
 
 @pytest.mark.parametrize("settings", [{}, IN_PROCESS])
@@ -264,7 +286,7 @@ def test_results_do_not_depend_on_the_number_of_processes(scored_by):
     assert torch.equal(one, four) and len(set(one.tolist())) == len(ANSWERS)
 
 
-@pytest.mark.parametrize(("kind", "settings"), POOLS.values(), ids=POOLS)
+@pytest.mark.parametrize(("kind", "settings"), IN_THE_RUN, ids=str)
 def test_the_random_state_of_the_run_does_not_change(scored_by, kind, settings):
     torch.manual_seed(3)
     expected = torch.rand(4)
@@ -291,13 +313,13 @@ def test_cancelled_calls_end(tmp_path, tokenizer, kind):
     (tmp_path / "mine.py").write_text(STUCK[kind])
     pool = "process" if kind == "process" else "thread"
     reward = FunctionReward(
-        f"{tmp_path}/mine.py:score", pool=pool, workers=1, timeout_seconds=1000, tokenizer=tokenizer
+        f"{tmp_path}/mine.py:score", pool=pool, workers=1, timeout_seconds=2000, tokenizer=tokenizer
     )
     pending = reward.start_scoring(make_rollout(tokenizer, ANSWERS))
-    wait(pending.tasks[:1], 100)
+    futures.wait(pending.tasks[:1], 100)
     assert not pending.wait(0.0)
     pending.cancel()
-    wait(pending.tasks, 100)
+    futures.wait(pending.tasks, 100)
     assert pending.completed == len(ANSWERS)
 
 

@@ -167,14 +167,7 @@ def test_pauses_follow_retry_after_and_double_otherwise(ask, monkeypatch):
         ask(service, retries=9, backoff_seconds=1)
     assert all(2**i / 2 <= pause <= 2**i for i, pause in enumerate(pauses[:6])), pauses
     # random jitter, so that waiting clients do not retry at the same time
-    assert pauses[7:] == [60, 60] and pauses[:6] != [
-        1,
-        2,
-        4,
-        8,
-        16,
-        32,
-    ]
+    assert pauses[7:] == [60, 60] and pauses[:6] != [1, 2, 4, 8, 16, 32]
 
 
 def test_pauses_do_not_change_the_random_state(ask):

@@ -84,13 +84,7 @@ def test_pair(make, ids):
     text = encode(ROW, "yo!", True)
     assert text.ids == [CLS, *ids("hi"), SEP, *ids("yo!"), SEP] and text.types == [0, 0, 0, 0, 1, 1, 1, 1]
     # a pair has none of the actor's markup
-    assert encode(CHAT, "yo", True).ids == [
-        CLS,
-        *ids("be\nhi"),
-        SEP,
-        *ids("yo"),
-        SEP,
-    ]
+    assert encode(CHAT, "yo", True).ids == [CLS, *ids("be\nhi"), SEP, *ids("yo"), SEP]
     assert encode(ROW, "", True).ids == [CLS, *ids("hi"), SEP, SEP]
 
 
@@ -102,13 +96,7 @@ def test_a_pair_loses_the_beginning_of_its_prompt_first(make, ids):
     assert cut(12) == [CLS, *ids("def"), SEP, *ids("uvwxyz"), SEP]
     assert cut(10) == [CLS, *ids("f"), SEP, *ids("uvwxyz"), SEP]
     # if both do not fit, the longer text is truncated first, on the left
-    assert cut(9) == [
-        CLS,
-        *ids("def"),
-        SEP,
-        *ids("xyz"),
-        SEP,
-    ]
+    assert cut(9) == [CLS, *ids("def"), SEP, *ids("xyz"), SEP]
     assert cut(5) == [CLS, *ids("f"), SEP, *ids("z"), SEP]
 
 

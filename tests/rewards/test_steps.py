@@ -154,10 +154,7 @@ def test_a_part_of_a_mixture_may_give_step_rewards(pieces, tmp_path):
     reward = bind(spec, "reward")(tokenizer=pieces, reduce=lambda x: x)
     scores = reward(rollout_of([A, END, OPEN, B, END, D, CLOSE, EOS], [A, END, C, EOS]))
     # of the whole text: "a.", "<answer>\nb." and "d</answer>"; inside the tag: "b." and "d"
-    assert scores.per_token.tolist() == [
-        [0, 0.5, 0, 0, 10 + 1, 20, 0, 1.5],
-        [0, 0.5, 0, 1, 0, 0, 0, 0],
-    ]
+    assert scores.per_token.tolist() == [[0, 0.5, 0, 0, 10 + 1, 20, 0, 1.5], [0, 0.5, 0, 1, 0, 0, 0, 0]]
     assert scores.total.tolist() == [2.0, 0.0]
     assert {name: column.tolist() for name, column in scores.components.items()} == {
         "steps": [6, 3],
