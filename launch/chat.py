@@ -20,7 +20,6 @@ while the models were loading; 1: any other error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 # As in train.py: makes the repository importable, and keeps launch/ itself off the path.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from launch.cli import Parser, compose_for_models, is_model, parse_options  # noqa: E402
+from launch.cli import Parser, compose_for_models, parse_options, split_models  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
 from launch.process import complain, prepare_environment  # noqa: E402
 from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
@@ -51,12 +50,19 @@ class Wanted:
     with_reward: bool
     greedy: bool
 
+    def hub_names(self) -> list[str]:
+        """Returns the names of models and tokenizers that are not folders."""
+        paths = [path for model in self.models for path in (model.path, model.tokenizer_path)]
+        if self.with_reward:
+            paths += [str(section["path"]) for _, section in reward_models(self.config.reward)]
+        return [path for path in dict.fromkeys(paths) if not looks_local(path)]
+
 
 def main(argv: list[str]) -> int:
     try:
         wanted = parse(argv)
         config = wanted.config
-        use_caches_without_the_hub(hub_names(wanted))
+        use_caches_without_the_hub(wanted.hub_names())
         prepare_environment(config.run.verbose)
         # slow: imports torch and transformers
         from ppo_ds.distributed.world import connect
@@ -66,12 +72,7 @@ def main(argv: list[str]) -> int:
         view = ChatView()
         world = connect(config.run.timeout_minutes, config.run.verbose, config.run.threads)
         partners = load_partners(
-            config,
-            world,
-            wanted.models,
-            with_reward=wanted.with_reward,
-            greedy=wanted.greedy,
-            note=view.note,
+            config, world, wanted.models, with_reward=wanted.with_reward, greedy=wanted.greedy, note=view.note
         )
     except UserError as error:
         return complain(error)
@@ -80,7 +81,10 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     view.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the chat")
-    run_chat(Chat(partners, view, config.run.seed, config.data.system), line_reader())
+    if sys.stdin.isatty():
+        import readline  # noqa: F401 - gives input() line editing and a history
+    sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+    run_chat(Chat(partners, view, config.run.seed, config.data.system), read_line)
     world.close()
     return 0
 
@@ -94,14 +98,12 @@ def parse(argv: list[str]) -> Wanted:
     if options.help is not None:
         print(with_commands(__doc__), end="")
         raise SystemExit(0)
-    arguments = [text for text in options.overrides if is_model(text)]
-    overrides = [text for text in options.overrides if not is_model(text)]
+    arguments, overrides, base = split_models(options.overrides)
     if not 1 <= len(arguments) <= MAX_MODELS:
         raise UserError(
             f"MODEL: {len(arguments)} are given; give one model, or two to see them side by side, such as "
             f"{command('chat')} outputs/base outputs/tuned; see --help"
         )
-    base = next((text.partition("=")[2] for text in overrides if text.startswith("actor.model.path=")), None)
     models = find_models(arguments, base)
     chosen = reward_arguments(options.reward) if options.reward else []
     # a chat reads no data, but every config needs some
@@ -125,44 +127,22 @@ def reward_arguments(reward: str) -> list[str]:
     return [f"reward={reward}"]
 
 
-def hub_names(wanted: Wanted) -> list[str]:
-    """Returns the names of models that are not on this machine."""
-    paths = [path for model in wanted.models for path in (model.path, model.tokenizer_path)]
-    if wanted.with_reward:
-        paths += [str(section["path"]) for _, section in reward_models(wanted.config.reward)]
-    return [path for path in dict.fromkeys(paths) if not looks_local(path)]
-
-
-def line_reader() -> Callable[[], str | None]:
-    """Returns a function that reads a line of input, with line editing on a terminal; None at the end.
-
-    Lines from a pipe are shown, so that the output reads like a chat.
-    """
-
-    def ask() -> str | None:
-        try:
-            # bytes that the locale cannot decode arrive as surrogates, which no tokenizer accepts
-            return input("> ").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        except EOFError:
-            print()
-            return None
-        except KeyboardInterrupt:
-            print()
-            raise
-
-    def read() -> str | None:
-        if not (line := lines.readline()):
-            return None
-        text = line.rstrip("\r\n")
+def read_line() -> str | None:
+    """Reads a line of input; returns None at the end. Lines from a pipe are shown, as on a terminal."""
+    terminal = sys.stdin.isatty()
+    try:
+        # bytes that are no UTF-8 arrive as surrogates, which no tokenizer accepts
+        text = input("> " if terminal else "").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    except EOFError:
+        text = None
+    except KeyboardInterrupt:
+        print()
+        raise
+    if terminal and text is None:
+        print()
+    elif not terminal and text is not None:
         print(f"> {printable(text)}", flush=True)
-        return text
-
-    if sys.stdin.isatty():
-        import readline  # noqa: F401 - gives input() line editing and a history
-
-        return ask
-    lines = open(sys.stdin.fileno(), encoding="utf-8", errors="replace", closefd=False)
-    return read
+    return text
 
 
 if __name__ == "__main__":

@@ -136,9 +136,12 @@ def find_folders(options: argparse.Namespace) -> Folders:
 # ---- evaluate.py and chat.py, whose arguments begin with models
 
 
-def is_model(argument: str) -> bool:
-    """Returns whether an argument names a model; otherwise it is an argument for Hydra."""
-    return Path(argument).exists() or ("=" not in argument and argument[:1] not in "+~")
+def split_models(arguments: list[str]) -> tuple[list[str], list[str], str | None]:
+    """Returns the arguments that name a model, those for Hydra, and actor.model.path if it is among these."""
+    models = [text for text in arguments if Path(text).exists() or ("=" not in text and text[:1] not in "+~")]
+    overrides = [text for text in arguments if text not in models]
+    base = next((text.partition("=")[2] for text in overrides if text.startswith("actor.model.path=")), None)
+    return models, overrides, base
 
 
 def used_paths(models: list[NamedModel]) -> set[str]:

@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 # As in train.py: makes the repository importable, and keeps launch/ itself off the path.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from launch.cli import Parser, compose_for_models, is_model, parse_options, to_yaml, used_paths  # noqa: E402
+from launch.cli import Parser, compose_for_models, parse_options, split_models, to_yaml, used_paths  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
 from launch.process import complain, prepare_environment, refuse, report, write_line  # noqa: E402
 from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
@@ -159,15 +159,13 @@ def parse(argv: list[str]) -> Evaluation:
         return read_settings(options.settings)
     if options.samples is not None and options.samples < 1:
         raise UserError(f"--samples={options.samples}: must be at least 1")
-    arguments = [text for text in options.overrides if is_model(text)]
-    overrides = [text for text in options.overrides if not is_model(text)]
+    arguments, overrides, base = split_models(options.overrides)
     check_folder(options.out)
     if not arguments:
         raise UserError(
             f"MODEL is missing: give one or more models to compare, such as {command('evaluate')} "
             "outputs/base outputs/tuned data.path=... reward=...; see --help"
         )
-    base = next((text.partition("=")[2] for text in overrides if text.startswith("actor.model.path=")), None)
     models = find_models(arguments, base)
     if options.judge is not None and len(models) == 1:
         raise UserError(

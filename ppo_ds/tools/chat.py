@@ -18,11 +18,8 @@ import torch
 
 from ppo_ds.assemble.data import stop_ids
 from ppo_ds.assemble.ppo import build_sampling
-from ppo_ds.assemble.preflight import OWN, function_rewards
-from ppo_ds.assemble.reward_models import RewardModels, build_reward
-from ppo_ds.config.schema import Config, reward_models
-from ppo_ds.config.sections.models import ModelConfig
-from ppo_ds.config.targets import bind
+from ppo_ds.assemble.reward_models import RewardModels
+from ppo_ds.config.schema import Config
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import freeze
 from ppo_ds.errors import UserError, printable
@@ -31,14 +28,11 @@ from ppo_ds.models.loading import config_of
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.planning.budgets import CPU_LIMITS
-from ppo_ds.rewards.user_function import load_function
-from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.rollout.base import SamplingParams, truncate_at_stop
 from ppo_ds.rollout.streaming import StreamedResponse
-from ppo_ds.run.token_budgets import TokenBudget
 from ppo_ds.storage.drafts import write_file
+from ppo_ds.tools.loading import hub_models, load_decoder, load_reward, model_section, tokenizer_of
 from ppo_ds.tools.model_argument import NamedModel
-from ppo_ds.tools.policies import hub_models, load_decoder, model_section, tokenizer_of
 from ppo_ds.tracking.chat import ChatView
 from ppo_ds.types import Prompts, Reward
 
@@ -82,28 +76,6 @@ class Partner:
             )
         return text, ids
 
-    def sampling_after(self, prompt_tokens: int) -> SamplingParams:
-        """Returns the sampling parameters, with as many new tokens as the model has positions for."""
-        room = (self.policy.max_tokens or 2**31) - prompt_tokens
-        return replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room))
-
-
-@dataclass
-class Answer:
-    """A finished answer of a model."""
-
-    text: str
-    tokens: int
-    finish: str  # stop, length, or stopped by the user
-    seconds: float
-    score: str = ""  # the score in words, or why there is none
-
-    def summary(self) -> str:
-        """Returns the line that is shown below the answer."""
-        speed = f"{self.tokens / self.seconds:.1f} tokens/s" if self.seconds > 0 else ""
-        parts = (self.score, f"{self.tokens} tokens", self.finish, speed)
-        return " · ".join(part for part in parts if part)
-
 
 @dataclass
 class Chat:
@@ -118,36 +90,35 @@ class Chat:
     def reply(self, line: str) -> bool:
         """Handles a line of input; returns False if it ends the chat."""
         text = line.strip()
-        if not text:
-            return True
-        if text.startswith("/") and not text.startswith("//"):
-            return self.command(*(text.split(None, 1) + [""])[:2])
-        self.say(text.removeprefix("/") if text.startswith("//") else line)
+        if text.startswith("//"):
+            self.say(text.removeprefix("/"))
+        elif text.startswith("/"):
+            name, *rest = text.split(None, 1)
+            return self.command(name, "".join(rest))
+        elif text:
+            self.say(line)
         return True
 
     def command(self, name: str, rest: str) -> bool:
         """Runs a command; returns False for /quit."""
-        if name in ("/quit", "/exit"):
-            return False
-        if name == "/help":
-            self.view.note(HELP)
-        elif name == "/reset":
-            self.reset()
-            self.view.note("a new conversation")
-        elif name == "/system":
-            if rest:
-                self.system = rest.strip()
+        match name:
+            case "/quit" | "/exit":
+                return False
+            case "/help":
+                self.view.note(HELP)
+            case "/reset":
                 self.reset()
-            self.view.note(f"system: {self.system}" if self.system else "no system message")
-            for partner in self.partners if self.system else []:
-                if not partner.tokenizer.has_chat_template:
-                    self.view.note(f"{partner.name} has no chat template: it reads no system message")
-        elif name == "/retry":
-            self.retry()
-        elif name == "/save":
-            self.save(rest.strip())
-        else:
-            self.view.note(f"{name}: no such command; /help lists them, and /{name} sends it as a message")
+                self.view.note("a new conversation")
+            case "/system":
+                self.set_system(rest)
+            case "/retry":
+                self.retry()
+            case "/save":
+                self.view.note(self.save(rest))
+            case _:
+                self.view.note(
+                    f"{name}: no such command; /help lists them, and /{name} sends it as a message"
+                )
         return True
 
     def reset(self) -> None:
@@ -155,10 +126,19 @@ class Chat:
         for partner in self.partners:
             partner.messages.clear()
 
+    def set_system(self, text: str) -> None:
+        """Sets the system message and begins a new conversation; without a text, only shows the message."""
+        if text:
+            self.system = text
+            self.reset()
+        self.view.note(f"system: {self.system}" if self.system else "no system message")
+        for partner in self.partners if self.system else []:
+            if not partner.tokenizer.has_chat_template:
+                self.view.note(f"{partner.name} has no chat template: it reads no system message")
+
     def retry(self) -> None:
         """Drops the last answers and asks for others."""
-        last = [partner.messages[-2:] for partner in self.partners]
-        asked = next((pair[0]["content"] for pair in last if len(pair) == 2), None)
+        asked = next((one.messages[-2]["content"] for one in self.partners if len(one.messages) > 1), None)
         if asked is None:
             self.view.note("there is no message to answer again")
             return
@@ -166,52 +146,53 @@ class Chat:
             del partner.messages[-2:]
         self.say(asked)
 
-    def save(self, name: str) -> None:
-        """Writes one JSON line per model."""
-        if not name:
-            self.view.note("/save FILE: give the name of a file")
-            return
+    def save(self, name: str) -> str:
+        """Writes one JSON line per model; returns a line about it."""
         path = Path(name).expanduser()
-        rows = [
-            {"model": partner.name, "messages": partner.messages}
-            for partner in self.partners
-            if partner.messages
-        ]
+        rows = [{"model": one.name, "messages": one.messages} for one in self.partners if one.messages]
+        if not name:
+            return "/save FILE: give the name of a file"
         if not rows:
-            self.view.note("nothing was said yet")
-        elif path.exists():
-            self.view.note(f"{path}: exists; choose another name")
-        else:
-            try:
-                write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-                self.view.note(f"saved in {path}")
-            except OSError as error:
-                self.view.note(f"{path}: cannot be written: {error.strerror}; choose another name")
+            return "nothing was said yet"
+        if path.exists():
+            return f"{path}: exists; choose another name"
+        try:
+            write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        except OSError as error:
+            return f"{path}: cannot be written: {error.strerror}; choose another name"
+        return f"saved in {path}"
 
     def say(self, text: str) -> None:
         """Sends a message to every model and shows the answers. An interrupt stops the current answer."""
         self.turns += 1
         with self.view.answers([partner.name for partner in self.partners]) as columns:
             for partner, column in zip(self.partners, columns, strict=True):
-                if not partner.messages and self.system and partner.tokenizer.has_chat_template:
-                    partner.messages.append({"role": "system", "content": self.system})
                 before = len(partner.messages)
+                if not before and self.system and partner.tokenizer.has_chat_template:
+                    partner.messages.append({"role": "system", "content": self.system})
                 partner.messages.append({"role": "user", "content": text})
+                torch.manual_seed(self.seed + self.turns)
                 try:
-                    answer = self.answer(partner, column.write)
+                    answer, summary = respond(partner, column.write)
                 except UserError as error:
                     del partner.messages[before:]
                     column.end(str(error))
                 else:
-                    partner.messages.append({"role": "assistant", "content": answer.text})
-                    column.end(answer.summary())
+                    partner.messages.append({"role": "assistant", "content": answer})
+                    column.end(summary)
 
-    def answer(self, partner: Partner, show: Callable[[str], None]) -> Answer:
-        """Generates and scores the answer to the last message; ``show`` receives pieces of its text."""
-        text, ids = partner.prompt()
-        torch.manual_seed(self.seed + self.turns)
-        sampling, start, shown = partner.sampling_after(len(ids)), time.perf_counter(), ""
-        stream, interrupted = StreamedResponse(partner.policy.lm, ids, sampling, partner.tokenizer), False
+
+def respond(partner: Partner, show: Callable[[str], None]) -> tuple[str, str]:
+    """Generates the answer to the last message; returns it and a line about it.
+
+    ``show`` receives pieces of the text. The answer has at most as many tokens as the model has positions.
+    """
+    text, ids = partner.prompt()
+    room = (partner.policy.max_tokens or 2**31) - len(ids)
+    sampling = replace(partner.sampling, max_new_tokens=min(partner.sampling.max_new_tokens, room))
+    start, shown, interrupted = time.perf_counter(), "", False
+    stream = StreamedResponse(partner.policy.lm, ids, sampling, partner.tokenizer)
+    try:
         try:
             for piece in stream:
                 shown += piece
@@ -221,43 +202,39 @@ class Chat:
             interrupted = True
             stream.stop()
             stream.join()
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"{partner.name}: out of memory; /reset, or lower sampling.max_new_tokens"
-            ) from error
-        seconds = time.perf_counter() - start
-        response = partner.tokenizer.decode(stream.ids)
-        if response.startswith(shown):
-            show(response[len(shown) :])
-        stops = set(sampling.stop_token_ids)
-        finished = bool(stops & set(stream.ids[-1:])) or any(s in response for s in sampling.stop_strings)
-        finish = "stop" if finished else "stopped by Ctrl-C" if interrupted else "length"
-        answer = Answer(response, len(stream.ids), finish, seconds)
-        if partner.reward is not None and stream.ids:
-            answer.score = score(partner, partner.reward, text, ids, stream.ids, sampling)
-        return answer
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"{partner.name}: out of memory; /reset, or lower sampling.max_new_tokens") from error
+    seconds = time.perf_counter() - start
+    answer = partner.tokenizer.decode(stream.ids)
+    if answer.startswith(shown):
+        show(answer[len(shown) :])
+    stops = set(sampling.stop_token_ids)
+    finished = bool(stops & set(stream.ids[-1:])) or any(stop in answer for stop in sampling.stop_strings)
+    parts = [
+        score(partner, text, ids, stream.ids, sampling) if stream.ids else "",
+        f"{len(stream.ids)} tokens",
+        "stop" if finished else "stopped by Ctrl-C" if interrupted else "length",
+        f"{len(stream.ids) / seconds:.1f} tokens/s" if seconds > 0 else "",
+    ]
+    return answer, " · ".join(part for part in parts if part)
 
 
 def score(
-    partner: Partner,
-    reward: Reward,
-    prompt_text: str,
-    prompt: list[int],
-    response: list[int],
-    sampling: SamplingParams,
+    partner: Partner, text: str, prompt: list[int], response: list[int], sampling: SamplingParams
 ) -> str:
-    """Returns the score of an answer in words, or why the reward cannot score it."""
-    row: dict[str, Any] = {"prompt_text": prompt_text, "data_source": "chat"}
+    """Returns the score of an answer in words, or why the reward cannot score it; empty without a reward."""
+    if partner.reward is None:
+        return ""
+    row: dict[str, Any] = {"prompt_text": text, "data_source": "chat"}
     if partner.tokenizer.has_chat_template:
         row["messages"] = [dict(message) for message in partner.messages]
-    ids = torch.tensor([prompt])
+    ids, tokens = torch.tensor([prompt]), torch.tensor([response])
     prompts = Prompts(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([len(response)]), (row,))
-    tokens = torch.tensor([response])
     rollout = truncate_at_stop(
         prompts, tokens, torch.zeros(tokens.shape), sampling=sampling, tokenizer=partner.tokenizer
     )
     try:
-        found = reward.evaluate(rollout) if isinstance(reward, WeightedReward) else reward(rollout)
+        found = partner.reward(rollout)
     except KeyboardInterrupt:
         return "score: stopped by Ctrl-C"
     except Exception as error:  # a user's function may raise anything; the chat continues
@@ -265,18 +242,6 @@ def score(
         return f"no score: {type(error).__name__}: {printable(str(error))[:200]}{hint}"
     parts = ", ".join(f"{name} {float(column[0]):.3f}" for name, column in found.components.items())
     return f"score {float(found.sums[0]):.3f}" + (f" ({printable(parts)})" if parts else "")
-
-
-def check_reward(section: dict[str, Any], tokenizers: Sequence[Tokenizer]) -> None:
-    """Raises UserError for a mistake in the reward, without loading the weights of its models."""
-    for key, function in function_rewards(section, "reward"):
-        load_function(function["path"], f"{key}.path")
-    models = list(reward_models(section))
-    for key, model in models:
-        config_of(ModelConfig(**model), f"{key}.path")
-    if not models and section["_target_"].startswith(OWN):
-        for tokenizer in tokenizers:
-            bind(section, "reward")(tokenizer=tokenizer, reduce=lambda tensor: tensor)
 
 
 def load_partners(
@@ -288,39 +253,31 @@ def load_partners(
     greedy: bool,
     note: Callable[[str], None],
 ) -> list[Partner]:
-    """Loads the models, their tokenizers and the reward.
+    """Loads the tokenizers, the reward and the models.
 
-    Raises UserError, if possible before any weights are loaded.
+    Raises UserError for a missing model or a wrong reward before the weights of a policy are loaded.
     """
     hub = hub_models(config, models)
     download_files(hub, world)
     tokenizers = [tokenizer_of(config, model) for model in models]
     for model in models:
-        config_of(model_section(config, model), model.key)  # raises UserError if there is no such model
-    if with_reward:
-        check_reward(config.reward, tokenizers)
+        config_of(model_section(config, model), model.key)
+    load_frozen, budget = RewardModels(world, note), CPU_LIMITS["score_tokens"]
+    rewards = [
+        load_reward(config.reward, "reward", tokenizer, world, load_frozen, budget, note)
+        if with_reward
+        else None
+        for tokenizer in tokenizers
+    ]
     download_weights([entry for entry in hub if entry.path in {model.path for model in models}], world)
-    load_frozen, partners = RewardModels(world, note), []
-    for model, tokenizer in zip(models, tokenizers, strict=True):
+    partners = []
+    for model, tokenizer, reward in zip(models, tokenizers, rewards, strict=True):
         note(f"loading    {model.name}: {model.adapter or model.path}")
         policy = load_decoder(config, model, tokenizer)
         freeze(policy, world=world, offload=False, deepspeed_config=None)
         sampling = build_sampling(config, stop_ids(config, tokenizer), config.sampling.temperature)
-        reward = None
-        if with_reward:
-            reward = build_reward(
-                config.reward,
-                tokenizer=tokenizer,
-                load_frozen=load_frozen,
-                score_tokens=TokenBudget("score_tokens", CPU_LIMITS["score_tokens"]),
-                all_reduce_max=world.max_int,
-                reduce=world.sum,
-                should_stop=lambda: False,
-                note=note,
-            )
-        partners.append(
-            Partner(model.name, policy, tokenizer, sampling.as_greedy() if greedy else sampling, reward)
-        )
+        sampling = sampling.as_greedy() if greedy else sampling
+        partners.append(Partner(model.name, policy, tokenizer, sampling, reward))
         if not tokenizer.has_chat_template:
             note(
                 f"{model.name} has no chat template: it continues each message as plain text, without a "
@@ -346,9 +303,7 @@ def run_chat(chat: Chat, read_line: Callable[[], str | None]) -> None:
             more = None
             with suppress(KeyboardInterrupt):
                 more = read_line()
-            line = line[:-1] + "\n" + (more or "")
-            if more is None:
-                break
+            line = f"{line[:-1]}\n{more or ''}"
         try:
             if not chat.reply(line):
                 return

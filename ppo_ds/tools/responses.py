@@ -33,8 +33,8 @@ from ppo_ds.planning.budgets import largest_decoding, largest_scoring
 from ppo_ds.ppo.minibatches import scatter_tokens
 from ppo_ds.rollout.base import Generator
 from ppo_ds.run.microbatches import forward_rows
+from ppo_ds.tools.loading import hub_models, load_decoder, tokenizer_of
 from ppo_ds.tools.model_argument import NamedModel
-from ppo_ds.tools.policies import hub_models, load_decoder, tokenizer_of
 from ppo_ds.types import Prompts, Rollout
 
 MAX_ROWS = 512  # responses of a batch; see build/token_budgets.MAX_DECODED_ROWS

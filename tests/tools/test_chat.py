@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.chat import line_reader, parse, reward_arguments
+from launch.chat import parse, read_line, reward_arguments
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from ppo_ds.models.policy import Policy
@@ -308,7 +308,7 @@ def test_bytes_that_the_terminal_cannot_decode_are_replaced(monkeypatch: pytest.
     """With LC_ALL=C, input() returns such bytes as lone surrogates."""
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("builtins.input", lambda prompt: "hi \udcff there \udcc3\udcbc ü")
-    assert line_reader()() == "hi \ufffd there ü ü"
+    assert read_line() == "hi \ufffd there ü ü"
 
 
 def test_all_arguments_are_checked_before_a_model_is_loaded(
@@ -317,7 +317,7 @@ def test_all_arguments_are_checked_before_a_model_is_loaded(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("ppo_ds.tools.policies.load_policy", refuse)
+    monkeypatch.setattr("ppo_ds.tools.loading.load_policy", refuse)
     for name in ("one", "two"):
         model = partner().policy.lm
         tiny.character_tokenizer("abcsu|").hf.save_pretrained(tmp_path / name)

@@ -119,7 +119,7 @@ def test_the_number_of_ranks_and_the_backend_do_not_change_the_result(
         with lock:
             return load_policy(*args, **kwargs)
 
-    monkeypatch.setattr("ppo_ds.tools.policies.load_policy", load_alone)
+    monkeypatch.setattr("ppo_ds.tools.loading.load_policy", load_alone)
     config = config_of(folder)  # not in a thread, since Hydra has one process-wide state
     alone = compared(folder, config, world)
     for found in on_ranks(2, lambda rank: compared(folder, config, rank)):
@@ -160,7 +160,7 @@ def test_wrong_rewards_are_refused_before_a_model_is_loaded(
     folder: Path, world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: dict[str, str], line: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ppo_ds.tools.policies.load_policy", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.setattr("ppo_ds.tools.loading.load_policy", lambda *_, **__: pytest.fail("loaded a model"))
     (tmp_path / "wrong.py").write_text(
         "def text(prompts, responses, rows):\n    return 'x'\n\n"
         "def raises(prompts, responses, rows):\n    return [row['gone'] for row in rows]\n"

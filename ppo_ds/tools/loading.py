@@ -1,17 +1,22 @@
-"""Loads the policies that tools decode with, and their tokenizers."""
+"""Loads what the chat and the evaluation need: policies to decode with, their tokenizers, and rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, SupportsInt
 
+from ppo_ds.assemble.reward_models import RewardModels, build_reward
 from ppo_ds.assemble.roles import ppo_needs
 from ppo_ds.config.schema import Config
 from ppo_ds.config.sections.models import ModelConfig
+from ppo_ds.distributed.world import World
 from ppo_ds.models.download import HubModel
 from ppo_ds.models.policy import Policy, load_policy
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
+from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.tools.model_argument import NamedModel
+from ppo_ds.types import Reward
 
 
 def hub_models(config: Config, models: Sequence[NamedModel]) -> list[HubModel]:
@@ -69,3 +74,27 @@ def load_decoder(config: Config, model: NamedModel, tokenizer: Tokenizer, positi
         needs = replace(needs, tokenizer_of=model.name)
     needs.check(policy, model.path, model.key)
     return policy
+
+
+def load_reward(
+    section: dict[str, Any],
+    key: str,
+    tokenizer: Tokenizer,
+    world: World,
+    load_frozen: RewardModels,
+    score_tokens: SupportsInt,
+    note: Callable[[str], None],
+) -> Reward:
+    """Builds the reward of a section for responses of one tokenizer. A collective if it has models."""
+    reward = build_reward(
+        section,
+        key=key,
+        tokenizer=tokenizer,
+        load_frozen=load_frozen,
+        score_tokens=score_tokens,
+        all_reduce_max=world.max_int,
+        reduce=world.sum,
+        should_stop=lambda: False,
+        note=note,
+    )
+    return reward.evaluate if isinstance(reward, WeightedReward) else reward
