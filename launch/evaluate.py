@@ -159,8 +159,9 @@ def parse(argv: list[str]) -> Evaluation:
         return read_settings(options.settings)
     if options.samples is not None and options.samples < 1:
         raise UserError(f"--samples={options.samples}: must be at least 1")
+    if file := next((path for path in (options.out, *options.out.parents) if path.is_file()), None):
+        raise UserError(f"--out={options.out}: {file} is a file; give a folder for the results")
     arguments, overrides, base = split_models(options.overrides)
-    check_folder(options.out)
     if not arguments:
         raise UserError(
             f"MODEL is missing: give one or more models to compare, such as {command('evaluate')} "
@@ -192,21 +193,11 @@ def parse(argv: list[str]) -> Evaluation:
     return Evaluation(config, models, rewards, options.out, samples, options.judge)
 
 
-def check_folder(out: Path) -> None:
-    """Raises UserError if ``out``, the value of --out, cannot be a folder."""
-    for folder in (out, *out.parents):
-        if folder.exists():
-            if not folder.is_dir():
-                raise UserError(f"--out={out}: {folder} is a file; give a folder for the results")
-            return
-
-
 def create_folder(out: Path) -> None:
     """Creates the folder of the results; raises UserError if no file can be written in it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=out):
-            pass
+        TemporaryFile(dir=out).close()
     except OSError as error:
         raise UserError(
             f"--out={out}: cannot be written ({error.strerror}); give another folder for the results"

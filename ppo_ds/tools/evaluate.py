@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import itemgetter
 from typing import Any
 
 from ppo_ds.assemble.preflight import check_rewards, try_functions
-from ppo_ds.assemble.reward_models import RewardModels, build_reward
+from ppo_ds.assemble.reward_models import RewardModels
 from ppo_ds.config.schema import Config
-from ppo_ds.data.prompts import PromptSource
+from ppo_ds.config.sections.data import SamplingConfig
 from ppo_ds.distributed.world import World
-from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.planning.budgets import CPU_LIMITS, largest_scoring
 from ppo_ds.ppo.evaluation import last_message
-from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.run.token_budgets import TokenBudget
 from ppo_ds.tools.comparison import Estimate, compare, estimate, pass_rates, prompt_means
+from ppo_ds.tools.loading import load_reward
 from ppo_ds.tools.model_argument import NamedModel
 from ppo_ds.tools.pairwise_judge import PairwiseJudge
 from ppo_ds.tools.responses import Reader, Responses, read_prompts, respond
@@ -74,18 +75,14 @@ def evaluate(
     found = respond(config, world, models, readers, samples, note)
     scores = score_responses(config, world, found, rewards, note)
     rows, metadata = result_rows(found, scores)
+    names = [model.name for model in models]
     if judge is not None:
         note(f"evaluation  pairs by {judge.path}")
-        add_verdicts(rows, metadata, [model.name for model in models], judge)
+        add_verdicts(rows, metadata, names, judge)
     everything = [row for part in world.gather_objects(rows) for row in part]
     everything.sort(key=lambda row: (row["number"], row["sample"]))
-    first = found[models[0].name].reader
-    texts = {
-        model.name: by_prompt(everything, model.name, lambda response: response["response"])
-        for model in models
-    }
     summary = {
-        "data": first.source.path,
+        "data": found[names[0]].reader.source.path,
         "prompts": len({row["number"] for row in everything}),
         "decoding": {
             "samples": samples or 1,
@@ -93,13 +90,11 @@ def evaluate(
             "seed": config.run.seed,
             **config.sampling.model_dump(),
         },
-        "rewards": {reward: compare(values_of(everything, models, reward), texts) for reward in rewards},
-        "responses": response_statistics(everything, models),
+        **summarize(everything, names, rewards, config.eval.correct_above),
+        **divergence(everything, names, config.sampling, greedy=samples is None),
     }
-    summary |= accuracy(everything, models, rewards, config.eval.correct_above)
-    summary |= divergence(everything, models, config, greedy=samples is None)
     if judge is not None:
-        summary["judge"] = judge_statistics(everything, models, judge)
+        summary["judge"] = judge_statistics(everything, names, judge.path)
     return Comparison(summary, everything, speeds(world, found))
 
 
@@ -117,9 +112,8 @@ def check_functions(
 
     def check() -> None:
         for reader in {id(reader): reader for reader in readers.values()}.values():
-            inputs = PromptInputs(reader.tokenizer, reader.source)
-            check_rewards(sections, inputs)
-            try_functions(sections, inputs)
+            check_rewards(sections, reader)
+            try_functions(sections, reader)
         if judge is not None:
             judge.try_on(next(iter(readers.values())).batches[0].prompts.metadata[0])
 
@@ -130,20 +124,6 @@ def check_functions(
 def reward_key(name: str) -> str:
     """Returns the config key of a reward."""
     return name if name == "reward" else f"eval.rewards.{name}"
-
-
-@dataclass(frozen=True)
-class PromptInputs:
-    """The prompts as a model's tokenizer reads them, for the checks of rewards."""
-
-    tokenizer: Tokenizer
-    source: PromptSource
-
-    def examples(self) -> list[tuple[str, Row]]:
-        return self.source.examples()
-
-    def check_rows(self, check: Callable[[Row], object]) -> None:
-        self.source.check_rows(check)
 
 
 def score_responses(
@@ -157,54 +137,28 @@ def score_responses(
 
     Rewards get the tokenizer of the model that they score, and share their own models.
     """
-    note = once(note)  # the same lines for each tokenizer
+    note = cache(note)  # the same lines for each tokenizer
     load_frozen = RewardModels(world, note)
-    score_tokens = config.memory.score_tokens
-    score_budget = TokenBudget(
-        "score_tokens", CPU_LIMITS["score_tokens"] if score_tokens == "auto" else score_tokens
-    )
+    given = config.memory.score_tokens
+    budget = TokenBudget("score_tokens", CPU_LIMITS["score_tokens"] if given == "auto" else given)
     readers = {id(responses.reader): responses.reader for responses in found.values()}
     scorers: dict[tuple[str, int], Reward] = {}
     for name, section in rewards.items():
         note(f"evaluation  score by {name}")
         for key, reader in readers.items():
-            reward = build_reward(
-                section,
-                key=reward_key(name),
-                tokenizer=reader.tokenizer,
-                load_frozen=load_frozen,
-                score_tokens=score_budget,
-                all_reduce_max=world.max_int,
-                reduce=world.sum,
-                should_stop=lambda: False,
-                note=note,
+            scorers[name, key] = load_reward(
+                section, reward_key(name), reader.tokenizer, world, load_frozen, budget, note
             )
-            scorers[name, key] = reward.evaluate if isinstance(reward, WeightedReward) else reward
-    if score_tokens == "auto":
+    if given == "auto":
         shapes = [(model.shape, model.section.dtype) for model in load_frozen.loaded]
         longest = max(reader.longest for reader in readers.values())
-        score_budget.set(largest_scoring(world, shapes, longest))
-    return {
-        model: {
-            name: [
-                scorers[name, id(responses.reader)](rollout).sums.tolist() for rollout in responses.rollouts
-            ]
-            for name in rewards
-        }
-        for model, responses in found.items()
-    }
+        budget.set(largest_scoring(world, shapes, longest))
 
+    def scores(name: str, responses: Responses) -> list[list[float]]:
+        scorer = scorers[name, id(responses.reader)]
+        return [scorer(rollout).sums.tolist() for rollout in responses.rollouts]
 
-def once(note: Callable[[str], None]) -> Callable[[str], None]:
-    """Returns ``note`` without repeated lines."""
-    seen = set[str]()
-
-    def note_new(line: str) -> None:
-        if line not in seen:
-            seen.add(line)
-            note(line)
-
-    return note_new
+    return {model: {name: scores(name, responses) for name in rewards} for model, responses in found.items()}
 
 
 def result_rows(
@@ -218,10 +172,8 @@ def result_rows(
         for i in range(len(batch.prompts)) if batch.counted else ():
             data_row = batch.prompts.metadata[i]
             responses = {
-                name: {
-                    **response_row(of_model, index, i),
-                    "scores": {reward: values[index][i] for reward, values in scores[name].items()},
-                }
+                name: of_model.row(index, i)
+                | {"scores": {reward: values[index][i] for reward, values in scores[name].items()}}
                 for name, of_model in found.items()
             }
             rows.append(
@@ -238,22 +190,6 @@ def result_rows(
     return rows, metadata
 
 
-def response_row(responses: Responses, batch: int, i: int) -> dict[str, Any]:
-    """Returns text and figures of one response. ``log_ratio`` is its sum of log pi / pi_first."""
-    rollout = responses.rollouts[batch]
-    ids = rollout.response_ids[i][rollout.response_mask[i]].tolist()
-    row = {
-        "response": responses.reader.tokenizer.decode(ids),
-        "tokens": len(ids),
-        "finished": bool(rollout.finished[i]),
-    }
-    if responses.first_logprobs:
-        own, first = responses.logprobs[batch][i], responses.first_logprobs[batch][i]
-        log_ratio = (own.double() - first.double()).masked_fill(~rollout.response_mask[i], 0.0)
-        row["log_ratio"] = float(log_ratio.sum())
-    return row
-
-
 def add_verdicts(
     rows: Sequence[dict[str, Any]], metadata: Sequence[Row], names: Sequence[str], judge: PairwiseJudge
 ) -> None:
@@ -263,11 +199,7 @@ def add_verdicts(
     for name in names[1:]:
         verdicts = judge(prompts, texts[name], texts[names[0]], metadata)
         for row, verdict in zip(rows, verdicts, strict=True):
-            row["responses"][name]["judge"] = {
-                "preference": verdict.preference,
-                "position_bias": verdict.position_bias,
-                "disagrees": verdict.disagrees,
-            }
+            row["responses"][name]["judge"] = verdict
 
 
 # ---- statistics
@@ -283,75 +215,85 @@ def by_prompt(
     return list(groups.values())
 
 
-def values_of(
-    rows: Sequence[dict[str, Any]], models: Sequence[NamedModel], reward: str
-) -> dict[str, list[list[float]]]:
-    """Returns the scores by a reward: model -> prompt -> response."""
-    return {
-        model.name: by_prompt(rows, model.name, lambda response: response["scores"][reward])
-        for model in models
-    }
+def mean_of(rows: Sequence[dict[str, Any]], name: str, get: Callable[[dict[str, Any]], float]) -> float:
+    """Returns the mean over all responses of a model."""
+    return sum(get(row["responses"][name]) for row in rows) / len(rows)
 
 
-def response_statistics(rows: Sequence[dict[str, Any]], models: Sequence[NamedModel]) -> dict[str, Any]:
-    """Returns the mean length and the share of finished responses of each model."""
-    return {
-        model.name: {
-            "tokens_mean": sum(row["responses"][model.name]["tokens"] for row in rows) / len(rows),
-            "finished_frac": sum(row["responses"][model.name]["finished"] for row in rows) / len(rows),
+def summarize(
+    rows: Sequence[dict[str, Any]],
+    names: Sequence[str],
+    rewards: Collection[str],
+    correct_above: float | None,
+) -> dict[str, Any]:
+    """Returns the comparison by each reward, pass@k, and the lengths of the responses."""
+    texts = {name: by_prompt(rows, name, itemgetter("response")) for name in names}
+    by_model = {name: by_prompt(rows, name, itemgetter("scores")) for name in names}
+    scores = {
+        reward: {
+            name: [[given[reward] for given in group] for group in groups]
+            for name, groups in by_model.items()
         }
-        for model in models
+        for reward in rewards
     }
+    lengths = {
+        name: {
+            "tokens_mean": mean_of(rows, name, itemgetter("tokens")),
+            "finished_frac": mean_of(rows, name, itemgetter("finished")),
+        }
+        for name in names
+    }
+    found = {
+        "rewards": {reward: compare(values, texts) for reward, values in scores.items()},
+        "responses": lengths,
+    }
+    passed = accuracy(scores, correct_above)
+    return found | ({"pass_at_k": passed} if passed else {})
 
 
 def accuracy(
-    rows: Sequence[dict[str, Any]],
-    models: Sequence[NamedModel],
-    rewards: Mapping[str, Any],
-    correct_above: float | None,
+    scores: Mapping[str, Mapping[str, list[list[float]]]], correct_above: float | None
 ) -> dict[str, Any]:
     """Returns pass@k by each reward whose scores tell correct from wrong responses.
 
     This is the first reward if ``correct_above`` is given, and with several responses to a prompt each reward
-    whose scores are all 0 or 1.
+    whose scores are all 0 or 1. ``scores`` maps reward -> model -> prompt -> response.
     """
     found: dict[str, Any] = {}
-    for position, reward in enumerate(rewards):
-        values = values_of(rows, models, reward)
-        scores = {score for prompts in values.values() for group in prompts for score in group}
+    for position, (reward, by_model) in enumerate(scores.items()):
+        groups = [group for prompts in by_model.values() for group in prompts]
         bound = correct_above if position == 0 else None
-        if bound is None and scores <= {0.0, 1.0} and len(rows) > len(next(iter(values.values()))):
+        if bound is None and len(groups[0]) > 1 and {score for group in groups for score in group} <= {0, 1}:
             bound = 0.5
         if bound is not None:
             passed = {
                 name: pass_rates([[score > bound for score in group] for group in prompts])
-                for name, prompts in values.items()
+                for name, prompts in by_model.items()
             }
             found[reward] = {"correct_above": bound, "models": passed}
-    return {"pass_at_k": found} if found else {}
+    return found
 
 
 def divergence(
-    rows: Sequence[dict[str, Any]], models: Sequence[NamedModel], config: Config, greedy: bool
+    rows: Sequence[dict[str, Any]], names: Sequence[str], sampling: SamplingConfig, greedy: bool
 ) -> dict[str, Any]:
     """Returns the KL of each model to the first one, estimated from the model's own responses.
 
     With other than full sampling, the same number is no estimate of the KL and has another name.
     """
-    sampling, first = config.sampling, models[0].name
-    measured = [model.name for model in models[1:] if "log_ratio" in rows[0]["responses"][model.name]]
-    other = [model.name for model in models[1:] if model.name not in measured]
+    first, others = names[0], names[1:]
+    measured = [name for name in others if "log_ratio" in rows[0]["responses"][name]]
     found: dict[str, Any] = {}
-    if other:
+    if unknown := [name for name in others if name not in measured]:
         found["remarks"] = [
-            f"no KL of {', '.join(other)} to {first}: it needs models with the same vocabulary"
+            f"no KL of {', '.join(unknown)} to {first}: it needs models with the same vocabulary"
         ]
     if not measured:
         return found
     exact = not greedy and sampling.top_p == 1 and not sampling.top_k and not sampling.min_new_tokens
     statistics: dict[str, Estimate] = {}
     for name in measured:
-        ratios = by_prompt(rows, name, lambda response: response["log_ratio"])
+        ratios = by_prompt(rows, name, itemgetter("log_ratio"))
         tokens = sum(row["responses"][name]["tokens"] for row in rows)
         per_token = sum(map(sum, ratios)) / tokens
         statistics[name] = {**estimate(prompt_means(ratios)), "per_token": per_token}
@@ -365,20 +307,17 @@ def divergence(
     return found
 
 
-def judge_statistics(
-    rows: Sequence[dict[str, Any]], models: Sequence[NamedModel], judge: PairwiseJudge
-) -> dict[str, Any]:
+def judge_statistics(rows: Sequence[dict[str, Any]], names: Sequence[str], path: str) -> dict[str, Any]:
     """Returns the win rates of all models against the first one by the judge, and its consistency."""
     found = {}
-    for model in models[1:]:
-        verdicts = [row["responses"][model.name]["judge"] for row in rows]
-        preferences = by_prompt(rows, model.name, lambda response: response["judge"]["preference"])
-        found[model.name] = {
+    for name in names[1:]:
+        preferences = by_prompt(rows, name, lambda response: response["judge"]["preference"])
+        found[name] = {
             "win_rate": estimate(prompt_means(preferences)),
-            "position_bias": sum(verdict["position_bias"] for verdict in verdicts) / len(verdicts),
-            "disagreement": sum(verdict["disagrees"] for verdict in verdicts) / len(verdicts),
+            "position_bias": mean_of(rows, name, lambda response: response["judge"]["position_bias"]),
+            "disagreement": mean_of(rows, name, lambda response: response["judge"]["disagrees"]),
         }
-    return {"function": judge.path, "first": models[0].name, "models": found}
+    return {"function": path, "first": names[0], "models": found}
 
 
 def speeds(world: World, found: Mapping[str, Responses]) -> dict[str, float]:

@@ -6,7 +6,6 @@ import asyncio
 import traceback
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,23 +21,17 @@ PARAMETERS = ("prompts", "responses_a", "responses_b", "rows")
 REMEDY = "it must return a list with one number from 0 to 1 for each pair, 1 if response a is better"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The preferences of a judge for one pair of responses: 1 for the first model's, 0 for the second's."""
+def verdict(in_order: float, swapped: float) -> dict[str, Any]:
+    """Combines the preferences for the first model's response in both orders.
 
-    preference: float  # mean of both orders
-    in_order: float  # with the response of the first model as response a
-    swapped: float  # with the response of the first model as response b
-
-    @property
-    def position_bias(self) -> float:
-        """The preference for response a beyond 0.5, averaged over both orders."""
-        return (self.in_order - self.swapped) / 2
-
-    @property
-    def disagrees(self) -> bool:
-        """True if the two orders prefer different responses, or only one of them prefers any."""
-        return (self.in_order > 0.5) != (self.swapped > 0.5) or (self.in_order < 0.5) != (self.swapped < 0.5)
+    ``preference`` is their mean, ``position_bias`` is the preference for response a beyond 0.5, and
+    ``disagrees`` is true if the two orders prefer different responses, or only one of them prefers any.
+    """
+    return {
+        "preference": (in_order + swapped) / 2,
+        "position_bias": (in_order - swapped) / 2,
+        "disagrees": (in_order > 0.5) != (swapped > 0.5) or (in_order < 0.5) != (swapped < 0.5),
+    }
 
 
 class PairwiseJudge:
@@ -60,13 +53,13 @@ class PairwiseJudge:
 
     def __call__(
         self, prompts: Sequence[str], responses: Sequence[str], others: Sequence[str], rows: Sequence[Row]
-    ) -> list[Verdict]:
+    ) -> list[dict[str, Any]]:
         """Returns a verdict for each pair of ``responses`` and ``others``; 1 is for ``responses``."""
         if not prompts:
             return []
         in_order = self._preferences(prompts, responses, others, rows)
         swapped = [1 - value for value in self._preferences(prompts, others, responses, rows)]
-        return [Verdict((a + b) / 2, a, b) for a, b in zip(in_order, swapped, strict=True)]
+        return list(map(verdict, in_order, swapped))
 
     def try_on(self, row: Row) -> None:
         """Calls the function with trial responses to one prompt; raises UserError if it fails."""

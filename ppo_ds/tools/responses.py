@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from ppo_ds.rollout.base import Generator
 from ppo_ds.run.microbatches import forward_rows
 from ppo_ds.tools.loading import hub_models, load_decoder, tokenizer_of
 from ppo_ds.tools.model_argument import NamedModel
-from ppo_ds.types import Prompts, Rollout
+from ppo_ds.types import Prompts, Rollout, Row
 
 MAX_ROWS = 512  # responses of a batch; see build/token_budgets.MAX_DECODED_ROWS
 GROUPS = 16  # least number of groups of prompts whose responses are sampled with one seed
@@ -61,6 +62,12 @@ class Reader:
     batches: list[Batch]  # of this rank
     longest: int  # tokens of the longest prompt with its response
 
+    def examples(self) -> list[tuple[str, Row]]:
+        return self.source.examples()
+
+    def check_rows(self, check: Callable[[Row], object]) -> None:
+        self.source.check_rows(check)
+
 
 @dataclass
 class Responses:
@@ -69,9 +76,24 @@ class Responses:
     reader: Reader
     rollouts: list[Rollout]  # one per batch
     seconds: float  # time of the generation
-    # of each batch, [B,R]: log-probs by the model itself and by the first model; [] if not computed
+    # of each batch, [B,R]: log-probs by the model itself; [] if not computed
     logprobs: list[Tensor] = field(default_factory=list)
-    first_logprobs: list[Tensor] = field(default_factory=list)
+    # of each batch, [B]: sum over the tokens of log p_model - log p_first; [] if not computed
+    log_ratios: list[Tensor] = field(default_factory=list)
+
+    def compare(self, first_logprobs: Sequence[Tensor]) -> None:
+        """Sets ``log_ratios`` from the log-probs of the same tokens by the first model."""
+        for rollout, own, first in zip(self.rollouts, self.logprobs, first_logprobs, strict=True):
+            difference = (own.double() - first.double()).masked_fill(~rollout.response_mask, 0.0)
+            self.log_ratios.append(difference.sum(1))
+
+    def row(self, batch: int, i: int) -> dict[str, Any]:
+        """Returns the text and the figures of one response."""
+        rollout = self.rollouts[batch]
+        ids = rollout.response_ids[i][rollout.response_mask[i]].tolist()
+        text = self.reader.tokenizer.decode(ids)
+        row = {"response": text, "tokens": len(ids), "finished": bool(rollout.finished[i])}
+        return row | ({"log_ratio": float(self.log_ratios[batch][i])} if self.log_ratios else {})
 
 
 def respond(
@@ -85,9 +107,8 @@ def respond(
     """Returns this rank's responses of each model, in the order of ``models``. A collective.
 
     ``readers`` are those of ``read_prompts``. ``samples`` is the number of sampled responses to each prompt;
-    None: one greedy response. The log-probs of
-    the responses are computed for the models that have the vocabulary of the first one, at the sampling
-    temperature. The first model is loaded last, so that it is loaded only once.
+    None: one greedy response. The log-ratios are computed for the models that have the vocabulary of the
+    first one, at the sampling temperature. The first model is loaded last, so that it is loaded only once.
     """
     hub = hub_models(config, models)
     first, found = models[0], dict[str, Responses]()
@@ -110,7 +131,7 @@ def respond(
             if model is not first:
                 found[model.name].logprobs = logprobs_of(frozen, rollouts, budget)
             for name in comparable if model is first else ():
-                found[name].first_logprobs = logprobs_of(frozen, found[name].rollouts, budget)
+                found[name].compare(logprobs_of(frozen, found[name].rollouts, budget))
         del policy, frozen  # before the next one is loaded
     return {model.name: found[model.name] for model in models}
 

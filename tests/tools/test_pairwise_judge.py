@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppo_ds.errors import UserError
-from ppo_ds.tools.pairwise_judge import PairwiseJudge, Verdict
+from ppo_ds.tools.pairwise_judge import PairwiseJudge
 
 ROWS = [{"answer": "x"}, {"answer": "y"}]
 FUNCTIONS = """
@@ -51,9 +51,9 @@ def judge(tmp_path: Path):
 
 def test_a_consistent_judge_has_no_bias(judge) -> None:
     verdicts = judge("longer")(["p", "q"], ["aa", "b"], ["a", "b"], ROWS)
-    assert verdicts == [Verdict(1.0, 1.0, 1.0), Verdict(0.5, 0.5, 0.5)]
-    assert [(one.position_bias, one.disagrees) for one in verdicts] == [(0.0, False), (0.0, False)]
-    assert judge("later")(["p"], ["b"], ["a"], ROWS[:1])[0].preference == 1.0
+    consistent = {"position_bias": 0.0, "disagrees": False}
+    assert verdicts == [{"preference": 1.0} | consistent, {"preference": 0.5} | consistent]
+    assert judge("later")(["p"], ["b"], ["a"], ROWS[:1])[0]["preference"] == 1.0
     assert judge("longer")([], [], [], []) == []
 
 
@@ -61,15 +61,15 @@ def test_a_preference_for_the_first_place_cancels(judge) -> None:
     """The function also changes its lists, which are copies."""
     prompts = ["p", "q"]
     verdicts = judge("first_place")(prompts, ["a", "b"], ["c", "d"], ROWS)
-    assert [one.preference for one in verdicts] == [0.5, 0.5] and prompts == ["p", "q"]
-    assert all(one.position_bias == 0.5 and one.disagrees for one in verdicts)
+    assert [one["preference"] for one in verdicts] == [0.5, 0.5] and prompts == ["p", "q"]
+    assert all(one["position_bias"] == 0.5 and one["disagrees"] for one in verdicts)
 
 
 def test_both_orders_are_averaged(judge) -> None:
     """In order, response a is the answer: 0.9. Swapped, it is in the second place: 0.5 for the first."""
     [verdict] = judge("unsure")(["p"], ["x"], ["z"], ROWS[:1])
-    assert verdict.preference == pytest.approx((0.9 + 0.5) / 2)
-    assert verdict.position_bias == pytest.approx(0.2) and verdict.disagrees
+    assert verdict["preference"] == pytest.approx((0.9 + 0.5) / 2)
+    assert verdict["position_bias"] == pytest.approx(0.2) and verdict["disagrees"]
 
 
 @pytest.mark.parametrize(
