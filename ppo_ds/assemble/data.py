@@ -151,15 +151,11 @@ def build_prompts(config: Config, tokenizer: Tokenizer, world: World | None = No
         return _prompts_of_path(config, tokenizer, world)
     loaders = [
         partial(
-            _prompts,
-            config,
-            tokenizer,
-            part,
-            path=part.path,
+            _loader(config, tokenizer, world, part),
+            part.path,
             split=part.split,
             max_samples=data.max_samples,
             key=f"data.mix[{i}].path",
-            world=world,
         )
         for i, part in enumerate(data.mix)
     ]
@@ -170,24 +166,15 @@ def build_held_out(config: Config, tokenizer: Tokenizer, world: World | None = N
     data = config.data
     if data.eval_path is None:
         return None
-    return _prompts(
-        config,
-        tokenizer,
-        data,
-        path=data.eval_path,
-        split=data.eval_split,
-        max_samples=None,
-        key="data.eval_path",
-        world=world,
-    )
+    load = _loader(config, tokenizer, world, data)
+    return load(data.eval_path, split=data.eval_split, max_samples=None, key="data.eval_path")
 
 
 def build_compared(config: Config, tokenizer: Tokenizer, world: World | None = None) -> PromptSource:
     """Loads the prompts on which launch/evaluate.py compares models: the held-out ones, or ``data.path``."""
-    data = config.data
     if (held_out := build_held_out(config, tokenizer, world)) is not None:
         return held_out
-    if data.path is None:
+    if config.data.path is None:
         raise UserError("data.path is missing: the evaluation needs prompts in data.eval_path or data.path")
     return _prompts_of_path(config, tokenizer, world)
 
@@ -195,44 +182,25 @@ def build_compared(config: Config, tokenizer: Tokenizer, world: World | None = N
 def _prompts_of_path(config: Config, tokenizer: Tokenizer, world: World | None) -> PromptSource:
     """Loads ``data.path``, limited by ``data.max_samples``."""
     data = config.data
-    return _prompts(
-        config,
-        tokenizer,
-        data,
-        path=data.path,
-        split=data.split,
-        max_samples=data.max_samples,
-        key="data.path",
-        world=world,
-    )
+    load = _loader(config, tokenizer, world, data)
+    return load(data.path, split=data.split, max_samples=data.max_samples, key="data.path")
 
 
-def _prompts(
-    config: Config,
-    tokenizer: Tokenizer,
-    part: DataConfig | MixtureConfig,
-    *,
-    path: str,
-    split: str,
-    max_samples: int | None,
-    key: str,
-    world: World | None,
-) -> PromptSource:
-    """Loads one set of prompts; ``part`` holds its revision and its prompt column."""
+def _loader(
+    config: Config, tokenizer: Tokenizer, world: World | None, part: DataConfig | MixtureConfig
+) -> Callable[..., PromptSource]:
+    """Returns a function that loads one set of prompts; ``part`` holds its revision and prompt column."""
     data = config.data
-    return PromptSource(
-        path,
+    return partial(
+        PromptSource,
         tokenizer=tokenizer,
         max_new_tokens=config.sampling.max_new_tokens,
-        split=split,
         revision=part.revision,
         prompt_column=part.prompt_column,
         apply_chat_template=data.apply_chat_template,
         system=data.system,
-        max_samples=max_samples,
         max_prompt_tokens=data.max_prompt_tokens,
         long_prompts=data.long_prompts,
-        key=key,
         world=world,
     )
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-from ppo_ds.assemble.preflight import CHAT_SCORER
+from ppo_ds.assemble.preflight import CHAT_SCORER, reward_sections
 from ppo_ds.assemble.roles import CLASSIFIER
 from ppo_ds.config.schema import Config, all_rewards, has_critic, trained_models, uses_reference
 from ppo_ds.models.download import HubModel
@@ -24,18 +21,11 @@ def models_to_download(config: Config) -> list[HubModel]:
         for name, model in roles.items()
     ]
     if "reward" in sections:
-        for reward, section in all_rewards(config).items():
-            for key, model in _scoring_models(section, reward):
-                trusted = bool(model.get("trust_remote_code"))
-                models.append(HubModel(f"{key}.path", str(model["path"]), model.get("revision"), trusted))
+        for reward, whole in all_rewards(config).items():
+            for key, section in reward_sections(whole, reward):
+                if section.get("_target_") in (CLASSIFIER, CHAT_SCORER):
+                    model = section["model"]
+                    trusted = bool(model.get("trust_remote_code"))
+                    path, revision = str(model["path"]), model.get("revision")
+                    models.append(HubModel(f"{key}.model.path", path, revision, trusted))
     return models
-
-
-def _scoring_models(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the key and the section of each model in a reward, at any depth of a mixture."""
-    if section.get("_target_") in (CLASSIFIER, CHAT_SCORER):
-        yield f"{key}.model", section["model"]
-        return
-    for name, inner in section.items():
-        if isinstance(inner, dict):
-            yield from _scoring_models(inner, f"{key}.{name}")

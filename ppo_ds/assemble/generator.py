@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,66 @@ from ppo_ds.tracking.banner import titled
 from ppo_ds.types import Prompts, Rollout
 
 
+@dataclass
+class Backends:
+    """Makes decode backends for the actor of a run, and compares their log-probs with training's."""
+
+    config: Config
+    world: World
+    inputs: Inputs
+    actor: HybridActor
+    sampling: SamplingParams
+    should_stop: Callable[[], bool]
+    made: dict[str, Generator] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its response."""
+        return self.inputs.longest_prompt + self.sampling.max_new_tokens
+
+    def refusal(self, name: str) -> str | None:
+        """Returns the reason why a backend cannot decode the actor on some rank, or None. A collective."""
+        target = DECODE_BACKENDS[name].refusal
+        if target is None:
+            return None
+        with self.actor.generation_mode():
+            reason = import_target(target)(self.actor.lm, self.longest)
+        return next((reason for reason in self.world.gather_objects(reason) if reason is not None), None)
+
+    def make(self, name: str, token_budget: int) -> Generator:
+        arguments: dict[str, Any] = {
+            "lm": lambda: self.actor.lm,
+            "tokenizer": self.inputs.tokenizer,
+            "token_budget": token_budget,
+            "lockstep_max": self.actor.lockstep_max,
+            "should_stop": self.should_stop,
+        }
+        if not has_own_weights(name):
+            return resolve(DECODE_BACKENDS[name])(**arguments)
+        if name not in self.made:  # an engine takes long to start; its cache does not change with the budget
+            arguments |= {"longest": self.longest, "temperature": self.sampling.temperature}
+            self.made[name] = connected_engine(self.config, self.world, self.actor, arguments)
+        return self.made[name]
+
+    def gap_of(self, name: str) -> Gap:
+        """Makes a backend and returns its gap in the parity check. A collective that draws random numbers."""
+        config, inputs, world = self.config, self.inputs, self.world
+        self.made[name] = self.make(name, int(config.memory.rollout_tokens))
+        # A backend may prefill a prompt once for several rows. The check covers this only if a prompt is
+        # repeated, as it is in a step.
+        repeats, n = min(config.rollout.samples_per_prompt, 2), len(inputs.source)
+        prompts = inputs.source.batch([(world.rank + i // repeats) % n for i in range(PARITY_ROWS)])
+        # sample the same tokens at each start, whatever random numbers were drawn before
+        seed_everything(config.run.seed + world.rank)
+        return parity_gap(
+            prompts,
+            actor=self.actor,
+            generator=self.made[name],
+            sampling=self.sampling,
+            token_budget=int(config.memory.score_tokens),
+        )
+
+
 def build_generator(
     config: Config,
     world: World,
@@ -39,53 +99,12 @@ def build_generator(
     ``note`` receives banner lines that name the backend and the reason for its choice. A collective that also
     draws random numbers.
     """
-    asked, made = config.rollout.backend, {}
+    asked, backends = config.rollout.backend, Backends(config, world, inputs, actor, sampling, should_stop)
     auto = [name for name, entry in DECODE_BACKENDS.items() if entry.in_auto]
-    # A backend may prefill a prompt once for several rows. The check covers this only if a prompt is
-    # repeated, as it is in a step.
-    repeats, n = min(config.rollout.samples_per_prompt, 2), len(inputs.source)
-    prompts = inputs.source.batch([(world.rank + i // repeats) % n for i in range(PARITY_ROWS)])
-    longest = inputs.longest_prompt + sampling.max_new_tokens
-
-    def refusal(name: str) -> str | None:
-        target = DECODE_BACKENDS[name].refusal
-        if target is None:
-            return None
-        with actor.generation_mode():
-            reason = import_target(target)(actor.lm, longest)
-        return next((reason for reason in world.gather_objects(reason) if reason is not None), None)
-
-    def make(name: str, token_budget: int) -> Generator:
-        arguments: dict[str, Any] = {
-            "lm": lambda: actor.lm,
-            "tokenizer": inputs.tokenizer,
-            "token_budget": token_budget,
-            "lockstep_max": actor.lockstep_max,
-            "should_stop": should_stop,
-        }
-        if not has_own_weights(name):
-            return resolve(DECODE_BACKENDS[name])(**arguments)
-        if name not in made:  # an engine takes long to start, and its cache does not change with the budget
-            arguments |= {"longest": longest, "temperature": sampling.temperature}
-            made[name] = connected_engine(config, world, actor, arguments)
-        return made[name]
-
-    def gap_of(name: str) -> Gap:
-        made[name] = make(name, int(config.memory.rollout_tokens))
-        # sample the same tokens at each start, whatever random numbers were drawn before
-        seed_everything(config.run.seed + world.rank)
-        return parity_gap(
-            prompts,
-            actor=actor,
-            generator=made[name],
-            sampling=sampling,
-            token_budget=int(config.memory.score_tokens),
-        )
-
     choice = choose_backend(
         auto if asked == "auto" else (asked,),
-        refusal=refusal,
-        gap_of=gap_of,
+        refusal=backends.refusal,
+        gap_of=backends.gap_of,
         dtype=config.actor.model.dtype,
     )
     for line in choice.disagreeing:
@@ -93,7 +112,7 @@ def build_generator(
     why = "the fastest that agrees with training" if asked == "auto" else f"rollout.backend={asked}"
     reasons = "; ".join((why, *(f"not {line}" for line in choice.incapable)))
     note(titled("decode", f"{choice.backend}: {reasons}"))
-    return made[choice.backend], choice.gap, partial(make, choice.backend)
+    return backends.made[choice.backend], choice.gap, partial(backends.make, choice.backend)
 
 
 def connected_engine(

@@ -62,13 +62,17 @@ def check_inputs(config: Config, world: World, *, prepared: bool) -> None:
         preflight(config, read_inputs(config, world), world.device.type == "cuda")
 
 
-def function_rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the key and the section of each reward that is a Python function."""
-    if section.get("_target_") == FUNCTION:
-        yield key, section
+def reward_sections(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the key and the section of a reward, and those of all sections inside it."""
+    yield key, section
     for name, inner in section.items():
         if isinstance(inner, dict):
-            yield from function_rewards(inner, f"{key}.{name}")
+            yield from reward_sections(inner, f"{key}.{name}")
+
+
+def function_rewards(section: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the key and the section of each reward that is a Python function."""
+    return [found for found in reward_sections(section, key) if found[1].get("_target_") == FUNCTION]
 
 
 def preflight(config: Config, inputs: Inputs, on_gpu: bool) -> None:

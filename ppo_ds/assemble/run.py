@@ -37,6 +37,7 @@ from ppo_ds.run.stage import RunContext
 from ppo_ds.run.state import Selection
 from ppo_ds.run.stopping import StopRequest
 from ppo_ds.run.timing import PhaseTimer
+from ppo_ds.run.token_budgets import TokenBudgets
 from ppo_ds.tracking.banner import Banner
 from ppo_ds.tracking.console import ConsoleTracker
 from ppo_ds.tracking.html.live import ReportTracker
@@ -66,22 +67,7 @@ def build_run(
     for name, section in config.eval.rewards.items():
         bind(section, f"eval.rewards.{name}")
     banner.starting(f"connecting {os.environ.get('WORLD_SIZE', '1')} rank(s)")
-    world = connect(
-        config.run.timeout_minutes, config.run.verbose, config.run.threads, config.run.deterministic
-    )
-    if config.run.matmul == "onednn" and not matmul.has_onednn():
-        raise UserError("run.matmul=onednn: this torch was built without oneDNN; use auto")
-    matmul.use(config.run.matmul)
-    store = RankStore()
-    stop = StopRequest(world, config.run.max_minutes, store)
-    if watchdog is not None:
-        watchdog.start(world, store)
-        watchdog.add_callback(stop.poll)
-        watchdog.add_callback(lambda: mark_ending() if stop.should_stop() else None)
-    if world.device.type == "cpu":
-        fp16 = [name for name, section in trained_models(config).items() if section.model.dtype == "fp16"]
-        if fp16:
-            raise UserError(*[f"{name}.model.dtype=fp16: needs a GPU; use bf16 or fp32" for name in fp16])
+    world, stop = connect_ranks(config, watchdog, mark_ending)
 
     run_dir = Path(config.run.dir or "")
     checkpoints = Checkpoints(
@@ -92,34 +78,91 @@ def build_run(
     if (run_dir / "checkpoints").exists():
         banner.starting(f"checking the last checkpoint in {run_dir}")
     config, start = open_start(config, settings, world, checkpoints, banner)
-
-    def record_budgets(numbers: Mapping[str, int]) -> None:
-        """Adds token budgets to the settings that are saved in checkpoints and config.yaml."""
-        used = {name: numbers[name] for name in used_budgets(config) if name in numbers}
-        if used:
-            settings["memory"] |= used
-            if world.is_main:
-                write_settings(run_dir, settings)
-
-    numbers, halved_from = open_budgets(config, world, checkpoints, start, banner)
-    config = with_numbers(config, numbers)
-    record_budgets(numbers)
-    budgets = token_budgets(config, world, run_dir, halved_from, record_budgets)
+    config, budgets = open_budgets(config, settings, world, checkpoints, start, banner)
     if "prepare" in parts:  # it may create model folders, whose names may look like names on the Hub
         banner.starting(f"preparing by {settings['prepare']['_target_']}")
         on_main(world, parts["prepare"])
         download_files(models_to_download(config), world)
 
     seed_everything(config.run.seed)
+    timer, health = PhaseTimer(world.device), Health(config.health.max_skips)
     context = RunContext(
-        world=world,
-        run_dir=run_dir,
-        stop=stop,
-        timer=PhaseTimer(world.device),
-        health=Health(config.health.max_skips),
-        banner=banner,
-        budgets=budgets,
+        world=world, run_dir=run_dir, stop=stop, timer=timer, health=health, banner=banner, budgets=budgets
     )
+    run = build_loop(config, context, checkpoints, mark_ending)
+    if start is not None:
+        banner.starting(f"reading {start}")
+        run.saver.resume(start)
+    run.saver.check_disk_space()
+    if world.is_main:
+        steps, done = run.stage.total_steps, run.saver.state.step
+        banner.summarize(checkpoint_times(config.checkpoint), *resumed(str(run_dir), start, done, steps))
+        run.track(start_trackers(config, settings, steps, done, banner.render(), screen))
+    return run
+
+
+def connect_ranks(
+    config: Config, watchdog: Watchdog | None, mark_ending: Callable[[], None]
+) -> tuple[World, StopRequest]:
+    """Connects the ranks and starts the watchdog. A collective.
+
+    Raises UserError if this machine lacks what the config asks for.
+    """
+    run = config.run
+    world = connect(run.timeout_minutes, run.verbose, run.threads, run.deterministic)
+    if run.matmul == "onednn" and not matmul.has_onednn():
+        raise UserError("run.matmul=onednn: this torch was built without oneDNN; use auto")
+    matmul.use(run.matmul)
+    store = RankStore()
+    stop = StopRequest(world, run.max_minutes, store)
+    if watchdog is not None:
+        watchdog.start(world, store)
+        watchdog.add_callback(stop.poll)
+        watchdog.add_callback(lambda: mark_ending() if stop.should_stop() else None)
+    if world.device.type == "cpu":
+        fp16 = [name for name, section in trained_models(config).items() if section.model.dtype == "fp16"]
+        if fp16:
+            raise UserError(*[f"{name}.model.dtype=fp16: needs a GPU; use bf16 or fp32" for name in fp16])
+    return world, stop
+
+
+def open_budgets(
+    config: Config,
+    settings: dict[str, Any],
+    world: World,
+    checkpoints: Checkpoints,
+    start: Path | None,
+    banner: Banner,
+) -> tuple[Config, TokenBudgets]:
+    """Makes the token budgets, with the numbers that an earlier start has determined. A collective.
+
+    Also returns the config with these numbers. ``start`` is the checkpoint to resume from. ``settings`` are
+    those that checkpoints and config.yaml save; each change of a budget is added to them.
+    """
+    run_dir, checkpoint = Path(config.run.dir or ""), None
+
+    def record(numbers: Mapping[str, int]) -> None:
+        used = {name: numbers[name] for name in used_budgets(config) if name in numbers}
+        if used:
+            settings["memory"] |= used
+            if world.is_main:
+                write_settings(run_dir, settings)
+
+    if start is not None and checkpoints.world_size_of(start) == world.size:
+        checkpoint = (checkpoints.settings_of(start) or {}).get("memory")
+    numbers, halved_from, lines = on_main(
+        world, lambda: known_budgets(config, run_dir, checkpoint, world.size)
+    )
+    banner.note(*lines)
+    record(numbers)
+    config = with_numbers(config, numbers)
+    return config, token_budgets(config, world, run_dir, halved_from, record)
+
+
+def build_loop(
+    config: Config, context: RunContext, checkpoints: Checkpoints, mark_ending: Callable[[], None]
+) -> Run:
+    """Builds the stage of ``config.stage`` and the loop that trains it. A collective."""
     entry = STAGES[config.stage]
     stage = resolve(entry)(config, context)
     saver = Saver(
@@ -129,11 +172,7 @@ def build_run(
         config=config.checkpoint,
         selection=Selection(best_metric(config), lower_is_better(config), config.eval.patience),
     )
-    if start is not None:
-        banner.starting(f"reading {start}")
-        saver.resume(start)
-    saver.check_disk_space()
-    run = Run(
+    return Run(
         context=context,
         stage=stage,
         saver=saver,
@@ -144,28 +183,6 @@ def build_run(
         lists_files=config.run.dry_run is not True,
         mark_ending=mark_ending,
     )
-    if world.is_main:
-        steps, done = stage.total_steps, saver.state.step
-        banner.summarize(checkpoint_times(config.checkpoint), *resumed(str(run_dir), start, done, steps))
-        run.track(start_trackers(config, settings, steps, done, banner.render(), screen))
-    return run
-
-
-def open_budgets(
-    config: Config, world: World, checkpoints: Checkpoints, start: Path | None, banner: Banner
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the token budgets that an earlier start has determined. A collective.
-
-    Also returns the numbers that ran out of memory. ``start`` is the checkpoint to resume from.
-    """
-    checkpoint = None
-    if start is not None and checkpoints.world_size_of(start) == world.size:
-        checkpoint = (checkpoints.settings_of(start) or {}).get("memory")
-    numbers, halved_from, lines = on_main(
-        world, lambda: known_budgets(config, Path(config.run.dir or ""), checkpoint, world.size)
-    )
-    banner.note(*lines)
-    return numbers, halved_from
 
 
 def start_trackers(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ppo_ds.assemble.banner import checkpoint_times
+from ppo_ds.assemble.banner import checkpoint_times, resumed
 from ppo_ds.assemble.shared import loading, short_count
 from ppo_ds.config.sections.run import CheckpointConfig
 from ppo_ds.tracking.banner import Banner
@@ -57,3 +57,16 @@ def test_counts_in_words() -> None:
     assert [short_count(n) for n in (7, 15_006, 494_032_768, 1_543_714_304, 72_700_000_000)] == (
         ["7", "15k", "494M", "1.54B", "72.7B"]
     )
+
+
+def test_a_resumed_run_says_where_it_goes_on() -> None:
+    checkpoint = Path("runs/a/checkpoints/step_000003")
+    assert resumed("runs/a", None, 0, 5) == []
+    (line,) = resumed("runs/a", checkpoint, 3, 5)
+    expected = f"resumed    after step 3, from {checkpoint} (set run.name or run.dir to start another run)"
+    assert line == expected
+    for steps in (3, 2):  # also if run.steps was lowered
+        assert resumed("runs/a", checkpoint, 3, steps) == [
+            "resumed    runs/a holds all 3 steps: nothing is left to train; raise run.steps, or choose "
+            "another run.name"
+        ]

@@ -301,6 +301,29 @@ def test_functions_are_checked_although_data_and_models_are_still_to_be_prepared
         check_inputs(config, SimpleNamespace(rank=0, size=1), prepared=False)
 
 
+def test_the_class_of_an_environment_is_checked_unless_prepare_creates_its_file(tmp_path):
+    made = [
+        "prepare._target_=ppo_ds.examples.sums.prepare",
+        f"prepare.dir={tmp_path}/start",
+        "prepare.seed=1",
+    ]
+    sizes = ["run.steps=1", "rollout.prompts_per_step=2", "sampling.max_new_tokens=4", "reward=numeric"]
+    paths = [f"actor.model.path={tmp_path}/start", f"data.path={tmp_path}/start/x.jsonl"]
+
+    def found(file: str) -> list[str]:
+        game = ["rollout.environment.path=" + file, "rollout.environment.max_turns=2"]
+        config = compose(*sizes, *paths, *made, *game)
+        try:
+            check_inputs(config, SimpleNamespace(rank=0, size=1), prepared=False)
+        except UserError as error:
+            return error.problems
+        return []
+
+    (line,) = found(f"{tmp_path}/no.py:Game")
+    assert line.startswith("rollout.environment.path=") and "no such file" in line
+    assert found(f"{tmp_path}/start/game.py:Game") == []
+
+
 def test_remote_code_without_permission_is_refused(check):
     (line,) = check("reward=get_score", "reward.model.path=org/rm")
     assert line.startswith(

@@ -53,6 +53,7 @@ from ppo_ds.rollout import vllm_support
 from ppo_ds.tools.doctor.cluster import Cluster
 from ppo_ds.tools.doctor.finetune import plan_finetuning
 from ppo_ds.tools.doctor.model_shapes import plan_models
+from ppo_ds.tools.doctor.ppo import plan_ppo
 from ppo_ds.tools.doctor.report import Report, check_host
 from ppo_ds.tools.doctor.suggest import (
     format_settings,
@@ -616,6 +617,13 @@ def test_a_run_that_fits(start: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ):
         assert text in said
     assert not (start / "run").exists()
+
+
+def test_rows_have_the_length_of_the_longest_prompt_of_the_data(start: Path) -> None:
+    """All prompts have 64 tokens, although the config allows more."""
+    config = with_cpu_limits(compose(*arguments(start, "data.max_prompt_tokens=200")))
+    found = plan_ppo(config, Hardware(1, None), Report())
+    assert found is not None and found.estimate(config).row_tokens == 64 + 32
 
 
 def test_a_run_that_does_not_fit_gets_suggestions(start: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from ppo_ds.assemble.preflight import reward_sections
 from ppo_ds.assemble.roles import CLASSIFIER, critic_start
 from ppo_ds.compute.sizes import Shape
 from ppo_ds.config.schema import Config, all_rewards, has_critic, reference_is_base, uses_reference
@@ -85,8 +85,12 @@ def _rewards(config: Config, report: Report, loaded: set[Any]) -> dict[str, Froz
     ``loaded`` holds the identities of models that are in memory already.
     """
     rewards = {}
-    sections = all_rewards(config).items()
-    for key, model, zero, target in (found for name, one in sections for found in _reward_models(one, name)):
+    sections = [found for key, whole in all_rewards(config).items() for found in reward_sections(whole, key)]
+    for key, section in sections:
+        if not (isinstance(given := section.get("model"), dict) and isinstance(given.get("path"), str)):
+            continue
+        key, model = f"{key}.model.path", ModelConfig(**given)
+        zero = FrozenZeroConfig(**section.get("zero") or {})
         identity = (_identity(model), zero.stage, zero.offload_params)
         if _identity(model) in loaded or identity in loaded:
             report.add("reward", f"{key}={model.path}: shares weights that are already in memory")
@@ -94,25 +98,15 @@ def _rewards(config: Config, report: Report, loaded: set[Any]) -> dict[str, Froz
             plan = partial(planned_shape, model, classifier=True, trained=False, key=key)
             shape = report.attempt(
                 "reward",
-                plan if target == CLASSIFIER else partial(planned_own_code_shape, model, key=key),
+                plan
+                if section.get("_target_") == CLASSIFIER
+                else partial(planned_own_code_shape, model, key=key),
                 partial(describe_shape, model.path),
             )
             if shape is not None:
                 rewards[key] = FrozenModel.of(shape, model.dtype, zero)
         loaded.add(identity)
     return rewards
-
-
-def _reward_models(
-    section: dict[str, Any], key: str
-) -> Iterator[tuple[str, ModelConfig, FrozenZeroConfig, str]]:
-    """Yields key, model, ZeRO settings and target of each reward model at any depth of the section."""
-    for name, inner in section.items():
-        if isinstance(inner, dict) and name == "model" and isinstance(inner.get("path"), str):
-            zero, target = section.get("zero") or {}, str(section.get("_target_"))
-            yield f"{key}.model.path", ModelConfig(**inner), FrozenZeroConfig(**zero), target
-        elif isinstance(inner, dict):
-            yield from _reward_models(inner, f"{key}.{name}")
 
 
 def _identity(model: ModelConfig) -> tuple[Any, ...]:

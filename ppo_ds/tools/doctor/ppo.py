@@ -20,13 +20,13 @@ from ppo_ds.assemble.preflight import (
     check_vocabularies,
     try_functions,
 )
-from ppo_ds.config.schema import Config, all_rewards
+from ppo_ds.compute.sizes import Shape, causal_pairs, forward_flops
+from ppo_ds.config.schema import Config, all_rewards, rollout_size
 from ppo_ds.config.targets import bind
 from ppo_ds.data.prompts import PromptStream
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.planning.ppo_memory import Models, estimate
 from ppo_ds.planning.run_memory import BYTES, Hardware
-from ppo_ds.tools.doctor.flops import step_flops
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.plan import STATE_BYTES, Plan
 from ppo_ds.tools.doctor.report import Report
@@ -62,6 +62,27 @@ def disk_bytes(config: Config, models: Models) -> tuple[int, int]:
     export = BYTES[config.actor.model.dtype] * actor.parameters * (1 + ema)
     export += BYTES[str(config.critic.model.dtype)] * critic.parameters if critic else 0
     return STATE_BYTES * trained + 4 * copies * actor.trained, export
+
+
+def step_flops(config: Config, models: Models, prompt: int) -> int:
+    """Computes the FLOPs of one PPO step over all ranks, with prompts and responses of maximum length.
+
+    A backward pass counts as two forward passes, or as three with gradient checkpointing.
+    """
+    rows, response = rollout_size(config), config.sampling.max_new_tokens
+    length = prompt + response
+
+    def forward(shape: Shape) -> int:
+        return forward_flops(shape, rows * length, rows * causal_pairs([length]), rows * response)
+
+    trained = {"actor": models.actor} | ({} if models.critic is None else {"critic": models.critic})
+    frozen = [model.shape for model in (models.reference, *models.rewards.values()) if model is not None]
+    scoring = sum(map(forward, (*trained.values(), *frozen)))
+    epoch = sum(
+        forward(shape) * (4 if getattr(config, name).model.gradient_checkpointing else 3)
+        for name, shape in trained.items()
+    )
+    return forward(models.actor) + scoring + config.algo.epochs * epoch
 
 
 @dataclass(frozen=True)
