@@ -10,15 +10,9 @@ from typing import Any
 from ppo_ds.commands.entry_points import command
 from ppo_ds.run.stage import HELD_OUT, TRAIN_PROMPTS
 from ppo_ds.run.state import TrainState
+from ppo_ds.tracking.catalogue import HELDOUT_TABLE
 from ppo_ds.tracking.curves import before_after, plot_curves
 from ppo_ds.tracking.html.report import FILE_NAME
-
-# metrics eval/NAME in the table of held-out metrics before and after the run
-HELDOUT = (
-    *("accuracy", "score_mean", "win_rate_vs_ref", "resp_len_mean"),
-    *("loss", "perplexity", "token_accuracy"),
-    *("margin_mean", "calibration_error"),
-)
 
 
 def write_report(
@@ -45,7 +39,7 @@ def write_report(
     if exported and before and after:
         data = next(iter(before)).partition("/")[0]
         more = [name.removeprefix(f"{data}/") for name in before if name.endswith("_mean")]  # eval.rewards
-        measured = [name for name in dict.fromkeys((*HELDOUT, *more)) if f"{data}/{name}" in before]
+        measured = [name for name in dict.fromkeys((*HELDOUT_TABLE, *more)) if f"{data}/{name}" in before]
         scores = {name: (before.get(f"{data}/{name}"), after.get(f"{data}/{name}")) for name in measured}
     last_rows = {row["prompt"]: row for row in state.last_rows}
     samples = [

@@ -82,6 +82,16 @@ class Section:
     panels: tuple[Panel, ...]
 
 
+@dataclass(frozen=True)
+class Shown:
+    """How the console shows a metric."""
+
+    metric: str
+    label: str
+    format: str
+    rank: int = 0  # of importance
+
+
 def _section(table: dict[str, Any]) -> Section:
     metrics = [
         Metric(**row, alarm=None if alarm is None else _alarm(alarm))
@@ -97,12 +107,14 @@ def _alarm(row: dict[str, Any]) -> Alarm:
     return Alarm(kind=kind, limit=row.pop(kind), **row)
 
 
+_SOURCE = tomllib.loads(files(__package__).joinpath("metrics.toml").read_text("utf-8"))
 # in the order of importance in a report
-SECTIONS: tuple[Section, ...] = tuple(
-    map(_section, tomllib.loads(files(__package__).joinpath("metrics.toml").read_text("utf-8"))["section"])
-)
+SECTIONS: tuple[Section, ...] = tuple(map(_section, _SOURCE["section"]))
 PANELS: tuple[Panel, ...] = tuple(panel for section in SECTIONS for panel in section.panels)
 METRICS: dict[str, Metric] = {metric.name: metric for section in SECTIONS for metric in section.metrics}
+STEP_LINE: tuple[Shown, ...] = tuple(Shown(**row) for row in _SOURCE["step_line"])
+LIVE_VIEW: tuple[Shown, ...] = tuple(Shown(**row) for row in _SOURCE["live_view"])
+HELDOUT_TABLE: tuple[str, ...] = tuple(_SOURCE["heldout_table"])
 
 
 def find(name: str) -> Metric | None:

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from ppo_ds.errors import printable
+from ppo_ds.tracking.catalogue import STEP_LINE
 from ppo_ds.tracking.formatting import format_duration, format_number
 from ppo_ds.tracking.live import Activity, LiveView
 from ppo_ds.tracking.screen import Screen
@@ -152,19 +153,10 @@ def step_line(
     if "reward/score_mean" in metrics:
         spread = f" {plus_minus} {format_number(metrics.get('reward/score_std'), '.3f')}"
         parts.append((1, f"[green]reward {format_number(metrics['reward/score_mean'], '7.3f')}{spread}[/]"))
-    for rank, label, name, form in (
-        (3, "kl", "kl/ref_seq_mean", "7.4f"),
-        (6, "loss", "policy/loss", "8.4f"),
-        (7, "value loss", "value/loss", "7.4f"),
-        (1, "loss", "sft/loss", "7.4f"),
-        (3, "token accuracy", "sft/token_accuracy", "6.1%"),
-        (1, "loss", "rm/loss", "7.4f"),
-        (3, "accuracy", "rm/accuracy", "6.1%"),
-        (6, "margin", "rm/margin_mean", "7.3f"),
-        (4, "length", "rollout/resp_len_mean", "5.1f"),
-    ):
-        if name in metrics:
-            parts.append((rank, f"[dim]{label}[/] {format_number(metrics[name], form)}"))
+    for shown in STEP_LINE:
+        if shown.metric in metrics:
+            number = format_number(metrics[shown.metric], shown.format)
+            parts.append((shown.rank, f"[dim]{shown.label}[/] {number}"))
     if "perf/tokens_per_s" in metrics:
         parts.append((8, f"{format_number(metrics['perf/tokens_per_s'], '6.0f')} [dim]tok/s[/]"))
     if "time/step" in metrics:

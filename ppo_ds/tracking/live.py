@@ -12,31 +12,10 @@ from typing import Protocol
 from rich.cells import cell_len
 from rich.text import Text
 
-from ppo_ds.tracking.catalogue import find, outside
+from ppo_ds.tracking.catalogue import LIVE_VIEW, find, outside
 from ppo_ds.tracking.formatting import format_duration, format_number
 from ppo_ds.tracking.tracker import Record
 
-# label, metric, format; a metric that the run does not log is left out
-METRICS = (
-    ("reward", "reward/score_mean", ".3f"),
-    ("held out", "eval/score_mean", ".3f"),
-    ("held-out accuracy", "eval/accuracy", ".1%"),
-    ("KL", "kl/ref_seq_mean", ".3f"),
-    ("entropy", "policy/entropy", ".3f"),
-    ("clipfrac", "policy/clipfrac", ".1%"),
-    ("policy loss", "policy/loss", ".4f"),
-    ("value loss", "value/loss", ".4f"),
-    ("explained var", "value/explained_var", ".2f"),
-    ("length", "rollout/resp_len_mean", ".1f"),
-    ("finished", "rollout/stop_frac", ".0%"),
-    ("loss", "sft/loss", ".4f"),
-    ("token accuracy", "sft/token_accuracy", ".1%"),
-    ("loss", "rm/loss", ".4f"),
-    ("pair accuracy", "rm/accuracy", ".1%"),
-    ("margin", "rm/margin_mean", ".3f"),
-    ("held-out loss", "eval/loss", ".4f"),
-    ("tokens/s", "perf/tokens_per_s", ".0f"),
-)
 KEPT = 12  # values of a metric in its trend, and steps in the estimate of the time that is left
 ALARM_STEPS = 20  # number of steps for which an alarm is shown
 METRIC_LINES = 3
@@ -98,9 +77,9 @@ class LiveView:
         now = self._clock()
         self._durations.append(now - self._logged)
         self._step, self._logged = step, now
-        for _, name, _ in METRICS:
-            if (value := metrics.get(name)) is not None:
-                self._history[name].append(value)
+        for shown in LIVE_VIEW:
+            if (value := metrics.get(shown.metric)) is not None:
+                self._history[shown.metric].append(value)
 
     def alarm(self, step: int, text: str) -> None:
         self._alarm = (step, text)
@@ -151,10 +130,10 @@ class LiveView:
         the same information on a better scale.
         """
         cells = [
-            self.cell(label, name, form, sparks=columns >= 100)
-            for label, name, form in METRICS
-            if self._history.get(name)
-            and not (name == "eval/score_mean" and "eval/accuracy" in self._history)
+            self.cell(shown.label, shown.metric, shown.format, sparks=columns >= 100)
+            for shown in LIVE_VIEW
+            if self._history.get(shown.metric)
+            and not (shown.metric == "eval/score_mean" and "eval/accuracy" in self._history)
         ]
         width = max((cell_len(cell.plain) for cell in cells), default=0) + 2
         per_line = max(columns // max(width, 1), 1)

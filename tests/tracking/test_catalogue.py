@@ -8,9 +8,12 @@ import pytest
 
 import ppo_ds
 from ppo_ds.tracking.catalogue import (
+    HELDOUT_TABLE,
+    LIVE_VIEW,
     METRICS,
     PANELS,
     SECTIONS,
+    STEP_LINE,
     find,
     matches,
     outside,
@@ -60,6 +63,12 @@ def test_panels_show_metrics_of_the_catalogue():
         assert not panel.percent or units == {True}, panel.title
     titles = [panel.title for panel in PANELS]
     assert len(set(titles)) == len(titles)
+
+
+def test_the_console_shows_metrics_of_the_catalogue():
+    shown = [*STEP_LINE, *LIVE_VIEW]
+    assert [entry for entry in shown if find(entry.metric) is None or not format(0.5, entry.format)] == []
+    assert [name for name in HELDOUT_TABLE if find(f"eval/{name}") is None] == []
 
 
 def test_a_panel_lists_the_members_of_a_family():
