@@ -52,7 +52,7 @@ HOMES = {
     "deepspeed": {"engine", "distributed"},
     # only World, the store and DeepSpeed communicate; an adapter of a decode engine may be added
     "torch.distributed": {"distributed"}, "deepspeed.comm": {"distributed"},
-    "httpx": {"rewards"},
+    "httpx": {"rewards"}, "math_verify": {"rewards"},
     "wandb": {"tracking"}, "rich": {"tracking"}, "matplotlib": {"tracking"},
     "tensorboard": {"tracking"}, "torch.utils.tensorboard": {"tracking"}, "trackio": {"tracking"},
     "wandb_workspaces": {"tools"},

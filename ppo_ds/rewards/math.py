@@ -1,0 +1,30 @@
+"""Reward function of ``reward=math``: compares mathematical results with the package math-verify.
+
+It reads LaTeX: fractions, roots, sets, intervals, equations and expressions. math-verify takes long for some
+responses, so that ``conf/reward/math.yaml`` calls this function in worker processes with a time limit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from math_verify import parse, verify
+except ImportError as error:
+    raise ImportError(
+        "the package math-verify is not installed; run: pip install -c constraints.txt -e '.[math]'"
+    ) from error
+
+
+def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
+    """Returns 1 for a response whose result equals the reference in the column ``answer``, else 0."""
+    return [float(verify(_reference(row), parse(text))) for text, row in zip(responses, rows, strict=True)]
+
+
+def _reference(row: dict[str, Any]) -> list[Any]:
+    """Parses the reference of a row: a formula, or a solution that ends with one ("#### 42", \\boxed{42})."""
+    text = str(row["answer"]).rpartition("####")[2].strip()
+    parsed = parse(text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}")
+    if not parsed:
+        raise ValueError(f"the reference {text[:80]!r} is no mathematical expression")
+    return parsed

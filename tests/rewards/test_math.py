@@ -1,0 +1,61 @@
+"""Tests reward=math: its answers, a reference that is none, and an environment without the extra."""
+
+import sys
+
+import pytest
+
+from ppo_ds.background.user_code import load_object
+from ppo_ds.errors import UserError
+from tests.config.commands import MINIMAL, problems
+
+PATH = "ppo_ds.rewards.math:score"
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Makes the module be imported again, and forgotten after the test."""
+    monkeypatch.delitem(sys.modules, "ppo_ds.rewards.math", raising=False)
+    yield
+    sys.modules.pop("ppo_ds.rewards.math", None)
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "score"),
+    [
+        ("so \\boxed{\\frac{1}{2}}", "0.5", 1),
+        ("the answer is $2\\sqrt{3}$", "\\sqrt{12}", 1),
+        ("\\boxed{\\{1,2\\}}", "\\{2, 1\\}", 1),
+        ("\\boxed{x^2+2x+1}", "(x+1)^2", 1),
+        ("answer 42", "40 + 2\n#### 42", 1),
+        ("\\boxed{1,234}", 1234, 1),
+        ("\\boxed{\\frac{3}{4}}", "that is \\boxed{0.75}", 1),
+        ("43", "42", 0),
+        ("I do not know.", "\\frac12", 0),
+        ("", "42", 0),
+    ],
+)
+def test_results_are_compared_as_mathematics(module, response, reference, score):
+    pytest.importorskip("math_verify", reason="the extra math is not installed")
+    assert load_object(PATH, "reward.path", "function")(["p"], [response], [{"answer": reference}]) == [score]
+
+
+def test_an_empty_reference_ends_the_run(module):
+    pytest.importorskip("math_verify", reason="the extra math is not installed")
+    with pytest.raises(ValueError, match="^the reference '' is no mathematical expression$"):
+        load_object(PATH, "reward.path", "function")(["p"], ["1"], [{"answer": ""}])
+
+
+def test_without_the_extra_one_line_names_the_remedy(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError) as caught:
+        load_object(PATH, "reward.path", "function")
+    (line,) = caught.value.problems
+    assert line.startswith(
+        f"reward.path={PATH}: cannot import ppo_ds.rewards.math: ImportError: the package math-verify is not "
+        "installed; run: pip install -c constraints.txt -e '.[math]' ("
+    )
+
+
+def test_the_config_is_valid():
+    settings = [line for line in MINIMAL if not line.startswith("reward")]
+    assert problems(*settings, "reward=math", "reward.timeout_seconds=5") == []
