@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import Field
 
 from launch.composing import Folders, compose_config, resolve_config
 from ppo_ds.config.reading import dotted_keys, read
 from ppo_ds.config.resume import OPEN_SECTIONS
 from ppo_ds.config.schema import Config, config_class, default_dir, from_tree, inherit, is_unused, resolved
 from ppo_ds.config.text import did_you_mean, show
+from ppo_ds.config.types import Count, Section, Text
 from ppo_ds.config.validation import validated
 from ppo_ds.distributed.gpus import NOT_REQUESTED, cpu_requested, nvidia_gpus
 from ppo_ds.errors import UserError
 from ppo_ds.storage.run_directory import dry_run_directory
-from ppo_ds.tools.pipeline import EVALUATION, SETTINGS, EvaluationFile, Job, Pipeline, PipelineFile
+from ppo_ds.tools.pipeline import SETTINGS, Job, Pipeline
 
+EVALUATION = "evaluation"  # name of the evaluation, which no stage may have
 HERE = Path(__file__).resolve().parent
 REFERENCE = re.compile(r"\$\{stages\.([^.}]+)\.([^}]+)\}")
 OWN_KEYS = ("ranks", "run.name", "run.dir")  # keys of the pipeline itself if they have no prefix
@@ -29,6 +32,38 @@ OWN_KEYS = ("ranks", "run.name", "run.dir")  # keys of the pipeline itself if th
 EVALUATION_SECTIONS = ("actor", "data", "eval", "memory", "reward", "rollout", "sampling")
 EVALUATION_KEYS = ("run.seed", "run.threads", "run.timeout_minutes", "run.verbose")
 Settings = dict[str, Any]
+
+
+class StageFile(Section):
+    """A stage in the file of a pipeline."""
+
+    arguments: list[Text] = Field(description="Arguments of launch/train.py.")
+    ranks: Count | None = Field(
+        None, description="Number of ranks; null: one for each visible GPU, or one without GPUs."
+    )
+
+
+class EvaluationFile(Section):
+    """The evaluation at the end of a pipeline."""
+
+    models: dict[str, Text] = Field(description="Names and paths of the models to compare.")
+    like: Text | None = Field(
+        None, description="The stage whose prompts, sampling and reward are used; null: the last one."
+    )
+    judge: list[Text] = Field(
+        [], description="Arguments that choose a second reward, such as [reward=sums]; []: none."
+    )
+    arguments: list[Text] = Field([], description="More arguments of launch/train.py.")
+    ranks: Count | None = Field(None, description="Number of ranks; null: as the stage.")
+
+
+class PipelineFile(Section):
+    """The file of a pipeline, conf/pipeline/NAME.yaml."""
+
+    stages: dict[str, StageFile] = Field(description="The stages, in the order in which they run.")
+    evaluation: EvaluationFile | None = Field(
+        None, description="A comparison of models at the end; null: none."
+    )
 
 
 @dataclass

@@ -23,11 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from ppo_ds.config.resume import changes
 from ppo_ds.config.schema import Config, resolved
-from ppo_ds.config.types import Count, Section, Text
 from ppo_ds.distributed.child_groups import ChildGroups
 from ppo_ds.distributed.launcher import reserved_port
 from ppo_ds.errors import UserError
@@ -39,40 +36,15 @@ from ppo_ds.tools.comparison import table
 RECORD = "pipeline.json"
 RESULT = "evaluation.json"
 SETTINGS = "evaluation_settings.json"  # what the evaluation reads
-EVALUATION = "evaluation"  # name of the evaluation, which no stage may have
 PUBLISHED = ("model", "curves.png")  # results of the last stage that appear in the pipeline's directory too
 
 
-class StageFile(Section):
-    """A stage in the file of a pipeline."""
+@dataclass(frozen=True)
+class Summary:
+    """The summary.json of a run: why it has ended, and when the file was written."""
 
-    arguments: list[Text] = Field(description="Arguments of launch/train.py.")
-    ranks: Count | None = Field(
-        None, description="Number of ranks; null: one for each visible GPU, or one without GPUs."
-    )
-
-
-class EvaluationFile(Section):
-    """The evaluation at the end of a pipeline."""
-
-    models: dict[str, Text] = Field(description="Names and paths of the models to compare.")
-    like: Text | None = Field(
-        None, description="The stage whose prompts, sampling and reward are used; null: the last one."
-    )
-    judge: list[Text] = Field(
-        [], description="Arguments that choose a second reward, such as [reward=sums]; []: none."
-    )
-    arguments: list[Text] = Field([], description="More arguments of launch/train.py.")
-    ranks: Count | None = Field(None, description="Number of ranks; null: as the stage.")
-
-
-class PipelineFile(Section):
-    """The file of a pipeline, conf/pipeline/NAME.yaml."""
-
-    stages: dict[str, StageFile] = Field(description="The stages, in the order in which they run.")
-    evaluation: EvaluationFile | None = Field(
-        None, description="A comparison of models at the end; null: none."
-    )
+    exit_reason: str
+    written: int  # in nanoseconds
 
 
 @dataclass(frozen=True)
@@ -85,6 +57,23 @@ class Job:
     ranks: int
     inputs: dict[str, Path]  # keys or names -> files and folders that earlier stages write
     config: Config | None = None  # of a stage
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory of a stage."""
+        assert self.config is not None
+        return Path(str(self.config.run.dir))
+
+    def summary(self) -> Summary | None:
+        """Reads the summary.json of a stage; returns None if there is none yet."""
+        if self.config is None:
+            return None
+        file = self.run_dir / "summary.json"
+        try:
+            reason = json.loads(file.read_text(encoding="utf-8"))["exit_reason"]
+            return Summary(str(reason), os.stat(file).st_mtime_ns)
+        except (OSError, ValueError, TypeError, LookupError):
+            return None
 
     def command(self, port: int) -> list[str]:
         """Returns the command line; ``port`` connects the ranks."""
@@ -126,21 +115,21 @@ def run_pipeline(pipeline: Pipeline, groups: ChildGroups, say: Callable[[str], N
                 continue
             check_inputs(job, pipeline.folder, inputs)
             write_record(pipeline.folder, job.name, inputs, done=False)
-        before = summary_version(job)
+        before = job.summary()
         with reserved_port() as port:
             command = job.command(port)
             say(f"pipeline   {title}: {shlex.join(command)}")
             code = groups.run(command)
-        finished = code == 0 and (
-            pipeline.dry_run or job.config is None or exit_reason(job, before) in FINISHED
-        )
+        after = job.summary()
+        reason = after.exit_reason if after is not None and after != before else None
+        finished = code == 0 and (pipeline.dry_run or job.config is None or reason in FINISHED)
         if finished and not pipeline.dry_run:
             write_record(pipeline.folder, job.name, inputs, done=True)
         if groups.stop_signal is not None:
             say(f"pipeline   {title}: stopped by {groups.stop_signal.name}; the same command continues")
             return 130 if groups.interrupted else 143
         if not finished:
-            return report_end(title, code, exit_reason(job, before), say)
+            return report_end(title, code, reason, say)
     if pipeline.dry_run:
         remove_dry_runs(pipeline)
         return 0
@@ -175,13 +164,14 @@ def is_done(job: Job, folder: Path, inputs: dict[str, str | None]) -> bool:
         return False
     if job.config is None:
         return (folder / RESULT).is_file()
-    run_dir, before = Path(str(job.config.run.dir)), recorded_settings(Path(str(job.config.run.dir)))
+    before, summary = recorded_settings(job.run_dir), job.summary()
     return (
         job.config.run.resume == "auto"
         and before is not None
         and not changes(before, resolved(job.config))
-        and exit_reason(job) in FINISHED
-        and (run_dir / "model" / "config.json").is_file()
+        and summary is not None
+        and summary.exit_reason in FINISHED
+        and (job.run_dir / "model" / "config.json").is_file()
     )
 
 
@@ -190,7 +180,7 @@ def check_inputs(job: Job, folder: Path, inputs: dict[str, str | None]) -> None:
     before = read_record(folder).get(job.name, {}).get("inputs", {})
     if job.config is None or job.config.run.resume == "restart":
         return
-    run_dir = Path(str(job.config.run.dir))
+    run_dir = job.run_dir
     changed = [key for key, value in inputs.items() if before.get(key, value) != value]
     if changed and (recorded_steps(run_dir) or any((run_dir / "checkpoints").glob("step_*"))):
         raise UserError(
@@ -235,31 +225,6 @@ def digest(path: Path) -> str | None:
     return total.hexdigest()
 
 
-def exit_reason(job: Job, before: tuple[int, int] | None = None) -> str | None:
-    """Returns why a stage has ended, by its summary.json; None if unknown.
-
-    Also None if the file is still the version ``before``, which an earlier start has written.
-    """
-    if job.config is None or (before is not None and summary_version(job) == before):
-        return None
-    try:
-        summary = Path(str(job.config.run.dir), "summary.json").read_text(encoding="utf-8")
-        return str(json.loads(summary)["exit_reason"])
-    except (OSError, ValueError, TypeError, LookupError):
-        return None
-
-
-def summary_version(job: Job) -> tuple[int, int] | None:
-    """Returns an identifier of the current version of a stage's summary.json; None without the file."""
-    if job.config is None:
-        return None
-    try:
-        found = os.stat(Path(str(job.config.run.dir), "summary.json"))
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
-
-
 # -- results ------------------------------------------------------------------------------------------------
 
 
@@ -268,9 +233,7 @@ def publish(pipeline: Pipeline) -> None:
 
     If an ordinary run has used the directory, its results are kept.
     """
-    config = pipeline.stages[-1].config
-    assert config is not None
-    source, folder = Path(str(config.run.dir)), pipeline.folder
+    source, folder = pipeline.stages[-1].run_dir, pipeline.folder
     if source == folder or (folder / "metrics.jsonl").exists():
         return
     for name in PUBLISHED:
@@ -294,8 +257,7 @@ def link_or_copy(source: str, target: str) -> None:
 def remove_dry_runs(pipeline: Pipeline) -> None:
     """Removes the files of the dry runs, which were kept for later stages."""
     for job in pipeline.stages:
-        assert job.config is not None
-        folder = dry_run_directory(str(job.config.run.dir))
+        folder = dry_run_directory(str(job.run_dir))
         if (folder / DRY_RUN_MARKER).exists():
             shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # it is not empty if the pipeline has been run before
