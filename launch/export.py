@@ -23,7 +23,8 @@ from ppo_ds.config.chat_template import template_text  # noqa: E402
 from ppo_ds.errors import UserError, printable  # noqa: E402
 
 
-def main(argv: list[str]) -> int:
+def command_line() -> Parser:
+    """Returns the parser of the command line."""
     parser = Parser(
         prog="launch/export.py",
         description="Exports a model of a checkpoint as a Hugging Face folder. Needs no GPU.",
@@ -71,8 +72,12 @@ def main(argv: list[str]) -> int:
         metavar="FILE",
         help="use this Jinja template; needed for checkpoints of older versions whose config names a file",
     )
+    return parser
+
+
+def main(argv: list[str]) -> int:
     try:
-        options = parser.parse_args(argv)
+        options = command_line().parse_args(argv)
         token = check_options(options)
         prepare_environment(verbose=False)
         # slow: imports torch and transformers

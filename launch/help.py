@@ -33,7 +33,11 @@ def print_help(folders: Folders, config_name: str, topic: str, arguments: list[s
     """Describes a section or key; for an empty topic, the command line, the groups and the sections."""
     part = topic.partition(".")[0]
     if part in OPEN_PARTS:
-        print(help_on_part(part, _chosen_target(folders, config_name, part, arguments)), end="")
+        composed: Any = {}
+        if arguments:
+            tree = compose_config(folders, config_name, arguments)[0]
+            composed = OmegaConf.to_container(tree, resolve=False)
+        print(help_on_part(part, (composed.get(part) or {}).get("_target_")), end="")
         return
     if topic:
         print(help_on(topic), end="")
@@ -48,11 +52,3 @@ def print_help(folders: Folders, config_name: str, topic: str, arguments: list[s
         if "." not in name:
             print(f"  {name:14}{first_line(section)}")
     print(f"\nOther keys: {', '.join(key.name for key in keys_of(Config, ''))}")
-
-
-def _chosen_target(folders: Folders, config_name: str, part: str, arguments: list[str]) -> str | None:
-    """Returns the `_target_` that the arguments choose for an open part."""
-    if not arguments:
-        return None
-    composed: Any = OmegaConf.to_container(compose_config(folders, config_name, arguments)[0], resolve=False)
-    return (composed.get(part) or {}).get("_target_")

@@ -80,9 +80,8 @@ def export(
 ) -> Path:
     """Writes the model ``role``, a key of FOLDERS, to ``out``, and the actor's adapter to ``out/adapter``.
 
-    Each of the two folders gets a model card.
-
-    The folder is written under a temporary name and renamed, so it is complete or absent.
+    Each of the two folders gets a model card. The folder is written under a temporary name and renamed, so it
+    is complete or absent.
 
     Args:
         force: Replaces ``out`` if it is a model folder.
@@ -94,21 +93,9 @@ def export(
     Returns:
         The path of the exported folder.
     """
-    if out is None:
-        out = checkpoint.parent.parent / "exports" / checkpoint.name / FOLDERS[role]
-        for path in (out.parent.parent, out.parent, out):
-            if path.is_symlink():
-                raise UserError(f"{path}: is a symbolic link to {os.readlink(path)}; remove it, or give OUT")
-    out = out.resolve()
-    if out.exists() and not force:
-        raise UserError(f"{out}: exists; choose another folder, or replace it with --force")
-    if out.exists() and not (out / "config.json").is_file():
-        raise UserError(
-            f"{out}: exists and is not a model folder (it has no config.json); --force replaces only model "
-            "folders"
-        )
-    config = _read_config(checkpoint, role, trust_remote_code, chat_template)
-    tokenizer, module = _initial_model(config, role, checkpoint)
+    out = target_folder(checkpoint, role, out, force)
+    config = read_config(checkpoint, role, trust_remote_code, chat_template)
+    tokenizer, module = initial_model(config, role, checkpoint)
     model, copy = (main_model(checkpoint), "ema") if role == "ema" else (role, None)
     # stage=reward_model stores the settings of its export, which follow from its data
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["state"]
@@ -137,7 +124,25 @@ def export(
     return out
 
 
-def _read_config(checkpoint: Path, role: str, trust_remote_code: bool, chat_template: str | None) -> Config:
+def target_folder(checkpoint: Path, role: str, out: Path | None, force: bool) -> Path:
+    """Returns the folder to write, or raises UserError if it exists or would be reached through a link."""
+    if out is None:
+        out = checkpoint.parent.parent / "exports" / checkpoint.name / FOLDERS[role]
+        for path in (out.parent.parent, out.parent, out):
+            if path.is_symlink():
+                raise UserError(f"{path}: is a symbolic link to {os.readlink(path)}; remove it, or give OUT")
+    out = out.resolve()
+    if out.exists() and not force:
+        raise UserError(f"{out}: exists; choose another folder, or replace it with --force")
+    if out.exists() and not (out / "config.json").is_file():
+        raise UserError(
+            f"{out}: exists and is not a model folder (it has no config.json); --force replaces only model "
+            "folders"
+        )
+    return out
+
+
+def read_config(checkpoint: Path, role: str, trust_remote_code: bool, chat_template: str | None) -> Config:
     """Returns the config of the checkpoint's run.
 
     Raises UserError if a file of the checkpoint is damaged or is a link to a file elsewhere, if the
@@ -162,7 +167,7 @@ def _read_config(checkpoint: Path, role: str, trust_remote_code: bool, chat_temp
         )
     # the run directory may have been moved since the checkpoint was written
     try:
-        settings = _moved(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/")
+        settings = moved_paths(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/")
     except (LookupError, TypeError) as error:
         raise UserError(f"{checkpoint}: its settings have no run.dir; export another checkpoint") from error
     return config_of_settings(
@@ -174,21 +179,21 @@ def _read_config(checkpoint: Path, role: str, trust_remote_code: bool, chat_temp
     )
 
 
-def _moved(value: Any, old: str, new: str) -> Any:
+def moved_paths(value: Any, old: str, new: str) -> Any:
     """Returns a copy of a nested dict in which the prefix ``old`` of paths is replaced by ``new``.
 
     If run.resume=restart has moved a run to ``earlier_N/``, the files that `prepare` made may have stayed in
     the directory above; their paths are below that directory.
     """
     if isinstance(value, dict):
-        return {name: _moved(item, old, new) for name, item in value.items()}
+        return {name: moved_paths(item, old, new) for name, item in value.items()}
     if not isinstance(value, str) or not value.startswith(old):
         return value
     moved, stayed = (Path(folder, value.removeprefix(old)) for folder in (new, Path(new).parent))
     return str(stayed if Path(new).name.startswith("earlier_") and not moved.exists() else moved)
 
 
-def _initial_model(config: Config, role: str, checkpoint: Path) -> tuple[Tokenizer, Any]:
+def initial_model(config: Config, role: str, checkpoint: Path) -> tuple[Tokenizer, Any]:
     """Builds the tokenizer and the module of ``role`` as the run built them."""
     try:
         name = next(iter(trained_models(config)))

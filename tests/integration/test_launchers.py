@@ -78,6 +78,7 @@ def test_the_written_config_runs_again(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
     done = launch("deepspeed", *SMALL, "actor.optim.lrr=1", "rollout.prompts_per_step=15", cwd=tmp_path)
     errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from torch.distributed import TCPStore
 
+from launch.cli import load_config
 from ppo_ds.distributed import launcher
 from ppo_ds.distributed.launcher import check_port, is_free, reserved_port
 from ppo_ds.errors import UserError
@@ -44,9 +45,8 @@ def start(cwd: Path, *arguments: str, **environment: str) -> subprocess.Popen[st
     )
 
 
-@pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "2", "RANK": "0"}])
-def test_a_wrong_config_exits_2_with_its_lines_only(tmp_path: Path, environment: dict[str, str]) -> None:
-    process = start(tmp_path, "--local_rank=0", *WRONG, **environment)
+def test_a_wrong_config_exits_2_with_its_lines_only(tmp_path: Path) -> None:
+    process = start(tmp_path, "--local_rank=0", *WRONG)
     out, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, out, err.splitlines()) == (2, "", LINES)
     assert not any(tmp_path.iterdir())
@@ -75,6 +75,7 @@ def waiting_rank(tmp_path: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_other_ranks_wait_before_they_print_and_are_silent_if_they_are_ended(
     waiting_rank: subprocess.Popen[str],
 ) -> None:
@@ -87,19 +88,6 @@ def test_other_ranks_print_the_problems_where_nobody_ends_them(waiting_rank: sub
     out, err = waiting_rank.communicate("\n", timeout=LIMIT)
     assert (waiting_rank.returncode, out) == (2, "")
     assert err.splitlines() == [f"rank 1: {line}" for line in LINES]
-
-
-def test_a_wrong_config_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
-    lines = [
-        f"import os, sys, runpy; sys.argv = ['train.py', *{WRONG!r}]; os._exit = sys.exit",
-        f"try: runpy.run_path({str(SCRIPT)!r}, run_name='__main__')",
-        "except SystemExit as end: print(end.code)",
-        "print(sorted({'torch', 'deepspeed', 'transformers', 'datasets', 'wandb'} & sys.modules.keys()))",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT
-    )
-    assert done.stdout.split() == ["2", "[]"], done.stderr
 
 
 def test_help_ends_quietly_if_its_reader_has_ended() -> None:
@@ -125,7 +113,7 @@ sys.argv = ["train.py", *sys.argv[1:]]
 try:
     runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 finally:
-    print(sorted({{"torch", "deepspeed", "transformers"}} & sys.modules.keys()))
+    print(sorted({{"torch", "deepspeed", "transformers", "datasets", "wandb"}} & sys.modules.keys()))
 """
 
 
@@ -158,12 +146,18 @@ def without_libraries(cwd: Path, *arguments: str, **environment: str) -> subproc
     )
 
 
+def test_a_wrong_config_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    done = without_libraries(tmp_path, *WRONG, WORLD_SIZE="2", RANK="0")
+    assert (done.returncode, done.stdout, done.stderr.splitlines()) == (2, "[]\n", LINES)
+
+
 @pytest.mark.parametrize(
     "environment",
     [
-        pytest.param({}, id="plain python"),
-        pytest.param({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, id="rank 0"),
+        {},
+        pytest.param({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, marks=pytest.mark.slow),
     ],
+    ids=["plain python", "rank 0"],
 )
 def test_a_second_start_in_a_run_directory_is_refused_before_anything_is_imported_or_touched(
     tmp_path: Path, held: subprocess.Popen[str], environment: dict[str, str]
@@ -179,6 +173,7 @@ def test_a_second_start_in_a_run_directory_is_refused_before_anything_is_importe
     assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == held.pid
 
 
+@pytest.mark.slow
 def test_the_other_ranks_of_a_refused_start_end_with_the_same_code(
     tmp_path: Path, held: subprocess.Popen[str]
 ) -> None:
@@ -191,35 +186,33 @@ def test_the_other_ranks_of_a_refused_start_end_with_the_same_code(
     assert line.startswith("rank 1: error: run.dir=run: is in use by ")
 
 
-def test_a_taken_port_is_reported_before_anything_is_imported(tmp_path: Path) -> None:
+@pytest.fixture
+def taken_port() -> Iterator[str]:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        port = str(other.getsockname()[1])
-        launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        for extra in ((), ("run.dry_run=true",)):
-            done = without_libraries(tmp_path, *MINIMAL, *extra, "run.dir=run", MASTER_PORT=port, **launched)
-            assert (done.returncode, done.stdout) == (2, "[]\n")
-            (line,) = done.stderr.splitlines()
-            assert line.startswith(f"error: MASTER_PORT={port}: the port is in use on this machine")
-            free = re.search(r"deepspeed --master_port (\d+) launch/train.py ...$", line)
-            assert free and is_free(int(free[1]))
-            assert not (tmp_path / "run").exists()
+        yield str(other.getsockname()[1])
 
 
-def test_a_dry_run_takes_no_lock(tmp_path: Path, held: subprocess.Popen[str]) -> None:
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+
+
+def test_a_taken_port_is_reported_before_anything_is_imported(tmp_path: Path, taken_port: str) -> None:
+    done = without_libraries(tmp_path, *MINIMAL, "run.dir=run", MASTER_PORT=taken_port, **LAUNCHED)
+    assert (done.returncode, done.stdout) == (2, "[]\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: MASTER_PORT={taken_port}: the port is in use on this machine")
+    free = re.search(r"deepspeed --master_port (\d+) launch/train.py ...$", line)
+    assert free and is_free(int(free[1]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_takes_no_lock(tmp_path: Path, held: subprocess.Popen[str], taken_port: str) -> None:
     """A dry run gets as far as the check of the port, which comes after taking the lock."""
-    launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        for extra, refused in (
-            ((), "run.dir=run: is in use"),
-            (("run.dry_run=true",), f"MASTER_PORT={port}: "),
-        ):
-            done = without_libraries(tmp_path, *MINIMAL, *extra, "run.dir=run", MASTER_PORT=port, **launched)
-            assert done.returncode == 2 and done.stderr.startswith(f"error: {refused}")
+    given = (*MINIMAL, "run.dry_run=true", "run.dir=run")
+    done = without_libraries(tmp_path, *given, MASTER_PORT=taken_port, **LAUNCHED)
+    assert (done.returncode, done.stdout) == (2, "[]\n")
+    assert done.stderr.startswith(f"error: MASTER_PORT={taken_port}: ")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -261,25 +254,26 @@ def test_the_default_port_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
         check_port({"MASTER_PORT": "29500"})
 
 
-def test_cfg_prints_the_resolved_config(tmp_path: Path) -> None:
-    process = start(tmp_path, "+experiment=rlhf", "--cfg", "job")
-    out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0 and err == ""
-    tree = yaml.safe_load(out)
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Returns what an option such as --help prints before the program ends with exit code 0."""
+    with pytest.raises(SystemExit) as end:
+        load_config(list(arguments))
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_cfg_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -> None:
+    tree = yaml.safe_load(printed(capsys, "+experiment=rlhf", "--cfg", "job"))
     assert tree["reference"]["model"]["path"] == "Qwen/Qwen2.5-0.5B-Instruct"
     assert tree["run"]["dir"] == "outputs/rlhf" and tree["actor"]["optim"]["lr"] == 1e-6
 
 
-def test_help_names_groups_and_keys(tmp_path: Path) -> None:
-    process = start(tmp_path, "--help")
-    out, _ = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0
+def test_help_names_groups_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "--help")
     experiments = "quickstart, reward_model, rlhf, rlhf_70b, rlhf_70b_lora, rlhf_7b, rlhf_7b_offload"
     assert experiments in " ".join(out.split())  # the list is wrapped
     for text in ("+experiment=NAME", "\n  actor ", "\n  sampling "):
         assert text in out
-    process = start(tmp_path, "--help", "actor.optim")
-    out, _ = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0
+    out = printed(capsys, "--help", "actor.optim")
     for text in ("actor.optim.lr\n", "actor.optim.betas\n", "Type: number above 0. Default: 1e-06."):
         assert text in out
