@@ -50,19 +50,10 @@ LISTED_KEYS = 20  # most keys of rows in an error message
 class FunctionReward(SlowTextReward):
     """Scores responses with the function at ``path``, which is ``pkg.mod:fn`` or ``file.py:fn``.
 
-    The function gets three lists of equal length, copies that it may modify:
-
-    - prompts: each prompt as the policy reads it. A chat, or a text if the tokenizer has a chat template, is
-      rendered by that template, with its special tokens and the beginning of the answer. It is complete even
-      if the policy gets a truncated prompt.
-    - responses: the decoded response tokens without special tokens.
-    - rows: each row of the data with all its columns, and with the keys ``prompt_text`` (the same text as in
-      prompts), ``data_source`` (the path of the data set, unless the row has a column of that name) and, for
-      a chat, ``messages`` (dicts of role and content, data.system included).
-
-    Without a pool it is called once with all responses of the rank: a plain
-    function at once and in the main thread, an async function in the background. With a pool it is called in
-    the background, once per response, with lists of one element.
+    The function gets three lists of equal length, copies that it may modify: the prompts as the policy reads
+    them, the decoded responses, and the rows of the data (docs/rewards.md). Without a pool it is called once
+    with all responses of the rank: a plain function at once and in the main thread, an async function in the
+    background. With a pool it is called in the background, once per response, with lists of one element.
 
     The state of torch's random generators is restored after each call, so that the function does not change
     what the run samples next. An exception raised inside the function propagates unchanged, with a note that
