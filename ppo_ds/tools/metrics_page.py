@@ -41,7 +41,8 @@ A run compares its metrics with a few rules and warns once per episode, with one
 `health.max_skips` and `eval.patience` can. A condition must hold for the given number of steps in a row. The
 alarm is raised again only after the condition was false for as many steps. A resumed run raises the same
 alarms as one that was not interrupted. "Start" is the mean of the first {window} steps. The limits are rules
-of thumb.
+of thumb. A run that learns may raise an alarm: in [a first run](first_run.md) the policy moves far from the
+reference, since its reward asks for that.
 
 | metric | condition | steps | problem | what to change |
 |---|---|---|---|---|
