@@ -40,8 +40,6 @@ KEY = "scorer.model.path"
 def build_reward_model(config: Config, context: RunContext) -> RewardModelTrainer:
     """Loads data and model and builds the stage from them. May raise UserError. A collective."""
     world, banner, section, role = context.world, context.banner, config.reward_model, config.scorer
-
-    # data
     banner.starting("reading and tokenizing the data")
     tokenizer, train, held_out = read_preferences(config, world)
     sources = [train, *([held_out] if held_out else [])]
@@ -54,43 +52,22 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
     )
     steps = training_steps(config.run, len(train), section.batch_size)
 
-    # model
-    needs = Needs(
-        tokenizer.id_bound,
-        max(source.longest for source in sources),
-        longest="the longest texts",
-        remedy="reward_model.max_tokens",
-        tokenizer_of="scorer",
-    )
+    longest = max(source.longest for source in sources)
     download_weights(models_to_download(config), world)
     loading(context, "scorer", role.model.path, role.model.revision)
-    scorer = build_scorer(config, world, tokenizer, needs, steps)
+    scorer = build_scorer(config, world, tokenizer, longest, steps)
     ema = WeightCopy(scorer) if role.ema.decay is not None else None
     memory = partial(
         estimate_finetuning,
         name="scorer",
         shape=shape_of(scorer.module.model),
-        longest=max(source.longest for source in sources),
+        longest=longest,
         evaluated=evaluated_rows(config, held_out),
     )
     config = settle(config, context, memory)
-    banner.note(*training_notes("reward_model", "scorer", role, scorer), *slow_dtypes(config, world))
-    if scorer.module.is_decoder:
-        banner.note(*choose_layout(config.memory.layout, "scorer", scorer, world.device))
-    elif config.memory.layout == "packed":
-        banner.note("warning    memory.layout=packed: the scorer's rows are padded: it is an encoder")
-    if held_out is not None:
-        used = evaluated(held_out, config.eval.max_prompts)
-        banner.note(f"held out   {held_out.path}: {describe_pairs(held_out)}{used}")
-    head = f"new, {section.head_init}" if scorer.module.new_head else "that of the model"
-    banner.summarize(
-        *machine(world),
-        f"{trained_model('scorer', role.model.path, role)}; score head: {head}",
-        f"data       {train.path}: {describe_pairs(train)}; format: {train.template}",
-        f"update     {section.batch_size} pairs per optimizer step, {steps} steps, "
-        f"{steps * section.batch_size / len(train):.3g} passes over the data",
-    )
-
+    banner.note(*notes(config, scorer, held_out))
+    banner.summarize(*summary(config, scorer, train, steps))
+    pad_id = padding_token(tokenizer, sources) if scorer.module.is_decoder else tokenizer.pad_id
     return RewardModelTrainer(
         context=context,
         config=section,
@@ -101,7 +78,6 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
         evaluate_ema=role.ema.evaluate and ema is not None,
         samples=config.tracker.samples if config.tracker.samples >= 0 else None,
         scorer=scorer,
-        ema=ema,
         update=OptimizerStep(
             context=context,
             name="scorer",
@@ -109,17 +85,16 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
             model=scorer,
             ema=ema,
             ema_decay=role.ema.decay or 0.0,
+            capacity=measured_capacity(world, scorer.module.model.dtype),
+            cost=update_cost(scorer, scorer.module.model),
         ),
         pairs=pairs,
         held_out=held_out,
-        tokenizer=tokenizer,
-        pad_id=padding_token(tokenizer, sources) if scorer.module.is_decoder else tokenizer.pad_id,
+        tokenizer=tokenizer.with_padding(pad_id),
         saved_settings={
             "score_template": train.template,
             "score_chat_template_kwargs": config.data.chat_template_kwargs,
         },
-        capacity=measured_capacity(world, scorer.module.model.dtype),
-        cost=update_cost(scorer, scorer.module.model),
     )
 
 
@@ -177,10 +152,17 @@ def scorer_module(config: Config, name: str, tokenizer: Tokenizer) -> ScoreModel
 
 
 def build_scorer(
-    config: Config, world: World, tokenizer: Tokenizer, needs: Needs, steps: int
+    config: Config, world: World, tokenizer: Tokenizer, longest: int, steps: int
 ) -> TrainedModel:
-    """Builds the engine of the model that is trained. A collective."""
+    """Builds the engine of the model, which reads texts of at most ``longest`` tokens. A collective."""
     role = config.scorer
+    needs = Needs(
+        tokenizer.id_bound,
+        longest,
+        longest="the longest texts",
+        remedy="reward_model.max_tokens",
+        tokenizer_of="scorer",
+    )
 
     def load() -> ScoreModel:
         scorer = scorer_module(config, "scorer", tokenizer)
@@ -188,6 +170,38 @@ def build_scorer(
         return scorer
 
     return trained_engine(load, TrainedModel, role, "scorer", world, steps)
+
+
+# ---- lines of the start-up banner
+
+
+def notes(config: Config, scorer: TrainedModel, held_out: PreferenceSource | None) -> list[str]:
+    """Chooses the layout of forwards; returns lines for the banner. A collective."""
+    lines = [
+        *training_notes("reward_model", "scorer", config.scorer, scorer),
+        *slow_dtypes(config, scorer.world),
+    ]
+    if scorer.module.is_decoder:
+        lines += choose_layout(config.memory.layout, "scorer", scorer, scorer.world.device)
+    elif config.memory.layout == "packed":
+        lines.append("warning    memory.layout=packed: the scorer's rows are padded: it is an encoder")
+    if held_out is not None:
+        used = evaluated(held_out, config.eval.max_prompts)
+        lines.append(f"held out   {held_out.path}: {describe_pairs(held_out)}{used}")
+    return lines
+
+
+def summary(config: Config, scorer: TrainedModel, train: PreferenceSource, steps: int) -> list[str]:
+    """Returns the summary of the run: devices, model, data and batches."""
+    section, role = config.reward_model, config.scorer
+    head = f"new, {section.head_init}" if scorer.module.new_head else "that of the model"
+    return [
+        *machine(scorer.world),
+        f"{trained_model('scorer', role.model.path, role)}; score head: {head}",
+        f"data       {train.path}: {describe_pairs(train)}; format: {train.template}",
+        f"update     {section.batch_size} pairs per optimizer step, {steps} steps, "
+        f"{steps * section.batch_size / len(train):.3g} passes over the data",
+    ]
 
 
 def describe_pairs(source: PreferenceSource) -> str:

@@ -86,7 +86,6 @@ def build_sft(config: Config, context: RunContext) -> SFTTrainer:
         score_tokens=int(config.memory.score_tokens),
         eval_rows=config.eval.max_prompts,
         actor=actor,
-        ema=ema,
         eval_weights=eval_weights(ema, role.ema.evaluate),
         update=OptimizerStep(
             context=context,
@@ -95,14 +94,14 @@ def build_sft(config: Config, context: RunContext) -> SFTTrainer:
             model=actor,
             ema=ema,
             ema_decay=role.ema.decay or 0.0,
+            capacity=measured_capacity(world, actor.module.lm.dtype),
+            cost=update_cost(actor, actor.module.lm),
         ),
         rows=rows,
         held_out=held_out,
         prompts=prompts,
         generator=build_generator(context, actor, tokenizer),
         tokenizer=tokenizer,
-        capacity=measured_capacity(world, actor.module.lm.dtype),
-        cost=update_cost(actor, actor.module.lm),
     )
 
 

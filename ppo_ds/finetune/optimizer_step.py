@@ -16,6 +16,7 @@ from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.run.health import SkippedStep
 from ppo_ds.run.metrics import MetricSums, step_metrics
+from ppo_ds.run.performance import Capacity, UpdateCost, memory, throughput
 from ppo_ds.run.stage import RunContext
 from ppo_ds.types import Metrics
 
@@ -40,6 +41,8 @@ class OptimizerStep:
     model: TrainedModel
     ema: WeightCopy | None
     ema_decay: float
+    capacity: Capacity
+    cost: UpdateCost
 
     def __call__(
         self,
@@ -84,3 +87,21 @@ class OptimizerStep:
                 with context.timer(f"update_{self.name}"):
                     self.ema.ema_update(self.ema_decay)
         return sums.reduced(context.world) | step_metrics({self.prefix: [done.infos[self.name]]})
+
+    def performance(
+        self, lengths: Sequence[int], times: Metrics, *, head_positions: int, samples: int
+    ) -> Metrics:
+        """Computes perf/* and mem/* of a step on rows of ``lengths`` tokens. A collective.
+
+        Args:
+            lengths: The tokens of each row of all ranks.
+            times: time/* of the step.
+            head_positions: The number of positions at which the head of a language model is computed.
+            samples: The number of rows or pairs.
+        """
+        world = self.context.world
+        found = throughput(sum(lengths), samples, times["time/step"], world.size)
+        if seconds := times.get(f"time/update_{self.name}"):
+            flops = self.cost.flops(lengths, head_positions=head_positions, passes=1)
+            found[f"perf/mfu_{self.name}"] = flops / seconds / self.capacity.flops
+        return found | memory(world)

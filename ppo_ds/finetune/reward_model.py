@@ -35,10 +35,9 @@ from ppo_ds.run.export import export_model
 from ppo_ds.run.failure_dump import dump_failure, origin_of
 from ppo_ds.run.health import TooManySkips
 from ppo_ds.run.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
-from ppo_ds.run.performance import Capacity, UpdateCost, memory, throughput
 from ppo_ds.run.stage import Evaluation, RunContext, StepResult
 from ppo_ds.tracking.pair_plots import plot_pair_scores
-from ppo_ds.types import Metrics, PreferencePairs, to_device
+from ppo_ds.types import PreferencePairs, to_device
 
 MEASURED = 1024  # training pairs whose scores give score_mean and score_std in a run without held-out data
 LEAST_STD = 1e-8  # score_std of a model that gives the same score to all texts
@@ -61,19 +60,13 @@ class RewardModelTrainer:
 
     # model
     scorer: TrainedModel
-    ema: WeightCopy | None
     update: OptimizerStep
 
     # data
     pairs: PreferenceStream
     held_out: PreferenceSource | None
-    tokenizer: Tokenizer
-    pad_id: int  # pad token of the exported tokenizer
+    tokenizer: Tokenizer  # as exported, with its pad token
     saved_settings: Mapping[str, Any]  # entries of the exported config.json on the format of the texts
-
-    # performance
-    capacity: Capacity
-    cost: UpdateCost
 
     # (whether the weights are averaged, optimizer steps) -> scores, which evaluation and export share
     measured: dict[tuple[bool, int], PairScores] = field(init=False, default_factory=dict)
@@ -102,7 +95,9 @@ class RewardModelTrainer:
             metrics=metrics,
             episodes=len(pairs),
             tokens=int(lengths.sum()),
-            performance=lambda times: self.performance(lengths.tolist(), times),
+            performance=partial(
+                self.update.performance, lengths.tolist(), head_positions=0, samples=len(pairs)
+            ),
         )
 
     def loss(self, micro: PreferencePairs, count: int) -> tuple[Tensor, Parts]:
@@ -121,15 +116,6 @@ class RewardModelTrainer:
         )
         both = scores.detach().double()
         return loss, parts | {"rm/score_mean": torch.stack([both.sum(), both.new_full((), both.numel())])}
-
-    def performance(self, lengths: list[int], times: Metrics) -> Metrics:
-        """Computes perf/* and mem/* of a step on texts of ``lengths`` tokens. A collective."""
-        world = self.context.world
-        found = throughput(sum(lengths), len(lengths) // 2, times["time/step"], world.size)
-        if seconds := times.get("time/update_scorer"):
-            flops = self.cost.flops(lengths, head_positions=0, passes=1)
-            found["perf/mfu_scorer"] = flops / seconds / self.capacity.flops
-        return found | memory(world)
 
     # -- evaluation ------------------------------------------------------------------------------------------
 
@@ -163,7 +149,7 @@ class RewardModelTrainer:
 
     def weights(self, averaged: bool) -> AbstractContextManager[None]:
         """Returns a context manager that swaps in the averaged weights if ``averaged``."""
-        return self.ema.swapped() if averaged and self.ema is not None else nullcontext()
+        return self.update.ema.swapped() if averaged and self.update.ema is not None else nullcontext()
 
     def sample_rows(self, found: PairScores, source: PreferenceSource) -> list[dict[str, Any]]:
         """Returns the first pairs of a source with their scores, for the samples file and the report."""
@@ -196,7 +182,7 @@ class RewardModelTrainer:
 
     @property
     def weight_copies(self) -> Mapping[str, WeightCopy]:
-        return {} if self.ema is None else {"ema": self.ema}
+        return {} if self.update.ema is None else {"ema": self.update.ema}
 
     @property
     def counters(self) -> Mapping[str, Callable[[], float]]:
@@ -204,7 +190,7 @@ class RewardModelTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the data, and the settings for an export of the checkpoint."""
-        names = ["model"] if self.ema is None else ["model", "ema"]
+        names = ["model"] if self.update.ema is None else ["model", "ema"]
         exports = {name: self.export_settings(averaged=name == "ema") for name in names}
         return {"pairs": self.pairs.state_dict(), "export": exports}
 
@@ -215,7 +201,7 @@ class RewardModelTrainer:
     def export(self, run_dir: Path) -> None:
         """Writes model/ and model_ema/ for AutoModelForSequenceClassification, and draws reward_model.png."""
         self.export_weights(run_dir / "model", averaged=False)
-        if self.ema is not None:
+        if self.update.ema is not None:
             self.export_weights(run_dir / "model_ema", averaged=True)
         if self.held_out is None:
             return
@@ -235,7 +221,7 @@ class RewardModelTrainer:
         self.measure(averaged=averaged)
         save = partial(self.scorer.module.save, **self.export_settings(averaged=averaged))
         with self.weights(averaged):
-            export_model(self.scorer, "model.", folder, save, self.tokenizer.with_padding(self.pad_id))
+            export_model(self.scorer, "model.", folder, save, self.tokenizer)
 
     def export_settings(self, *, averaged: bool) -> dict[str, Any]:
         """Returns the arguments of ``ScoreModel.save``, with statistics of the scores if they are known."""
@@ -243,7 +229,7 @@ class RewardModelTrainer:
         if (found := self.measured.get((averaged, self.scorer.steps))) is not None:
             mean, std = found.mean_and_std()
             settings |= {"score_mean": mean, "score_std": max(std, LEAST_STD)}
-        return {"settings": settings, "pad_id": self.pad_id}
+        return {"settings": settings, "pad_id": self.tokenizer.pad_id}
 
     def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
         """Locates the first non-finite tensor by replaying the pairs one by one, and writes the dump."""

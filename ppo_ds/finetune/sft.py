@@ -48,7 +48,6 @@ from ppo_ds.run.health import TooManySkips
 from ppo_ds.run.metrics import MetricSums
 from ppo_ds.run.microbatches import filled, microbatch_rows, padding
 from ppo_ds.run.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
-from ppo_ds.run.performance import Capacity, UpdateCost, memory, throughput
 from ppo_ds.run.stage import Evaluation, RunContext, StepResult
 from ppo_ds.types import Metrics, Prompts, Rollout, Sequences, to_device
 
@@ -73,7 +72,6 @@ class SFTTrainer:
 
     # model
     actor: HybridActor
-    ema: WeightCopy | None
     eval_weights: Callable[[], AbstractContextManager[None]]  # swaps in the weights to evaluate
     update: OptimizerStep
 
@@ -83,10 +81,6 @@ class SFTTrainer:
     prompts: Prompts | None  # held-out prompts that are answered at each evaluation
     generator: Generator
     tokenizer: Tokenizer
-
-    # performance
-    capacity: Capacity
-    cost: UpdateCost
 
     def start(self) -> None:
         """Does nothing: training needs no preparation."""
@@ -111,7 +105,12 @@ class SFTTrainer:
             metrics=metrics,
             episodes=len(batch),
             tokens=int(totals.tokens),
-            performance=lambda times: self.performance(batch, times),
+            performance=partial(
+                self.update.performance,
+                batch.attention_mask.sum(1).tolist(),
+                head_positions=int(totals.tokens),
+                samples=len(batch),
+            ),
         )
 
     def totals(self, batch: Sequences) -> BatchTotals:
@@ -163,14 +162,6 @@ class SFTTrainer:
             return None
         first = (self.seed + 1) * NOISE_SEED_OFFSET + index * self.config.batch_size
         return EmbeddingNoise(self.config.neftune_alpha, first + rows)
-
-    def performance(self, batch: Sequences, times: Metrics) -> Metrics:
-        """Computes perf/* and mem/* of a step. A collective."""
-        world, lengths = self.context.world, batch.attention_mask.sum(1).tolist()
-        found = throughput(sum(lengths), len(batch), times["time/step"], world.size)
-        flops = self.cost.flops(lengths, head_positions=int(batch.response_mask.sum()), passes=1)
-        found["perf/mfu_actor"] = flops / times["time/update_actor"] / self.capacity.flops
-        return found | memory(world)
 
     # -- evaluation ------------------------------------------------------------------------------------------
 
@@ -265,7 +256,7 @@ class SFTTrainer:
 
     @property
     def weight_copies(self) -> Mapping[str, WeightCopy]:
-        return {} if self.ema is None else {"ema": self.ema}
+        return {} if self.update.ema is None else {"ema": self.update.ema}
 
     @property
     def counters(self) -> Mapping[str, Callable[[], float]]:
@@ -278,7 +269,7 @@ class SFTTrainer:
         self.rows.load_state_dict(state["rows"])
 
     def export(self, run_dir: Path) -> None:
-        export_actor(run_dir, self.actor, self.ema, self.tokenizer)
+        export_actor(run_dir, self.actor, self.update.ema, self.tokenizer)
 
     def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
         """Locates the first non-finite tensor by replaying the rows one by one, and writes the dump."""

@@ -44,11 +44,23 @@ def plot_pair_scores(
     FigureCanvasAgg(figure)  # draws into memory, without a display
     panels = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
 
-    axes = _titled(panels[0], "Margins", "score of preferred - score of rejected", "pairs")
+    _draw_margins(panels[0], differences)
+    _draw_calibration(panels[1], calibration, f"{len(differences)} held-out pairs")
+    _draw_lengths(panels[2], scores[:POINTS], lengths[:POINTS])
+    if accuracies:
+        _draw_accuracies(panels[3], accuracies)
+    with draft_file(Path(png)) as file:
+        figure.savefig(file, format="png")
+
+
+def _draw_margins(axes: Axes, differences: Sequence[float]) -> None:
+    _title(axes, "Margins", "score of preferred - score of rejected", "pairs")
     axes.hist([d for d in differences if d == d], bins=40, color=COLOURS[0])
     axes.axvline(0, color="black", linewidth=0.8)
 
-    axes = _titled(panels[1], "Calibration", "confidence of the model", "share of correct pairs")
+
+def _draw_calibration(axes: Axes, calibration: Sequence[tuple[float, float, int]], label: str) -> None:
+    _title(axes, "Calibration", "confidence of the model", "share of correct pairs")
     axes.plot([0.5, 1], [0.5, 1], color="black", linewidth=0.8, linestyle="--", label="calibrated")
     axes.plot(
         [confidence for confidence, _, _ in calibration],
@@ -56,40 +68,34 @@ def plot_pair_scores(
         color=COLOURS[0],
         marker="o",
         markersize=3,
-        label=f"{len(differences)} held-out pairs",
+        label=label,
     )
     axes.set_ylim(-0.02, 1.02)
     axes.legend(fontsize=8, frameon=False)
 
-    axes = _titled(panels[2], "Score against length", "tokens", "score")
+
+def _draw_lengths(axes: Axes, scores: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]]) -> None:
+    _title(axes, "Score against length", "tokens", "score")
     for side, (label, colour) in enumerate(zip(("preferred", "rejected"), COLOURS, strict=True)):
-        axes.scatter(
-            [pair[side] for pair in lengths[:POINTS]],
-            [pair[side] for pair in scores[:POINTS]],
-            s=5,
-            alpha=0.5,
-            color=colour,
-            label=label,
-        )
+        x, y = [pair[side] for pair in lengths], [pair[side] for pair in scores]
+        axes.scatter(x, y, s=5, alpha=0.5, color=colour, label=label)
     axes.legend(fontsize=8, frameon=False)
 
-    if accuracies:
-        axes = _titled(panels[3], "Accuracy by subset", "share of correct pairs", "")
-        names = list(accuracies)
-        axes.barh(range(len(names)), list(accuracies.values()), color=COLOURS[0])
-        axes.set_yticks(range(len(names)), [name[:30] for name in names], fontsize=7)
-        axes.axvline(0.5, color="black", linewidth=0.8, linestyle="--")
-        axes.set_xlim(0, 1)
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    with draft_file(Path(png)) as file:
-        figure.savefig(file, format="png")
+
+def _draw_accuracies(axes: Axes, accuracies: Mapping[str, float]) -> None:
+    _title(axes, "Accuracy by subset", "share of correct pairs", "")
+    names = list(accuracies)
+    axes.barh(range(len(names)), list(accuracies.values()), color=COLOURS[0])
+    axes.set_yticks(range(len(names)), [name[:30] for name in names], fontsize=7)
+    axes.axvline(0.5, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
 
 
-def _titled(axes: Axes, title: str, x: str, y: str) -> Axes:
+def _title(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, fontsize=11, fontweight="bold", loc="left")
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    return axes

@@ -48,7 +48,14 @@ def make_step(world: World) -> OptimizerStep:
         budgets=fixed_budgets(world),
     )
     return OptimizerStep(
-        context=context, name="actor", prefix="sft", model=model, ema=WeightCopy(model), ema_decay=0.5
+        context=context,
+        name="actor",
+        prefix="sft",
+        model=model,
+        ema=WeightCopy(model),
+        ema_decay=0.5,
+        capacity=None,
+        cost=None,
     )
 
 

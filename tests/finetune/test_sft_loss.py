@@ -51,8 +51,8 @@ def trainer(policy, ranks=1, **options):
             return policy(*args, **kwargs)
 
     empty = dict.fromkeys(
-        ("total_steps train_tokens score_tokens eval_rows ema eval_weights update rows held_out prompts "
-         "generator tokenizer capacity cost").split()
+        ("total_steps train_tokens score_tokens eval_rows eval_weights update rows held_out prompts "
+         "generator tokenizer").split()
     )  # fmt: skip
     world = SimpleNamespace(size=ranks, rank=0, device=torch.device("cpu"))
     config = SFTConfig(**options)

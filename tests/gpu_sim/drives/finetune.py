@@ -73,7 +73,8 @@ def context(world: World) -> RunContext:
 
 
 def optimizer_step(run: RunContext, name: str, prefix: str, model: Engine) -> OptimizerStep:
-    return OptimizerStep(context=run, name=name, prefix=prefix, model=model, ema=None, ema_decay=0.0)
+    unused = dict.fromkeys(("ema", "capacity", "cost"))
+    return OptimizerStep(context=run, name=name, prefix=prefix, model=model, ema_decay=0.0, **unused)
 
 
 def sft(world: World, rows: Rows, settings: SFTConfig) -> SFTTrainer:
@@ -83,7 +84,7 @@ def sft(world: World, rows: Rows, settings: SFTConfig) -> SFTTrainer:
     with torch.no_grad():  # the first forward of a policy waits
         policy(batch.ids, batch.attention_mask, batch.response_width)
     actor = Engine(policy, world)
-    unused = dict.fromkeys(("ema", "eval_weights", "prompts", "generator", "tokenizer", "capacity", "cost"))
+    unused = dict.fromkeys(("eval_weights", "prompts", "generator", "tokenizer"))
     return SFTTrainer(
         context=run,
         config=settings,
@@ -103,7 +104,6 @@ def sft(world: World, rows: Rows, settings: SFTConfig) -> SFTTrainer:
 def reward_model(world: World, pairs: Rows) -> RewardModelTrainer:
     """Makes the stage with micro-batches of two pairs."""
     scorer, run = Engine(ScoreModel(classifier("qwen2")), world), context(world)
-    unused = dict.fromkeys(("ema", "tokenizer", "saved_settings", "capacity", "cost"))
     return RewardModelTrainer(
         context=run,
         config=RewardModelConfig(label_smoothing=0.1),
@@ -117,8 +117,8 @@ def reward_model(world: World, pairs: Rows) -> RewardModelTrainer:
         update=optimizer_step(run, "scorer", "rm", scorer),
         pairs=pairs,
         held_out=pairs,
-        pad_id=0,
-        **unused,
+        tokenizer=None,
+        saved_settings={},
     )
 
 
