@@ -20,7 +20,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.cli import load_config
-from ppo_ds.algorithm.policy.keys import POLICY_LOSSES, PPO
+from ppo_ds.algorithm.aggregation import BatchTotals, Share, token_mean
+from ppo_ds.algorithm.credit.responses import CreditOptions, Estimate, Responses
+from ppo_ds.algorithm.policy.keys import POLICY_LOSSES, PPO, PolicyConfig
+from ppo_ds.algorithm.policy.ppo import ppo
+from ppo_ds.algorithm.policy.surrogate import PolicyTerms, TokenLoss
 from ppo_ds.assemble.generator import build_generator
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
@@ -36,7 +40,6 @@ from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import bind
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.tiny import character_tokenizer
-from ppo_ds.ops.losses import BatchTotals, Share, policy_loss, token_mean
 from ppo_ds.planning.budgets import with_cpu_limits
 from ppo_ds.ppo.collector import RolloutCollector
 from ppo_ds.ppo.scoring import scored
@@ -51,15 +54,15 @@ from tests.rollout.plain_backend import PlainGenerator
 # -- parts of an algorithm
 
 
-def doubled_scores(scores: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
+def doubled_scores(responses: Responses, options: CreditOptions) -> Estimate:
     """Returns twice the score of each response as its advantage."""
-    return 2 * scores
+    return responses.of_responses(2 * responses.totals)
 
 
-def tripled_loss(*args: object, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
+def tripled_loss(terms: PolicyTerms, policy: PolicyConfig) -> TokenLoss:
     """Returns three times the PPO loss."""
-    loss, metrics = policy_loss(*args, **settings)
-    return 3 * loss, metrics
+    loss, *clipped = ppo(terms, policy)
+    return TokenLoss(3 * loss, *clipped)
 
 
 def doubled_difference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -144,7 +147,6 @@ def test_a_policy_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         loss: Literal["tripled"] = "tripled"
         function = f"{__name__}.tripled_loss"
-        options = {}
 
     common = "advantage: { estimator: dr_grpo, whiten: none }\nentropy: { coef: 0 }\n"
     (folder / "algo" / "mine.yaml").write_text(common + "policy: { loss: tripled }\n")

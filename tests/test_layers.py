@@ -23,7 +23,7 @@ MAY = {
     "types": {"errors"},
     "ops": set(),
     "compute": {"ops"},
-    "algorithm": {"ops", "config"},
+    "algorithm": {"types", "ops", "config"},
     "config": {"errors", "secrets", "algorithm"},  # of algorithm only the keys, see below
     "distributed": BOTTOM,
     "background": BOTTOM | {"distributed"},
@@ -191,7 +191,7 @@ def test_ops_and_compute_need_torch_and_the_standard_library_only():
 @pytest.mark.parametrize(
     ("file", "source", "wrong"),
     [
-        ("ppo_ds/ops/losses.py", "from ppo_ds.types import Metrics", "ops imports types"),
+        ("ppo_ds/ops/masked.py", "from ppo_ds.types import Metrics", "ops imports types"),
         ("ppo_ds/types.py", "import ppo_ds.ops.masked", "types imports ops"),
         (
             "ppo_ds/models/policy.py",

@@ -180,7 +180,7 @@ def test_what_is_not_offered_has_a_reason(key: str) -> None:
         "algo.kl.coeff",
         "algo=nope",
         "ppo/nowhere.py",
-        "ops/kl.py: nothing",
+        "ops/masked.py: nothing",
         "kl/nothing_mean",
         "nothing_at_all",
     ],

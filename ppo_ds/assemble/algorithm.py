@@ -9,7 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ppo_ds.algorithm.aggregation import token_mean
+from ppo_ds.algorithm.credit.positions import ScorePosition
+from ppo_ds.algorithm.credit.responses import CreditOptions
+from ppo_ds.algorithm.credit.whitening import Whitening
+from ppo_ds.algorithm.kl.controllers import AdaptiveKLController, FixedKLController, ThresholdKLController
 from ppo_ds.algorithm.policy.keys import PolicyConfig
+from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.assemble.shared import all_packed, training_steps
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
@@ -32,27 +38,13 @@ from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
-from ppo_ds.ops.kl import AdaptiveKLController, FixedKLController, ThresholdKLController
-from ppo_ds.ops.losses import token_mean
 from ppo_ds.ops.masked import Reduce
 from ppo_ds.planning.forwards import kept_roles, old_logprobs_source, selects_tokens
-from ppo_ds.ppo.advantages import (
-    AdvantageEstimator,
-    ScorePosition,
-    Whitening,
-    estimate_by_critic,
-    estimate_by_greedy,
-    estimate_by_group,
-    estimate_by_parts,
-    estimate_by_token,
-    estimate_one_step,
-)
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.kept_forwards import KeptForwards
 from ppo_ds.ppo.learner import Learner
-from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective, select_tokens
+from ppo_ds.ppo.losses import PolicyObjective, PtxObjective, ValueObjective, select_tokens
 from ppo_ds.ppo.parity import BOUNDS, ParityMonitor
-from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.run.health import Health
 from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.run.token_budgets import TokenBudgets
@@ -88,10 +80,11 @@ def experience_maker(
         old_logprobs=old_logprobs_source(config),
         compute_entropy=algo.policy.top_entropy is not None,
         masked_stop_ids=masked_stop_ids(algo.train_on_eos, stop_token_ids, pad_id),
-        shaper=ScoreShaper(algo.reward_shaping, world),
+        shaper=ScoreShaper(algo.reward_shaping, world.sum),
         charged_kl=_kl_estimator(algo.kl) if algo.kl.place == "reward" else None,
         score_position=_score_position(algo),
-        estimate_advantages=advantage_estimator(config, algo.gae, world.sum),
+        estimate_advantages=resolve(ADVANTAGE_ESTIMATORS[algo.advantage.estimator]),
+        credit=credit_options(config, world.sum),
         whitening=_whitening(algo),
         group_size=config.rollout.samples_per_prompt,
         rollout_is=algo.rollout_is,
@@ -127,26 +120,18 @@ def kept_forwards(
     )
 
 
-def advantage_estimator(config: Config, gae: GAEConfig, reduce: Reduce) -> AdvantageEstimator:
-    """Builds the advantage estimator of `algo.advantage.estimator`, with ``gae`` in place of `algo.gae`.
-
-    ``reduce`` sums a tensor over all ranks.
-    """
-    algo, group_size = config.algo, config.rollout.samples_per_prompt
-    entry, position = ADVANTAGE_ESTIMATORS[algo.advantage.estimator], _score_position(algo)
-    compute = partial(resolve(entry), reduce=reduce) if entry.over_ranks else resolve(entry)
-    if entry.needs_critic and algo.action_level == "sequence":
-        return partial(estimate_one_step, value_position=value_position(algo), score_position=position)
-    if entry.needs_critic:
-        return partial(estimate_by_critic, compute=compute, gae=gae, score_position=position)
-    if entry.needs_parts:
+def credit_options(config: Config, reduce: Reduce) -> CreditOptions:
+    """Returns the settings of the advantage estimators; ``reduce`` sums a tensor over all ranks."""
+    algo, weights = config.algo, {}
+    if ADVANTAGE_ESTIMATORS[algo.advantage.estimator].needs_parts:
         weights = {name: float(weight) for name, weight in reward_weights(config).items()}
-        return partial(estimate_by_parts, compute=compute, weights=weights, group_size=group_size)
-    if entry.needs_group:
-        return partial(estimate_by_group, compute=compute, group_size=group_size, score_position=position)
-    if entry.needs_greedy:
-        return partial(estimate_by_greedy, compute=compute, gamma=gae.gamma, score_position=position)
-    return partial(estimate_by_token, compute=compute, gamma=gae.gamma, score_position=position)
+    return CreditOptions(
+        gae=algo.gae,
+        action_level=algo.action_level,
+        value_position=value_position(algo),
+        part_weights=weights,
+        reduce=reduce,
+    )
 
 
 def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
@@ -155,9 +140,8 @@ def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
     Returns are sums of future rewards (lambda 1), because the values of an untrained critic are useless for
     bootstrapping. Forwards that do not affect the returns are omitted.
     """
-    algo = config.algo
-    estimate = advantage_estimator(config, GAEConfig(gamma=algo.gae.gamma, lam=1.0), maker.world.sum)
-    maker = replace(maker, estimate_advantages=estimate, kept=None)
+    credit = replace(maker.credit, gae=GAEConfig(gamma=config.algo.gae.gamma, lam=1.0))
+    maker = replace(maker, credit=credit, kept=None)
     if maker.charged_kl is not None:
         return maker
     return replace(maker, old_logprobs="update", reference=None, rollout_is=RolloutISConfig(kind="none"))
@@ -262,7 +246,9 @@ def policy_objective(config: Config, actor: TrainedModel) -> PolicyObjective:
     """Builds the actor's loss."""
     algo = config.algo
     return PolicyObjective(
-        loss=policy_loss(algo.policy),
+        loss=import_target(algo.policy.function),
+        policy=algo.policy,
+        ratio=algo.policy.ratio or algo.action_level,
         sums_over_tokens=algo.policy.sums_over_tokens,
         off_policy_limit=algo.policy.off_policy_limit,
         entropy=algo.entropy,
@@ -272,11 +258,6 @@ def policy_objective(config: Config, actor: TrainedModel) -> PolicyObjective:
         agg=resolve(LOSS_AGGREGATIONS[algo.loss.agg]),
         level=algo.action_level,
     )
-
-
-def policy_loss(policy: PolicyConfig) -> Callable[..., tuple[Tensor, Parts]]:
-    """Imports the loss of `algo.policy.loss` and binds the keys of `algo.policy` that it uses."""
-    return partial(import_target(policy.function), **policy.arguments())
 
 
 def parity_monitor(config: Config) -> ParityMonitor:
@@ -294,9 +275,8 @@ def parity_monitor(config: Config) -> ParityMonitor:
 
 def token_selection(policy: PolicyConfig) -> Callable[[Experience, torch.Generator], Experience]:
     """Builds the selection of tokens of `algo.policy.top_entropy` and of the policy loss."""
-    selection = None
-    if policy.selection is not None:
-        selection = partial(import_target(policy.selection), **policy.selection_arguments())
+    target = policy.selection
+    selection = None if target is None else partial(import_target(target), policy=policy)
     return partial(select_tokens, top_entropy=policy.top_entropy, selection=selection)
 
 

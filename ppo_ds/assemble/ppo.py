@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from ppo_ds.algorithm.kl.controllers import FixedKLController
+from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.assemble.algorithm import (
     experience_maker,
     horizon,
@@ -28,13 +30,11 @@ from ppo_ds.config.schema import Config, all_rewards
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.warnings import warnings
 from ppo_ds.distributed.world import seed_everything
-from ppo_ds.ops.kl import FixedKLController
 from ppo_ds.planning.budgets import settle
 from ppo_ds.planning.forwards import kept_roles
 from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.meter import build_meter
-from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rollout.base import Generator, SamplingParams

@@ -25,19 +25,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class AdvantageEstimatorEntry(Entry):
-    """A function that turns rewards into advantages. Its requirements determine its signature.
-
-    Shapes: B responses, S states.
-
-    needs_critic  (rewards [B,S], values [B,S], mask [B,S], gamma, lam, bootstrap_value, lam_critic) ->
-    advantages, returns [B,S]
-    needs_group   (scores [B], group_ids [B], lengths=[B]) -> advantages [B], one per response
-    needs_greedy  (rewards [B,S], mask [B,S], gamma, baselines=[B]) -> advantages [B,S]
-    none of these (rewards [B,S], mask [B,S], gamma) -> advantages [B,S]
-    needs_parts   (scores [B,K], group_ids [B], weights=[K]) -> advantages [B]; K parts of the reward, scores
-    before weighting
-    over_ranks    also the keyword argument ``reduce``, which sums a tensor over all ranks
-    """
+    """A function (Responses, CreditOptions) -> Estimate, see ppo_ds/algorithm/credit/responses.py."""
 
     needs_critic: bool = field(default=False, kw_only=True)
     needs_group: bool = field(default=False, kw_only=True)  # two or more responses per prompt
@@ -46,7 +34,6 @@ class AdvantageEstimatorEntry(Entry):
     needs_greedy: bool = field(default=False, kw_only=True)  # the score of a greedy response to each prompt
     divides_by_std: bool = field(default=False, kw_only=True)  # whitening would divide a second time
     divides_by_mean: bool = field(default=False, kw_only=True)  # needs scores that are not negative
-    over_ranks: bool = field(default=False, kw_only=True)  # needs statistics over the responses of all ranks
 
     @property
     def action_levels(self) -> tuple[str, ...]:
@@ -70,7 +57,7 @@ class KLEstimatorEntry(Entry):
 class LossAggregationEntry(Entry):
     """A function that aggregates the token losses of an optimizer step.
 
-    It is called as (loss [B,T], mask [B,T], totals) -> ppo_ds.ops.losses.Share.
+    It is called as (loss [B,T], mask [B,T], totals) -> ppo_ds.algorithm.aggregation.Share.
     """
 
     needs_norm: bool = field(default=False, kw_only=True)  # True if it divides by algo.loss.norm
@@ -126,118 +113,103 @@ class StageEntry(Entry):
     eval_metrics: tuple[str, ...] = field(default=("eval/score_mean",), kw_only=True)
 
 
-_GAE = "ppo_ds.ops.advantages.compute_gae"
-_RETURNS = "ppo_ds.ops.advantages.discounted_returns"
-_GROUP = "ppo_ds.ops.advantages.group_advantages"
-_KL = "ppo_ds.ops.kl.approx_kl"
+_CREDIT = "ppo_ds.algorithm.credit"
+_KL = "ppo_ds.algorithm.kl.estimators"
 
 ADVANTAGE_ESTIMATORS = {
     "gae": AdvantageEstimatorEntry(
-        _GAE,
+        f"{_CREDIT}.gae.gae",
         "Generalized advantage estimation with a critic (Schulman et al. 2016); at action_level=sequence, "
         "score - V.",
         needs_critic=True,
     ),
-    "reinforce": AdvantageEstimatorEntry(_RETURNS, "Discounted sum of future rewards, without a baseline."),
+    "reinforce": AdvantageEstimatorEntry(
+        f"{_CREDIT}.returns.reinforce", "Discounted sum of future rewards, without a baseline."
+    ),
     "remax": AdvantageEstimatorEntry(
-        "ppo_ds.ops.advantages.remax_advantages",
+        f"{_CREDIT}.returns.remax",
         "Discounted sum of future rewards minus the score of a greedy response to the prompt (Li et al. "
         "2024).",
         needs_greedy=True,
     ),
     "rloo": AdvantageEstimatorEntry(
-        _GROUP,
+        f"{_CREDIT}.groups.rloo",
         "Score minus the mean score of the other responses to the prompt (Ahmadian et al. 2024).",
-        options={"kind": "rloo"},
         needs_group=True,
     ),
     "grpo": AdvantageEstimatorEntry(
-        _GROUP,
+        f"{_CREDIT}.groups.grpo",
         "Score minus the group's mean, divided by its standard deviation (Shao et al. 2024).",
-        options={"kind": "grpo"},
         needs_group=True,
         divides_by_std=True,
     ),
     "dr_grpo": AdvantageEstimatorEntry(
-        _GROUP,
+        f"{_CREDIT}.groups.dr_grpo",
         "Score minus the group's mean (Liu et al. 2025).",
-        options={"kind": "dr_grpo"},
         needs_group=True,
     ),
     "lite_ppo": AdvantageEstimatorEntry(
-        _GROUP,
+        f"{_CREDIT}.groups.lite_ppo",
         "Score minus the group's mean, divided by the standard deviation of all scores (Lite PPO, arXiv "
         "2508.08221).",
-        options={"kind": "lite_ppo"},
         needs_group=True,
         divides_by_std=True,
-        over_ranks=True,
     ),
     "maxrl": AdvantageEstimatorEntry(
-        _GROUP,
+        f"{_CREDIT}.groups.maxrl",
         "Score minus the group's mean, divided by this mean (Tajwar et al. 2026).",
-        options={"kind": "maxrl"},
         needs_group=True,
         divides_by_mean=True,
     ),
     "gdpo": AdvantageEstimatorEntry(
-        "ppo_ds.ops.advantages.gdpo_advantages",
+        f"{_CREDIT}.groups.gdpo",
         "Several rewards, each normalized within the group as in grpo; their weighted sum is normalized over "
         "the rollout (arXiv 2601.05242).",
         needs_group=True,
         needs_parts=True,
         divides_by_std=True,
-        over_ranks=True,
     ),
     "opo": AdvantageEstimatorEntry(
-        _GROUP,
+        f"{_CREDIT}.groups.opo",
         "Score minus the group's mean weighted by response length (Hao et al. 2025).",
-        options={"kind": "opo"},
         needs_group=True,
     ),
 }
 
 KL_ESTIMATORS = {
     "k1": KLEstimatorEntry(
-        _KL,
+        f"{_KL}.k1",
         "log p - log p_ref: unbiased, signed.",
-        options={"estimator": "k1"},
         flaw_as_loss="has no gradient in expectation, so it does not limit the KL (use k2)",
     ),
     "abs": KLEstimatorEntry(
-        _KL,
+        f"{_KL}.absolute",
         "|log p - log p_ref|.",
-        options={"estimator": "abs"},
         flaw_as_loss="does not have the gradient of any KL (use k2)",
     ),
     "k2": KLEstimatorEntry(
-        _KL,
+        f"{_KL}.k2",
         "(log p - log p_ref)^2 / 2: its gradient is that of the reverse KL in expectation.",
-        options={"estimator": "k2"},
     ),
     "k3": KLEstimatorEntry(
-        _KL,
+        f"{_KL}.k3",
         "exp(log p_ref - log p) - 1 + log p - log p_ref: unbiased, never negative.",
-        options={"estimator": "k3"},
     ),
-    "k1+": KLEstimatorEntry(
-        _KL, "The value of k1 with the gradient of k2.", options={"estimator": "k1+"}, in_reward=False
-    ),
-    "k3+": KLEstimatorEntry(
-        _KL, "The value of k3 with the gradient of k2.", options={"estimator": "k3+"}, in_reward=False
-    ),
+    "k1+": KLEstimatorEntry(f"{_KL}.k1_plus", "The value of k1 with the gradient of k2.", in_reward=False),
+    "k3+": KLEstimatorEntry(f"{_KL}.k3_plus", "The value of k3 with the gradient of k2.", in_reward=False),
 }
 
 LOSS_AGGREGATIONS = {
-    "token_mean": LossAggregationEntry("ppo_ds.ops.losses.token_mean", "Mean over all tokens."),
+    "token_mean": LossAggregationEntry("ppo_ds.algorithm.aggregation.token_mean", "Mean over all tokens."),
     "seq_mean_token_mean": LossAggregationEntry(
-        "ppo_ds.ops.losses.seq_mean_token_mean", "Mean over responses of the mean over their tokens."
+        "ppo_ds.algorithm.aggregation.seq_mean_token_mean",
+        "Mean over responses of the mean over their tokens.",
     ),
     "seq_mean_token_sum": LossAggregationEntry(
-        "ppo_ds.ops.losses.seq_mean_token_sum", "Mean over responses of the sum over their tokens."
+        "ppo_ds.algorithm.aggregation.seq_mean_token_sum", "Mean over responses of the sum over their tokens."
     ),
     "token_sum_norm": LossAggregationEntry(
-        "ppo_ds.ops.losses.token_sum_norm",
+        "ppo_ds.algorithm.aggregation.token_sum_norm",
         "Sum over all tokens, divided by a constant per response.",
         needs_norm=True,
     ),

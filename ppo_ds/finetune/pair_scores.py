@@ -13,7 +13,7 @@ from ppo_ds.compute.batching import padded_tokens, plan_share
 from ppo_ds.data.preferences import PreferenceSource
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.ops.losses import pair_accuracy
+from ppo_ds.finetune.pairwise import pair_accuracy
 from ppo_ds.types import Metrics, PreferencePairs
 
 CHUNK = 1024  # pairs that are padded together

@@ -4,7 +4,7 @@ One step is one optimizer step on a batch of pairs:
   1. next(pairs)   the pairs of the step, the same on every rank
   2. update        forward and backward over this rank's micro-batches, then the optimizer step
 
-The loss is ops/losses.py:pairwise_loss, averaged exactly over all pairs of the step. Departures from
+The loss is pairwise.py:pairwise_loss, averaged exactly over all pairs of the step. Departures from
 InstructGPT: a row with several ranked answers is not weighted by 1 / (K choose 2) and not computed in one
 forward (data/preferences.py), and scores are kept around 0 by a term of the loss (reward_model.centering).
 """
@@ -29,8 +29,8 @@ from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.finetune.optimizer_step import OptimizerStep, Parts
 from ppo_ds.finetune.pair_scores import PairScores, pair_padding, pair_plan, score_pairs, score_source
+from ppo_ds.finetune.pairwise import pairwise_loss
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.ops.losses import pairwise_loss
 from ppo_ds.run.export import export_model
 from ppo_ds.run.failure_dump import dump_failure, origin_of
 from ppo_ds.run.health import TooManySkips

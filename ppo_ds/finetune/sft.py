@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppo_ds.algorithm.aggregation import BatchTotals, aggregate, batch_totals, token_mean
 from ppo_ds.config.sections.finetune import SFTConfig
 from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
 from ppo_ds.data.fingerprint import Fingerprint
@@ -39,7 +40,6 @@ from ppo_ds.finetune.optimizer_step import OptimizerStep, Parts
 from ppo_ds.models.neftune import EmbeddingNoise
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.ops.losses import BatchTotals, aggregate, batch_totals
 from ppo_ds.ops.masked import sum_and_count
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.run.export import export_actor
@@ -136,7 +136,7 @@ class SFTTrainer:
         nll = losses = -out.logprobs
         if smoothing:
             losses = (1 - smoothing) * nll - smoothing * out.mean_logprobs
-        loss = aggregate(losses, mask, totals=totals)
+        loss = aggregate(losses, mask, token_mean, totals)
         parts = {
             "sft/loss": sum_and_count(losses, mask),
             "sft/token_accuracy": sum_and_count(out.correct, mask),

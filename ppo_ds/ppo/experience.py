@@ -16,6 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ppo_ds.algorithm.credit.positions import ScorePosition
+from ppo_ds.algorithm.credit.responses import AdvantageEstimator, CreditOptions, Responses
+from ppo_ds.algorithm.credit.whitening import Whitening
+from ppo_ds.algorithm.kl.estimators import k3
+from ppo_ds.algorithm.rollout_is.weights import rollout_is_weights
+from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.background.pending import Pending
 from ppo_ds.config.sections.algo import RolloutISConfig
 from ppo_ds.distributed.faults import fault
@@ -23,13 +29,9 @@ from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
-from ppo_ds.ops.kl import approx_kl
-from ppo_ds.ops.losses import bounded_is_ratio, rollout_is_weights
 from ppo_ds.ops.masked import masked_sum
-from ppo_ds.ppo.advantages import AdvantageEstimator, ScorePosition, Whitening
 from ppo_ds.ppo.kept_forwards import KeptForwards
 from ppo_ds.ppo.minibatches import all_gather_rows, scatter_states, scatter_tokens
-from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.scoring import scored, wait_for_scores
 from ppo_ds.run.metrics import MetricSums
 from ppo_ds.run.microbatches import forward_rows, scoring_plan
@@ -60,6 +62,7 @@ class ExperienceMaker:
     charged_kl: Callable[[Tensor, Tensor], Tensor] | None
     score_position: ScorePosition
     estimate_advantages: AdvantageEstimator
+    credit: CreditOptions
     whitening: Whitening
     group_size: int  # consecutive rows with the same prompt
     rollout_is: RolloutISConfig
@@ -99,12 +102,13 @@ class ExperienceMaker:
             if self.charged_kl is not None:
                 kl_penalty = kl_coef * self.charged_kl(logprobs, ref_logprobs)
             rewards = self.score_position.rewards(scores, kl_penalty, rollout)
-            section, weights = self.rollout_is, torch.ones(mask.shape)
-            if section.kind != "none":
-                weights = rollout_is_weights(
-                    logprobs, rollout.logprobs, mask, section.kind, section.low, section.high, section.level
-                )
-            estimate = self.estimate_advantages(rewards, values, scores, rollout)
+            weights = torch.ones(mask.shape)
+            if self.rollout_is.kind != "none":
+                weights, _ = rollout_is_weights(logprobs, rollout.logprobs, mask, self.rollout_is)
+            responses = Responses.of_rollout(
+                rollout, self.score_position, rewards, scores, values, self.group_size
+            )
+            estimate = self.estimate_advantages(responses, self.credit)
             advantages = self.whitening.whiten_rollout(
                 estimate.advantages, mask, self.group_size, self.world.sum
             )
@@ -169,11 +173,11 @@ class ExperienceMaker:
         """Adds the metrics of the importance weights of algo.rollout_is."""
         mask, section = experience.response_mask, self.rollout_is
         columns = experience.logprobs, experience.decode_logprobs
-        bounded = bounded_is_ratio(*columns, mask, section.kind, section.level)
+        _, bounded = rollout_is_weights(*columns, mask, section)
         sums.add_mean("parity/weight_mean", experience.weights, mask)
         sums.add_mean("parity/weight_outside_frac", (bounded < section.low) | (bounded > section.high), mask)
         # samples come from the decode backend, so d = log-prob of decoding - log-prob of training
-        decode_to_training = approx_kl(experience.decode_logprobs, experience.logprobs, "k3")
+        decode_to_training = k3(experience.decode_logprobs, experience.logprobs)
         sums.add_mean("parity/k3_token_mean", decode_to_training, mask)
 
     def forward_models(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ppo_ds.algorithm.kl.estimators import k1, k3
 from ppo_ds.ops.histograms import count_equal_bins
-from ppo_ds.ops.kl import approx_kl
 from ppo_ds.ops.masked import masked_mean
 from ppo_ds.types import ENDS, Experience, Histogram, Metrics
 
@@ -56,12 +56,12 @@ def describe(
         metrics["value/return_mean"] = mean
         metrics["value/return_std"] = masked_mean((returns - mean) ** 2, states).sqrt()
     if (log_ratio := reference_log_ratio(experience)) is not None:
-        k1 = log_ratio.double()
-        k3 = approx_kl(log_ratio, torch.zeros_like(log_ratio), "k3")
-        metrics["kl/ref_seq_mean"] = k1.sum(1).mean()
-        metrics["kl/ref_token_mean"] = masked_mean(k1, mask)
-        metrics["kl/ref_token_max"] = k1.max()
-        metrics["kl/k3_token_mean"] = masked_mean(k3, mask)
+        signed = log_ratio.double()
+        positive = k3(log_ratio, torch.zeros_like(log_ratio))
+        metrics["kl/ref_seq_mean"] = signed.sum(1).mean()
+        metrics["kl/ref_token_mean"] = masked_mean(signed, mask)
+        metrics["kl/ref_token_max"] = signed.max()
+        metrics["kl/k3_token_mean"] = masked_mean(positive, mask)
     metrics |= episode_metrics(experience)
     return {name: float(value) for name, value in metrics.items()} | {"kl/coef": kl_coef}
 
@@ -122,4 +122,4 @@ def reference_log_ratio(experience: Experience) -> Tensor | None:
     """Computes log pi - log pi_ref [B,R], 0 outside the mask; None if one of the two is missing."""
     if experience.logprobs is None or experience.ref_logprobs is None:
         return None
-    return approx_kl(experience.logprobs, experience.ref_logprobs).masked_fill(~experience.response_mask, 0.0)
+    return k1(experience.logprobs, experience.ref_logprobs).masked_fill(~experience.response_mask, 0.0)

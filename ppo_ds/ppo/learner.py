@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ppo_ds.algorithm.aggregation import BatchTotals, batch_totals
+from ppo_ds.algorithm.credit.whitening import Whitening
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.distributed.world import World
@@ -23,9 +25,7 @@ from ppo_ds.engine.lockstep import LockstepResult, step_or_skip
 from ppo_ds.engine.trained import StepInfo, TrainedModel
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ops.histograms import RATIO_EDGES, count_bins
-from ppo_ds.ops.losses import BatchTotals, batch_totals
 from ppo_ds.ops.masked import keep, sum_and_count
-from ppo_ds.ppo.advantages import Whitening
 from ppo_ds.ppo.health import NonFiniteStep, first_nonfinite
 from ppo_ds.ppo.kept_forwards import KeptForwards, KeptOutputs
 from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective, correct_tokens

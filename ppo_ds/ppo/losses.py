@@ -8,23 +8,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ppo_ds.config.sections.algo import EntropyConfig, PositiveNLLConfig, ValueConfig
-from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ops.losses import (
+from ppo_ds.algorithm.aggregation import (
     Aggregation,
     BatchTotals,
     aggregate,
-    entropy_loss,
-    kl_loss,
     seq_mean_token_mean,
     seq_mean_token_sum,
-    value_loss,
+    token_mean,
 )
-from ppo_ds.ops.masked import sum_and_count
-from ppo_ds.ops.token_selection import off_policy_tokens, top_entropy_tokens
+from ppo_ds.algorithm.policy.keys import PolicyConfig
+from ppo_ds.algorithm.policy.selection import off_policy_tokens, top_entropy_tokens
+from ppo_ds.algorithm.policy.surrogate import PolicyLoss, surrogate_loss
+from ppo_ds.algorithm.value.loss import value_loss
+from ppo_ds.config.sections.algo import EntropyConfig, PositiveNLLConfig, ValueConfig
+from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.ops.masked import keep, sum_and_count
 from ppo_ds.types import Experience, Sequences
 
-Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see ops/losses.py
+Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see algorithm/aggregation.py
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ class PolicyObjective:
     log-prob and its KL are summed over its tokens.
     """
 
-    loss: Callable[..., tuple[Tensor, Parts]]  # the function of a policy loss, with its keys bound
+    loss: PolicyLoss
+    policy: PolicyConfig  # its keys
+    ratio: str  # unit of the ratio: that of ``loss``, or ``level``
     # for action level sequence: False if ``loss`` gives every token the loss of its whole response
     sums_over_tokens: bool
     entropy: EntropyConfig
@@ -74,26 +77,28 @@ class PolicyObjective:
                 logprobs, micro.decode_logprobs, micro.advantages, mask, self.off_policy_limit
             )
             weights = weights.masked_fill(off_policy, 0.0)
-        loss, parts = self.loss(
+        loss, parts = surrogate_loss(
+            self.loss,
+            self.policy,
             logprobs,
             old_logprobs,
             micro.advantages,
             mask,
-            ratio=self.level,
+            ratio=self.ratio,
             is_weights=weights,
             agg=seq_mean_token_mean if sequence and not self.sums_over_tokens else agg,
             totals=totals,
-            **({} if micro.selected is None else {"selected": micro.selected}),
+            selected=micro.selected,
         )
         if off_policy is not None:
             parts["policy/off_policy_frac"] = sum_and_count(off_policy.float(), mask)
         entropy = out.entropy if self.entropy.kind == "exact" else -logprobs
         if self.entropy.coef:
-            loss = loss - self.entropy.coef * entropy_loss(entropy, mask, agg=agg, totals=totals)
+            loss = loss - self.entropy.coef * aggregate(entropy, mask, agg, totals)
         if self.kl is not None:
             if kl_coef:  # 0 times a non-finite KL would be NaN
-                kl = kl_loss(logprobs, micro.ref_logprobs, mask, estimator=self.kl, agg=agg, totals=totals)
-                loss = loss + kl_coef * kl
+                kl = self.kl(keep(logprobs, mask), keep(micro.ref_logprobs, mask))
+                loss = loss + kl_coef * aggregate(kl, mask, agg, totals)
             parts["policy/kl_loss"] = sum_and_count(self.kl(logprobs, micro.ref_logprobs), mask)
         if self.aux_coef:
             # ``out.aux`` is a mean over the tokens of this forward, so it is weighted by their share of the
@@ -104,7 +109,7 @@ class PolicyObjective:
         if self.positive_nll.coef:
             positive = correct_tokens(micro, self.positive_nll.above)
             step = replace(totals, tokens=totals.positive_tokens)
-            loss = loss + self.positive_nll.coef * aggregate(-logprobs, positive, totals=step)
+            loss = loss + self.positive_nll.coef * aggregate(-logprobs, positive, token_mean, step)
             parts["policy/positive_nll"] = sum_and_count(-logprobs, positive)
         parts["policy/entropy"] = sum_and_count(entropy, mask)
         return loss, parts
@@ -172,5 +177,5 @@ class PtxObjective:
     coef: float
 
     def __call__(self, out: PolicyOutput, micro: Sequences, totals: BatchTotals) -> tuple[Tensor, Parts]:
-        loss = aggregate(-out.logprobs, micro.response_mask, totals=totals)
+        loss = aggregate(-out.logprobs, micro.response_mask, token_mean, totals)
         return self.coef * loss, {"policy/ptx_loss": sum_and_count(-out.logprobs, micro.response_mask)}

@@ -28,13 +28,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ppo_ds.algorithm.kl.controllers import FixedKLController
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.ops.kl import FixedKLController
 from ppo_ds.ppo.collector import RolloutCollector
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.experience import ExperienceMaker

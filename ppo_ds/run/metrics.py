@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import StepInfo
-from ppo_ds.ops.losses import explained_variance
+from ppo_ds.ops.moments import explained_variance
 from ppo_ds.types import Metrics, to_device
 
 _SQUARES = "_of_squares"
@@ -20,8 +20,8 @@ class MetricSums:
     """Accumulates masked means and maxima that are exact over ranks and micro-batches.
 
     Sums and counts are added up; means are never averaged. The shape of a part determines how it is reduced,
-    as in ops/losses.py: [2] is (sum, count), [5] moments of an explained variance, 0-dim a maximum. Every
-    rank must add the same names in the same order; ``reduced`` is a collective.
+    as in algorithm/aggregation.py: [2] is (sum, count), [5] moments of an explained variance, 0-dim a
+    maximum. Every rank must add the same names in the same order; ``reduced`` is a collective.
     """
 
     def __init__(self) -> None:

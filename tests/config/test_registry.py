@@ -6,12 +6,12 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import partial
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from torch import Tensor
 
+from ppo_ds.algorithm.credit.responses import CreditOptions
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES, MayLackLowerBound, PolicyConfig
 from ppo_ds.config import registry
 from ppo_ds.config.registry import (
@@ -20,25 +20,21 @@ from ppo_ds.config.registry import (
     KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
     STAGES,
+    AdvantageEstimatorEntry,
     Entry,
     import_target,
     resolve,
 )
 from ppo_ds.config.schema import Config
-from ppo_ds.config.sections.algo import AdvantageConfig, KLConfig, LossConfig
+from ppo_ds.config.sections.algo import AdvantageConfig, GAEConfig, KLConfig, LossConfig
 from ppo_ds.config.sections.data import RolloutConfig
-from ppo_ds.ops import advantages, kl, losses
+from tests.ops.by_name import policy_loss, responses, with_last_state
 
 TABLES: dict[str, Mapping[str, Entry]] = {
     name: table for name, table in vars(registry).items() if name.isupper() and isinstance(table, dict)
 }
 REWARDS = torch.tensor([[0.0, 1.0], [2.0, 4.0]])
 MASK = torch.ones(2, 2, dtype=torch.bool)
-
-
-def names(function: object, argument: str) -> set[str]:
-    """Returns the values that the Literal annotation of an argument allows."""
-    return set(get_args(get_type_hints(function)[argument]))
 
 
 def test_the_tables_of_parts() -> None:
@@ -61,48 +57,31 @@ def test_every_target_can_be_imported_and_takes_its_options(table: str, name: st
     assert entry.description.endswith(".") and "\n" not in entry.description
 
 
-@pytest.mark.parametrize(
-    ("table", "function", "argument", "not_for_a_run"),
-    [
-        (KL_ESTIMATORS, kl.approx_kl, "estimator", set()),
-        (
-            {name: entry for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.options},
-            advantages.group_advantages,
-            "kind",
-            {"mean", "none"},  # mean is another name of dr_grpo; none has no baseline
-        ),
-    ],
-)
-def test_the_names_are_those_that_the_operations_take(
-    table: Mapping[str, Entry], function: object, argument: str, not_for_a_run: set[str]
-) -> None:
-    assert set(table) == names(function, argument) - not_for_a_run
-    assert all(entry.options == {argument: name} for name, entry in table.items())
+def estimated(entry: AdvantageEstimatorEntry, rewards: Tensor, **columns: object) -> Tensor:
+    """Calls an estimator of two responses to one prompt, whose rewards [2,2] are all at actions."""
+    given = responses(
+        with_last_state(rewards), with_last_state(MASK.bool()), groups=torch.zeros(2), **columns
+    )
+    options = CreditOptions(gae=GAEConfig(lam=1.0), part_weights={"a": 1.0, "b": 1.0})
+    return resolve(entry)(given, options).advantages
 
 
-def test_the_aggregations_are_those_that_the_operations_take() -> None:
-    assert {name: resolve(entry) for name, entry in LOSS_AGGREGATIONS.items()} == losses.AGGREGATIONS
-    assert set(losses.AGGREGATIONS) == set(get_args(losses.LossAgg))
-
-
-def test_estimators_are_called_by_what_they_need() -> None:
-    groups, lengths = torch.tensor([0, 0]), torch.tensor([2, 2])
+def test_estimators_are_called_with_what_they_need() -> None:
     for name, entry in ADVANTAGE_ESTIMATORS.items():
-        estimate = resolve(entry)
+        needs: dict[str, object] = {}
         if entry.needs_critic:
-            made, returns = estimate(REWARDS, torch.zeros(2, 2), MASK, gamma=1.0, lam=1.0)
-            assert made.tolist() == returns.tolist() == [[1.0, 1.0], [6.0, 4.0]]
-        elif entry.needs_greedy:
-            made = estimate(REWARDS, MASK, gamma=1.0, baselines=torch.tensor([1.0, 4.0]))
+            needs["values"] = torch.zeros(2, 3)
+        if entry.needs_greedy:
+            needs["baselines"] = torch.tensor([1.0, 4.0])
+        if entry.needs_parts:
+            needs["components"] = ({"a": 1.0, "b": 0.0}, {"a": 3.0, "b": 0.0})
+        made = estimated(entry, REWARDS, **needs)
+        if entry.needs_greedy:
             assert made.tolist() == [[0.0, 0.0], [2.0, 0.0]]
-        elif entry.needs_parts:
-            made = estimate(torch.tensor([[1.0, 0.0], [3.0, 0.0]]), groups, weights=torch.ones(2))
-            assert made.shape == (2,) and made[0] < made[1], name
         elif entry.needs_group:
-            made = estimate(torch.tensor([1.0, 3.0]), groups, lengths=lengths)
-            assert made.shape == (2,) and made[0] < made[1], name
+            assert (made[:, 0] == made[:, 1]).all() and made[0, 0] < made[1, 0], name
         else:
-            assert estimate(REWARDS, MASK, gamma=1.0).tolist() == [[1.0, 1.0], [6.0, 4.0]]
+            assert made.tolist() == [[1.0, 1.0], [6.0, 4.0]]
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -111,39 +90,38 @@ def test_every_policy_loss_has_a_function_that_takes_its_keys(name: str) -> None
     assert callable(import_target(variant.function)) and (variant.__doc__ or "").endswith(".")
     defaults = variant(clip_high=4) if issubclass(variant, MayLackLowerBound) else variant()
     logprobs = torch.tensor([[-1.0, -2.0]])
-    options = {"agg": "token_mean", **defaults.arguments()}
+    keys = {key: getattr(defaults, key) for key in variant.model_fields if key != "loss"}
+    selected = None
     if defaults.selection is not None:
         selected = import_target(defaults.selection)(
-            logprobs, MASK[:1].float(), MASK[:1], torch.Generator(), **defaults.selection_arguments()
+            logprobs, MASK[:1].float(), MASK[:1], torch.Generator(), defaults
         )
-        options["selected"] = selected
-    loss, _ = import_target(defaults.function)(logprobs, logprobs, torch.ones(1, 2), MASK[:1], **options)
+    ones = torch.ones(1, 2)
+    loss, _ = policy_loss(logprobs, logprobs, ones, MASK[:1], kind=name, selected=selected, **keys)
     assert loss.isfinite()
 
 
 def test_the_flags_say_what_the_losses_do() -> None:
     logprobs, old, advantage = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2)
+    args = logprobs, old, advantage, MASK[:1]
     for name, entry in POLICY_LOSSES.items():
-        wide = {key: 9.0 for key in ("clip_low", "clip_high") if key in entry.model_fields}
-        options = dict(ratio="sequence", agg="seq_mean_token_sum", **wide)
-        args = logprobs, old, advantage, MASK[:1]
+        keys = [key for key in ("clip_low", "clip_high") if key in entry.model_fields]
+        options: dict[str, object] = dict.fromkeys(keys, 0.9)
         if entry.selection is not None:
             assert callable(import_target(entry.selection))
             options |= {"selected": torch.tensor([[True, False]])}
-        loss = partial(import_target(entry.function), **entry.options)
-        summed, _ = loss(*args, **options)
-        once, _ = loss(*args, **options | {"ratio": "token" if entry.own_ratio else "sequence"})
-        assert torch.equal(summed, once), name  # a loss that computes its own ratio ignores the given one
-        other, _ = loss(*args, **options | {"ratio": "token"})
-        assert torch.equal(summed, other) == (entry.own_ratio or name == "reinforce"), name
+        tokens, of_response = (
+            policy_loss(*args, kind=name, ratio=ratio, agg="seq_mean_token_sum", **options)[0]
+            for ratio in ("token", "sequence")
+        )
+        ignores = entry.ratio is not None or name in ("gmpo", "reinforce")
+        assert torch.equal(tokens, of_response) == ignores, name
 
 
 def test_the_flags_say_what_the_estimators_do() -> None:
-    groups, lengths, scores = torch.tensor([0, 0]), torch.tensor([2, 2]), torch.tensor([1.0, 3.0])
     for name, entry in ADVANTAGE_ESTIMATORS.items():
         if entry.needs_group and not entry.needs_parts:
-            larger = resolve(entry)(10 * scores, groups, lengths=lengths)
-            same = torch.allclose(larger, resolve(entry)(scores, groups, lengths=lengths), atol=1e-4)
+            same = torch.allclose(estimated(entry, 10 * REWARDS), estimated(entry, REWARDS), atol=1e-4)
             assert same == (entry.divides_by_std or entry.divides_by_mean), name
 
 

@@ -11,7 +11,6 @@ OPS = (
     "masked",
     "kl",
     "advantages",
-    "group_advantages",
     "rewards",
     "sequences",
     "token_sampling",

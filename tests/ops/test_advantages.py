@@ -6,21 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_ds.ops.advantages import (
-    compute_gae,
-    discounted_returns,
+from ppo_ds.algorithm.credit.gae import compute_gae, length_adaptive_lambda
+from ppo_ds.algorithm.credit.returns import discounted_returns
+from ppo_ds.ops.masked import masked_whiten
+from ppo_ds.ops.sequences import broadcast_sequence, next_token_mask
+from tests.ops.by_name import (
+    approx_kl,
     gdpo_advantages,
     group_advantages,
-    length_adaptive_lambda,
     normalize_advantages,
     one_step_advantages,
     reinforce_pp_advantages,
     remax_advantages,
+    token_rewards,
 )
-from ppo_ds.ops.kl import approx_kl
-from ppo_ds.ops.masked import masked_whiten
-from ppo_ds.ops.rewards import token_rewards
-from ppo_ds.ops.sequences import broadcast_sequence, next_token_mask
 from tests.ops.golden import Close, Within, assert_no_stale_entries, check, outputs
 
 
@@ -155,19 +154,19 @@ GROUPS = {
     "verl.opo.*": grouped("opo"),
     "verl.gpg.*": grouped("mean"),  # GPG's factor, the number of rows over those with a score, is 1 here
     "openrlhf.gae.advantages": openrlhf_gae(0, "batch"),
-    "openrlhf.gae.no_std.advantages": openrlhf_gae(0, "mean_only"),
     "openrlhf.gae.*returns": openrlhf_gae(1),
     "openrlhf.reinforce.advantages": openrlhf("none", "batch"),
-    "openrlhf.reinforce.no_std.advantages": openrlhf("none", "mean_only"),
     "openrlhf.reinforce.*returns": openrlhf("none"),
     "openrlhf.rloo.*": openrlhf("rloo"),
     "openrlhf.reinforce_baseline.advantages": openrlhf("mean", "batch"),
-    "openrlhf.reinforce_baseline.no_std.advantages": openrlhf("mean", "mean_only"),
     "openrlhf.reinforce_baseline.*returns": openrlhf("mean"),
     "openrlhf.group_norm.*": openrlhf("grpo", eps=1e-9),
     "openrlhf.dr_grpo.*": openrlhf("dr_grpo"),
 }
-NOT_GROUPS = {"verl.grpo_passk.*": "pass@k advantages: not among our estimators"}
+NOT_GROUPS = {
+    "verl.grpo_passk.*": "pass@k advantages: not among our estimators",
+    "openrlhf.*.no_std.advantages": "centred without a division, which algo.advantage.whiten does not offer",
+}
 
 
 @pytest.mark.parametrize(("case", "key"), outputs("group_advantages.json", NOT_GROUPS))
@@ -244,10 +243,8 @@ def test_group_baselines_worked_by_hand():
     scores = torch.tensor([1.0, 10.0, 3.0, 10.0, 8.0])
     # interleaved groups with arbitrary ids: scores {1, 3, 8} and {10, 10}
     groups = torch.tensor([7, -2, 7, -2, 7])
-    assert group_advantages(scores, groups, "mean").tolist() == [-3.0, 0.0, -1.0, 0.0, 4.0]
     assert group_advantages(scores, groups, "dr_grpo").tolist() == [-3.0, 0.0, -1.0, 0.0, 4.0]
     assert group_advantages(scores, groups, "rloo").tolist() == [-4.5, 0.0, -1.5, 0.0, 6.0]
-    assert group_advantages(scores, groups, "none").tolist() == scores.tolist()
     std = (26 / 2) ** 0.5
     torch.testing.assert_close(
         group_advantages(scores, groups, "grpo", eps=0.0)[[0, 2, 4]], torch.tensor([-3.0, -1.0, 4.0]) / std
@@ -258,7 +255,7 @@ def test_group_baselines_worked_by_hand():
 
 def test_equal_scores_have_no_advantage_however_they_round():
     scores = torch.full((7,), 0.1)
-    for kind in ("grpo", "rloo", "mean"):
+    for kind in ("grpo", "rloo", "dr_grpo"):
         assert group_advantages(scores, torch.zeros(7, dtype=torch.long), kind).abs().max() < 1e-8
 
 
@@ -300,7 +297,7 @@ def test_gdpo_is_the_formula_of_trl():
     total = (each.reshape(12, 3) * weights).sum(1)
     expected = (total - total.mean()) / (total.std(ddof=1) + 1e-6)
     made = gdpo_advantages(torch.tensor(scores), torch.arange(12) // 4, torch.tensor(weights))
-    np.testing.assert_allclose(made.numpy(), expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(made.numpy(), expected, rtol=1e-5, atol=1e-6)  # parts are float32
 
 
 @pytest.mark.parametrize("successes", [0, 1, 3, 8])
@@ -321,47 +318,22 @@ def test_maxrl_has_no_advantage_for_a_mean_that_is_not_positive():
     assert made.tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("kind", ["rloo", "grpo", "dr_grpo", "lite_ppo", "maxrl", "mean", "opo"])
-def test_groups_of_one(kind):
-    scores, groups, lengths = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1]), torch.ones(3)
-    with pytest.raises(ValueError, match="one response has no baseline"):
-        group_advantages(scores, groups, kind, lengths=lengths)
-    assert group_advantages(scores, groups, kind, lengths=lengths, singleton="score")[2] == 5.0
-    assert group_advantages(scores, groups, kind, lengths=lengths, singleton="zero")[2] == 0.0
-
-
-def test_unknown_kinds_are_refused():
-    with pytest.raises(ValueError, match="best_of"):
-        group_advantages(torch.zeros(2), torch.zeros(2), "best_of")
-    with pytest.raises(ValueError, match="group"):
-        normalize_advantages(torch.zeros(1, 2), torch.ones(1, 2), "group")
-
-
 def test_normalisation_worked_by_hand():
     adv, mask = torch.tensor([[1.0, 3.0, NAN]], dtype=torch.float64), torch.tensor([[1, 1, 0]])
-    assert normalize_advantages(adv, mask, "none").tolist() == [[1.0, 3.0, 0.0]]
-    assert normalize_advantages(adv, mask, "mean_only").tolist() == [[-1.0, 1.0, 0.0]]
     torch.testing.assert_close(
         normalize_advantages(adv, mask), torch.tensor([[-1.0, 1.0, 0.0]]).double(), rtol=0, atol=1e-7
     )
     half = torch.tensor([[-1.0, 1.0, 0.0]]).double() / 2**0.5  # unbiased variance 2
     torch.testing.assert_close(normalize_advantages(adv, mask, unbiased=True), half, rtol=0, atol=1e-7)
-    assert normalize_advantages(adv, mask, "none", clip=2.0).tolist() == [[1.0, 2.0, 0.0]]
 
 
 def test_one_step_advantages_worked_by_hand():
     scores, values = torch.tensor([1.0, 5.0]), torch.tensor([0.0, 2.0])  # advantages 1 and 3
-    advantages, returns = one_step_advantages(scores, values, whiten=False)
+    advantages, returns = one_step_advantages(scores, values)
     assert advantages.tolist() == [1.0, 3.0] and returns.tolist() == [1.0, 5.0]
-    torch.testing.assert_close(one_step_advantages(scores, values)[0], torch.tensor([-1.0, 1.0]) / 2**0.5)
 
 
 def test_everything_is_detached():
     x, mask = torch.randn(2, 3, requires_grad=True), torch.ones(2, 3)
-    results = [
-        *compute_gae(x, x, mask),
-        *reinforce_pp_advantages(x, mask),
-        normalize_advantages(x, mask),
-        *one_step_advantages(x[0], x[1]),
-    ]
+    results = [*compute_gae(x, x, mask), discounted_returns(x, mask), normalize_advantages(x, mask)]
     assert not any(r.requires_grad for r in results)

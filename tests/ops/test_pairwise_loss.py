@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ppo_ds.ops.losses import pair_accuracy, pairwise_loss
+from ppo_ds.finetune.pairwise import pair_accuracy, pairwise_loss
 
 
 def trl(chosen, rejected, margin=None, coef=0.0):

@@ -6,12 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_ds.ops.advantages import compute_gae, normalize_advantages
-from ppo_ds.ops.kl import approx_kl
-from ppo_ds.ops.losses import BatchTotals, policy_loss, value_loss
+from ppo_ds.algorithm.aggregation import BatchTotals
+from ppo_ds.algorithm.credit.gae import compute_gae
 from ppo_ds.ops.masked import masked_whiten
-from ppo_ds.ops.rewards import shape_scores, token_rewards
 from ppo_ds.ops.sequences import next_token_mask
+from tests.ops.by_name import (
+    approx_kl,
+    normalize_advantages,
+    policy_loss,
+    shape_scores,
+    token_rewards,
+    value_loss,
+)
 from tests.ops.golden import Close, Within, assert_no_stale_entries, check, gradient, leaf, outputs
 
 

@@ -7,15 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_ds.ops.losses import policy_loss
-from ppo_ds.ops.policy_losses import (
-    binary_kl,
-    clip_cov_loss,
-    dppo_loss,
-    gmpo_loss,
-    kl_cov_loss,
-    sapo_loss,
-)
+from ppo_ds.algorithm.policy.dppo import binary_kl
+from tests.ops.by_name import clip_cov_loss, dppo_loss, gmpo_loss, kl_cov_loss, policy_loss, sapo_loss
 from tests.ops.golden import gradient, leaf
 
 # Three responses of 3, 2 and 1 tokens: log pi of the old policy, the log-ratio, and the advantages.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_ds.ops.losses import bounded_is_ratio, rollout_is_weights
+from tests.ops.by_name import bounded_is_ratio, rollout_is_weights
 
 LEVELS = ("token", "sequence", "sequence_mean")
 NAN = float("nan")
@@ -86,11 +86,10 @@ def test_weights_are_those_of_peers(ratios, how, expected):
     torch.testing.assert_close(weights(ratios, *how), torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("name", "kind"), [("tis", "truncate"), ("icepop", "mask")])
-def test_named_kinds_are_those_of_tokens_at_any_level(name, kind, level):
+def test_named_kinds_are_those_of_tokens(name, kind):
     ratios = [[0.1, 0.7, 3.0], [1.9, 2.1, 1.0]]
-    assert torch.equal(weights(ratios, name, level), weights(ratios, kind, "token"))
+    assert torch.equal(weights(ratios, name, "token"), weights(ratios, kind, "token"))
 
 
 def test_long_responses_have_finite_products():

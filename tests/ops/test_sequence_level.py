@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from ppo_ds.ops.advantages import one_step_advantages
 from ppo_ds.ops.logprobs import sequence_logprobs
-from ppo_ds.ops.losses import entropy_loss, kl_loss, policy_loss, value_loss
+from ppo_ds.ops.masked import masked_whiten
+from tests.ops.by_name import entropy_loss, kl_loss, one_step_advantages, policy_loss, value_loss
 from tests.ops.golden import Close, assert_no_stale_entries, check, gradient, leaf, outputs
 
 PER_SEQUENCE = "seq_mean_token_mean"
@@ -37,7 +37,8 @@ def close(x):
 
 
 def b_advantages(c, whiten=True):
-    return one_step_advantages(c.scores, c.old_values, whiten)[0]
+    advantages, _ = one_step_advantages(c.scores, c.old_values)
+    return masked_whiten(advantages, torch.ones_like(advantages)) if whiten else advantages
 
 
 def b_entropy(x, c):
@@ -57,7 +58,7 @@ def b_total(x, v, c, live):
 
 def c_total(x, v, c):
     p = c.params
-    advantages, _ = one_step_advantages(c.scores, c.values, whiten=False)
+    advantages, _ = one_step_advantages(c.scores, c.values)
     loss = policy(x, c, advantages) + p["vf_coef"] * value(v, c) + p["kl_coef"] * kl(x, c.ref_logprobs, c)
     return (loss + p["aux_loss"]) / p["accumulation_steps"]
 
@@ -88,10 +89,8 @@ TARGETS = {
         lambda x, v, c: b_total(x, v, c, live=False), "logprobs"
     ),
     "seed_b/grad_values": grad_of(lambda x, v, c: b_total(x, v, c, live=True), "values"),
-    "seed_c/advantages": lambda c: one_step_advantages(c.scores, c.values, whiten=False)[0],
-    "seed_c/policy_loss": lambda c: close(
-        policy(c.logprobs, c, one_step_advantages(c.scores, c.values, whiten=False)[0])
-    ),
+    "seed_c/advantages": lambda c: one_step_advantages(c.scores, c.values)[0],
+    "seed_c/policy_loss": lambda c: close(policy(c.logprobs, c, one_step_advantages(c.scores, c.values)[0])),
     "seed_c/kl": lambda c: kl(c.logprobs, c.old_logprobs, c),
     "seed_c/kl_ref": lambda c: kl(c.logprobs, c.ref_logprobs, c),
     "seed_c/total": lambda c: close(c_total(c.logprobs, c.values, c)),

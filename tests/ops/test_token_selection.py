@@ -5,12 +5,9 @@ import math
 import pytest
 import torch
 
-from ppo_ds.ops.token_selection import (
-    clip_cov_tokens,
-    kl_cov_tokens,
-    off_policy_tokens,
-    top_entropy_tokens,
-)
+from ppo_ds.algorithm.policy.covariance import clip_cov_tokens, kl_cov_tokens
+from ppo_ds.algorithm.policy.keys import ClipCov, KLCov
+from ppo_ds.algorithm.policy.selection import off_policy_tokens, top_entropy_tokens
 
 NAN = math.nan
 MASK = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
@@ -82,7 +79,7 @@ def test_kl_cov_selects_the_largest_covariances(seed, cov_frac):
     found = covariances_by_hand(*columns)
     count = max(int(cov_frac * len(found)), 1)
     expected = {(i, t) for _, i, t in sorted(found, reverse=True)[:count]}
-    assert places_of(kl_cov_tokens(*columns, generator(), cov_frac=cov_frac)) == expected
+    assert places_of(kl_cov_tokens(*columns, generator(), KLCov(cov_frac=cov_frac))) == expected
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -92,18 +89,19 @@ def test_clip_cov_selects_random_tokens_within_the_bounds(seed):
     within = {(i, t) for covariance, i, t in found if 1 < covariance < 5}
     few = int(0.05 * len(found))
     assert few < len(within)
-    chosen = [places_of(clip_cov_tokens(*columns, generator(n), cov_frac=0.05)) for n in (0, 0, 1)]
+    chosen = [places_of(clip_cov_tokens(*columns, generator(n), ClipCov(cov_frac=0.05))) for n in (0, 0, 1)]
     assert chosen[0] == chosen[1] != chosen[2] and all(len(c) == few and c <= within for c in chosen)
-    assert places_of(clip_cov_tokens(*columns, generator(), cov_frac=0.9)) == within
-    assert len(places_of(clip_cov_tokens(*columns, generator(), cov_frac=1e-6))) == 1
-    none = clip_cov_tokens(*columns, generator(), cov_frac=0.9, cov_low=1e6, cov_high=2e6)
+    assert places_of(clip_cov_tokens(*columns, generator(), ClipCov(cov_frac=0.9))) == within
+    assert len(places_of(clip_cov_tokens(*columns, generator(), ClipCov(cov_frac=1e-6)))) == 1
+    none = clip_cov_tokens(*columns, generator(), ClipCov(cov_frac=0.9, cov_low=1e6, cov_high=2e6))
     assert places_of(none) == set()
 
 
 def test_the_defaults_are_the_papers():
     columns = torch.randn(100, 100, dtype=torch.float64), torch.randn(100, 100), torch.ones(100, 100) > 0
     assert (
-        kl_cov_tokens(*columns, generator()).sum() == 20 and clip_cov_tokens(*columns, generator()).sum() == 2
+        kl_cov_tokens(*columns, generator(), KLCov()).sum() == 20
+        and clip_cov_tokens(*columns, generator(), ClipCov()).sum() == 2
     )
 
 
@@ -112,7 +110,7 @@ def test_nothing_is_selected_where_there_are_no_tokens():
     for selected in (
         top_entropy_tokens(x, mask, 0.2),
         off_policy_tokens(x, x, x, mask, 0.1),
-        clip_cov_tokens(x, x, mask, generator()),
-        kl_cov_tokens(x, x, mask, generator()),
+        clip_cov_tokens(x, x, mask, generator(), ClipCov()),
+        kl_cov_tokens(x, x, mask, generator(), KLCov()),
     ):
         assert selected.shape == mask.shape and not selected.any()

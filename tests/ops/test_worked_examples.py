@@ -6,11 +6,9 @@ The tolerances are in the files, since the sources print few digits.
 import pytest
 import torch
 
-from ppo_ds.ops.advantages import compute_gae
-from ppo_ds.ops.kl import approx_kl
-from ppo_ds.ops.losses import policy_loss, value_loss
-from ppo_ds.ops.rewards import token_rewards
+from ppo_ds.algorithm.credit.gae import compute_gae
 from ppo_ds.ops.sequences import last_token_index, response_mask
+from tests.ops.by_name import approx_kl, policy_loss, token_rewards, value_loss
 from tests.ops.golden import GOLDENS, gradient, leaf, load
 
 EXAMPLES = {c["id"]: c for c in load(GOLDENS / "seed_examples.json")["cases"]}

@@ -1,28 +1,20 @@
 """Helpers for tests of make_experience and learn: rows of given lengths, stub models and plain settings."""
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import pad
 
+from ppo_ds.algorithm.credit.positions import ScorePosition
+from ppo_ds.algorithm.credit.responses import CreditOptions, Responses
+from ppo_ds.algorithm.credit.whitening import Whitening
+from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.background.pending import Pending
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, resolve
 from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig, RolloutISConfig
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ppo.advantages import (
-    ScorePosition,
-    Whitening,
-    estimate_by_critic,
-    estimate_by_greedy,
-    estimate_by_group,
-    estimate_by_parts,
-    estimate_by_token,
-    estimate_one_step,
-)
 from ppo_ds.ppo.experience import ExperienceMaker
-from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.ppo.scoring import scored, scores_of
 from ppo_ds.types import Experience, Rollout, Scores
 
@@ -42,31 +34,33 @@ def timer(phase):
 def shaper(world, normalize="none", with_std=True, clip=None, **penalties):
     """Makes a reward shaper that leaves scores unchanged, except for the given settings."""
     shaping = RewardShapingConfig(normalize=normalize, normalize_std=with_std, clip=clip, **penalties)
-    return ScoreShaper(shaping, world)
+    return ScoreShaper(shaping, world.sum)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An estimator of the registry with its settings, which ``maker`` takes as ``estimate_advantages``."""
+
+    name: str
+    credit: CreditOptions
+    position: ScorePosition
+    group_size: int = 1
+
+    def __call__(self, rewards, values, scores, rollout):
+        given = Responses.of_rollout(rollout, self.position, rewards, scores, values, self.group_size)
+        return resolve(ADVANTAGE_ESTIMATORS[self.name])(given, self.credit)
 
 
 def gae(level="token", position=None, place=ON_THE_LAST, gamma=1.0, lam=1.0, **changes):
     """Makes a GAE estimator on token level with gamma 1 and lambda 1, so that returns are rewards-to-go."""
     section = GAEConfig(gamma=gamma, lam=lam, **changes)
-    if level == "sequence":
-        return partial(estimate_one_step, value_position=position, score_position=place)
-    return partial(
-        estimate_by_critic, compute=resolve(ADVANTAGE_ESTIMATORS["gae"]), gae=section, score_position=place
-    )
+    return Estimator("gae", CreditOptions(gae=section, action_level=level, value_position=position), place)
 
 
 def critic_free(kind, gamma=1.0, group_size=1, place=ON_THE_LAST, reduce=None):
     """Makes an estimator of config/registry.py that needs no critic. ``reduce`` sums over all ranks."""
-    entry = ADVANTAGE_ESTIMATORS[kind]
-    compute = partial(resolve(entry), reduce=reduce) if entry.over_ranks else resolve(entry)
-    if entry.needs_parts:
-        return partial(estimate_by_parts, compute=compute, weights=PARTS, group_size=group_size)
-    bound = dict(compute=compute, score_position=place)
-    if entry.needs_group:
-        return partial(estimate_by_group, **bound, group_size=group_size)
-    if entry.needs_greedy:
-        return partial(estimate_by_greedy, **bound, gamma=gamma)
-    return partial(estimate_by_token, **bound, gamma=gamma)
+    credit = CreditOptions(gae=GAEConfig(gamma=gamma), part_weights=PARTS, reduce=reduce)
+    return Estimator(kind, credit, place, group_size)
 
 
 def kl_estimator(name):
@@ -146,7 +140,13 @@ def maker(world, reference=None, critic=None, **changes):
         timer=timer,
         check=lambda: None,
     )
-    return MakerOfScored(**parts | changes)
+    parts |= changes
+    if isinstance(estimator := parts["estimate_advantages"], Estimator):
+        parts["estimate_advantages"] = resolve(ADVANTAGE_ESTIMATORS[estimator.name])
+        parts |= {"credit": estimator.credit}
+        parts |= {} if "group_size" in changes else {"group_size": estimator.group_size}
+        parts |= {} if "score_position" in changes else {"score_position": estimator.position}
+    return MakerOfScored(**parts)
 
 
 def without(rows, *names):

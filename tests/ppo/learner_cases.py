@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
-from ppo_ds.assemble.algorithm import policy_loss
-from ppo_ds.config.registry import KL_ESTIMATORS, LOSS_AGGREGATIONS, resolve
+from ppo_ds.config.registry import KL_ESTIMATORS, LOSS_AGGREGATIONS, import_target, resolve
 from ppo_ds.config.sections.algo import EntropyConfig, PositiveNLLConfig, ValueConfig
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
@@ -167,7 +166,9 @@ def policy_objective(**changes):
     variant = POLICY_LOSSES[made["kind"]]
     clips = {name: made[name] for name in CLIP if name in variant.model_fields}
     return PolicyObjective(
-        loss=policy_loss(variant(**clips, **made["keys"])),
+        loss=import_target(variant.function),
+        policy=variant(**clips, **made["keys"]),
+        ratio=variant.ratio or made["level"],
         sums_over_tokens=variant.sums_over_tokens,
         off_policy_limit=made["off_policy_limit"],
         entropy=EntropyConfig(coef=made["entropy_coef"], kind=made["entropy_kind"]),

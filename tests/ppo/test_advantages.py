@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.ppo.advantages import ScorePosition
+from ppo_ds.algorithm.credit.positions import ScorePosition
 from tests.ppo.algo_cases import answers, critic_free, gae, rounded
 
 SCORES = [1.0, 2.0, 3.0, 4.0, 5.0]

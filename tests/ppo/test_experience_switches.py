@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ppo_ds.algorithm.credit.positions import ScorePosition
 from ppo_ds.assemble.algorithm import masked_stop_ids
 from ppo_ds.background.pending import Pending
 from ppo_ds.config.sections.algo import RolloutISConfig
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ppo.advantages import ScorePosition
 from ppo_ds.ppo.experience import ExperienceMaker, mask_stops
 from ppo_ds.ppo.scoring import scores_of
 from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, critic_free, gae, maker, rounded, shaper

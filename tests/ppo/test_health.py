@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launch.replay import report_lines
-from ppo_ds.ops.kl import AdaptiveKLController, ThresholdKLController
+from ppo_ds.algorithm.kl.controllers import AdaptiveKLController, ThresholdKLController
 from ppo_ds.ops.running import RunningMoments
 from ppo_ds.ppo import learner as learner_module
 from ppo_ds.ppo.failure_dump import Dump

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ppo_ds.algorithm.aggregation import batch_totals
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ops.losses import batch_totals
 from ppo_ds.ppo.losses import PtxObjective
 from tests.ppo.algo_cases import RUBBISH
 from tests.ppo.learner_cases import policy_objective, value_objective

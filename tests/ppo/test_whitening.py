@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from ppo_ds.ppo.advantages import Whitening
+from ppo_ds.algorithm.credit.whitening import Whitening
 
 LENGTHS = [2, 1, 3, 1]
 RAW = [[1.0, 2.0], [6.0], [-1.0, 0.0, 4.0], [8.0]]

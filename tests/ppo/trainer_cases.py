@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import torch
 
+from ppo_ds.algorithm.kl.controllers import AdaptiveKLController
 from ppo_ds.config.registry import STAGES
 from ppo_ds.config.sections.run import CheckpointConfig
-from ppo_ds.ops.kl import AdaptiveKLController
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.ppo.trainer import PPOTrainer

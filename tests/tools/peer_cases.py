@@ -31,16 +31,22 @@ import torch
 torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from ppo_ds.algorithm import aggregation  # noqa: E402
+from ppo_ds.algorithm.credit.gae import compute_gae  # noqa: E402
+from ppo_ds.algorithm.credit.positions import ScorePosition  # noqa: E402
+from ppo_ds.algorithm.credit.responses import CreditOptions, Responses  # noqa: E402
+from ppo_ds.algorithm.credit.returns import discounted_returns  # noqa: E402
+from ppo_ds.algorithm.credit.whitening import Whitening  # noqa: E402
+from ppo_ds.algorithm.kl import controllers  # noqa: E402
 from ppo_ds.compute import linear_logprobs as lin  # noqa: E402
 from ppo_ds.config import registry  # noqa: E402
-from ppo_ds.ops import advantages as adv  # noqa: E402
-from ppo_ds.ops import kl as klm  # noqa: E402
+from ppo_ds.config.sections.algo import GAEConfig  # noqa: E402
 from ppo_ds.ops import logprobs as lp  # noqa: E402
-from ppo_ds.ops import losses, masked  # noqa: E402
-from ppo_ds.ops import rewards as rew  # noqa: E402
+from ppo_ds.ops import masked  # noqa: E402
 from ppo_ds.ops import sequences as seqs  # noqa: E402
+from ppo_ds.ops.moments import explained_variance  # noqa: E402
 from ppo_ds.ops.running import RunningMoments  # noqa: E402
-from ppo_ds.ppo import advantages as estimators  # noqa: E402
+from tests.ops import by_name  # noqa: E402
 
 CASES = Path(__file__).resolve().parents[2].parent / "shared" / "peertests" / "cases.json"
 T = torch.Tensor
@@ -129,25 +135,33 @@ def whiten_ranks(parts, masks, unbiased=True):
     return {f"rank{i}": o for i, o in enumerate(out)}
 
 
+def normalized(x, mask, mode, unbiased, clip=None):
+    """Whitens as algo.advantage.whiten does; the other modes and the clip, which it lacks, are by hand."""
+    if mode == "batch":
+        x = by_name.normalize_advantages(x, mask, mode, unbiased)
+    elif mode == "mean_only":
+        mean, _, _ = masked.masked_mean_var(x, mask, unbiased)
+        x = masked.keep(masked.keep(x, mask) - mean, mask)
+    else:
+        x = masked.keep(x, mask)
+    return x if clip is None else x.clamp(-clip, clip)
+
+
 @adapter
 def normalize(x, mask=None, mode="batch", unbiased=False, clip=None):
-    mask = whole(x) if mask is None else mask
-    return {"normalized": adv.normalize_advantages(x, mask, mode, unbiased, clip)}
+    return {"normalized": normalized(x, whole(x) if mask is None else mask, mode, unbiased, clip)}
 
 
 @adapter
 def normalize_groups(x, mask, size, mode="batch", unbiased=False):
-    out = [
-        adv.normalize_advantages(a, m, mode, unbiased)
-        for a, m in zip(x.split(size), mask.split(size), strict=True)
-    ]
-    return {"normalized": torch.cat(out)}
+    groups = zip(x.split(size), mask.split(size), strict=True)
+    return {"normalized": torch.cat([normalized(*group, mode, unbiased) for group in groups])}
 
 
 @adapter
 def std_ratio(x, mask):
     """Returns how much larger the standard deviation is if the biased variance is used for normalizing."""
-    a, b = (adv.normalize_advantages(x, mask, "batch", unbiased=u) for u in (False, True))
+    a, b = (by_name.normalize_advantages(x, mask, "batch", unbiased=u) for u in (False, True))
     return {"ratio": a.std() / b.std()}
 
 
@@ -164,7 +178,7 @@ def gae(
     unbiased=True,
 ):
     mask = whole(values) if mask is None else mask
-    a, r = adv.compute_gae(
+    a, r = compute_gae(
         rewards.float() if not rewards.is_floating_point() else rewards,
         masked.widen(values),
         mask,
@@ -184,8 +198,8 @@ def gae(
 
 @adapter
 def gae_from_scores(scores, values, mask, gamma=1.0, lam=0.95, lam_critic=None, kl=None, kl_coef=0.0):
-    rewards = rew.token_rewards(scores, mask, kl, kl_coef)
-    a, r = adv.compute_gae(rewards, values, mask, gamma, lam, None, lam_critic)
+    rewards = by_name.token_rewards(scores, mask, kl, kl_coef)
+    a, r = compute_gae(rewards, values, mask, gamma, lam, None, lam_critic)
     return {"advantages": a, "returns": r, "whitened": masked.masked_whiten(a, mask), "rewards": rewards}
 
 
@@ -193,10 +207,10 @@ def gae_from_scores(scores, values, mask, gamma=1.0, lam=0.95, lam_critic=None, 
 def gae_next_token(scores, values, mask, kl, kl_coef, gamma, lam, whiten_rewards=False):
     """Computes GAE as TRL and DeepSpeed-Chat do: the score is at a separate state after the last action."""
     states = seqs.next_token_mask(mask)
-    rewards = rew.token_rewards(scores, mask, kl, kl_coef, "next_token")
+    rewards = by_name.token_rewards(scores, mask, kl, kl_coef, "next_token")
     if whiten_rewards:
         rewards = masked.masked_whiten(rewards, states, shift_mean=False)
-    a, r = adv.compute_gae(rewards, values, states, gamma, lam)
+    a, r = compute_gae(rewards, values, states, gamma, lam)
     return {
         "advantages": a,
         "returns": r,
@@ -208,31 +222,35 @@ def gae_next_token(scores, values, mask, kl, kl_coef, gamma, lam, whiten_rewards
 
 @adapter
 def gae_ignored_rows(rewards, values, mask, gamma, lam):
-    a, r = adv.compute_gae(rewards, values, mask, gamma, lam)
+    a, r = compute_gae(rewards, values, mask, gamma, lam)
     return {"advantages": a, "returns": masked.keep(r, mask)}
 
 
 @adapter
 def returns_to_go(rewards, mask, gamma=1.0):
-    return {"returns": adv.discounted_returns(rewards, mask, gamma)}
+    return {"returns": discounted_returns(rewards, mask, gamma)}
 
 
 @adapter
 def reinforce_pp(rewards, mask, gamma=1.0):
-    a, r = adv.reinforce_pp_advantages(rewards, mask, gamma)
+    a, r = by_name.reinforce_pp_advantages(rewards, mask, gamma)
     return {"advantages": a, "returns": r}
 
 
 @adapter
 def reinforce_pp_baseline(scores, groups, mask, singleton="score", whiten="masked"):
-    a = seqs.broadcast_sequence(adv.group_advantages(scores, groups, "mean", singleton=singleton), mask)
-    a = masked.masked_whiten(a, mask) if whiten == "masked" else adv.normalize_advantages(a, mask, "batch")
+    a = seqs.broadcast_sequence(by_name.group_advantages(scores, groups, "mean", singleton=singleton), mask)
+    a = (
+        masked.masked_whiten(a, mask)
+        if whiten == "masked"
+        else by_name.normalize_advantages(a, mask, "batch")
+    )
     return {"advantages": a}
 
 
 @adapter
-def group(scores, groups, baseline, eps=1e-6, lengths=None, singleton="error", mask=None):
-    a = adv.group_advantages(scores, groups, baseline, eps, lengths, singleton)
+def group(scores, groups, baseline, eps=1e-6, lengths=None, singleton="none", mask=None):
+    a = by_name.group_advantages(scores, groups, baseline, eps, lengths, singleton)
     out = {"advantages": a, "baseline": scores - a}
     if mask is not None:
         out["tokens"] = seqs.broadcast_sequence(a, mask)
@@ -243,7 +261,7 @@ def group(scores, groups, baseline, eps=1e-6, lengths=None, singleton="error", m
 def group_valid(scores, groups, baseline, valid, singleton="zero"):
     """Computes the baselines of the valid rows; the other rows are removed, since ppo_ds cannot mask rows."""
     i = valid.bool().nonzero()[:, 0]
-    a = adv.group_advantages(scores[i], groups[i], baseline, singleton=singleton)
+    a = by_name.group_advantages(scores[i], groups[i], baseline, singleton=singleton)
     return {"baseline": scores[i] - a}
 
 
@@ -255,7 +273,7 @@ def broadcast(x, mask):
 @adapter
 def kl(logprobs, ref, estimator, clamp=None, mask=None, weights=None):
     logprobs = logprobs.clone().requires_grad_()
-    value = klm.approx_kl(logprobs, ref, estimator, clamp)
+    value = by_name.approx_kl(logprobs, ref, estimator, clamp)
     if mask is not None:
         value = masked.keep(value, mask)
     (g,) = torch.autograd.grad((value if weights is None else value * weights).sum(), logprobs)
@@ -264,23 +282,25 @@ def kl(logprobs, ref, estimator, clamp=None, mask=None, weights=None):
 
 @adapter
 def kl_loss(logprobs, ref, mask, estimator, coef=1.0, agg="token_mean"):
-    return {"loss": coef * losses.kl_loss(logprobs, ref, mask, estimator, agg)}
+    return {"loss": coef * by_name.kl_loss(logprobs, ref, mask, estimator, agg)}
 
 
 @adapter
 def kl_rewards(scores, logprobs, ref, coef, mask=None, estimator="k1"):
     mask = whole(logprobs) if mask is None else mask
-    k = klm.approx_kl(logprobs, ref, estimator)
+    k = by_name.approx_kl(logprobs, ref, estimator)
     return {
         "kl": k,
-        "kl_rewards": rew.token_rewards(torch.zeros_like(scores), mask, k, coef),
-        "rewards": rew.token_rewards(scores, mask, k, coef),
+        "kl_rewards": by_name.token_rewards(torch.zeros_like(scores), mask, k, coef),
+        "rewards": by_name.token_rewards(scores, mask, k, coef),
     }
 
 
 @adapter
 def kl_controller(kind, init, updates, **how):
-    c = {"fixed": klm.FixedKLController, "adaptive": klm.AdaptiveKLController}[kind](init, **how)
+    c = {"fixed": controllers.FixedKLController, "adaptive": controllers.AdaptiveKLController}[kind](
+        init, **how
+    )
     values = []
     for current, steps in updates:
         c.update(current, steps)
@@ -289,13 +309,13 @@ def kl_controller(kind, init, updates, **how):
 
 
 def totals_of(masks, spec):
-    return None if spec is None else losses.BatchTotals(**spec)
+    return None if spec is None else aggregation.BatchTotals(**spec)
 
 
 @adapter
 def aggregate(loss, mask, mode, totals=None, scale=1.0):
     loss = loss.clone().requires_grad_() if loss.is_floating_point() else loss.float().requires_grad_()
-    value = losses.aggregate(loss, mask, mode, totals_of(mask, totals)) * scale
+    value = by_name.aggregate(loss, mask, mode, totals_of(mask, totals)) * scale
     (g,) = torch.autograd.grad(value, loss)
     return {"loss": value.detach(), "gradient": g}
 
@@ -303,10 +323,10 @@ def aggregate(loss, mask, mode, totals=None, scale=1.0):
 @adapter
 def aggregate_parts(loss, mask, mode, rows_per_part, dp_size=1, norm=None):
     """Aggregates the loss of each micro-batch or rank, and combines the parts into the loss of the whole."""
-    whole_totals = losses.batch_totals(list(mask.split(rows_per_part)), norm=norm, dp_size=dp_size)
+    whole_totals = aggregation.batch_totals(list(mask.split(rows_per_part)), norm=norm, dp_size=dp_size)
     parts = torch.stack(
         [
-            losses.aggregate(a, m, mode, whole_totals)
+            by_name.aggregate(a, m, mode, whole_totals)
             for a, m in zip(loss.split(rows_per_part), mask.split(rows_per_part), strict=True)
         ]
     )
@@ -315,8 +335,8 @@ def aggregate_parts(loss, mask, mode, rows_per_part, dp_size=1, norm=None):
 
 @adapter
 def aggregate_uneven(parts, masks, mode, norm=None):
-    t = losses.batch_totals(masks, norm=norm)
-    each = [losses.aggregate(a, m, mode, t) for a, m in zip(parts, masks, strict=True)]
+    t = aggregation.batch_totals(masks, norm=norm)
+    each = [by_name.aggregate(a, m, mode, t) for a, m in zip(parts, masks, strict=True)]
     return {"combined": torch.stack(each).sum()}
 
 
@@ -339,9 +359,9 @@ def policy(
     logprobs, old, advantages = rows(logprobs), rows(old), rows(advantages)
     mask = whole(logprobs) if mask is None else rows(mask)
     if is_kind is not None:
-        weights = losses.rollout_is_weights(old, rows(rollout), mask, is_kind, is_low, is_high)
+        weights = by_name.rollout_is_weights(old, rows(rollout), mask, is_kind, is_low, is_high)
     logprobs = logprobs.clone().requires_grad_()
-    loss, seen = losses.policy_loss(
+    loss, seen = by_name.policy_loss(
         logprobs,
         old,
         advantages,
@@ -357,9 +377,9 @@ def policy(
 
 @adapter
 def policy_parts(logprobs, old, advantages, mask, rows_per_part, dp_size=1, **how):
-    t = losses.batch_totals(list(mask.split(rows_per_part)), dp_size=dp_size)
+    t = aggregation.batch_totals(list(mask.split(rows_per_part)), dp_size=dp_size)
     each = [
-        losses.policy_loss(*x, totals=t, **how)[0]
+        by_name.policy_loss(*x, totals=t, **how)[0]
         for x in zip(*(y.split(rows_per_part) for y in (logprobs, old, advantages, mask)), strict=True)
     ]
     return {"combined": torch.stack(each).sum() / dp_size}
@@ -367,9 +387,9 @@ def policy_parts(logprobs, old, advantages, mask, rows_per_part, dp_size=1, **ho
 
 @adapter
 def policy_uneven(logprobs, old, advantages, mask, sizes, dp_size=1, **how):
-    t = losses.batch_totals(list(mask.split(sizes)), dp_size=dp_size)
+    t = aggregation.batch_totals(list(mask.split(sizes)), dp_size=dp_size)
     each = [
-        losses.policy_loss(*x, totals=t, **how)[0]
+        by_name.policy_loss(*x, totals=t, **how)[0]
         for x in zip(*(y.split(sizes) for y in (logprobs, old, advantages, mask)), strict=True)
     ]
     return {"combined": torch.stack(each).sum() / dp_size}
@@ -386,7 +406,7 @@ def policy_tokens(logprobs, old, advantages, mask=None, weights=None, **how):
     for i in range(len(logprobs)):
         for t in range(logprobs.shape[1]):
             s = (slice(i, i + 1), slice(t, t + 1))
-            loss, seen = losses.policy_loss(
+            loss, seen = by_name.policy_loss(
                 logprobs[s],
                 old[s],
                 advantages[s],
@@ -400,14 +420,14 @@ def policy_tokens(logprobs, old, advantages, mask=None, weights=None, **how):
 
 @adapter
 def on_policy(logprobs, advantages, mask=None, **how):
-    """Computes the loss with the current policy as the old one, as ppo/losses.py does for a single step."""
+    """Computes the loss with the current policy as the old one, as ppo/by_name.py does for a single step."""
     return policy(logprobs, logprobs.detach(), advantages, mask, **how)
 
 
 @adapter
 def policy_with_kl(logprobs, old, advantages, ref, mask, coef, estimator, agg="token_mean", **how):
     logprobs = logprobs.clone().requires_grad_()
-    loss = losses.policy_loss(logprobs, old, advantages, mask, agg=agg, **how)[0] + coef * losses.kl_loss(
+    loss = by_name.policy_loss(logprobs, old, advantages, mask, agg=agg, **how)[0] + coef * by_name.kl_loss(
         logprobs, ref, mask, estimator, agg
     )
     (g,) = torch.autograd.grad(loss, logprobs)
@@ -416,7 +436,7 @@ def policy_with_kl(logprobs, old, advantages, ref, mask, coef, estimator, agg="t
 
 @adapter
 def is_weights(old, rollout, mask, kind, low, high):
-    w = losses.rollout_is_weights(old, rollout, mask, kind, low, high)
+    w = by_name.rollout_is_weights(old, rollout, mask, kind, low, high)
     return {"weights": w, "kept": (w != 0).float(), "row": w[:, :1]}
 
 
@@ -425,24 +445,24 @@ def value(values, old, returns, mask=None, totals=None, scale=1.0, **how):
     values, old, returns = rows(values), rows(old), rows(returns)
     mask = whole(values) if mask is None else rows(mask)
     values = values.clone().requires_grad_()
-    loss, seen = losses.value_loss(values, old, returns, mask, totals=totals_of(mask, totals), **how)
+    loss, seen = by_name.value_loss(values, old, returns, mask, totals=totals_of(mask, totals), **how)
     (g,) = torch.autograd.grad(loss, values)
     c = seen["value/clipfrac"]
     return {
         "loss": loss.detach() * scale,
         "gradient": g * scale,
         "clipfrac": c[0] / c[1],
-        "explained": torch.tensor(losses.explained_variance(seen["value/explained_var"])),
+        "explained": torch.tensor(explained_variance(seen["value/explained_var"])),
     }
 
 
 @adapter
 def value_parts(values, old, returns, mask, rows_per_part, dp_size=1, norm=None, **how):
     values = values.clone().requires_grad_()
-    t = losses.batch_totals(list(mask.split(rows_per_part)), norm=norm, dp_size=dp_size)
+    t = aggregation.batch_totals(list(mask.split(rows_per_part)), norm=norm, dp_size=dp_size)
     each, parts = [], Counter()
     for x in zip(*(y.split(rows_per_part) for y in (values, old, returns, mask)), strict=True):
-        loss, seen = losses.value_loss(*x, totals=t, **how)
+        loss, seen = by_name.value_loss(*x, totals=t, **how)
         each.append(loss)
         parts["loss"] = parts["loss"] + seen["value/loss"]
     total = torch.stack(each).sum() / dp_size
@@ -500,7 +520,7 @@ def entropy(logits, temperature=1.0, chunk=1024, mask=None):
     out = {"entropy": e, "mean": e.mean(), "bits": e * math.log2(math.e)}
     if mask is not None:
         out["masked"] = masked.keep(e, mask)
-        out["mean"] = losses.entropy_loss(e, mask)
+        out["mean"] = by_name.entropy_loss(e, mask)
     return out
 
 
@@ -555,13 +575,13 @@ def positions(mask):
 
 @adapter
 def shaped(scores, key="scores", **how):
-    return {key: rew.shape_scores(scores, **how)}
+    return {key: by_name.shape_scores(scores, **how)}
 
 
 @adapter
 def token_rewards(scores, mask, kl=None, kl_coef=0.0, clip=None, place="last_token"):
-    scores = rew.shape_scores(scores, clip=clip)
-    return {"rewards": rew.token_rewards(scores, mask, kl, kl_coef, place)}
+    scores = by_name.shape_scores(scores, clip=clip)
+    return {"rewards": by_name.token_rewards(scores, mask, kl, kl_coef, place)}
 
 
 @adapter
@@ -624,21 +644,24 @@ def regex(texts, pattern, full=False):
 @adapter
 def algorithm(kind, rewards, mask, scores, group_size, gamma=1.0):
     """Estimates advantages from token rewards with the estimator ``kind`` of ADVANTAGE_ESTIMATORS."""
-    entry = registry.ADVANTAGE_ESTIMATORS[kind]
-    own = {"group_size": group_size} if entry.needs_group else {"gamma": gamma}
-    estimate = estimators.estimate_by_group if entry.needs_group else estimators.estimate_by_token
-    rollout = SimpleNamespace(response_mask=mask)
-    position = estimators.ScorePosition("last_token", "untrained")
-    padded = torch.nn.functional.pad(rewards, (0, 1))
-    found = estimate(
-        padded, None, scores, rollout, compute=registry.resolve(entry), score_position=position, **own
+    position = ScorePosition("last_token", "untrained")
+    rollout = SimpleNamespace(
+        response_mask=mask,
+        response_lengths=mask.sum(1),
+        finished=torch.ones(len(mask), dtype=torch.bool),
+        components=(),
+        baselines=None,
     )
+    padded = torch.nn.functional.pad(rewards, (0, 1))
+    given = Responses.of_rollout(rollout, position, padded, scores, None, group_size)
+    estimate = registry.resolve(registry.ADVANTAGE_ESTIMATORS[kind])
+    found = estimate(given, CreditOptions(gae=GAEConfig(gamma=gamma)))
     return {"advantages": found.advantages}
 
 
 @adapter
 def whitening(advantages, mask, over="batch", unbiased=False, level="token", group_size=1):
-    made = estimators.Whitening(over, unbiased, level)
+    made = Whitening(over, unbiased, level)
     return {"advantages": made.whiten_rollout(advantages, mask, group_size, lambda t: t)}
 
 

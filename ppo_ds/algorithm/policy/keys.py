@@ -1,15 +1,14 @@
 """Defines the policy losses: the keys of algo.policy that each has, their rules, and the dotted name of its
 function.
 
-A policy loss is called like `ppo_ds.ops.losses.surrogate_loss` but without an objective, and returns the loss
-and its metrics. It also takes its own keys by their names. To add one, write its function in any module that
-can be imported, and its class here.
+A policy loss is a function (PolicyTerms, section algo.policy) -> TokenLoss, see surrogate.py. To add one,
+write its function in any module that can be imported, and its class here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Gt, Lt
 from pydantic import Field
@@ -18,8 +17,7 @@ from ppo_ds.config.text import short
 from ppo_ds.config.types import NonNegative, Number, OneOf, Positive, Variants
 
 POLICY_LOSSES: dict[str, type[PolicyConfig]] = {}
-_POLICY_LOSS = "ppo_ds.ops.losses.policy_loss"
-_POLICY_LOSSES = "ppo_ds.ops.policy_losses"
+_HERE = "ppo_ds.algorithm.policy"
 
 
 class PolicyConfig(Variants):
@@ -28,7 +26,8 @@ class PolicyConfig(Variants):
     tag = "loss"
     variants = POLICY_LOSSES
     function: ClassVar[str]  # dotted name of the loss
-    options: ClassVar[Mapping[str, Any]] = {}  # further keyword arguments of the function
+    # Unit of the ratio that the loss gets, token or sequence_mean; None: algo.action_level
+    ratio: ClassVar[str | None] = None
     # True if the loss determines the ratio itself, so that algo.action_level must be token
     own_ratio: ClassVar[bool] = False
     # True if all tokens of a response have one ratio, so that a weight of 0 would leave a token its gradient
@@ -36,10 +35,9 @@ class PolicyConfig(Variants):
     # At action_level=sequence: True if the loss of a response is the sum over its tokens, False if each token
     # has the loss of the whole response.
     sums_over_tokens: ClassVar[bool] = True
-    # Dotted name of a function that selects the tokens which the loss takes as ``selected`` [B,T]. Called as
-    # (log-probs before the update, advantages, mask, torch.Generator) with all rows of an optimizer step
+    # Dotted name of a function that selects the tokens ``PolicyTerms.selected`` [B,T]. Called as (log-probs
+    # before the update, advantages, mask, torch.Generator, section) with all rows of an optimizer step
     selection: ClassVar[str | None] = None
-    selection_keys: ClassVar[tuple[str, ...]] = ()  # keys of the variant that the selection takes
 
     loss: Annotated[str, OneOf(POLICY_LOSSES)] = Field("ppo", description="Policy loss.")
     off_policy_limit: Positive | None = Field(
@@ -51,15 +49,6 @@ class PolicyConfig(Variants):
         None,
         description="Share of the tokens, those of the highest entropy, that have a policy loss; null: all.",
     )
-
-    def arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of the function."""
-        keys = type(self).model_fields.keys() - PolicyConfig.model_fields.keys() - {*self.selection_keys}
-        return {**self.options, **{key: getattr(self, key) for key in keys}}
-
-    def selection_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of the selection."""
-        return {key: getattr(self, key) for key in self.selection_keys}
 
     def problems(self, action_level: str) -> Iterator[str]:
         """Yields an error line for each conflict between the keys."""
@@ -133,8 +122,7 @@ class PPO(DualClipped):
     """Clipped surrogate (Schulman et al. 2017), with an optional dual clip."""
 
     loss: Literal["ppo"] = "ppo"
-    function = _POLICY_LOSS
-    options = {"kind": "ppo"}
+    function = f"{_HERE}.ppo.ppo"
     sums_over_tokens = False
 
 
@@ -142,8 +130,8 @@ class GSPO(DualClipped):
     """Clipped surrogate with one ratio per response, the geometric mean over tokens (Zheng et al. 2025)."""
 
     loss: Literal["gspo"] = "gspo"
-    function = _POLICY_LOSS
-    options = {"kind": "gspo"}
+    function = f"{_HERE}.ppo.ppo"
+    ratio = "sequence_mean"
     own_ratio = True
     response_ratio = True
 
@@ -152,23 +140,21 @@ class CISPO(MayLackLowerBound):
     """Log-probability weighted by the clipped ratio, which gets no gradient (MiniMax 2025)."""
 
     loss: Literal["cispo"] = "cispo"
-    function = _POLICY_LOSS
-    options = {"kind": "cispo"}
+    function = f"{_HERE}.cispo.cispo"
 
 
 class REINFORCE(PolicyConfig):
     """Advantage times log-probability, without a ratio."""
 
     loss: Literal["reinforce"] = "reinforce"
-    function = _POLICY_LOSS
-    options = {"kind": "reinforce"}
+    function = f"{_HERE}.reinforce.reinforce"
 
 
 class SAPO(PolicyConfig):
     """Advantage times a smooth gate of the ratio in place of the clip (Gao et al. 2025)."""
 
     loss: Literal["sapo"] = "sapo"
-    function = f"{_POLICY_LOSSES}.sapo_loss"
+    function = f"{_HERE}.sapo.sapo"
     sums_over_tokens = False
     tau_pos: Positive = Field(1.0, description="Temperature of sapo's gate for positive advantages.")
     tau_neg: Positive = Field(
@@ -179,7 +165,6 @@ class SAPO(PolicyConfig):
 class DPPO(PolicyConfig):
     """A loss that masks tokens whose distance from the old policy is too large."""
 
-    function = f"{_POLICY_LOSSES}.dppo_loss"
     own_ratio = True
     delta: Positive | None = Field(
         None,
@@ -192,21 +177,21 @@ class DPPOTV(DPPO):
     """Advantage times ratio, masked where the token's probability moved too far (Qi et al. 2026)."""
 
     loss: Literal["dppo_tv"] = "dppo_tv"
-    options = {"divergence": "tv"}
+    function = f"{_HERE}.dppo.dppo_tv"
 
 
 class DPPOKL(DPPO):
     """The same with the KL between the token and all others as the distance (Qi et al. 2026)."""
 
     loss: Literal["dppo_kl"] = "dppo_kl"
-    options = {"divergence": "kl"}
+    function = f"{_HERE}.dppo.dppo_kl"
 
 
 class GMPO(Clipped):
     """Advantage times the geometric mean of a response's clipped ratios (Zhao et al. 2025)."""
 
     loss: Literal["gmpo"] = "gmpo"
-    function = f"{_POLICY_LOSSES}.gmpo_loss"
+    function = f"{_HERE}.gmpo.gmpo"
     own_ratio = True
     response_ratio = True
 
@@ -229,9 +214,8 @@ class ClipCov(Covariance, MayLackLowerBound):
     """Clipped surrogate without a few random tokens of high covariance (Cui et al. 2025)."""
 
     loss: Literal["clip_cov"] = "clip_cov"
-    function = f"{_POLICY_LOSSES}.clip_cov_loss"
-    selection = "ppo_ds.ops.token_selection.clip_cov_tokens"
-    selection_keys = ("cov_frac", "cov_low", "cov_high")
+    function = f"{_HERE}.covariance.clip_cov"
+    selection = f"{_HERE}.covariance.clip_cov_tokens"
     cov_low: Number = Field(1.0, description="Least covariance of a token that clip_cov selects.")
     cov_high: Number = Field(5.0, description="Largest covariance of a token that clip_cov selects.")
 
@@ -247,7 +231,6 @@ class KLCov(Covariance):
     """Advantage times ratio, with a KL penalty on the tokens of the highest covariance (Cui et al. 2025)."""
 
     loss: Literal["kl_cov"] = "kl_cov"
-    function = f"{_POLICY_LOSSES}.kl_cov_loss"
-    selection = "ppo_ds.ops.token_selection.kl_cov_tokens"
-    selection_keys = ("cov_frac",)
+    function = f"{_HERE}.covariance.kl_cov"
+    selection = f"{_HERE}.covariance.kl_cov_tokens"
     kl_cov_coef: NonNegative = Field(1.0, description="Coefficient of kl_cov's penalty.")

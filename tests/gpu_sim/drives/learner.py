@@ -12,8 +12,12 @@ from functools import partial
 
 import torch
 
+from ppo_ds.algorithm.credit.positions import ScorePosition
+from ppo_ds.algorithm.credit.responses import CreditOptions
+from ppo_ds.algorithm.credit.whitening import Whitening
 from ppo_ds.algorithm.policy.keys import PPO
-from ppo_ds.assemble.algorithm import policy_loss
+from ppo_ds.algorithm.policy.ppo import ppo
+from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.background.pending import Pending
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
@@ -33,12 +37,10 @@ from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.models.packed_attention import may_pack
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel
-from ppo_ds.ppo.advantages import ScorePosition, Whitening, estimate_by_critic
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.losses import PolicyObjective, PtxObjective, ValueObjective
 from ppo_ds.ppo.parity import ParityMonitor
-from ppo_ds.ppo.reward_shaping import ScoreShaper
 from ppo_ds.run.health import Health
 from ppo_ds.types import Rollout, Scores, Sequences
 from tests.gpu_sim.cases import CASES as NAMES
@@ -50,7 +52,9 @@ WIDTH = 12  # tokens of a row, so that a budget of 2 * WIDTH makes micro-batches
 
 def policy_objective(kl: bool = True) -> PolicyObjective:
     return PolicyObjective(
-        loss=policy_loss(PPO()),
+        loss=ppo,
+        policy=PPO(),
+        ratio="token",
         sums_over_tokens=PPO.sums_over_tokens,
         entropy=EntropyConfig(coef=0.01),
         positive_nll=PositiveNLLConfig(),
@@ -148,12 +152,11 @@ def make_experience(device: FakeCuda, forwards: int) -> None:
             share_trunk=False,
             old_logprobs="forward",
             masked_stop_ids=(),
-            shaper=ScoreShaper(RewardShapingConfig(), world),
+            shaper=ScoreShaper(RewardShapingConfig(), world.sum),
             charged_kl=resolve(KL_ESTIMATORS["k1"]),
             score_position=position,
-            estimate_advantages=partial(
-                estimate_by_critic, compute=gae, gae=GAEConfig(), score_position=position
-            ),
+            estimate_advantages=gae,
+            credit=CreditOptions(gae=GAEConfig()),
             whitening=Whitening(over="batch", unbiased=False, level="token"),
             group_size=1,
             rollout_is=RolloutISConfig(kind="none"),

@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
+from ppo_ds.algorithm.aggregation import batch_totals
 from ppo_ds.models.packed_attention import may_pack
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel
-from ppo_ds.ops.losses import batch_totals
 from tests.gpu_sim.cases import CASES as NAMES
 from tests.gpu_sim.drives.learner import policy_objective, value_objective
 from tests.gpu_sim.drives.parts import Case, classifier, experience, language_model

@@ -8,33 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ppo_ds.algorithm.aggregation import BatchTotals
+from ppo_ds.algorithm.credit.gae import compute_gae
 from ppo_ds.compute.linear_logprobs import KEPT, linear_statistics
-from ppo_ds.ops.advantages import (
-    compute_gae,
-    group_advantages,
-    normalize_advantages,
-    one_step_advantages,
-    reinforce_pp_advantages,
-)
-from ppo_ds.ops.kl import approx_kl
+from ppo_ds.config.registry import LOSS_AGGREGATIONS
+from ppo_ds.finetune.pairwise import pairwise_loss
 from ppo_ds.ops.logprobs import (
     entropy_from_logits,
     logprobs_and_entropy_from_logits,
     mean_logprobs_from_logits,
 )
-from ppo_ds.ops.losses import (
-    AGGREGATIONS,
-    OBJECTIVES,
-    BatchTotals,
-    entropy_loss,
-    kl_loss,
-    pairwise_loss,
-    policy_loss,
-    rollout_is_weights,
-    value_loss,
-)
 from ppo_ds.ops.masked import masked_mean, masked_whiten, sum_and_count
-from ppo_ds.ops.rewards import shape_scores, token_rewards
 from ppo_ds.ops.running import RunningMoments
 from ppo_ds.ops.sequences import (
     broadcast_sequence,
@@ -47,6 +31,17 @@ from ppo_ds.ops.token_sampling import draw
 from tests.gpu_sim.cases import CASES as NAMES
 from tests.gpu_sim.drives.parts import DTYPES
 from tests.gpu_sim.fake_cuda import CUDA, FakeCuda
+from tests.ops.by_name import (
+    approx_kl,
+    entropy_loss,
+    kl_loss,
+    normalize_advantages,
+    policy_loss,
+    rollout_is_weights,
+    shape_scores,
+    token_rewards,
+    value_loss,
+)
 
 ROWS, WIDTH, VOCABULARY = 4, 6, 1000
 TOTALS = BatchTotals(tokens=40.0, sequences=8.0, dp_size=2, norm=7.0)
@@ -105,16 +100,7 @@ def kl(make: Make) -> None:
 def advantages(make: Make) -> None:
     rewards, values, mask = make(ROWS, WIDTH), make(ROWS, WIDTH), flags(ROWS, WIDTH)
     compute_gae(rewards, values, mask, bootstrap_value=make(ROWS), lam_critic=1.0)
-    reinforce_pp_advantages(rewards, mask)
-    one_step_advantages(make(ROWS), make(ROWS))
-    for mode in ("none", "batch", "mean_only"):
-        normalize_advantages(rewards, mask, mode, clip=5.0)
-
-
-def grouped_advantages(make: Make) -> None:
-    groups = torch.arange(ROWS, device=CUDA) // 2
-    for kind in ("rloo", "grpo", "dr_grpo", "mean", "opo", "none"):
-        group_advantages(make(ROWS), groups, kind, lengths=numbers(ROWS), singleton="score")
+    normalize_advantages(rewards, mask)
 
 
 def rewards(make: Make) -> None:
@@ -157,8 +143,8 @@ def running(make: Make) -> None:
 
 def losses(make: Make) -> None:
     mask, old, given = flags(ROWS, WIDTH), make(ROWS, WIDTH), make(ROWS, WIDTH)
-    for aggregation in AGGREGATIONS:
-        for kind in OBJECTIVES:
+    for aggregation in LOSS_AGGREGATIONS:
+        for kind in ("ppo", "gspo", "cispo", "reinforce"):
             policy_loss(
                 make(ROWS, WIDTH),
                 old,
@@ -195,7 +181,6 @@ FUNCTIONS = {
     "masked": masked,
     "kl": kl,
     "advantages": advantages,
-    "group_advantages": grouped_advantages,
     "rewards": rewards,
     "sequences": sequences,
     "token_sampling": token_sampling,

@@ -1,61 +1,8 @@
-"""KL estimators (Schulman, "Approximating KL divergence") and controllers of the KL coefficient.
-
-All values are in nats.
-"""
+"""Controllers of the KL coefficient."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
-
-import torch
-from torch import Tensor
-
-from ppo_ds.ops.masked import widen
-
-KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
-
-_MAX_EXPONENT = 20.0
-
-
-def approx_kl(
-    logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k1", clamp: float | None = None
-) -> Tensor:
-    """Estimates KL(policy || reference) elementwise at samples of the policy.
-
-    Gradients flow into ``logprobs`` only. With d = log pi - log pi_ref:
-
-        k1 = d        abs = |d|        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
-
-    "k1+" and "k3+" have the value of k1 and k3 and the gradient of k2. Of k1, k2 and k3, only k2 has the
-    gradient of the reverse KL in expectation. The expected gradient of k1 is 0, and the expected
-    gradient of k3 is the gradient of the forward KL.
-
-    In k3, -d is limited to 20, so that the value stays finite; the gradient is 0 beyond the limit. Large d
-    need no limit, since exp(-d) vanishes.
-
-    Args:
-        clamp: Limits the value to +-clamp; the gradient is 0 beyond it, except for "k1+" and "k3+". None: no
-            limit.
-    """
-    d = widen(logprobs) - widen(ref_logprobs).detach()
-    if estimator in ("k1+", "k3+"):
-        k2 = d.square() / 2
-        value: KLEstimator = "k1" if estimator == "k1+" else "k3"
-        return approx_kl(logprobs, ref_logprobs, value, clamp).detach() + (k2 - k2.detach())
-    match estimator:
-        case "k1":
-            kl = d
-        case "abs":
-            kl = d.abs()
-        case "k2":
-            kl = d.square() / 2
-        case "k3":
-            exponent = (-d).clamp(max=_MAX_EXPONENT)
-            kl = torch.expm1(exponent) - exponent
-        case _:
-            raise ValueError(f"unknown KL estimator {estimator!r}: k1, abs, k2, k3, k1+ or k3+")
-    return kl if clamp is None else kl.clamp(-clamp, clamp)
 
 
 class FixedKLController:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.config.sections.algo import RewardShapingConfig
-from ppo_ds.distributed.world import World
-from ppo_ds.ops.rewards import shape_scores
+from ppo_ds.ops.masked import Reduce, widen
 from ppo_ds.ops.running import RunningMoments
 from ppo_ds.types import Rollout, ScoredRollout
 
@@ -19,44 +18,44 @@ class ScoreShaper:
     """Shapes scores according to `algo.reward_shaping`; keeps the running moments that normalise them."""
 
     shaping: RewardShapingConfig
-    world: World
+    reduce: Reduce | None = None  # sums a tensor over all ranks
     moments: RunningMoments = field(default_factory=RunningMoments)
 
     @torch.no_grad()
     def __call__(self, rollout: ScoredRollout, update: bool = True) -> tuple[Tensor, Tensor]:
         """Returns the shaped scores [B] and the scores before the clip [B].
 
-        A collective if the running moments are updated; ``update=False`` leaves them as they are.
+        The clip comes last so that it also limits the penalties. A collective if the running moments are
+        updated; ``update=False`` leaves them as they are.
         """
         shaping = self.shaping
         scores = self.penalized(rollout.scores, rollout)
         first = shaping.normalize == "first" and not self.moments.count
         if update and (shaping.normalize == "running" or first):
-            self.moments.update(scores, self.world.sum)
+            self.moments.update(scores, self.reduce)
         if shaping.normalize != "none":
             scores = self.moments.normalize(scores, shaping.normalize_std)
         # after normalisation, since missing_eos_value is a shaped score (Huang et al. 2024)
         if shaping.missing_eos == "set":
             scores = torch.where(rollout.finished, scores, shaping.missing_eos_value)
-        return shape_scores(scores, clip=shaping.clip), scores
+        return scores if shaping.clip is None else scores.clamp(-shaping.clip, shaping.clip), scores
 
     def penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
         """Applies the penalties for length and for a missing end token, before normalisation: [B] -> [B]."""
-        shaping, lengths, buffer = self.shaping, rollout.response_lengths, self.shaping.overlong_buffer
-        if buffer is not None and buffer < 1:  # a fraction of the length limit
-            buffer = (buffer * rollout.limits).ceil().clamp(min=1)
-        elif buffer is not None:
-            buffer = rollout.limits.clamp(max=buffer)
-        return shape_scores(
-            scores - shaping.length_penalty * rollout.generated_lengths,
-            finished=rollout.finished,
-            lengths=lengths,
-            max_new_tokens=rollout.limits,
-            missing_eos=None if shaping.missing_eos == "set" else shaping.missing_eos,
-            missing_eos_value=shaping.missing_eos_value,
-            overlong_buffer=buffer,
-            overlong_factor=shaping.overlong_factor,
-        )
+        shaping = self.shaping
+        scores = widen(scores - shaping.length_penalty * rollout.generated_lengths)
+        if shaping.missing_eos == "subtract":
+            scores = torch.where(rollout.finished, scores, scores - shaping.missing_eos_value)
+        if shaping.missing_eos == "scale":
+            scores = torch.where(rollout.finished, scores, scores * shaping.missing_eos_value)
+        if shaping.overlong_buffer is None:
+            return scores
+        buffer = rollout.limits.clamp(max=shaping.overlong_buffer)
+        if shaping.overlong_buffer < 1:  # a fraction of the length limit
+            buffer = (shaping.overlong_buffer * rollout.limits).ceil().clamp(min=1)
+        # grows from 0 to overlong_factor over the last ``buffer`` tokens (DAPO)
+        excess = (rollout.response_lengths - (rollout.limits - buffer)).to(scores.dtype) / buffer
+        return scores - shaping.overlong_factor * excess.clamp(0, 1)
 
     def state_dict(self) -> dict[str, float]:
         return self.moments.state_dict()

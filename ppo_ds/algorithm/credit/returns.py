@@ -1,0 +1,50 @@
+"""Estimators without a critic that give each token a return: REINFORCE and ReMax."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ppo_ds.algorithm.credit.positions import token_rewards
+from ppo_ds.algorithm.credit.responses import CreditOptions, Estimate, Responses
+from ppo_ds.ops.masked import keep
+
+
+def reinforce(responses: Responses, options: CreditOptions) -> Estimate:
+    """Estimates the discounted sum of future rewards, without a baseline."""
+    returns = discounted_returns(responses.rewards, responses.states, options.gae.gamma)
+    return responses.of_tokens(returns)
+
+
+def remax(responses: Responses, options: CreditOptions) -> Estimate:
+    """Estimates the discounted sum of future rewards, less a baseline (ReMax, Li et al. 2024).
+
+    The baselines are the scores of greedy responses to the same prompts. They are subtracted at the last
+    position, as if from the score.
+    """
+    assert responses.baselines is not None
+    rewards = responses.rewards - token_rewards(responses.baselines, responses.states)
+    return responses.of_tokens(discounted_returns(rewards, responses.states, options.gae.gamma))
+
+
+@torch.no_grad()
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """Computes G_t = r_t + gamma * G_{t+1}: [B,T] -> [B,T]. Holes in the mask are skipped without decay."""
+    return discounted_sum(rewards, mask, gamma)
+
+
+def discounted_sum(x: Tensor, mask: Tensor, decay: float | Tensor) -> Tensor:
+    """Computes y_t = x_t + decay * y_{t+1} over the positions with mask = 1; 0 elsewhere.
+
+    ``decay`` is a number, or one number for each row [B].
+
+    The loop issues one fused operation per position.
+    """
+    columns = keep(x, mask).t().contiguous()
+    ones = torch.ones_like(columns)
+    decays = torch.where(mask.bool().t(), (ones * decay).to(columns.dtype), ones).contiguous()
+    y = torch.zeros_like(columns)
+    running = torch.zeros_like(columns[0])
+    for t in reversed(range(len(columns))):
+        running = torch.addcmul(columns[t], decays[t], running, out=y[t])
+    return keep(y.t(), mask)

@@ -1,0 +1,60 @@
+"""Whitening of advantages, `algo.advantage.whiten`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_ds.ops.masked import Reduce, masked_mean, masked_whiten
+from ppo_ds.ops.sequences import broadcast_sequence
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Shifts and scales advantages to mean 0 and variance 1.
+
+    The statistics are computed over tokens or, at action level sequence, over responses.
+    """
+
+    over: str  # batch | none | group | minibatch
+    unbiased: bool
+    level: str  # token | sequence
+
+    def whiten(self, advantages: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
+        """Whitens all rows together: [B,R] -> [B,R]. A collective if ``reduce`` is a collective."""
+        if self.level == "token":
+            return normalize_advantages(advantages, mask, self.unbiased, reduce)
+        per_response = masked_mean(advantages, mask, dim=1)[:, None]
+        nonempty = mask.any(dim=1, keepdim=True)
+        whole = normalize_advantages(per_response, nonempty, self.unbiased, reduce)
+        return broadcast_sequence(whole[:, 0], mask)
+
+    def whiten_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
+        """Whitens a rollout: over all ranks if ``over`` is "batch", within each group if it is "group".
+
+        A group consists of ``group_size`` consecutive rows. With other values of ``over``, the advantages do
+        not change.
+        """
+        if self.over == "batch":
+            return self.whiten(advantages, mask, reduce)
+        if self.over == "group":
+            groups = zip(advantages.split(group_size), mask.split(group_size), strict=True)
+            return torch.cat([self.whiten(*group) for group in groups])
+        return advantages
+
+    def whiten_minibatch(self, advantages: Tensor, mask: Tensor) -> Tensor:
+        """Whitens the rows of one optimizer step, from all ranks, if ``over`` is "minibatch"."""
+        return self.whiten(advantages, mask) if self.over == "minibatch" else advantages
+
+
+def normalize_advantages(
+    advantages: Tensor, mask: Tensor, unbiased: bool = False, reduce: Reduce | None = None
+) -> Tensor:
+    """Shifts and scales advantages [B,T] to mean 0 and variance 1 over the rows of all ranks.
+
+    The variance has a floor of 1e-8 (OpenRLHF, NeMo-Aligner), whereas masked_whiten by itself
+    adds 1e-8 to it.
+    """
+    return masked_whiten(advantages, mask, unbiased=unbiased, eps=0.0, min_var=1e-8, reduce=reduce)

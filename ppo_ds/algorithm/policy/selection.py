@@ -1,0 +1,53 @@
+"""Selects tokens of an optimizer step for a policy loss, by rank or quantile over all rows of all ranks.
+
+Every rank holds all rows of the step, so each rank computes the same selection, whatever the number of
+ranks and micro-batches. Ties are broken by position. All arguments are [B,T], and so is the result, a bool
+mask that is False outside ``mask``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ppo_ds.ops.masked import keep, masked_mean
+
+
+def off_policy_tokens(
+    logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, mask: Tensor, limit: float
+) -> Tensor:
+    """Selects the tokens with a negative advantage of responses that the policy has moved away from.
+
+    This is the mask of off-policy sequences of DeepSeek-V3.2 (2025): the mean of log pi_sampling - log pi
+    over the tokens of the response exceeds ``limit``.
+    """
+    drift = masked_mean(sampling_logprobs - logprobs.detach(), mask, dim=1)[:, None]
+    return (keep(advantages, mask) < 0) & (drift > limit)
+
+
+def top_entropy_tokens(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
+    """Selects the ``fraction`` of all tokens with the highest entropy (Wang et al. 2025).
+
+    These are the tokens at or above the quantile 1 - fraction, but of several tokens with the entropy of the
+    quantile itself only as many as are needed.
+    """
+    rank = fraction * (int(mask.sum()) - 1)  # of the quantile, from the top
+    return mask_of(largest(entropy[mask], math.floor(rank + 1e-9) + 1), mask)
+
+
+def count_of(tokens: int, fraction: float) -> int:
+    return max(int(fraction * tokens), 1)
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Returns the positions of the ``count`` largest values of [N]."""
+    return values.argsort(descending=True, stable=True)[:count]
+
+
+def mask_of(chosen: Tensor, mask: Tensor) -> Tensor:
+    """Turns positions among the tokens under the mask into a mask of all tokens."""
+    selected = torch.zeros(int(mask.sum()), dtype=torch.bool)
+    selected[chosen] = True
+    return torch.zeros_like(mask, dtype=torch.bool).masked_scatter(mask, selected)

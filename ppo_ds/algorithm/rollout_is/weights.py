@@ -1,0 +1,63 @@
+"""Importance weights that correct for the sampling engine's log-probs.
+
+With w = pi / pi_sampling per token, each function computes the weights of tokens from log w, and the ratio of
+each token that is compared with the bounds. W is w at level "token", the product of a response's w at
+"sequence", and their geometric mean at "sequence_mean".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ppo_ds.algorithm.policy.surrogate import clamped_log_ratio
+from ppo_ds.config.sections.algo import RolloutISConfig
+from ppo_ds.ops.masked import keep, masked_mean
+
+# (log w [B,T], 0 where mask = 0; mask; the section) -> weights and bounded ratio, [B,T] each
+Weights = tuple[Tensor, Tensor]
+WeightFunction = Callable[[Tensor, Tensor, RolloutISConfig], Weights]
+
+
+def truncate(log_weights: Tensor, mask: Tensor, section: RolloutISConfig) -> Weights:
+    """Limits W to [low, high]."""
+    ratio = clamped_log_ratio(log_weights, mask, section.level, 20.0).exp()
+    return ratio.clamp(section.low, section.high), ratio
+
+
+def mask_outside(log_weights: Tensor, mask: Tensor, section: RolloutISConfig) -> Weights:
+    """Keeps W in [low, high], and sets it to 0 outside."""
+    ratio = clamped_log_ratio(log_weights, mask, section.level, 20.0).exp()
+    return torch.where(_inside(ratio, section), ratio, 0.0), ratio
+
+
+def sequence_mask_tis(log_weights: Tensor, mask: Tensor, section: RolloutISConfig) -> Weights:
+    """Keeps w, but sets it to 0 in responses whose geometric mean of w lies outside [low, high]."""
+    mean = masked_mean(log_weights, mask, dim=1).exp()[:, None].expand_as(log_weights)
+    return torch.where(_inside(mean, section), log_weights.clamp(-20.0, 20.0).exp(), 0.0), mean
+
+
+def _inside(ratio: Tensor, section: RolloutISConfig) -> Tensor:
+    return (ratio >= section.low) & (ratio <= section.high)
+
+
+# tis and icepop are truncate and mask at the level of tokens, the only level that the config allows them
+KINDS: dict[str, WeightFunction] = {
+    "truncate": truncate,
+    "mask": mask_outside,
+    "tis": truncate,
+    "icepop": mask_outside,
+    "seq_mask_tis": sequence_mask_tis,
+}
+
+
+@torch.no_grad()
+def rollout_is_weights(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, section: RolloutISConfig
+) -> Weights:
+    """Computes the weights of `algo.rollout_is`, 0 where mask = 0, and the ratio that its bounds limit."""
+    log_weights = keep(logprobs, mask) - keep(rollout_logprobs, mask)
+    weights, bounded = KINDS[section.kind](log_weights, mask, section)
+    return keep(weights, mask), bounded
