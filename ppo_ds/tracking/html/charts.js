@@ -1,57 +1,36 @@
-// Charts as inline SVG: lines, stacked areas and points, with a cursor that shows values.
+// Charts on uPlot: lines and stacked areas over steps, and points, with a cursor that shows values.
 
-const SERIES_COLOURS = 8;
-const HEIGHT = 190;
 const PRINTED_WIDTH = 320; // pixels of a chart in one of two columns on paper
 const PRINTED_WIDE = 660;
-const MARGIN = { top: 12, right: 12, bottom: 24, left: 46 };
 const MARK_LABELS = { resumed: "resumed", rolled_back: "rolled back", alarm: "alarm", warning: "warning" };
+const ROUND = [1, 2, 5];
+const WHOLE = [...Array(10).keys()].flatMap((power) => ROUND.map((factor) => factor * 10 ** power));
+
+/** View settings of all charts. */
+const view = { smoothing: 0, log: false, marks: true, hiddenRuns: new Set() };
+const charts = new Set();
+let active = null; // the chart under the pointer, or the one that keys move in
 
 /** The colour of the series with this index. */
 function seriesColour(index) {
-  return `var(--series-${(index % SERIES_COLOURS) + 1})`;
+  return `var(--series-${(index % 8) + 1})`;
 }
 
-// -- scales and paths ---------------------------------------------------------------------------------------
+const paints = new Map();
+const probe = h("span", { hidden: true });
+document.body.append(probe);
 
-/** Returns a function from values to pixels; logarithmic if `log`. */
-function makeScale(low, high, start, end, log = false) {
-  const map = log ? Math.log10 : (value) => value;
-  const from = map(low);
-  const span = map(high) - from || 1;
-  return (value) => start + ((map(value) - from) / span) * (end - start);
-}
-
-/** Returns about `count` round numbers between `low` and `high`; integers only if `whole`. */
-function niceTicks(low, high, count, whole = false) {
-  const rough = (high - low) / count || 1;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  let step = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
-  if (whole) step = Math.max(1, Math.round(step));
-  const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(i * step);
-  return ticks;
-}
-
-/** Returns powers of ten between `low` and `high`, with 2 and 5 or round steps in between if there are few. */
-function logTicks(low, high) {
-  const decades = Math.log10(high / low);
-  const factors = decades < 3 ? [1, 2, 5] : [1];
-  const every = Math.max(1, Math.ceil(decades / 5));
-  const ticks = [];
-  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
-    if (power % every !== 0) continue;
-    for (const factor of factors) ticks.push(factor * 10 ** power);
-  }
-  const inside = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
-  return inside.length > 2 ? inside : niceTicks(low, high, 4);
+/** Returns a colour of the style sheets as a canvas needs it, in the current theme. */
+function paint(colour, percent = 100) {
+  const key = `color-mix(in srgb, ${colour} ${percent}%, transparent)`;
+  probe.style.color = key;
+  if (!paints.has(key)) paints.set(key, getComputedStyle(probe).color);
+  return paints.get(key);
 }
 
 /** Returns the exponential moving average without the bias of its start, as TensorBoard draws it. */
-function smoothed(values, weight) {
-  if (weight <= 0) return values;
-  let mean = 0;
-  let total = 0;
+function smoothed(values, weight = view.smoothing) {
+  let [mean, total] = [0, 0];
   return values.map((value) => {
     mean = mean * weight + (1 - weight) * value;
     total = total * weight + (1 - weight);
@@ -59,531 +38,321 @@ function smoothed(values, weight) {
   });
 }
 
-/** Returns the path through the points; a null y interrupts it. */
-function linePath(xs, ys) {
-  let path = "";
-  let drawing = false;
-  xs.forEach((x, i) => {
-    if (ys[i] === null) {
-      drawing = false;
-      return;
-    }
-    path += `${drawing ? "L" : "M"}${x.toFixed(1)} ${ys[i].toFixed(1)}`;
-    drawing = true;
-  });
-  return path;
-}
-
-/** Returns the outline of the area between two lines. */
-function areaPath(xs, upper, lower) {
-  const back = xs.map((_, i) => xs.length - 1 - i);
-  return `${linePath(xs, upper)}${linePath(
-    back.map((i) => xs[i]),
-    back.map((i) => lower[i]),
-  ).replace("M", "L")}Z`;
-}
-
-/** Returns the index of the value in the sorted `steps` that is nearest to `step`. */
-function nearestIndex(steps, step) {
-  let low = 0;
-  let high = steps.length - 1;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (steps[middle] < step) low = middle + 1;
-    else high = middle;
-  }
-  return low > 0 && step - steps[low - 1] < steps[low] - step ? low - 1 : low;
+/** Returns 1, 2 and 5 times powers of ten in a range of at most 3 decades, in wider ones powers only. */
+function logTicks(low, high) {
+  const decades = Math.log10(high / low);
+  const every = Math.max(1, Math.ceil(decades / 5));
+  const first = Math.floor(Math.log10(low));
+  const powers = [...Array(Math.ceil(decades) + 2).keys()].map((i) => first + i).filter((p) => p % every === 0);
+  const ticks = powers.flatMap((power) => (decades < 3 ? ROUND : [1]).map((factor) => factor * 10 ** power));
+  const inside = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+  return inside.length > 2 ? inside : [0, 1, 2, 3].map((i) => low + ((high - low) * i) / 3);
 }
 
 /**
- * Returns the index of the value that a curve has at `step`: its last point up to there. Returns -1 before its
- * first point, and after its last point if another one was due.
+ * A chart that draws itself when it has a width, and again when its width, the theme or the view changes.
+ *
+ * `build` returns what is drawn: {data, series, bands, x, y, ticks, format, sync, points, below, above, tip};
+ * `tip` returns [heading, lines of tipLine, y of the marked points].
  */
-function indexAt(steps, step) {
-  if (!steps.length || step < steps[0]) return -1;
-  const nearest = nearestIndex(steps, step);
-  const i = steps[nearest] > step ? nearest - 1 : nearest;
-  const ended = i === steps.length - 1 && step > steps[i] && step - steps[i] >= steps[i] - (steps[i - 1] ?? steps[i]);
-  return ended ? -1 : i;
-}
-
-/** Returns the smallest and the largest number, ignoring null; [0, 1] if there is none. */
-function extent(values) {
-  let low = Infinity;
-  let high = -Infinity;
-  for (const value of values) {
-    if (value === null || !Number.isFinite(value)) continue;
-    if (value < low) low = value;
-    if (value > high) high = value;
-  }
-  return low <= high ? [low, high] : [0, 1];
-}
-
-// -- the frame of a chart -----------------------------------------------------------------------------------
-
-/** A chart that draws itself when it becomes visible, changes its width, or is printed. */
 class Chart {
-  /**
-   * @param {string} label What the chart shows, for screen readers.
-   * @param {number} height The height in pixels.
-   */
-  constructor(label, height = HEIGHT) {
+  constructor(label, build, height = 190) {
+    this.build = build;
     this.height = height;
-    this.width = 0;
-    this.visible = false;
-    this.picture = svg("svg", { role: "img", "aria-label": label, class: "chart-svg", height });
-    this.tip = el("div", { class: "tip", hidden: true });
-    this.element = el("div", { class: "plot", tabindex: 0 }, this.picture, this.tip);
-    this.element.addEventListener("pointermove", (event) => this.point(event));
-    this.element.addEventListener("pointerleave", () => broadcastCursor(null));
-    this.element.addEventListener("blur", () => broadcastCursor(null));
-    this.element.addEventListener("keydown", (event) => this.key(event));
-    charts.add(this);
-    whenVisible.observe(this.element);
-    whenResized.observe(this.element);
-    chartOf.set(this.element, this);
-  }
-
-  get inner() {
-    return {
-      left: MARGIN.left,
-      right: this.width - MARGIN.right,
-      top: MARGIN.top,
-      bottom: this.height - MARGIN.bottom,
+    this.tip = h("div.tip", { hidden: true });
+    const on = {
+      pointerenter: () => (active = this),
+      keydown: (event) => this.key(event),
+      blur: () => this.plot?.setCursor({ left: -10, top: -10 }, true, true),
     };
+    this.element = h("div.plot", { tabindex: 0, role: "img", "aria-label": label, on }, this.tip);
+    this.element.style.minHeight = `${height}px`;
+    this.element.chart = this;
+    charts.add(this);
+    whenResized.observe(this.element);
   }
 
-  /** Draws the chart again if it is visible, `width` pixels wide. */
-  redraw(width = Math.round(this.element.clientWidth)) {
-    if (!this.visible || width < 60) return;
+  draw(width = Math.round(this.element.clientWidth)) {
+    const old = this.plot?.scales.x;
+    const zoom = old && (old.min > this.range[0] || old.max < this.range[1]) && { min: old.min, max: old.max };
+    this.plot?.destroy();
+    this.plot = null;
+    this.tip.hidden = true;
     this.width = width;
-    this.picture.setAttribute("viewBox", `0 0 ${width} ${this.height}`);
-    this.picture.setAttribute("width", width);
-    this.picture.replaceChildren();
-    this.draw();
-    this.cursor = svg("g", { class: "cursor" });
-    this.picture.append(this.cursor);
+    if (width < 60) return;
+    this.drawn = this.build();
+    this.plot = new uPlot(this.options(this.drawn, width), this.drawn.data, this.element);
+    this.range = [this.plot.scales.x.min, this.plot.scales.x.max];
+    if (zoom) this.plot.setScale("x", zoom);
   }
 
-  drawAxes(x, y, xTicks, yTicks, formatX, formatY) {
-    const { left, right, bottom } = this.inner;
-    for (const tick of yTicks) {
-      this.picture.append(
-        svg("line", { class: "gridline", x1: left, x2: right, y1: y(tick), y2: y(tick) }),
-        svg("text", { class: "tick", x: left - 7, y: y(tick) + 3.5, "text-anchor": "end" }, formatY(tick)),
-      );
-    }
-    for (const tick of xTicks) {
-      this.picture.append(
-        svg("text", { class: "tick", x: x(tick), y: bottom + 16, "text-anchor": "middle" }, formatX(tick)),
-      );
-    }
-    this.picture.append(svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }));
-  }
-
-  point(event) {
-    if (!this.x) return;
-    const { left, right } = this.inner;
-    const pixel = Math.min(Math.max(event.offsetX, left), right);
-    this.pointAt(pixel, event);
+  /** Returns the options of uPlot. */
+  options({ series, bands, x, y, ticks, format, sync, points, below, above }, width) {
+    const axis = { stroke: () => paint("var(--text-3)"), font: "11px system-ui, sans-serif", ticks: { show: false } };
+    const grid = { stroke: () => paint("var(--border)"), width: 1 };
+    const values = (digits, form) => (_, splits) => splits.map((tick) => form(tick, digits));
+    return {
+      width,
+      height: this.height,
+      padding: [12, 12, 0, 0],
+      legend: { show: false },
+      series: [{}, ...series],
+      bands,
+      scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]), ...x }, y },
+      axes: [
+        { ...axis, grid: { show: false }, size: 28, space: 48, values: values(6, formatNumber), ...ticks.x },
+        { ...axis, grid, size: 50, gap: 6, space: 30, values: values(3, format), ...ticks.y },
+      ],
+      cursor: { y: false, points, hover: { bias: -1 }, sync: sync && { key: "steps", scales: ["x", null] } },
+      hooks: {
+        drawClear: [(plot) => below?.(plot)],
+        draw: [(plot) => above?.(plot)],
+        setCursor: [(plot) => this.showTip(plot)],
+      },
+    };
   }
 
   /** Moves the cursor with the arrow keys. */
   key(event) {
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!move || !this.steps?.length) return;
+    if (!move || !this.plot?.data[0].length) return;
     event.preventDefault();
-    const current = this.at === undefined ? 0 : nearestIndex(this.steps, this.at) + move;
-    broadcastCursor(this.steps[Math.min(Math.max(current, 0), this.steps.length - 1)], this);
+    active = this;
+    const [xs, at] = [this.plot.data[0], this.plot.cursor.idx];
+    const next = at === null || at === undefined ? 0 : Math.min(Math.max(at + move, 0), xs.length - 1);
+    this.plot.setCursor({ left: this.plot.valToPos(xs[next], "x"), top: 0 }, true, true);
   }
 
-  /** Shows the tip beside pixel `x`, in the half of the chart that the marked points leave free. */
-  showTip(x, ...content) {
-    this.tip.replaceChildren(...content);
-    this.tip.hidden = false;
+  /** Shows the values at the cursor, in the half of the chart that the marked points leave free. */
+  showTip(plot) {
+    const content = active === this && Number.isInteger(plot.cursor.idx) && this.drawn.tip(plot);
+    this.tip.hidden = !content;
+    if (!content) return;
+    const [heading, lines, ys] = content;
+    this.tip.replaceChildren(h("div.tip-head", heading), ...lines);
     const { offsetWidth: width, offsetHeight: height } = this.tip;
+    const x = plot.over.offsetLeft + plot.cursor.left;
     const left = x + 14 + width > this.width ? x - width - 14 : x + 14;
-    const points = [...this.cursor.querySelectorAll("circle")].map((point) => point.cy.baseVal.value);
-    const mean = points.reduce((sum, y) => sum + y, 0) / points.length;
-    const top = mean < this.height / 2 ? this.inner.bottom - height - 6 : 6;
+    const above = ys.reduce((sum, y) => sum + y, 0) / ys.length < plot.over.clientHeight / 2;
     this.tip.style.left = `${Math.max(0, Math.min(left, this.width - width))}px`;
-    this.tip.style.top = `${Math.max(6, top)}px`;
-  }
-
-  hideCursor() {
-    this.at = undefined;
-    this.cursor?.replaceChildren();
-    this.tip.hidden = true;
+    this.tip.style.top = `${Math.max(6, above ? this.height - 34 - height : 6)}px`;
   }
 }
 
-const charts = new Set();
-const chartOf = new WeakMap();
-const whenVisible = new IntersectionObserver(
-  (entries) => {
-    for (const entry of entries) {
-      const chart = chartOf.get(entry.target);
-      const appeared = entry.isIntersecting && !chart.visible;
-      chart.visible = entry.isIntersecting;
-      if (appeared) chart.redraw();
-    }
-  },
-  { rootMargin: "300px" },
-);
 const whenResized = new ResizeObserver((entries) => {
-  for (const entry of entries) {
-    const chart = chartOf.get(entry.target);
-    if (Math.round(entry.contentRect.width) !== chart.width) chart.redraw();
-  }
+  for (const { target } of entries) if (Math.round(target.clientWidth) !== target.chart.width) target.chart.draw();
 });
-// A printed chart is drawn for the width that it has on paper, so that its labels keep their size.
+
+/** Draws all charts again. */
+function redraw() {
+  paints.clear();
+  for (const chart of charts) chart.draw();
+}
+document.addEventListener("themechange", redraw);
+// A printed chart is drawn in light colours and for the width that it has on paper.
 addEventListener("beforeprint", () => {
-  for (const chart of charts) {
-    chart.visible = true;
-    chart.redraw(chart.element.closest(".wide") ? PRINTED_WIDE : PRINTED_WIDTH);
-  }
+  document.documentElement.dataset.printing = "";
+  paints.clear();
+  for (const chart of charts) if (chart.plot) chart.draw(chart.element.closest(".wide") ? PRINTED_WIDE : PRINTED_WIDTH);
 });
 addEventListener("afterprint", () => {
-  for (const chart of charts) chart.redraw();
+  delete document.documentElement.dataset.printing;
+  redraw();
 });
 
-/** Shows the cursor at `step` in all visible charts, with values in `source` only; null hides it. */
-function broadcastCursor(step, source = null) {
-  for (const chart of charts) {
-    if (!chart.visible || !chart.cursor) continue;
-    if (step === null) chart.hideCursor();
-    else if (chart.showStep) chart.showStep(step, chart === source);
-  }
+function tipLine(colour, label, value) {
+  return h("div.tip-line", h("span.dot", { style: { color: colour } }), h("span", label), h("b.number", value));
 }
 
-/** Removes charts that are no longer part of the page. */
-function forgetCharts(elements) {
-  for (const element of elements) {
-    charts.delete(chartOf.get(element));
-    whenVisible.unobserve(element);
-    whenResized.unobserve(element);
-  }
+function legend(entries) {
+  const line = (entry) => h("span.line", { style: { borderTop: `2px ${entry.dash ? "dashed" : "solid"} ${entry.colour}` } });
+  return h("div.legend", entries.map((entry) => h("span.legend-entry", line(entry), entry.label)));
 }
 
 // -- lines over steps ---------------------------------------------------------------------------------------
 
-/** View settings of all line charts. */
-const view = { smoothing: 0, log: false, marks: true, hiddenRuns: new Set() };
-
 /**
- * Lines over steps, with the healthy range as a band and marks at events.
+ * Returns a chart of lines over steps, with the healthy range as a band and marks at events.
  *
  * `spec`: {label, series: [{label, colour, run, steps, values, dash, spread}], healthy: [low, high] or null,
- * percent, fromZero, marks: [{run, step, kind, text}]}. `spread` has [low, high] of the area around a line.
+ * percent, fromZero, marks: [{run, step, kind, text}], x}. `spread` has [low, high] of the area around a line;
+ * `x`: {name, ticks} of a logarithmic axis of something else than steps.
  */
-class LineChart extends Chart {
-  constructor(spec) {
-    super(spec.label);
-    this.spec = spec;
-    this.format = spec.percent ? formatPercent : formatNumber;
-  }
-
-  get shown() {
-    return this.spec.series.filter((series) => !view.hiddenRuns.has(series.run));
-  }
-
-  /** Whether the axis is logarithmic: if asked for and most values are positive. */
-  get log() {
-    const values = this.shown.flatMap((series) => series.values);
-    return view.log && values.length > 0 && values.filter((value) => value > 0).length * 2 > values.length;
-  }
-
-  /** The lowest and highest value of the axis. */
-  domain(log) {
-    const bounds = this.shown.flatMap(({ values, spread }) => {
-      if (log) return [...values, ...smoothed(values, view.smoothing)]; // a mean with zeros can be lower
-      return spread ? [...values, ...spread.flat()] : values;
-    });
-    let [low, high] = extent(log ? bounds.filter((value) => value > 0) : bounds);
-    if (log) return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
-    const span = high - low;
-    // the nearer end of the healthy range, unless that would flatten the curves
-    for (const end of this.spec.healthy ?? []) {
-      if (end === null) continue;
-      if (end > high && end - high <= span) high = end;
-      if (end < low && low - end <= span) low = end;
-    }
-    if (this.spec.percent && high <= 1 && low >= 0) {
-      if (low <= 0.35) low = 0;
-      if (high >= 0.65) high = 1;
-    }
-    if (this.spec.fromZero && low > 0 && low < high) low = 0;
-    const padding = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
-    const bottom = low >= 0 && low - padding < 0 ? 0 : low - padding;
-    return [bottom, this.spec.percent && high <= 1 ? Math.min(high + padding, 1.02) : high + padding];
-  }
-
-  draw() {
-    const { left, right, top, bottom } = this.inner;
-    const log = this.log;
-    const [low, high] = this.domain(log);
-    this.steps = [...new Set(this.shown.flatMap((series) => series.steps))].sort((a, b) => a - b);
-    let [first, last] = extent(this.steps);
-    if (first === last) [first, last] = [first - 1, last + 1];
-    this.x = makeScale(first, last, left, right);
-    this.y = makeScale(low, high, bottom, top, log);
-    this.firstStep = first;
-    this.lastStep = last;
-    this.drawHealthy(low, high);
-    const yTicks = log ? logTicks(low, high) : niceTicks(low, high, 5);
-    const xTicks = niceTicks(first, last, Math.min(6, (right - left) / 48), true);
-    const short = (value) => this.format(value, 3);
-    this.drawAxes(this.x, this.y, xTicks, yTicks, (tick) => formatNumber(tick, 6), short);
-    if (view.marks) this.drawMarks();
-    for (const series of this.shown) this.drawSeries(series, log);
-  }
-
-  drawHealthy(low, high) {
-    if (!this.spec.healthy) return;
-    const [from, to] = this.spec.healthy;
-    const start = Math.max(from ?? low, low);
-    const end = Math.min(to ?? high, high);
-    if (start >= end) return;
-    const { left, right } = this.inner;
-    this.picture.append(
-      svg("rect", {
-        class: "healthy",
-        x: left,
-        width: right - left,
-        y: this.y(end),
-        height: this.y(start) - this.y(end),
-      }),
-    );
-  }
-
-  drawMarks() {
-    const { top, bottom } = this.inner;
-    for (const mark of this.spec.marks) {
-      if (view.hiddenRuns.has(mark.run) || mark.step < this.firstStep || mark.step > this.lastStep) continue;
-      const x = this.x(mark.step);
-      const text = `step ${mark.step}, ${MARK_LABELS[mark.kind]}: ${mark.text}`;
-      this.picture.append(
-        svg(
-          "g",
-          { class: `mark ${mark.kind}`, "data-step": mark.step },
-          svg("title", {}, text),
-          svg("line", { x1: x, x2: x, y1: top, y2: bottom }),
-          svg("path", { d: `M${x - 4.5} ${top - 8}h9l-4.5 7z` }),
-        ),
-      );
-    }
-  }
-
-  drawSeries(series, log) {
-    const pixels = (values) => values.map((value) => (log && value <= 0 ? null : this.y(value)));
-    const xs = series.steps.map(this.x);
-    const style = { stroke: series.colour, "stroke-dasharray": series.dash ?? null };
-    if (series.spread && !log && view.smoothing === 0) {
-      const lower = pixels(series.spread.map((ends) => ends[0]));
-      const upper = pixels(series.spread.map((ends) => ends[1]));
-      this.picture.append(
-        svg("path", { class: "spread", d: areaPath(xs, upper, lower), fill: series.colour }),
-      );
-    }
-    if (view.smoothing > 0) {
-      this.picture.append(
-        svg("path", { class: "line raw", d: linePath(xs, pixels(series.values)), ...style }),
-      );
-    }
-    const ys = pixels(smoothed(series.values, view.smoothing));
-    this.picture.append(svg("path", { class: "line", d: linePath(xs, ys), ...style }));
-    if (xs.length <= 12) {
-      for (let i = 0; i < xs.length; i++) {
-        if (ys[i] !== null)
-          this.picture.append(svg("circle", { cx: xs[i], cy: ys[i], r: 2.4, fill: series.colour }));
-      }
-    }
-  }
-
-  pointAt(pixel) {
-    const { left, right } = this.inner;
-    const wanted = this.firstStep + ((pixel - left) / (right - left)) * (this.lastStep - this.firstStep);
-    if (this.steps.length) broadcastCursor(this.steps[nearestIndex(this.steps, wanted)], this);
-  }
-
-  showStep(step, withValues) {
-    this.hideCursor();
-    if (!this.steps?.length || step < this.firstStep || step > this.lastStep) return;
-    this.at = step;
-    const { top, bottom } = this.inner;
-    const x = this.x(step);
-    this.cursor.append(svg("line", { x1: x, x2: x, y1: top, y2: bottom }));
-    const log = this.log;
-    const lines = [el("div", { class: "tip-head" }, `Step ${formatNumber(step, 9)}`)];
-    for (const series of this.shown) {
-      const i = indexAt(series.steps, step);
-      if (i < 0) continue;
-      const value = series.values[i];
-      if (!(log && value <= 0)) {
-        this.cursor.append(
-          svg("circle", { cx: this.x(series.steps[i]), cy: this.y(value), r: 3.4, fill: series.colour }),
-        );
-      }
-      const older = series.steps[i] === step ? "" : ` (step ${formatNumber(series.steps[i], 9)})`;
-      lines.push(tipLine(series.colour, `${series.label}${older}`, this.format(value)));
-    }
-    if (!withValues) return;
-    for (const mark of this.spec.marks) {
-      if (mark.step === step)
-        lines.push(el("div", { class: "tip-mark" }, `${MARK_LABELS[mark.kind]}: ${mark.text}`));
-    }
-    this.showTip(x, ...lines);
-  }
+function lineChart(spec) {
+  const format = spec.percent ? formatPercent : formatNumber;
+  const build = () => {
+    const shown = spec.series.filter((series) => !view.hiddenRuns.has(series.run));
+    const all = shown.flatMap((series) => series.values);
+    const log = view.log && all.filter((value) => value > 0).length * 2 > all.length;
+    const layers = shown.flatMap((series) => layersOf(series, log));
+    const data = layers.length ? uPlot.join(layers.map((layer) => [layer.steps, layer.values])) : [[]];
+    const bands = layers.flatMap((layer, i) =>
+      layer.upper ? [{ series: [i + 1, i + 2], fill: () => paint(layer.colour, 13) }] : []);
+    const marks = spec.marks.filter((mark) => view.marks && !view.hiddenRuns.has(mark.run));
+    const tip = (plot) => {
+      const [xs, at] = [plot.data[0], plot.cursor.idx];
+      const found = layers.flatMap(({ series }, i) => {
+        const index = series && plot.cursor.idxs[i + 1];
+        return Number.isInteger(index) ? [{ series, step: xs[index], y: plot.valToPos(plot.data[i + 1][index], "y") }] : [];
+      });
+      const lines = found.map(({ series, step }) => tipLine(series.colour,
+        step === xs[at] ? series.label : `${series.label} (step ${formatNumber(step, 9)})`,
+        format(series.values[series.steps.indexOf(step)])));
+      const here = marks.filter(({ step }) => step <= xs[at] && step > (xs[at - 1] ?? -Infinity));
+      lines.push(...here.map((mark) => h("div.tip-mark", `${MARK_LABELS[mark.kind]}: ${mark.text}`)));
+      return [`${spec.x?.name ?? "Step"} ${formatNumber(xs[at], 9)}`, lines, found.map(({ y }) => y)];
+    };
+    return {
+      data, bands, marks, tip, format,
+      series: layers.map((layer) => layer.options),
+      x: spec.x && { distr: 3, log: 2, range: (_, low, high) => [low, high] },
+      y: { distr: log ? 3 : 1, range: (_, low, high) => (log ? logDomain(low, high) : domain(low, high, spec)) },
+      ticks: {
+        x: spec.x ? { splits: () => spec.x.ticks, filter: (_, splits) => splits } : { incrs: WHOLE },
+        y: log ? { splits: (plot, axis, low, high) => logTicks(low, high), filter: (_, splits) => splits } : {},
+      },
+      sync: !spec.x,
+      points: { size: (plot, i) => (layers[i - 1].series ? 7 : 0) },
+      below: (plot) => spec.healthy && fillRange(plot, spec.healthy),
+      above: (plot) => drawMarks(plot, marks),
+    };
+  };
+  return new Chart(spec.label, build);
 }
 
-function tipLine(colour, label, value) {
-  const dot = el("span", { class: "dot" });
-  dot.style.background = colour;
-  return el("div", { class: "tip-line" }, dot, el("span", {}, label), el("b", { class: "number" }, value));
+/** Returns the curves that draw a series; the one with `series` has its values for the cursor. */
+function layersOf(series, log) {
+  const { steps, colour, spread, dash } = series;
+  const layer = (values, more, options) => ({
+    steps, colour, ...more,
+    values: log ? values.map((value) => (value > 0 ? value : null)) : values,
+    options: { stroke: () => paint(colour), dash, points: { show: false }, ...options },
+  });
+  const points = { show: steps.length <= 12, size: 5, fill: () => paint(colour) };
+  if (view.smoothing > 0) {
+    const pale = { stroke: () => paint(colour, 32), width: 1 };
+    return [layer(series.values, { series }, pale), layer(smoothed(series.values), {}, { width: 1.8, points })];
+  }
+  const end = (i) => layer(spread.map((ends) => ends[i]), { upper: i === 1 }, { width: 0 });
+  return [...(spread && !log ? [end(1), end(0)] : []), layer(series.values, { series }, { width: 1.8, points })];
 }
 
-// -- stacked areas over steps -------------------------------------------------------------------------------
-
-/** Areas on top of each other. `spec`: {label, unit, steps, parts: [{label, colour, values}]}. */
-class StackChart extends Chart {
-  constructor(spec) {
-    super(spec.label, 230);
-    this.spec = spec;
-    let base = spec.steps.map(() => 0);
-    this.layers = spec.parts.map((part) => {
-      const lower = base;
-      base = base.map((value, i) => value + part.values[i]);
-      return { ...part, lower, upper: base };
-    });
-    this.total = base;
-    this.steps = spec.steps;
-  }
-
-  draw() {
-    const { left, right, top, bottom } = this.inner;
-    let [first, last] = extent(this.steps);
-    if (first === last) [first, last] = [first - 1, last + 1];
-    this.firstStep = first;
-    this.lastStep = last;
-    const high = extent(this.total)[1] * 1.05 || 1;
-    this.x = makeScale(first, last, left, right);
-    this.y = makeScale(0, high, bottom, top);
-    const single = this.steps.length === 1;
-    const xs = single ? [left, right] : this.steps.map(this.x);
-    const twice = (values) => (single ? [values[0], values[0]] : values);
-    const xTicks = niceTicks(first, last, Math.min(6, (right - left) / 48), true);
-    const [formatStep, formatValue] = [6, 3].map((digits) => (tick) => formatNumber(tick, digits));
-    this.drawAxes(this.x, this.y, xTicks, niceTicks(0, high, 5), formatStep, formatValue);
-    for (const layer of this.layers) {
-      const [upper, lower] = [layer.upper, layer.lower].map((values) => twice(values).map(this.y));
-      this.picture.append(
-        svg("path", { class: "layer", d: areaPath(xs, upper, lower), fill: layer.colour }),
-        svg("path", { class: "layer-edge", d: linePath(xs, upper), stroke: layer.colour }),
-      );
-    }
-  }
-
-  pointAt(pixel) {
-    const { left, right } = this.inner;
-    const wanted = this.firstStep + ((pixel - left) / (right - left)) * (this.lastStep - this.firstStep);
-    broadcastCursor(this.steps[nearestIndex(this.steps, wanted)], this);
-  }
-
-  showStep(step, withValues) {
-    this.hideCursor();
-    if (!this.steps.length || step < this.firstStep || step > this.lastStep) return;
-    this.at = step;
-    const i = nearestIndex(this.steps, step);
-    const { top, bottom } = this.inner;
-    const x = this.x(this.steps[i]);
-    this.cursor.append(svg("line", { x1: x, x2: x, y1: top, y2: bottom }));
-    if (!withValues) return;
-    const unit = this.spec.unit;
-    const value = (number) => `${formatNumber(number, 3)} ${unit}`;
-    const lines = this.layers.toReversed().filter((layer) => layer.values[i] > 0);
-    this.showTip(
-      x,
-      el("div", { class: "tip-head" }, `Step ${formatNumber(this.steps[i], 9)}: ${value(this.total[i])}`),
-      ...lines.map((layer) => tipLine(layer.colour, layer.label, value(layer.values[i]))),
-    );
-  }
+function logDomain(low, high) {
+  if (low === null) return [1, 10];
+  return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
 }
 
-// -- points -------------------------------------------------------------------------------------------------
+/** Returns the ends of the axis for values from `low` to `high`. */
+function domain(low, high, { healthy, percent, fromZero }) {
+  if (low === null) return [0, 1];
+  const span = high - low;
+  // the nearer end of the healthy range, unless that would flatten the curves
+  for (const end of (healthy ?? []).filter((each) => each !== null)) {
+    if (end > high && end - high <= span) high = end;
+    if (end < low && low - end <= span) low = end;
+  }
+  if (percent && high <= 1 && low >= 0) {
+    if (low <= 0.35) low = 0;
+    if (high >= 0.65) high = 1;
+  }
+  if (fromZero && low > 0 && low < high) low = 0;
+  const padding = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
+  const top = percent && high <= 1 ? Math.min(high + padding, 1.02) : high + padding;
+  return [low >= 0 && low - padding < 0 ? 0 : low - padding, top];
+}
+
+function fillRange(plot, [from, to]) {
+  const { min, max } = plot.scales.y;
+  const [start, end] = [Math.max(from ?? min, min), Math.min(to ?? max, max)];
+  if (start >= end) return;
+  const [top, bottom] = [end, start].map((value) => plot.valToPos(value, "y", true));
+  plot.ctx.fillStyle = paint("var(--band)");
+  plot.ctx.fillRect(plot.bbox.left, top, plot.bbox.width, bottom - top);
+}
+
+/** Draws a dashed line and a triangle at the step of each mark. */
+function drawMarks({ ctx, bbox, scales, valToPos }, marks) {
+  const size = uPlot.pxRatio;
+  ctx.save();
+  ctx.lineWidth = size;
+  ctx.setLineDash([2 * size, 3 * size]);
+  for (const { step, kind } of marks.filter((mark) => mark.step >= scales.x.min && mark.step <= scales.x.max)) {
+    const x = valToPos(step, "x", true);
+    ctx.strokeStyle = ctx.fillStyle = paint(kind === "alarm" ? "var(--warn)" : "var(--text-3)");
+    ctx.stroke(new Path2D(`M${x} ${bbox.top}v${bbox.height}`));
+    ctx.fill(new Path2D(`M${x - 4.5 * size} ${bbox.top - 8 * size}h${9 * size}l${-4.5 * size} ${7 * size}z`));
+  }
+  ctx.restore();
+}
+
+// -- stacked areas, and points ------------------------------------------------------------------------------
+
+/** Returns a chart of areas on top of each other. `spec`: {label, unit, steps, parts: [{label, colour, values}]}. */
+function stackChart({ label, unit, steps, parts }) {
+  const tops = [];
+  for (const { values } of parts) tops.push(values.map((value, i) => value + (tops.at(-1)?.[i] ?? 0)));
+  const text = (value) => `${formatNumber(value, 3)} ${unit}`;
+  const tip = (plot) => {
+    const at = plot.cursor.idx;
+    const lines = parts.filter(({ values }) => values[at] > 0)
+      .map((part) => tipLine(part.colour, part.label, text(part.values[at])));
+    return [`Step ${formatNumber(steps[at], 9)}: ${text(tops.at(-1)[at])}`, lines.reverse(), [0]];
+  };
+  const build = () => ({
+    data: [steps, ...tops],
+    series: parts.map(({ colour }, i) => ({
+      stroke: () => paint(colour), width: 1, points: { show: steps.length === 1, size: 5 },
+      fill: i ? null : () => paint(colour, 50),
+    })),
+    bands: parts.slice(1).map(({ colour }, i) => ({ series: [i + 2, i + 1], fill: () => paint(colour, 50) })),
+    y: { range: (_, low, high) => [0, high * 1.05 || 1] },
+    ticks: { x: { incrs: WHOLE } }, format: formatNumber, sync: true, tip,
+  });
+  return new Chart(label, build, 230);
+}
 
 /**
- * Points of x and y, joined in the order of their steps and darker from step to step.
+ * Returns a chart of points of x and y, joined in the order of their steps and darker from step to step.
  *
- * `spec`: {label, xLabel, yLabel, series: [{label, colour, run, steps, xs, ys}]}.
+ * `spec`: {label, xLabel, series: [{label, colour, run, steps, xs, ys}]}.
  */
-class PathChart extends Chart {
-  constructor(spec) {
-    super(spec.label, 300);
-    this.spec = spec;
-  }
-
-  get shown() {
-    return this.spec.series.filter((series) => !view.hiddenRuns.has(series.run));
-  }
-
-  draw() {
-    const { left, right, top, bottom } = this.inner;
-    const pad = ([low, high]) => {
-      const space = (high - low) * 0.06 || 0.5;
-      return [low >= 0 ? Math.max(0, low - space) : low - space, high + space];
-    };
-    const [x0, x1] = pad(extent(this.shown.flatMap((series) => series.xs)));
-    const [y0, y1] = pad(extent(this.shown.flatMap((series) => smoothed(series.ys, view.smoothing))));
-    this.x = makeScale(x0, x1, left, right);
-    this.y = makeScale(y0, y1, bottom, top);
-    const short = (value) => formatNumber(value, 3);
-    this.drawAxes(
-      this.x,
-      this.y,
-      niceTicks(x0, x1, Math.min(7, (right - left) / 60)),
-      niceTicks(y0, y1, 5),
-      short,
-      short,
-    );
-    this.points = this.shown.flatMap((series) => {
-      const xs = smoothed(series.xs, view.smoothing).map(this.x);
-      const ys = smoothed(series.ys, view.smoothing).map(this.y);
-      this.picture.append(svg("path", { class: "line raw", d: linePath(xs, ys), stroke: series.colour }));
+function pathChart(spec) {
+  const pad = (_, low, high) => {
+    const space = (high - low) * 0.06 || 0.5;
+    return [low >= 0 ? Math.max(0, low - space) : low - space, high + space];
+  };
+  const build = () => {
+    const shown = spec.series.filter((series) => !view.hiddenRuns.has(series.run));
+    const points = shown.flatMap((series) => {
+      const [xs, ys] = [smoothed(series.xs), smoothed(series.ys)];
       return xs.map((x, i) => ({ x, y: ys[i], series, i, age: i / Math.max(xs.length - 1, 1) }));
     });
-    for (const { x, y, series, age } of this.points) {
-      this.picture.append(
-        svg("circle", {
-          cx: x.toFixed(1),
-          cy: y.toFixed(1),
-          r: 3,
-          fill: series.colour,
-          "fill-opacity": (0.15 + 0.85 * age).toFixed(2),
-        }),
-      );
-    }
-  }
+    const sorted = points.toSorted((a, b) => a.x - b.x);
+    const tip = (plot) => {
+      const { series, i, y } = sorted[plot.cursor.idx];
+      const lines = [tipLine(series.colour, series.label, formatNumber(series.ys[i])),
+        tipLine("transparent", spec.xLabel, formatNumber(series.xs[i]))];
+      return [`Step ${formatNumber(series.steps[i], 9)}`, lines, [plot.valToPos(y, "y")]];
+    };
+    return {
+      data: [sorted.map(({ x }) => x), sorted.map(({ y }) => y)],
+      series: [{ stroke: () => paint("var(--text-3)"), paths: () => null, points: { show: false } }],
+      x: { range: pad }, y: { range: pad }, ticks: {}, format: formatNumber, tip, sorted,
+      above: (plot) => drawPoints(plot, points),
+    };
+  };
+  return new Chart(spec.label, build, 300);
+}
 
-  pointAt(pixel, event) {
-    let best = null;
-    for (const point of this.points) {
-      const distance = Math.hypot(point.x - event.offsetX, point.y - event.offsetY);
-      if (!best || distance < best.distance) best = { ...point, distance };
-    }
-    this.hideCursor();
-    if (!best || best.distance > 60) return;
-    const { series, i } = best;
-    this.cursor.append(svg("circle", { cx: best.x, cy: best.y, r: 5, fill: series.colour }));
-    this.showTip(
-      best.x,
-      el("div", { class: "tip-head" }, `Step ${formatNumber(series.steps[i], 9)}`),
-      tipLine(series.colour, series.label, formatNumber(series.ys[i])),
-      el(
-        "div",
-        { class: "tip-line faint" },
-        el("span", {}, this.spec.xLabel),
-        el("b", {}, formatNumber(series.xs[i])),
-      ),
-    );
-  }
+function drawPoints({ ctx, valToPos }, points) {
+  const at = ({ x, y }) => [valToPos(x, "x", true), valToPos(y, "y", true)];
+  points.forEach((point, k) => {
+    const colour = point.series.colour;
+    ctx.strokeStyle = paint(colour, 32);
+    if (point.i) ctx.stroke(new Path2D(`M${at(points[k - 1])}L${at(point)}`));
+    ctx.fillStyle = paint(colour, Math.round(15 + 85 * point.age));
+    ctx.beginPath();
+    ctx.arc(...at(point), 3 * uPlot.pxRatio, 0, 7);
+    ctx.fill();
+  });
 }

@@ -47,9 +47,9 @@ def render_page(
     Raises:
         ValueError: A script or style contains the end tag of its own element.
     """
-    style = "\n".join([asset("style.css"), *styles])
+    style = "\n".join([asset("vendor/uPlot.min.css"), asset("style.css"), *styles])
     theme = asset("theme.js")
-    module = "\n".join([asset("dom.js"), *scripts])
+    module = "\n".join([asset("vendor/uPlot.min.js"), asset("dom.js"), asset("charts.js"), *scripts])
     for text, end in ((style, "</style"), (theme, "</script"), (module, "</script")):
         if end in text.lower():
             raise ValueError(f"a style or script of the page contains {end!r}")

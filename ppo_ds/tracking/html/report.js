@@ -12,543 +12,203 @@ const ENDINGS = {
   error: ["Ended with an error", "warn"],
 };
 const STAGES = { ppo: "PPO", sft: "Supervised fine-tuning", reward_model: "Reward model" };
-const EVENT_LABELS = {
-  started: "Started",
-  resumed: "Resumed",
-  rolled_back: "Rolled back",
-  warning: "Warning",
-  alarm: "Alarm",
-  ended: "Ended",
-};
+const short = (value) => formatNumber(value, 3);
+const FIGURES = [
+  ["eval/win_rate_vs_ref", "wins against the reference", formatPercent],
+  ["kl/ref_seq_mean", "KL to the reference, nats", short],
+  ["rollout/resp_len_mean", "tokens per response", short],
+  ["eval/token_accuracy", "held-out token accuracy", formatPercent],
+  ["perf/tokens_per_s", "tokens per second", short],
+];
 
-function statusOf(run, running) {
-  if (running) return ["In progress", "accent"];
-  return run.endedBy === null ? ["No end recorded", "warn"] : (ENDINGS[run.endedBy] ?? ENDINGS.error);
+function statusBadge(run, data) {
+  const ending = run.endedBy === null ? ["No end recorded", "warn"] : (ENDINGS[run.endedBy] ?? ENDINGS.error);
+  const [status, kind] = data.running ? ["In progress", "accent"] : ending;
+  return h(`span.badge.${kind}`, h("span.dot"), status);
 }
-
-/** Formats a value of the main metric of a run. */
-function resultValue(result, value) {
-  return result.share ? formatPercent(value) : formatNumber(value, 3);
-}
-
-// -- the head -----------------------------------------------------------------------------------------------
 
 function headOfOne(run, data) {
-  const [status, kind] = statusOf(run, data.running);
-  const figures = [];
-  const { result } = run;
-  if (result) {
-    const change = result.after - result.before;
-    const sign = change > 0 ? "+" : "";
-    const text = result.share
-      ? `${sign}${formatNumber(100 * change, 3)} points`
-      : `${sign}${formatNumber(change, 3)}`;
-    figures.push([resultValue(result, result.after), result.label, text]);
-  }
   const last = (name) => run.series[name]?.values.at(-1);
-  const optional = [
-    ["eval/win_rate_vs_ref", "wins against the reference", formatPercent],
-    ["kl/ref_seq_mean", "KL to the reference, nats", (value) => formatNumber(value, 3)],
-    ["rollout/resp_len_mean", "tokens per response", (value) => formatNumber(value, 3)],
-    ["eval/token_accuracy", "held-out token accuracy", formatPercent],
-    ["perf/tokens_per_s", "tokens per second", (value) => formatNumber(value, 3)],
-  ];
-  for (const [name, label, format] of optional)
-    if (last(name) !== undefined) figures.push([format(last(name)), label, ""]);
-  figures.push([formatDuration(run.seconds ?? NaN), `${formatNumber(run.lastStep, 9)} steps`, ""]);
-  return el(
-    "div",
-    {},
-    el(
-      "div",
-      { class: "toolbar run-facts" },
-      el("span", { class: `badge ${kind}` }, el("span", { class: "dot" }), status),
-      el("span", { class: "muted small" }, STAGES[run.stage] ?? run.stage),
-      el("span", { class: "faint small mono directory" }, run.directory),
-    ),
-    el("p", { class: "lead" }, run.sentences.join(" ")),
-    el(
-      "div",
-      { class: "figures" },
-      figures.map(([value, label, change]) =>
-        el(
-          "div",
-          { class: "figure" },
-          el("div", { class: "value" }, value, change && el("span", { class: "change" }, change)),
-          el("div", { class: "label" }, label),
-        ),
-      ),
-    ),
-  );
+  const figures = FIGURES.filter(([name]) => last(name) !== undefined)
+    .map(([name, label, format]) => [format(last(name)), label]);
+  figures.push([formatDuration(run.seconds), `${formatNumber(run.lastStep, 9)} steps`]);
+  if (run.result) {
+    const { share, before, after, label } = run.result;
+    const change = `${after > before ? "+" : ""}${short((share ? 100 : 1) * (after - before))}${share ? " points" : ""}`;
+    figures.unshift([(share ? formatPercent : short)(after), label, change]);
+  }
+  return h("div",
+    h("div.toolbar.run-facts", statusBadge(run, data), h("span.muted.small", STAGES[run.stage] ?? run.stage),
+      h("span.faint.small.mono.directory", run.directory)),
+    h("p.lead", run.sentences.join(" ")),
+    h("div.figures", figures.map(([value, label, change]) => h("div.figure",
+      h("div.value", value, change && h("span.change", change)), h("div.label", label)))));
 }
 
 function headOfSeveral(data) {
-  const header = ["Run", "Status", "Steps", "Time", "Result", "Before", "After", "KL"];
   const rows = data.runs.map((run, i) => {
-    const [status, kind] = statusOf(run, data.running);
-    const dot = el("span", { class: "dot" });
-    dot.style.background = seriesColour(i);
-    const { result } = run;
-    return el(
-      "tr",
-      {},
-      el("td", {}, el("span", { class: "run-name" }, dot, run.name)),
-      el("td", {}, el("span", { class: `badge ${kind}` }, status)),
-      el("td", { class: "number" }, formatNumber(run.lastStep, 9)),
-      el("td", { class: "number" }, formatDuration(run.seconds ?? NaN)),
-      el("td", {}, result?.label ?? MISSING),
-      el("td", { class: "number" }, result ? resultValue(result, result.before) : MISSING),
-      el("td", { class: "number" }, result ? resultValue(result, result.after) : MISSING),
-      el("td", { class: "number" }, formatNumber(run.series["kl/ref_seq_mean"]?.values.at(-1), 3)),
-    );
+    const value = run.result?.share ? formatPercent : short;
+    return [h("span.run-name", h("span.dot", { style: { color: seriesColour(i) } }), run.name), statusBadge(run, data),
+      formatNumber(run.lastStep, 9), formatDuration(run.seconds), run.result?.label ?? MISSING,
+      value(run.result?.before), value(run.result?.after), short(run.series["kl/ref_seq_mean"]?.values.at(-1))];
   });
-  return el(
-    "div",
-    {},
-    el(
-      "div",
-      { class: "card table-wrap runs-table" },
-      el(
-        "table",
-        {},
-        el(
-          "thead",
-          {},
-          el(
-            "tr",
-            {},
-            header.map((text, i) => el("th", { class: i > 1 && text !== "Result" ? "number" : "" }, text)),
-          ),
-        ),
-        el("tbody", {}, rows),
-      ),
-    ),
-    el(
-      "div",
-      { class: "run-sentences" },
-      data.runs.map((run) => el("p", {}, el("b", {}, `${run.name}: `), run.sentences.join(" "))),
-    ),
-  );
+  return h("div",
+    h("div.card.runs-table", table(["Run", "Status", "Steps#", "Time#", "Result", "Before#", "After#", "KL#"], rows)),
+    h("div.run-sentences", data.runs.map((run) => h("p", h("b", `${run.name}: `), run.sentences.join(" ")))));
 }
-
-function navigation(sections) {
-  return el(
-    "nav",
-    { class: "page-nav no-print", "aria-label": "Sections" },
-    sections.map(([id, title]) => el("a", { href: `#${id}` }, title)),
-  );
-}
-
-// -- sections -----------------------------------------------------------------------------------------------
 
 function pageSection(id, title, text, ...children) {
-  return el("section", { id }, el("h2", {}, title), el("p", { class: "muted" }, text), ...children);
+  return h("section", { id }, h("h2", title), h("p.muted", text), ...children);
 }
 
 /** Returns the controls of all curves: smoothing, axis, marks and runs. */
-function chartControls(data, marks) {
-  const redraw = () => {
-    for (const chart of charts) chart.redraw();
+function chartControls({ runs, marks }) {
+  const changed = (state) => {
+    redraw();
+    return state;
   };
-  const value = el("output", { class: "number" }, "0");
-  const smoothing = el("input", {
-    type: "range",
-    min: 0,
-    max: 0.98,
-    step: 0.02,
-    value: 0,
-    id: "smoothing",
-    on: {
-      input: (event) => {
-        view.smoothing = Number(event.target.value);
-        value.textContent = view.smoothing.toFixed(2).replace(/\.?0+$/, "");
-        redraw();
-      },
-    },
-  });
-  const toggle = (label, id, change, pressed) =>
-    el(
-      "button",
-      {
-        class: "chip",
-        id,
-        "aria-pressed": pressed,
-        on: {
-          click: (event) => {
-            event.currentTarget.setAttribute("aria-pressed", change());
-            redraw();
-          },
-        },
-      },
-      label,
-    );
-  const runs =
-    data.runs.length > 1 &&
-    data.runs.map((run, i) => {
-      const dot = el("span", { class: "dot" });
-      dot.style.background = seriesColour(i);
-      const chip = toggle(
-        "",
-        null,
-        () => {
-          if (!view.hiddenRuns.delete(i)) view.hiddenRuns.add(i);
-          return !view.hiddenRuns.has(i);
-        },
-        true,
-      );
-      chip.dataset.run = i;
-      chip.append(dot, ` ${run.name}`);
-      return chip;
-    });
-  const kinds = [...new Set(marks.map((mark) => mark.kind))];
-  return el(
-    "div",
-    { class: "toolbar chart-controls" },
-    el("label", { class: "control" }, "Smoothing", smoothing, value),
-    toggle("Log axis", "log-axis", () => (view.log = !view.log), false),
-    marks.length > 0 &&
-      toggle(
-        `Marks: ${kinds.map((kind) => MARK_LABELS[kind]).join(", ")}`,
-        "marks",
-        () => (view.marks = !view.marks),
-        true,
-      ),
-    runs,
-  );
+  const value = h("output.number", "0");
+  const input = (event) => {
+    view.smoothing = Number(event.target.value);
+    value.textContent = String(view.smoothing);
+    redraw();
+  };
+  const slider = { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, id: "smoothing", on: { input } };
+  const hide = (i) => {
+    if (!view.hiddenRuns.delete(i)) view.hiddenRuns.add(i);
+    return changed(!view.hiddenRuns.has(i));
+  };
+  const kinds = [...new Set(marks.map((mark) => MARK_LABELS[mark.kind]))].join(", ");
+  return h("div.toolbar.chart-controls",
+    h("label.control", "Smoothing", h("input", slider), value),
+    chip("Log axis", false, () => changed((view.log = !view.log)), { id: "log-axis" }),
+    kinds && chip(`Marks: ${kinds}`, true, () => changed((view.marks = !view.marks)), { id: "marks" }),
+    runs.length > 1 && runs.map((run, i) => chip(
+      [h("span.dot", { style: { color: seriesColour(i) } }), ` ${run.name}`], true, () => hide(i), { dataset: { run: i } })));
 }
 
-function rewardOverKl(data) {
-  const series = data.runs.flatMap((run, i) => {
+function curves(data) {
+  return data.overview.length > 0 && pageSection("curves", "Curves",
+    "Point at a curve for its values; drag over steps to enlarge them, double-click to go back. A green band is " +
+      "the healthy range. The line below a curve tells what it means and what to change.",
+    h("div.grid", data.overview.map((panel) => panelCard(panel, data))));
+}
+
+function rewardOverKl({ runs }) {
+  const series = runs.flatMap((run, i) => {
     const [score, kl] = ["reward/score_mean", "kl/ref_seq_mean"].map((name) => run.series[name]);
-    if (!score || !kl) return [];
-    const klAt = new Map(kl.steps.map((step, k) => [step, kl.values[k]]));
-    const kept = score.steps.map((step, k) => k).filter((k) => klAt.has(score.steps[k]));
+    const klAt = new Map(kl?.steps.map((step, k) => [step, kl.values[k]]));
+    const kept = [...(score?.steps.keys() ?? [])].filter((k) => klAt.has(score.steps[k]));
     if (kept.length < 2) return [];
-    return [
-      {
-        label: data.runs.length > 1 ? run.name : "mean score",
-        colour: seriesColour(i),
-        run: i,
-        steps: kept.map((k) => score.steps[k]),
-        xs: kept.map((k) => Math.sqrt(Math.max(0, klAt.get(score.steps[k])))),
-        ys: kept.map((k) => score.values[k]),
-      },
-    ];
+    const steps = kept.map((k) => score.steps[k]);
+    const xs = steps.map((step) => Math.sqrt(Math.max(0, klAt.get(step))));
+    const label = runs.length > 1 ? run.name : "mean score";
+    return [{ label, colour: seriesColour(i), run: i, steps, xs, ys: kept.map((k) => score.values[k]) }];
   });
   if (!series.length) return null;
-  const chart = new PathChart({
-    label: "Reward over the square root of the KL",
-    xLabel: "\u221aKL",
-    yLabel: "score",
-    series,
-  });
-  return pageSection(
-    "frontier",
-    "Reward over \u221aKL",
-    "The score that each distance from the reference buys. Early steps are pale. A curve that bends down " +
-      "while the KL grows is a sign of reward over-optimization.",
-    el(
-      "figure",
-      { class: "card chart wide" },
-      el("p", { class: "chart-unit faint small" }, "mean score, over \u221a of the KL per response in nats"),
-      chart.element,
-      series.length > 1 && el("div", { class: "legend" }, series.map(legendEntry)),
-    ),
-  );
+  const chart = pathChart({ label: "Reward over the square root of the KL", xLabel: "\u221aKL", series });
+  return pageSection("frontier", "Reward over \u221aKL",
+    "The score that each distance from the reference buys. Early steps are pale. A curve that bends down while " +
+      "the KL grows is a sign of reward over-optimization.",
+    h("figure.card.chart.wide",
+      h("p.chart-unit.faint.small", "mean score, over \u221a of the KL per response in nats"),
+      chart.element, series.length > 1 && legend(series)));
 }
 
-function timeAndMemory(data) {
-  const cards = data.runs.flatMap((run) =>
-    run.stacks.map((area) => {
-      const parts = Object.entries(area.parts).map(([label, values], i, all) => ({
-        label,
-        values,
-        colour: label === "other" && all.length > 1 ? "var(--series-8)" : seriesColour(i),
-      }));
-      const chart = new StackChart({ label: area.title, unit: area.unit, steps: area.steps, parts });
-      const legend = parts.map(({ label, colour }) => {
-        const dot = el("span", { class: "dot square" });
-        dot.style.background = colour;
-        return el("span", { class: "legend-entry" }, dot, label);
-      });
-      return el(
-        "figure",
-        { class: "card chart" },
-        el(
-          "div",
-          { class: "chart-head" },
-          el("h3", {}, data.runs.length > 1 ? `${area.title}: ${run.name}` : area.title),
-        ),
-        el("p", { class: "chart-unit faint small" }, area.unit === "s" ? "seconds per step" : area.unit),
-        chart.element,
-        el("div", { class: "legend" }, legend),
-      );
-    }),
-  );
-  if (!cards.length) return null;
-  return pageSection(
-    "time",
-    "Time and memory",
-    "Where the seconds of a step go, and the memory that the run holds.",
-    el("div", { class: "grid grid-wide" }, cards),
-  );
-}
-
-function events(data) {
-  const several = data.runs.length > 1;
-  const all = data.runs.flatMap((run) => run.events.map((event) => ({ ...event, run: run.name })));
-  const alarms = all.filter(({ kind }) => kind === "alarm" || kind === "warning");
-  const row = (event) =>
-    el(
-      "tr",
-      { class: event.kind },
-      several && el("td", {}, event.run),
-      el("td", { class: "number" }, formatNumber(event.step, 9)),
-      el("td", { class: "number" }, formatDuration(event.time)),
-      el(
-        "td",
-        {},
-        el(
-          "span",
-          { class: `badge ${event.kind === "alarm" ? "warn" : ""}` },
-          EVENT_LABELS[event.kind] ?? event.kind,
-        ),
-      ),
-      el("td", {}, event.text),
-    );
-  const table = (list) =>
-    el(
-      "div",
-      { class: "table-wrap" },
-      el(
-        "table",
-        {},
-        el(
-          "thead",
-          {},
-          el(
-            "tr",
-            {},
-            several && el("th", {}, "Run"),
-            el("th", { class: "number" }, "Step"),
-            el("th", { class: "number" }, "Time"),
-            el("th", {}, "Event"),
-            el("th", {}, ""),
-          ),
-        ),
-        el("tbody", {}, list.map(row)),
-      ),
-    );
-  const recorded = data.runs.some((run) => run.events.length > 0);
-  const others = all.filter((event) => !alarms.includes(event));
-  return pageSection(
-    "alarms",
-    "Alarms",
-    recorded
-      ? alarms.length
-        ? "Each alarm names the value and the key to change. Alarms never stop a run."
-        : "No alarm and no warning in this run."
-      : "This run has no events.jsonl: it is from a version that did not record events.",
-    alarms.length > 0 && el("div", { class: "card" }, table(alarms)),
-    others.length > 0 &&
-      el(
-        "details",
-        { class: "other-events" },
-        el("summary", { class: "muted small" }, "Starts, resumes and ends"),
-        el("div", { class: "card" }, table(others)),
-      ),
-  );
-}
-
-// -- settings -----------------------------------------------------------------------------------------------
-
-function settingText(value) {
-  if (value === undefined) return MISSING;
-  if (value === null) return "null";
-  return typeof value === "string" ? value : JSON.stringify(value);
-}
-
-function settings(data) {
-  const { runs } = data;
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
-  if (!keys.length) return null;
-  const several = runs.length > 1;
-  const differs = (key) => new Set(runs.map((run) => settingText(run.settings[key]))).size > 1;
-  const table = (list) =>
-    el(
-      "div",
-      { class: "table-wrap" },
-      el(
-        "table",
-        { class: "settings-table" },
-        several &&
-          el(
-            "thead",
-            {},
-            el(
-              "tr",
-              {},
-              el("th", {}, "Key"),
-              runs.map((run) => el("th", {}, run.name)),
-            ),
-          ),
-        el(
-          "tbody",
-          {},
-          list.map((key) =>
-            el(
-              "tr",
-              { dataset: { key } },
-              el("td", {}, el("code", {}, key)),
-              runs.map((run) =>
-                el("td", { class: "setting-value" }, el("code", {}, settingText(run.settings[key]))),
-              ),
-            ),
-          ),
-        ),
-      ),
-    );
-  const groups = Map.groupBy(keys, (key) => key.split(".")[0]);
-  const folds = [...groups].map(([group, list]) =>
-    el(
-      "details",
-      { class: "setting-group" },
-      el(
-        "summary",
-        {},
-        el("h3", {}, group),
-        el("span", { class: "faint small" }, `${list.length} key${list.length > 1 ? "s" : ""}`),
-      ),
-      table(list),
-    ),
-  );
-  const search = el("input", {
-    type: "search",
-    id: "settings-search",
-    placeholder: "Search settings",
-    "aria-label": "Search settings",
-    on: { input: debounced((event) => filterSettings(folds, event.target.value)) },
-  });
-  addEventListener("beforeprint", () => printSettings(folds));
-  const different = several ? keys.filter(differs) : [];
-  return pageSection(
-    "settings",
-    "Settings",
-    "The complete config of the run, with all defaults, as in config.yaml.",
-    several &&
-      el(
-        "div",
-        { class: "card differences" },
-        el("h3", {}, "Differences"),
-        different.length ? table(different) : el("p", { class: "muted" }, "The runs have the same settings."),
-      ),
-    el("div", { class: "toolbar settings-tools" }, search),
-    el("div", { class: "card folds" }, folds),
-  );
-}
-
-/** Opens all settings while the page is printed. */
-function printSettings(folds) {
-  const closed = folds.filter((fold) => !fold.open);
-  for (const fold of closed) fold.open = true;
-  const close = () => closed.forEach((fold) => (fold.open = false));
-  addEventListener("afterprint", close, { once: true });
-}
-
-function filterSettings(folds, query) {
-  const wanted = query.trim().toLowerCase();
-  for (const fold of folds) {
-    const rows = [...fold.querySelectorAll("tr[data-key]")];
-    for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(wanted);
-    fold.hidden = rows.every((row) => row.hidden);
-    fold.open = wanted !== "" && !fold.hidden;
-  }
-}
-
-// -- the page -----------------------------------------------------------------------------------------------
-
-function curves(data, marks) {
-  return pageSection(
-    "curves",
-    "Curves",
-    "Point at a curve for its values. A green band is the healthy range. The line below a curve tells what " +
-      "it means and what to change.",
-    el(
-      "div",
-      { class: "grid" },
-      data.overview.map((panel) => panelCard(panel, data, marks)),
-    ),
-  );
-}
-
-function allMetrics(data, marks) {
-  const list = el(
-    "div",
-    { class: "card folds" },
-    data.sections.map((section) => metricSection(section, data, marks)),
-  );
-  const none = el("p", { class: "empty", hidden: true }, "No metric matches.");
-  const search = el("input", {
-    type: "search",
-    id: "metric-search",
-    placeholder: "Search metrics",
-    "aria-label": "Search metrics",
-    on: {
-      input: debounced(
-        (event) => (none.hidden = filterMetrics(list, data.sections, data, event.target.value) > 0),
-      ),
-    },
-  });
-  return pageSection(
-    "metrics",
-    "All metrics",
-    "Every metric that the run logged, by section, with its meaning, healthy range and the key to change.",
-    el("div", { class: "toolbar metric-tools" }, search),
-    list,
-    none,
-  );
-}
-
-function responses(data) {
-  if (!data.runs.some((run) => run.samples.rows.length)) return null;
-  const [title, text] = data.runs.every((run) => run.stage === "reward_model")
+function responses({ runs }) {
+  if (!runs.some((run) => run.samples.rows.length)) return null;
+  const [title, text] = runs.every((run) => run.stage === "reward_model")
     ? ["Pairs", "How the model scored held-out pairs, step by step. Select a pair to read it in full."]
     : ["Responses", "What the model answered, step by step. Select an answer to read it in full."];
-  return pageSection("responses", title, text, new Rollouts(data.runs).element);
+  return pageSection("responses", title, text, new Rollouts(runs).element);
+}
+
+function events({ runs }) {
+  const all = runs.flatMap((run) => run.events.map((event) => ({ ...event, run: run.name })));
+  const [alarms, others] = [true, false].map((loud) => all.filter(({ kind }) => ["alarm", "warning"].includes(kind) === loud));
+  const title = (kind) => (kind.charAt(0).toUpperCase() + kind.slice(1)).replaceAll("_", " ");
+  const badge = (kind) => h(kind === "alarm" ? "span.badge.warn" : "span.badge", title(kind));
+  const several = runs.length > 1;
+  const list = (shown) => h("div.card", table([...(several ? ["Run"] : []), "Step#", "Time#", "Event", ""],
+    shown.map((event) => [...(several ? [event.run] : []), formatNumber(event.step, 9), formatDuration(event.time),
+      badge(event.kind), event.text])));
+  const text = !all.length ? "This run has no events.jsonl: it is from a version that did not record events."
+    : alarms.length ? "Each alarm names the value and the key to change. Alarms never stop a run."
+      : "No alarm and no warning in this run.";
+  return pageSection("alarms", "Alarms", text,
+    alarms.length > 0 && list(alarms),
+    others.length > 0 && h("details.other-events", h("summary.muted.small", "Starts, resumes and ends"), list(others)));
+}
+
+function allMetrics(data) {
+  if (!data.sections.length) return null;
+  const sections = data.sections.map((section) => metricSection(section, data));
+  const none = h("p.empty", { hidden: true }, "No metric matches.");
+  const search = (query) => (none.hidden = filterMetrics(sections, data, query));
+  return pageSection("metrics", "All metrics",
+    "Every metric that the run logged, by section, with its meaning, healthy range and the key to change.",
+    h("div.toolbar.tools", field("search", "Search metrics", search, { id: "metric-search" })),
+    h("div.card.folds", sections.map(({ element }) => element)), none);
+}
+
+function timeAndMemory({ runs }) {
+  const cards = runs.flatMap((run) => run.stacks.map((area) => {
+    const parts = Object.entries(area.parts).map(([label, values], i, all) =>
+      ({ label, values, colour: seriesColour(label === "other" && all.length > 1 ? 7 : i) }));
+    return h("figure.card.chart",
+      h("div.chart-head", h("h3", runs.length > 1 ? `${area.title}: ${run.name}` : area.title)),
+      h("p.chart-unit.faint.small", area.unit === "s" ? "seconds per step" : area.unit),
+      stackChart({ label: area.title, unit: area.unit, steps: area.steps, parts }).element, legend(parts));
+  }));
+  return cards.length > 0 && pageSection("time", "Time and memory",
+    "Where the seconds of a step go, and the memory that the run holds.", h("div.grid.grid-wide", cards));
+}
+
+function settings({ runs }) {
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
+  if (!keys.length) return null;
+  const text = (value) => (value === undefined ? MISSING : typeof value === "string" ? value : JSON.stringify(value));
+  const values = (key) => runs.map((run) => text(run.settings[key]));
+  const list = (shown) => table(["Key", ...runs.map((run) => run.name)], shown.map((key) =>
+    h("tr", { dataset: { key } }, [key, ...values(key)].map((cell) => h("td", h("code", cell))))));
+  const folds = [...Map.groupBy(keys, (key) => key.split(".")[0])].map(([group, inside]) => h("details.setting-group",
+    h("summary", h("h3", group), h("span.faint.small", `${inside.length} key${inside.length > 1 ? "s" : ""}`)),
+    list(inside)));
+  const search = (query) => {
+    for (const fold of folds) {
+      const rows = [...fold.querySelectorAll("tr[data-key]")];
+      for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(query.trim().toLowerCase());
+      fold.hidden = rows.every((row) => row.hidden);
+      fold.open = query.trim() !== "" && !fold.hidden;
+    }
+  };
+  addEventListener("beforeprint", () => {
+    const closed = folds.filter((fold) => !fold.open);
+    for (const fold of closed) fold.open = true;
+    addEventListener("afterprint", () => closed.forEach((fold) => (fold.open = false)), { once: true });
+  });
+  const different = keys.filter((key) => new Set(values(key)).size > 1);
+  return pageSection("settings", "Settings", "The complete config of the run, with all defaults, as in config.yaml.",
+    runs.length > 1 && h("div.card.differences", h("h3", "Differences"),
+      different.length ? list(different) : h("p.muted", "The runs have the same settings.")),
+    h("div.toolbar.tools", field("search", "Search settings", search, { id: "settings-search" })),
+    h("div.card.folds", folds));
 }
 
 function showReport(data) {
-  const marks = marksOf(data.runs);
-  const alarmed = data.runs.some((run) => run.events.some(({ kind }) => kind === "alarm"));
-  const sections = [
-    alarmed && events(data),
-    data.overview.length > 0 && curves(data, marks),
-    rewardOverKl(data),
-    responses(data),
-    !alarmed && events(data),
-    data.sections.length > 0 && allMetrics(data, marks),
-    timeAndMemory(data),
-    settings(data),
-  ].filter(Boolean);
-  const links = sections.map((section) => [section.id, section.querySelector("h2").textContent]);
-  document
-    .getElementById("report")
-    .append(
-      data.runs.length === 1 ? headOfOne(data.runs[0], data) : headOfSeveral(data),
-      el(
-        "div",
-        { class: "sticky no-print" },
-        navigation(links),
-        data.overview.length > 0 && chartControls(data, marks),
-      ),
-      ...sections,
-      el(
-        "footer",
-        { class: "faint small" },
-        `ppo_ds report, written ${data.written}.`,
-        data.running && " The run rewrites this file; reload it for newer steps.",
-      ),
-    );
+  data.marks = data.runs.flatMap((run, i) => run.events.filter(({ kind }) => kind !== "warning" && kind in MARK_LABELS)
+    .map((event) => ({ ...event, run: i })));
+  const alarmed = data.marks.some(({ kind }) => kind === "alarm");
+  const sections = [alarmed && events(data), curves(data), rewardOverKl(data), responses(data),
+    !alarmed && events(data), allMetrics(data), timeAndMemory(data), settings(data)].filter(Boolean);
+  const links = sections.map(({ id, firstChild }) => h("a", { href: `#${id}` }, firstChild.textContent));
+  document.getElementById("report").append(
+    data.runs.length === 1 ? headOfOne(data.runs[0], data) : headOfSeveral(data),
+    h("div.sticky.no-print", h("nav.page-nav", { "aria-label": "Sections" }, links),
+      data.overview.length > 0 && chartControls(data)),
+    ...sections,
+    h("footer.faint.small", `ppo_ds report, written ${data.written}.`,
+      data.running && " The run rewrites this file; reload it for newer steps."));
 }
 
 showReport(pageData());

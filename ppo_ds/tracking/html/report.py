@@ -14,7 +14,7 @@ from ppo_ds.tracking.html.result import common_results, describe_result, result_
 from ppo_ds.tracking.html.run_data import SAMPLE_BYTES, read_run
 
 FILE_NAME = "report.html"
-SCRIPTS = ("charts.js", "curves.js", "rollouts.js", "report.js")
+SCRIPTS = ("curves.js", "rollouts.js", "report.js")
 
 
 def write_report(run_dirs: Sequence[Path], target: Path, *, running: bool = False) -> None:

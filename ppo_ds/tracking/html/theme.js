@@ -5,31 +5,23 @@
   const KEY = "ppo_ds-theme";
   const root = document.documentElement;
   const system = matchMedia("(prefers-color-scheme: dark)");
-
-  // Storage is refused in some private windows; the switch then lasts until the page is closed.
-  const stored = () => {
-    try {
-      return localStorage.getItem(KEY);
-    } catch {
-      return null;
-    }
-  };
-  const store = (theme) => {
-    try {
-      localStorage.setItem(KEY, theme);
-    } catch {
-      /* see above */
-    }
-  };
-
-  const current = () => root.dataset.theme ?? (system.matches ? "dark" : "light");
-  const choice = stored();
-  if (choice === "light" || choice === "dark") root.dataset.theme = choice;
-
+  const changed = () => document.dispatchEvent(new CustomEvent("themechange"));
+  try {
+    const choice = localStorage.getItem(KEY);
+    if (choice === "light" || choice === "dark") root.dataset.theme = choice;
+  } catch {
+    // Storage is refused in some private windows; the choice then lasts until the page is closed.
+  }
   document.addEventListener("click", (event) => {
     if (!event.target.closest?.("[data-theme-switch]")) return;
-    root.dataset.theme = current() === "dark" ? "light" : "dark";
-    store(root.dataset.theme);
-    document.dispatchEvent(new CustomEvent("themechange"));
+    const dark = (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+    root.dataset.theme = dark ? "light" : "dark";
+    changed();
+    try {
+      localStorage.setItem(KEY, root.dataset.theme);
+    } catch {
+      // see above
+    }
   });
+  system.addEventListener("change", changed);
 })();

@@ -11,7 +11,6 @@ import re
 import matplotlib.image
 import pytest
 
-from ppo_ds.tracking.html.page import asset
 from ppo_ds.tracking.html.report import write_report
 from tests.support.browser import Browser, find_chromium
 from tests.tracking.html.runs import NASTY, lines, make_ppo_run, sample
@@ -24,20 +23,27 @@ def browser(tmp_path_factory):
     browser.close()
 
 
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The report of one run of PPO with token columns and events."""
+    folder = tmp_path_factory.mktemp("report")
+    write_report([make_ppo_run(folder / "run")], folder / "report.html")
+    return folder / "report.html"
+
+
 @pytest.fixture
-def show(browser, tmp_path):
-    """Opens the report of the given runs in a browser; checks at the end that all went well."""
+def open_page(browser):
+    """Opens a report in the browser; checks at the end that all went well."""
     browser.errors.clear()
     browser.requests.clear()
 
-    def open_report(*run_dirs, running=False, width=1280):
+    def open_page(path, width=1280):
         browser.resize(width, 900)
-        write_report(run_dirs, tmp_path / "report.html", running=running)
-        browser.open(tmp_path / "report.html")
+        browser.open(path)
         browser.wait_for("document.querySelector('section')")
         return browser
 
-    yield open_report
+    yield open_page
     browser.run("localStorage.clear()")
     assert (
         browser.run("document.title") != "owned"
@@ -48,9 +54,19 @@ def show(browser, tmp_path):
 
 
 @pytest.fixture
-def page(show, tmp_path):
-    """The report of one run of PPO with token columns and events."""
-    return show(make_ppo_run(tmp_path / "run"))
+def page(open_page, report):
+    return open_page(report)
+
+
+@pytest.fixture
+def show(open_page, tmp_path):
+    """Writes and opens the report of the given runs."""
+
+    def show(*run_dirs, running=False, width=1280):
+        write_report(run_dirs, tmp_path / "report.html", running=running)
+        return open_page(tmp_path / "report.html", width)
+
+    return show
 
 
 def column(page, name):
@@ -58,18 +74,29 @@ def column(page, name):
     return page.texts(f"tr.answer td.{name}")
 
 
-def path_of(page, card, index=0):
-    """Returns the path of a curve of the card with this title; draws it if it is not on the screen."""
-    chart = f'.chart[data-title="{card}"]'
-    page.move_to(f"{chart} svg")
-    page.wait_for(f"document.querySelector('{chart} path.line')")
-    lines = f"document.querySelectorAll('{chart} path.line:not(.raw)')"
-    return page.run(f"{lines}[{index}].getAttribute('d')")
+def plot_of(page, card, expression):
+    """Returns the value of an expression of ``chart``, that of the card with this title, and its ``plot``."""
+    chart = f"document.querySelector('.chart[data-title={json.dumps(card)}] .plot').chart"
+    page.wait_for(f"{chart}.plot")
+    text = page.run(
+        f"(chart => {{ const plot = chart.plot; return JSON.stringify({expression}); }})({chart})"
+    )
+    return json.loads(text)
 
 
-def points(path):
-    """Returns the coordinates of a path of straight lines."""
-    return [tuple(map(float, point.split(" "))) for point in path.replace("L", "M").split("M")[1:]]
+def point_at(page, card, step):
+    """Moves the mouse to a step of a chart."""
+    x = plot_of(
+        page, card, f"(plot.over.offsetLeft + plot.valToPos({step}, 'x')) / chart.element.clientWidth"
+    )
+    return page.move_to(f'.chart[data-title="{card}"] .plot', x=x)
+
+
+def smooth_with(page, presses):
+    """Moves the slider of the smoothing, in steps of 0.02."""
+    page.run("document.querySelector('#smoothing').focus()")
+    for _ in range(presses):
+        page.press("ArrowRight")
 
 
 def test_the_head_says_what_happened(page):
@@ -93,82 +120,92 @@ def test_the_head_says_what_happened(page):
 
 def test_curves_show_values_marks_and_the_healthy_range(page):
     kl = '.chart[data-title="KL to the reference"]'
-    ends = points(path_of(page, "KL to the reference"))
-    assert len(ends) == 20
-    # y grows downwards; the curve is 12 (step / 20)^2, so its middle is at a quarter of its height
-    low, middle, high = (ends[i][1] for i in (0, 9, 19))
-    assert (middle - low) / (high - low) == pytest.approx((0.25 - 1 / 400) / (1 - 1 / 400), abs=0.01)
+    steps, values, target = plot_of(page, "KL to the reference", "plot.data")
+    assert steps == list(range(1, 21)) and target == [6.0] * 20
+    assert values == pytest.approx([12 * (step / 20) ** 2 for step in steps], rel=1e-5)
+    spread = plot_of(page, "Reward", "plot.data.slice(1, 3).map(ends => ends[9])")
+    assert spread == pytest.approx([0.7, 0.3])  # 0.5 +- 0.2, within the scores of the run
     assert page.text(f"{kl} .latest") == "12"
-    assert page.count(f"{kl} rect.healthy") == 1
     assert page.text(f"{kl} .state") == "Outside the healthy range of KL per response: at most 10"
     assert "algo.kl.coef" in page.text(f"{kl} .remedy")
-    marks = page.run(f"[...document.querySelectorAll('{kl} .mark')].map(mark => mark.dataset.step)")
-    assert marks == ["8", "12", "15"]
+    assert plot_of(page, "KL to the reference", "chart.drawn.marks.map(mark => mark.step)") == [8, 12, 15]
 
-    path_of(page, "Reward")
-    plot = page.run(
-        f"(b => [b.width, b.height])(document.querySelector('{kl} .plot').getBoundingClientRect())"
-    )
-    page.move_to(f"{kl} .plot", x=ends[14][0] / plot[0], y=0.5)
+    point_at(page, "KL to the reference", 15)
     tip = page.text(f"{kl} .tip")
     assert tip.startswith("Step 15") and "6.75" in tip and "KL" in tip and "alarm: KL 6.75" in tip
     # the cursor of the other charts stands at the same step, without a tip
-    assert page.count('.chart[data-title="Reward"] .cursor line') == 1
-    assert not page.run("document.querySelector('.chart[data-title=\"Reward\"] .tip').offsetParent")
-
+    assert plot_of(page, "Reward", "[plot.cursor.idx, chart.tip.hidden]") == [14, True]
     page.run(f"document.querySelector('{kl} .plot').focus()")
     page.press("ArrowRight")
     assert page.text(f"{kl} .tip").startswith("Step 16")
-
     page.click("#marks")
-    assert page.count(f"{kl} .mark") == 0
+    assert plot_of(page, "KL to the reference", "chart.drawn.marks") == []
+
+
+def test_a_stretch_of_steps_is_enlarged_in_all_charts(page):
+    """Dragging over steps enlarges them, also after a change of the view; a double click shows all again."""
+    range_of = "[plot.scales.x.min, plot.scales.x.max]"
+    start = point_at(page, "Reward", 5)
+    page.send("Input.dispatchMouseEvent", type="mousePressed", button="left", clickCount=1, **start)
+    end = point_at(page, "Reward", 10)
+    page.send("Input.dispatchMouseEvent", type="mouseMoved", button="left", buttons=1, **end)
+    page.send("Input.dispatchMouseEvent", type="mouseReleased", button="left", clickCount=1, **end)
+    for card in ("Reward", "KL to the reference"):
+        assert plot_of(page, card, range_of) == pytest.approx([5, 10], abs=0.2)
+    page.click("#log-axis")
+    assert plot_of(page, "Reward", range_of) == pytest.approx([5, 10], abs=0.2)
+    middle = page.move_to('.chart[data-title="Reward"] .plot')
+    for clicks in (1, 2):
+        for kind in ("mousePressed", "mouseReleased"):
+            page.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=clicks, **middle)
+    for card in ("Reward", "KL to the reference"):
+        assert plot_of(page, card, range_of) == [1, 20]
 
 
 def cursor_labels(page, card, steps):
     """Returns the labels of the values at the first steps of a chart; moves the cursor with the keyboard."""
-    path_of(page, card)
+    plot_of(page, card, "1")
     chart = f'.chart[data-title="{card}"]'
     page.run(f"document.querySelector('{chart} .plot').focus()")
-    for _ in range(steps):
-        page.press("ArrowLeft")
     labels = {}
     while len(labels) < steps:
+        page.press("ArrowRight")
         step = page.text(f"{chart} .tip-head").split()[1]
         labels[int(step)] = page.texts(f"{chart} .tip-line span:not(.dot)")
-        page.press("ArrowRight")
     return labels
 
 
 def test_the_cursor_shows_no_value_of_another_step_as_its_own(show, tmp_path):
     runs = [make_ppo_run(tmp_path / name, name=name, steps=steps) for name, steps in (("a", 20), ("b", 12))]
     labels = cursor_labels(show(*runs), "Reward", 14)
-    assert labels[12] == ["a", "b"] and labels[13] == labels[14] == ["a"]  # b has ended
+    assert labels[12] == ["a", "b"] and labels[14] == ["a", "b (step 12)"]  # b has ended
 
-    records = [{"step": i, "sft/loss": 3.0 / i} for i in range(1, 8)]
+    records = [{"step": i, "sft/loss": 3.0 / i} for i in range(1, 6)]
     for i in (2, 4):
         records[i - 1]["eval/loss"] = 2.0
     lines(tmp_path / "sft" / "metrics.jsonl", records)
     (tmp_path / "sft" / "config.yaml").write_text("stage: sft\n")
-    labels = cursor_labels(show(tmp_path / "sft"), "Loss", 7)
-    held_out = {step: [label for label in found if "held out" in label] for step, found in labels.items()}
-    assert held_out == {
-        1: [], 2: ["held out"], 3: ["held out (step 2)"], 4: ["held out"], 5: ["held out (step 4)"],
-        6: [], 7: [],
-    }  # fmt: skip
+    labels = cursor_labels(show(tmp_path / "sft"), "Loss", 5)
+    held_out = [[label for label in labels[step] if "held out" in label] for step in range(1, 6)]
+    assert held_out == [[], ["held out"], ["held out (step 2)"], ["held out"], ["held out (step 4)"]]
 
 
-def test_ticks_of_a_log_axis(page):
-    ranges = [[100, 115], [0.09, 0.31], [1, 30], [0.5, 400], [1e-6, 1e6]]
-    text = "logTicks(low, high).map((tick) => Number(tick.toPrecision(3)))"
-    script = f"{asset('dom.js')} {asset('charts.js')} return {ranges}.map(([low, high]) => {text})"
-    ticks = page.run(f"(() => {{ {script} }})()")
-    assert ticks == [
-        [100, 105, 110, 115],
-        [0.1, 0.2, 0.3],
-        [1, 2, 5, 10, 20],
-        [0.5, 1, 2, 5, 10, 20, 50, 100, 200],
-        [1e-6, 1e-3, 1, 1e3, 1e6],
-    ]
+def test_smoothing_and_log_axis(page):
+    smooth_with(page, 30)
+    assert page.text(".chart-controls output") == "0.6"
+    raw, smooth = plot_of(page, "KL to the reference", "plot.data.slice(1, 3)")
+    # the last value by hand: the average with weights 0.6^k, without the bias of the start
+    weights = [0.6 ** (19 - i) for i in range(20)]
+    mean = sum(w * v for w, v in zip(weights, raw, strict=True)) / sum(weights)
+    assert smooth[-1] == pytest.approx(mean) and smooth[0] == pytest.approx(raw[0])
+    page.run("document.querySelector('#smoothing').focus()")
+    page.press("Home")
+    page.click("#log-axis")
+    assert page.run("document.querySelector('#log-axis').getAttribute('aria-pressed')") == "true"
+    heights = plot_of(page, "KL to the reference", "plot.data[1].map(value => plot.valToPos(value, 'y'))")
+    # log(step^2): from step 1 to 2 it rises as much as from 10 to 20
+    assert heights[0] - heights[1] == pytest.approx(heights[9] - heights[19], abs=0.1)
+    assert plot_of(page, "Policy loss", "plot.scales.y.distr") == 1  # all negative: stays linear
 
 
 def test_a_smoothed_curve_with_zeros_stays_on_its_log_axis(show, tmp_path):
@@ -177,43 +214,12 @@ def test_a_smoothed_curve_with_zeros_stays_on_its_log_axis(show, tmp_path):
     records = [{"step": i + 1, "reward/score_mean": value} for i, value in enumerate(values)]
     lines(tmp_path / "run" / "metrics.jsonl", records)
     page = show(tmp_path / "run")
-    page.run("document.querySelector('#smoothing').focus()")
-    for _ in range(45):
-        page.press("ArrowRight")
+    smooth_with(page, 45)
     page.click("#log-axis")
-    heights = [y for _, y in points(path_of(page, "Reward"))]
-    assert len(heights) == 5 and all(12 <= y <= 190 - 24 for y in heights)
-
-
-def test_smoothing_and_log_axis(page):
-    first_reward = points(path_of(page, "Reward"))[0]
-    raw = path_of(page, "KL to the reference")
-    page.run("document.querySelector('#smoothing').focus()")
-    for _ in range(30):
-        page.press("ArrowRight")
-    assert page.text(".chart-controls output") == "0.6"
-    smooth = path_of(page, "KL to the reference")
-    assert smooth != raw and page.count('.chart[data-title="KL to the reference"] path.raw') == 2
-    # the last value by hand: the average with weights 0.6^k, without the bias of the start
-    values = [12 * (step / 20) ** 2 for step in range(1, 21)]
-    weights = [0.6 ** (19 - i) for i in range(20)]
-    mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-    (_, low), (_, high) = points(raw)[0], points(raw)[-1]
-    expected = low + (mean - values[0]) / (values[-1] - values[0]) * (high - low)
-    assert points(smooth)[-1][1] == pytest.approx(expected, abs=0.15)
-
-    page.run("document.querySelector('#smoothing').focus()")
-    assert points(path_of(page, "Reward"))[0] == first_reward  # the start has no bias towards 0
-    page.run("document.querySelector('#smoothing').focus()")
-    page.press("Home")
-    page.click("#log-axis")
-    assert page.run("document.querySelector('#log-axis').getAttribute('aria-pressed')") == "true"
-    heights = [y for _, y in points(path_of(page, "KL to the reference"))]
-    # log(step^2): from step 1 to 2 it rises as much as from 10 to 20
-    assert heights[0] - heights[1] == pytest.approx(heights[9] - heights[19], abs=0.3)
-    assert points(path_of(page, "Policy loss"))  # all negative: stays linear
-    page.click("#log-axis")
-    assert path_of(page, "KL to the reference") == raw
+    raw, smooth = plot_of(page, "Reward", "plot.data.slice(1)")
+    low, high = plot_of(page, "Reward", "[plot.scales.y.min, plot.scales.y.max]")
+    assert raw[:3] == smooth[:3] == [None] * 3
+    assert 0 < low <= min(smooth[3:] + raw[3:]) and max(raw[3:]) <= high
 
 
 def test_all_metrics_are_explained_and_searched(page):
@@ -237,20 +243,24 @@ def test_all_metrics_are_explained_and_searched(page):
 
 
 def test_reward_over_kl_and_stacked_areas(page):
-    page.move_to("#frontier svg")
-    page.wait_for("document.querySelectorAll('#frontier circle[fill-opacity]').length === 20")
-    circles = "[...document.querySelectorAll('#frontier circle[fill-opacity]')]"
-    opacities = page.run(f"{circles}.map(c => Number(c.getAttribute('fill-opacity')))")
-    assert opacities == sorted(opacities) and opacities[-1] == 1
-    xs = page.run(f"{circles}.map(c => Number(c.getAttribute('cx')))")
-    assert xs[1] - xs[0] == pytest.approx(xs[19] - xs[18], abs=0.2)  # sqrt(12 (step / 20)^2) is linear
+    page.move_to("#frontier .plot")
+    drawn = "document.querySelector('#frontier .plot').chart.drawn"
+    points = page.run(f"{drawn}.sorted.map(({{ x, y, age }}) => [x, y, age])")
+    xs, ys, ages = zip(*points, strict=True)
+    assert list(ages) == pytest.approx([i / 19 for i in range(20)])  # later steps are darker
+    assert xs == pytest.approx([12**0.5 * step / 20 for step in range(1, 21)], rel=1e-4)
+    assert ys == pytest.approx([0.1 + 0.04 * step for step in range(1, 21)])
+    page.move_to("#frontier .plot", x=0.5)
+    tip = page.text("#frontier .tip").split()
+    assert tip == ["Step", "10", "mean", "score", "0.5", "√KL", "1.732"]
 
-    page.move_to("#time .chart:nth-child(1) svg")
-    page.wait_for("document.querySelectorAll('#time .chart:nth-child(1) path.layer').length === 4")
-    page.move_to("#time .chart:nth-child(1) svg")  # again, now that it is drawn
-    tip = page.text("#time .chart:nth-child(1) .tip")
+    phases = "#time .chart:nth-child(1)"
+    page.move_to(f"{phases} .plot")
+    tops = page.run(f"document.querySelector('{phases} .plot').chart.plot.data.map(values => values[3])")
+    assert tops == pytest.approx([4, 1.0, 1.6, 1.9, 2.0])
+    tip = page.text(f"{phases} .tip")
     assert tip.startswith("Step") and ": 2 s" in tip
-    assert page.texts("#time .chart:nth-child(1) .legend-entry") == [
+    assert page.texts(f"{phases} .legend-entry") == [
         "generation", "update of the actor", "update of the critic", "other",
     ]  # fmt: skip
     assert page.texts("#time h3") == ["Phases of a step", "Peak memory of the GPU", "Memory of the host"]
@@ -335,8 +345,9 @@ def test_an_answer_is_opened_and_closed_and_followed(page):
     page.click('[data-action="follow"]')
     assert page.text(".followed .prompt-text") == "Name a colour."
     assert column(page, "step") == ["5", "10", "15", "20"]
-    page.wait_for("document.querySelector('.followed path.line')")
-    assert len(points(page.run("document.querySelector('.followed path.line').getAttribute('d')"))) == 4
+    page.wait_for("document.querySelector('.followed .plot').chart.plot")
+    followed = page.run("document.querySelector('.followed .plot').chart.plot.data")
+    assert followed == [[5, 10, 15, 20], pytest.approx([0.255, 0.26, 0.265, 0.27])]
     page.click('[data-action="unfollow"]')
     assert page.count("tr.answer") == 4 and page.run("document.querySelector('.followed').hidden")
 
@@ -346,7 +357,10 @@ def test_light_and_dark(page):
         return page.run("getComputedStyle(document.body).backgroundColor")
 
     light = background()
+    line = "plot.series[3].stroke(plot)"
+    assert plot_of(page, "Reward", line) == "color(srgb 0.0431373 0.419608 0.721569)"
     page.click("[data-theme-switch]")
+    assert plot_of(page, "Reward", line) == "color(srgb 0.4 0.701961 0.941176)"
     assert page.run("document.documentElement.dataset.theme") == "dark" and background() != light
     page.reload()
     assert page.run("document.documentElement.dataset.theme") == "dark"  # the choice is kept
@@ -400,16 +414,10 @@ def test_several_runs_are_overlaid(show, tmp_path):
         and all(name.startswith("second (") for name in names[1:])
     )
     assert page.texts(".runs-table .badge") == ["Finished", "Finished", "No end recorded"]
-    reward = '.chart[data-title="Reward"]'
-    path_of(page, "Reward")
-    assert page.count(f"{reward} path.line") == 3
-    colours = page.run(
-        f"[...document.querySelectorAll('{reward} path.line')].map(p => p.getAttribute('stroke'))"
-    )
-    assert len(set(colours)) == 3
+    colours = "plot.series.slice(1).map(series => series.stroke(plot))"
+    assert len(set(plot_of(page, "Reward", colours))) == 3
     page.click('.chart-controls [data-run="1"]')
-    path_of(page, "Reward")
-    assert page.count(f"{reward} path.line") == 2
+    assert len(plot_of(page, "Reward", colours)) == 2
     differences = page.texts(".differences tr[data-key] td:first-child")
     assert sorted(differences) == ["actor.optim.lr", "run.dir", "run.name"]
     page.run("document.querySelector('.rollouts select').value = '1'")
@@ -461,9 +469,12 @@ def test_a_huge_answer_and_a_run_with_nothing_but_events(show, tmp_path):
     assert page.count("#curves") == 0
 
 
-def test_screenshots_are_drawn(page):
-    """Charts have pixels of their colours: the page is drawn, not only built."""
-    page.move_to('.chart[data-title="Reward"] svg')
+def test_charts_are_drawn(page):
+    """A chart has pixels of its curve and of its healthy range: it is drawn, not only built."""
+    page.move_to('.chart[data-title="KL to the reference"] .plot')
     picture = matplotlib.image.imread(io.BytesIO(base64.b64decode(page.screenshot())))[..., :3]
-    blue = (abs(picture - [0x0B / 255, 0x6B / 255, 0xB8 / 255]).max(-1) < 0.03).sum()
-    assert blue > 150, json.dumps([int(blue), picture.shape])
+
+    def pixels(red, green, blue):
+        return int((abs(picture - [red / 255, green / 255, blue / 255]).max(-1) < 0.03).sum())
+
+    assert pixels(0x0B, 0x6B, 0xB8) > 150 and pixels(0xE8, 0xF6, 0xF1) > 5000
