@@ -14,6 +14,8 @@ from typing import Any
 from ppo_ds.tracking.tracker import finite
 
 ASSETS = Path(__file__).parent
+STYLES = ("vendor/uPlot.min.css", "style.css")  # of every page
+SCRIPTS = ("vendor/uPlot.min.js", "dom.js", "charts.js")
 ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
     "%3Cpath d='M2 13 6 8l3 2 5-7' fill='none' stroke='%230b6bb8' stroke-width='2.4' "
@@ -41,28 +43,20 @@ def render_page(
         data: Any value that JSON can represent; floats that are not finite become null. Scripts read it with
             ``pageData()``.
         scripts: JavaScript source texts. They are joined to one module, in this order, and see each other's
-            names and those of ``dom.js``.
-        styles: CSS source texts that follow the shared ``style.css``.
+            names and those of SCRIPTS: uPlot, ``dom.js`` and ``charts.js``.
+        styles: CSS source texts that follow the shared STYLES.
 
     Raises:
         ValueError: A script or style contains the end tag of its own element.
     """
-    style = "\n".join([asset("vendor/uPlot.min.css"), asset("style.css"), *styles])
+    style = "\n".join([*map(asset, STYLES), *styles])
     theme = asset("theme.js")
-    module = "\n".join([asset("vendor/uPlot.min.js"), asset("dom.js"), asset("charts.js"), *scripts])
+    module = "\n".join([*map(asset, SCRIPTS), *scripts])
     for text, end in ((style, "</style"), (theme, "</script"), (module, "</script")):
         if end in text.lower():
             raise ValueError(f"a style or script of the page contains {end!r}")
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src {_hash(theme)} {_hash(module)}",
-            f"style-src {_hash(style)}",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
-    )
+    sources = f"script-src {_hash(theme)} {_hash(module)}; style-src {_hash(style)}; img-src data:"
+    policy = f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'"
     return f"""<!doctype html>
 <html lang="en">
 <head>

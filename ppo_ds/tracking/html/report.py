@@ -14,7 +14,7 @@ from ppo_ds.tracking.html.result import common_results, describe_result, result_
 from ppo_ds.tracking.html.run_data import SAMPLE_BYTES, read_run
 
 FILE_NAME = "report.html"
-SCRIPTS = ("curves.js", "rollouts.js", "report.js")
+REPORT_SCRIPTS = ("curves.js", "rollouts.js", "report.js")
 
 
 def write_report(run_dirs: Sequence[Path], target: Path, *, running: bool = False) -> None:
@@ -44,7 +44,7 @@ def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> s
         "sections": sections_of(names),
     }
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
-    scripts = [asset(name) for name in SCRIPTS]
+    scripts = [asset(name) for name in REPORT_SCRIPTS]
     return render_page(title, '<div id="report"></div>', data, scripts=scripts, styles=[asset("report.css")])
 
 
