@@ -3,8 +3,7 @@
 const PRINTED_WIDTH = 320; // pixels of a chart in one of two columns on paper
 const PRINTED_WIDE = 660;
 const MARK_LABELS = { resumed: "resumed", rolled_back: "rolled back", alarm: "alarm", warning: "warning" };
-const ROUND = [1, 2, 5];
-const WHOLE = [...Array(10).keys()].flatMap((power) => ROUND.map((factor) => factor * 10 ** power));
+const WHOLE = [...Array(10).keys()].flatMap((power) => [1, 2, 5].map((factor) => factor * 10 ** power));
 
 /** View settings of all charts. */
 const view = { smoothing: 0, log: false, marks: true, hiddenRuns: new Set() };
@@ -38,17 +37,6 @@ function smoothed(values, weight = view.smoothing) {
   });
 }
 
-/** Returns 1, 2 and 5 times powers of ten in a range of at most 3 decades, in wider ones powers only. */
-function logTicks(low, high) {
-  const decades = Math.log10(high / low);
-  const every = Math.max(1, Math.ceil(decades / 5));
-  const first = Math.floor(Math.log10(low));
-  const powers = [...Array(Math.ceil(decades) + 2).keys()].map((i) => first + i).filter((p) => p % every === 0);
-  const ticks = powers.flatMap((power) => (decades < 3 ? ROUND : [1]).map((factor) => factor * 10 ** power));
-  const inside = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
-  return inside.length > 2 ? inside : [0, 1, 2, 3].map((i) => low + ((high - low) * i) / 3);
-}
-
 /**
  * A chart that draws itself when it has a width, and again when its width, the theme or the view changes.
  *
@@ -57,16 +45,14 @@ function logTicks(low, high) {
  */
 class Chart {
   constructor(label, build, height = 190) {
-    this.build = build;
-    this.height = height;
-    this.tip = h("div.tip", { hidden: true });
+    Object.assign(this, { build, height, tip: h("div.tip", { hidden: true }) });
     const on = {
       pointerenter: () => (active = this),
       keydown: (event) => this.key(event),
       blur: () => this.plot?.setCursor({ left: -10, top: -10 }, true, true),
     };
-    this.element = h("div.plot", { tabindex: 0, role: "img", "aria-label": label, on }, this.tip);
-    this.element.style.minHeight = `${height}px`;
+    const style = { minHeight: `${height}px` };
+    this.element = h("div.plot", { tabindex: 0, role: "img", "aria-label": label, on, style }, this.tip);
     this.element.chart = this;
     charts.add(this);
     whenResized.observe(this.element);
@@ -92,23 +78,15 @@ class Chart {
     const grid = { stroke: () => paint("var(--border)"), width: 1 };
     const values = (digits, form) => (_, splits) => splits.map((tick) => form(tick, digits));
     return {
-      width,
-      height: this.height,
-      padding: [12, 12, 0, 0],
-      legend: { show: false },
-      series: [{}, ...series],
-      bands,
+      width, height: this.height, padding: [12, 12, 0, 0], legend: { show: false },
+      series: [{}, ...series], bands,
       scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]), ...x }, y },
       axes: [
-        { ...axis, grid: { show: false }, size: 28, space: 48, values: values(6, formatNumber), ...ticks.x },
-        { ...axis, grid, size: 50, gap: 6, space: 30, values: values(3, format), ...ticks.y },
+        { ...axis, grid: { show: false }, size: 28, space: 48, values: values(6, formatNumber), ...ticks },
+        { ...axis, grid, size: 50, gap: 6, space: 30, values: values(3, format) },
       ],
       cursor: { y: false, points, hover: { bias: -1 }, sync: sync && { key: "steps", scales: ["x", null] } },
-      hooks: {
-        drawClear: [(plot) => below?.(plot)],
-        draw: [(plot) => above?.(plot)],
-        setCursor: [(plot) => this.showTip(plot)],
-      },
+      hooks: { drawClear: [below ?? (() => {})], draw: [above ?? (() => {})], setCursor: [(plot) => this.showTip(plot)] },
     };
   }
 
@@ -207,10 +185,7 @@ function lineChart(spec) {
       series: layers.map((layer) => layer.options),
       x: spec.x && { distr: 3, log: 2, range: (_, low, high) => [low, high] },
       y: { distr: log ? 3 : 1, range: (_, low, high) => (log ? logDomain(low, high) : domain(low, high, spec)) },
-      ticks: {
-        x: spec.x ? { splits: () => spec.x.ticks, filter: (_, splits) => splits } : { incrs: WHOLE },
-        y: log ? { splits: (plot, axis, low, high) => logTicks(low, high), filter: (_, splits) => splits } : {},
-      },
+      ticks: spec.x ? { splits: () => spec.x.ticks, filter: (_, splits) => splits } : { incrs: WHOLE },
       sync: !spec.x,
       points: { size: (plot, i) => (layers[i - 1].series ? 7 : 0) },
       below: (plot) => spec.healthy && fillRange(plot, spec.healthy),
@@ -306,7 +281,7 @@ function stackChart({ label, unit, steps, parts }) {
     })),
     bands: parts.slice(1).map(({ colour }, i) => ({ series: [i + 2, i + 1], fill: () => paint(colour, 50) })),
     y: { range: (_, low, high) => [0, high * 1.05 || 1] },
-    ticks: { x: { incrs: WHOLE } }, format: formatNumber, sync: true, tip,
+    ticks: { incrs: WHOLE }, format: formatNumber, sync: true, tip,
   });
   return new Chart(label, build, 230);
 }

@@ -90,15 +90,3 @@ function formatNumber(value, digits = 4) {
 function formatPercent(value, digits = 3) {
   return Number.isFinite(value) ? `${formatNumber(100 * value, digits)}\u202f%` : MISSING;
 }
-
-/** Formats seconds as 0.4 s, 42 s, 4 min 12 s, 3 h 5 min or 2 d 4 h. */
-function formatDuration(seconds) {
-  if (!Number.isFinite(seconds)) return MISSING;
-  if (seconds < 10) return `${formatNumber(seconds, 2)} s`;
-  const whole = Math.round(seconds);
-  if (whole < 60) return `${whole} s`;
-  const seconds60 = whole % 60 ? ` ${whole % 60} s` : "";
-  if (whole < 3600) return `${Math.floor(whole / 60)} min${seconds60}`;
-  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
-  return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
-}

@@ -1,16 +1,9 @@
 // Puts the report together: result, alarms, curves, responses, metrics, time and memory, settings.
 
-const ENDINGS = {
-  done: ["Finished", "good"],
-  stop_at_step: ["Stopped at run.stop_at_step", "accent"],
-  early_stop: ["Stopped early", "accent"],
-  time_limit: ["Time limit reached", "accent"],
-  signal: ["Stopped by a signal", "warn"],
-  nonfinite: ["Not finite", "warn"],
-  max_kl: ["KL limit exceeded", "warn"],
-  max_parity: ["Generation differs from training", "warn"],
-  error: ["Ended with an error", "warn"],
-};
+const ENDINGS = { done: "Finished", stop_at_step: "Stopped at run.stop_at_step", early_stop: "Stopped early",
+  time_limit: "Time limit reached", signal: "Stopped by a signal", nonfinite: "Not finite", max_kl: "KL limit exceeded",
+  max_parity: "Generation differs from training", error: "Ended with an error" };
+const CALM = { done: "good", stop_at_step: "accent", early_stop: "accent", time_limit: "accent" };
 const STAGES = { ppo: "PPO", sft: "Supervised fine-tuning", reward_model: "Reward model" };
 const short = (value) => formatNumber(value, 3);
 const FIGURES = [
@@ -22,16 +15,16 @@ const FIGURES = [
 ];
 
 function statusBadge(run, data) {
-  const ending = run.endedBy === null ? ["No end recorded", "warn"] : (ENDINGS[run.endedBy] ?? ENDINGS.error);
-  const [status, kind] = data.running ? ["In progress", "accent"] : ending;
-  return h(`span.badge.${kind}`, h("span.dot"), status);
+  const ending = run.endedBy === null ? "No end recorded" : (ENDINGS[run.endedBy] ?? ENDINGS.error);
+  const kind = data.running ? "accent" : (CALM[run.endedBy] ?? "warn");
+  return h(`span.badge.${kind}`, h("span.dot"), data.running ? "In progress" : ending);
 }
 
 function headOfOne(run, data) {
   const last = (name) => run.series[name]?.values.at(-1);
   const figures = FIGURES.filter(([name]) => last(name) !== undefined)
     .map(([name, label, format]) => [format(last(name)), label]);
-  figures.push([formatDuration(run.seconds), `${formatNumber(run.lastStep, 9)} steps`]);
+  figures.push([run.duration, `${formatNumber(run.lastStep, 9)} steps`]);
   if (run.result) {
     const { share, before, after, label } = run.result;
     const change = `${after > before ? "+" : ""}${short((share ? 100 : 1) * (after - before))}${share ? " points" : ""}`;
@@ -49,7 +42,7 @@ function headOfSeveral(data) {
   const rows = data.runs.map((run, i) => {
     const value = run.result?.share ? formatPercent : short;
     return [h("span.run-name", h("span.dot", { style: { color: seriesColour(i) } }), run.name), statusBadge(run, data),
-      formatNumber(run.lastStep, 9), formatDuration(run.seconds), run.result?.label ?? MISSING,
+      formatNumber(run.lastStep, 9), run.duration, run.result?.label ?? MISSING,
       value(run.result?.before), value(run.result?.after), short(run.series["kl/ref_seq_mean"]?.values.at(-1))];
   });
   return h("div",
@@ -130,7 +123,7 @@ function events({ runs }) {
   const badge = (kind) => h(kind === "alarm" ? "span.badge.warn" : "span.badge", title(kind));
   const several = runs.length > 1;
   const list = (shown) => h("div.card", table([...(several ? ["Run"] : []), "Step#", "Time#", "Event", ""],
-    shown.map((event) => [...(several ? [event.run] : []), formatNumber(event.step, 9), formatDuration(event.time),
+    shown.map((event) => [...(several ? [event.run] : []), formatNumber(event.step, 9), event.after,
       badge(event.kind), event.text])));
   const text = !all.length ? "This run has no events.jsonl: it is from a version that did not record events."
     : alarms.length ? "Each alarm names the value and the key to change. Alarms never stop a run."

@@ -10,7 +10,7 @@ from typing import Any
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tracking.catalogue import SECTIONS, Panel, find, matches, overview_panels, panel_metrics
 from ppo_ds.tracking.html.page import asset, render_page
-from ppo_ds.tracking.html.result import common_results, describe_result, result_of
+from ppo_ds.tracking.html.result import common_results, describe_result, duration, result_of
 from ppo_ds.tracking.html.run_data import SAMPLE_BYTES, read_run
 
 FILE_NAME = "report.html"
@@ -35,6 +35,7 @@ def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> s
     for run, unique, metric in zip(runs, unique_names(runs), common_results(runs), strict=True):
         sentences = describe_result(run, running=running, metric=metric)
         run |= {"name": unique, "sentences": sentences, "result": result_of(run, metric)}
+        run["duration"] = duration(run["seconds"])
     data = {
         "runs": runs,
         "running": running,

@@ -13,6 +13,7 @@ import yaml
 
 from ppo_ds.errors import UserError
 from ppo_ds.tracking.catalogue import PANELS
+from ppo_ds.tracking.html.result import duration
 from ppo_ds.tracking.jsonl import read_events, read_metrics
 
 MAX_POINTS = 1000  # points of a curve
@@ -43,6 +44,8 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
         raise UserError(f"{run_dir}: no such run directory")
     records = [record for record in read_metrics(run_dir / "metrics.jsonl") if _is_number(record["step"])]
     events = current_events(read_events(run_dir / "events.jsonl"))
+    for event in events:
+        event["after"] = duration(event["time"] if _is_number(event["time"]) else None)
     files = sample_files(run_dir)
     if not records and not events and not any(files.values()):
         raise UserError(f"{run_dir}: no run directory: it has no metrics.jsonl, samples/ or events.jsonl")
