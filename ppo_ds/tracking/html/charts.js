@@ -147,8 +147,6 @@ function legend(entries) {
   return h("div.legend", entries.map((entry) => h("span.legend-entry", line(entry), entry.label)));
 }
 
-// -- lines over steps ---------------------------------------------------------------------------------------
-
 /**
  * Returns a chart of lines over steps, with the healthy range as a band and marks at events.
  *
@@ -259,8 +257,6 @@ function drawMarks({ ctx, bbox, scales, valToPos }, marks) {
   }
   ctx.restore();
 }
-
-// -- stacked areas, and points ------------------------------------------------------------------------------
 
 /** Returns a chart of areas on top of each other. `spec`: {label, unit, steps, parts: [{label, colour, values}]}. */
 function stackChart({ label, unit, steps, parts }) {

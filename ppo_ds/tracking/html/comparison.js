@@ -20,9 +20,8 @@ function visible(text) {
   return text.replace(/[\u202a-\u202e\u2066-\u2069]/g, (control) => `\\u${control.charCodeAt(0).toString(16)}`);
 }
 
-function modelLabel(name) {
-  return h("span.model-label", h("span.dot", { style: { color: colour(name) } }), h("span.model-name", name));
-}
+const modelLabel = (name) =>
+  h("span.model-label", h("span.dot", { style: { color: colour(name) } }), h("span.model-name", name));
 
 function withInterval(found, format) {
   return found ? h("span", h("strong", format(found.mean)), h("span.interval", interval(found, format))) : MISSING;
@@ -62,8 +61,6 @@ function describe() {
   return [h("p.eyebrow", parts.join("  \u00b7  ")), h("p.lead", sentences.join(" "))];
 }
 
-// -- figures ------------------------------------------------------------------------------------------------
-
 /** Returns a function that draws the estimate of a model with its interval; all share one axis. */
 function intervalPlot(found, format) {
   const values = Object.values(found).flatMap(({ low, high, mean: value }) => [low, high, value]);
@@ -97,9 +94,7 @@ function lengthPlot() {
     style: { color: colour(name) } }, counts[name].map((count) => h("span", { style: { height: `${(100 * count) / most}%` } })));
 }
 
-function card(title, ...content) {
-  return h("div.card", title && h("h3", title), ...content);
-}
+const card = (title, ...content) => h("div.card", title && h("h3", title), ...content);
 
 function scoreCard(reward) {
   const { score, win_rate: winRate, against_first: shares } = summary.rewards[reward];
@@ -155,18 +150,13 @@ function responseCard() {
   return card("", table(header, lines), notes.map((text) => h("p.small.muted", text)));
 }
 
-// -- the responses side by side -----------------------------------------------------------------------------
-
 const prompts = [...Map.groupBy(rows, (row) => row.number)].map(([number, group]) => ({ number, rows: group, chosen: 0 }));
 const choice = { search: "", criterion: criteria[0], other: others[0], outcome: "all", order: "data", page: 0 };
 const list = h("div.prompts");
 const pager = h("div.toolbar.pager.no-print");
 const counter = h("span.small.muted", { role: "status" });
 
-/**
- * The share of comparisons that `name` wins against the first model on a prompt; a tie counts half. Equal
- * responses are ties, as in ops/outcomes.py.
- */
+/** The share of comparisons that `name` wins on a prompt; a tie counts half, and equal responses are ties. */
 function winShare(prompt, name) {
   if (choice.criterion.judge) return mean(prompt.rows.map((row) => row.responses[name].judge.preference));
   const found = (model) => prompt.rows.map(({ responses }) => [responses[model].scores[choice.criterion.name], responses[model].response]);
@@ -174,9 +164,7 @@ function winShare(prompt, name) {
     found(first).map(([b, other]) => (a === b || text === other ? 0.5 : a > b ? 1 : 0))));
 }
 
-function meanScore(prompt, name) {
-  return mean(prompt.rows.map((row) => row.responses[name].scores[choice.criterion.name]));
-}
+const meanScore = (prompt, name) => mean(prompt.rows.map((row) => row.responses[name].scores[choice.criterion.name]));
 
 /** The number by which prompts are sorted: the gain over the first model, or the score of a single model. */
 function gain(prompt) {
@@ -220,7 +208,7 @@ function promptCard(prompt) {
   const element = h("article.card.prompt");
   const fill = () => {
     const row = prompt.rows[prompt.chosen];
-    element.replaceChildren(promptHead(prompt, row), ...(prompt.rows.length > 1 ? [sampleButtons(prompt, fill)] : []),
+    element.replaceChildren(promptHead(prompt, row), prompt.rows.length > 1 ? sampleButtons(prompt, fill) : "",
       h("div.side-by-side", models.map((name) => responseColumn(row.responses[name], name))));
   };
   fill();
@@ -244,13 +232,9 @@ function promptHead(prompt, row) {
 
 /** Buttons that choose one of several responses, and the mean scores of all of them. */
 function sampleButtons(prompt, fill) {
-  const choose = (i) => {
-    prompt.chosen = i;
-    fill();
-  };
   const means = models.map((name) => `${name} ${formatNumber(!choice.criterion?.judge && meanScore(prompt, name), 3)}`);
   return h("div.toolbar.small", h("span.faint", "Response"),
-    segmented("Response", prompt.rows.map((_, i) => [i, String(i + 1)]), prompt.chosen, choose),
+    segmented("Response", prompt.rows.map((_, i) => [i, String(i + 1)]), prompt.chosen, (i) => fill((prompt.chosen = i))),
     choice.criterion && !choice.criterion.judge && h("span.muted.number", `mean ${means.join(", ")}`));
 }
 
