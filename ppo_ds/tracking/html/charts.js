@@ -76,7 +76,7 @@ class Chart {
   options({ series, bands, x, y, ticks, format, sync, points, below, above }, width) {
     const axis = { stroke: () => paint("var(--text-3)"), font: "11px system-ui, sans-serif", ticks: { show: false } };
     const grid = { stroke: () => paint("var(--border)"), width: 1 };
-    const values = (digits, form) => (_, splits) => splits.map((tick) => form(tick, digits));
+    const values = (digits, form) => (_, splits) => splits.map((tick) => (tick === null ? "" : form(tick, digits)));
     return {
       width, height: this.height, padding: [12, 12, 0, 0], legend: { show: false },
       series: [{}, ...series], bands,
@@ -182,7 +182,7 @@ function lineChart(spec) {
       data, bands, marks, tip, format,
       series: layers.map((layer) => layer.options),
       x: spec.x && { distr: 3, log: 2, range: (_, low, high) => [low, high] },
-      y: { distr: log ? 3 : 1, range: (_, low, high) => (log ? logDomain(low, high) : domain(low, high, spec)) },
+      y: { distr: log ? 3 : 1, range: (_, low, high) => domain(low, high, spec, log) },
       ticks: spec.x ? { splits: () => spec.x.ticks, filter: (_, splits) => splits } : { incrs: WHOLE },
       sync: !spec.x,
       points: { size: (plot, i) => (layers[i - 1].series ? 7 : 0) },
@@ -210,14 +210,10 @@ function layersOf(series, log) {
   return [...(spread && !log ? [end(1), end(0)] : []), layer(series.values, { series }, { width: 1.8, points })];
 }
 
-function logDomain(low, high) {
-  if (low === null) return [1, 10];
-  return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
-}
-
 /** Returns the ends of the axis for values from `low` to `high`. */
-function domain(low, high, { healthy, percent, fromZero }) {
-  if (low === null) return [0, 1];
+function domain(low, high, { healthy, percent, fromZero }, log) {
+  if (low === null) return log ? [1, 10] : [0, 1];
+  if (log) return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
   const span = high - low;
   // the nearer end of the healthy range, unless that would flatten the curves
   for (const end of (healthy ?? []).filter((each) => each !== null)) {
