@@ -420,6 +420,8 @@ def test_several_runs_are_overlaid(show, tmp_path):
     assert len(plot_of(page, "Reward", colours)) == 2
     differences = page.texts(".differences tr[data-key] td:first-child")
     assert sorted(differences) == ["actor.optim.lr", "run.dir", "run.name"]
+    page.click(".setting-group summary")
+    assert page.texts(".setting-group[open] th") == ["Key", *names]
     page.run("document.querySelector('.rollouts select').value = '1'")
     page.run("document.querySelector('.rollouts select').dispatchEvent(new Event('change'))")
     assert column(page, "step") == ["10"] * 4
