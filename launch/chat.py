@@ -32,7 +32,7 @@ from launch.hub import use_caches_without_the_hub  # noqa: E402
 from launch.process import complain, prepare_environment  # noqa: E402
 from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
 from ppo_ds.config.checks.data import looks_local  # noqa: E402
-from ppo_ds.config.schema import Config, reward_models  # noqa: E402
+from ppo_ds.config.schema import PPOConfig, reward_models  # noqa: E402
 from ppo_ds.distributed.exit import exit_now  # noqa: E402
 from ppo_ds.errors import RunError, UserError, printable  # noqa: E402
 from ppo_ds.tools.model_argument import NamedModel, find_models  # noqa: E402
@@ -45,7 +45,7 @@ RUN_DIR = Path("outputs", "chat")  # of the config that is checked; nothing is w
 class Wanted:
     """The chat that a command line describes."""
 
-    config: Config
+    config: PPOConfig
     models: list[NamedModel]
     with_reward: bool
     greedy: bool

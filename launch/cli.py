@@ -15,7 +15,7 @@ import yaml
 
 from launch.composing import Folders, compose_config, resolve_config
 from ppo_ds.commands.entry_points import INSTALLED, command
-from ppo_ds.config.schema import Config, resolved
+from ppo_ds.config.schema import Config, PPOConfig, resolved
 from ppo_ds.config.types import replace
 from ppo_ds.config.validation import validated
 from ppo_ds.errors import UserError
@@ -154,7 +154,7 @@ def compose_for_models(
     models: list[NamedModel],
     out: Path,
     reward_optional: bool,
-) -> tuple[Config, bool]:
+) -> tuple[PPOConfig, bool]:
     """Composes and checks the config of an evaluation or a chat, and returns whether it has a reward.
 
     ``models`` are those of the command line, ``out`` is the folder of the results. Raises UserError with all
@@ -178,6 +178,7 @@ def compose_for_models(
         raise UserError(*problems, *own) from None
     if problems:
         raise UserError(*problems)
+    assert isinstance(config, PPOConfig)  # by its stage
     if unused == "data.eval_path":
         config = replace(config, data=replace(config.data, eval_path=None))
     return config, has_reward

@@ -23,9 +23,8 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from ppo_ds.commands.entry_points import command
-from ppo_ds.config.reading import with_defaults
-from ppo_ds.config.renamed import leaves
-from ppo_ds.config.schema import config_class, default_dir, is_unused
+from ppo_ds.config.reading import dotted_keys, leaves, with_defaults
+from ppo_ds.config.schema import Config, default_dir
 from ppo_ds.config.text import did_you_mean
 from ppo_ds.errors import UserError
 
@@ -156,7 +155,8 @@ def _of_its_stage(composed: DictConfig, folders: Folders) -> DictConfig:
     user, so it is kept and reported as an error later.
     """
     given: Any = OmegaConf.to_container(composed, resolve=False)
-    chosen, stage = given.pop("hydra")["runtime"]["choices"], str(given.get("stage", "ppo"))
+    chosen = given.pop("hydra")["runtime"]["choices"]
+    unused = {*dotted_keys(Config)} - {*dotted_keys(Config.variant_of(given))}
     for group in STAGE_GROUPS:
         files = [path / group / f"{chosen.get(group)}.yaml" for path in folders.paths]
         file = next((file for file in files if file.is_file()), None)
@@ -165,7 +165,7 @@ def _of_its_stage(composed: DictConfig, folders: Folders) -> DictConfig:
             section = given
             for inner in sections:
                 section = section.get(inner) or {}
-            if section.get(name) == value and is_unused(".".join([*sections, name]), stage):
+            if section.get(name) == value and ".".join([*sections, name]) in unused:
                 del section[name]
     return OmegaConf.create(given)
 
@@ -275,7 +275,7 @@ def other_option(group: str, name: str, options: list[str]) -> str:
 def resolve_config(composed: DictConfig) -> dict[str, Any]:
     """Merges a composed config over the defaults and resolves it; interpolations may refer to any key."""
     given: Any = OmegaConf.to_container(composed, resolve=False)
-    merged = with_defaults(config_class(given.get("stage", "ppo")), given)
+    merged = with_defaults(Config, given)
     if "${" not in str(merged):
         return merged
     tree = OmegaConf.create(merged)

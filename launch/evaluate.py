@@ -42,7 +42,7 @@ from launch.hub import use_caches_without_the_hub  # noqa: E402
 from launch.process import complain, prepare_environment, refuse, report, write_line  # noqa: E402
 from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
 from ppo_ds.config.checks.data import hub_names, looks_local  # noqa: E402
-from ppo_ds.config.schema import Config, from_tree, inherit, resolved  # noqa: E402
+from ppo_ds.config.schema import PPOConfig, from_tree, inherit, resolved  # noqa: E402
 from ppo_ds.distributed.exit import exit_now  # noqa: E402
 from ppo_ds.errors import RunError, UserError, printable  # noqa: E402
 from ppo_ds.storage.drafts import write_file  # noqa: E402
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 class Evaluation:
     """The evaluation that a command line describes."""
 
-    config: Config
+    config: PPOConfig
     models: list[NamedModel]
     rewards: dict[str, Any]  # name -> section
     out: Path
@@ -218,6 +218,10 @@ def read_settings(path: Path) -> Evaluation:
         ) from error
     if problems:
         raise UserError(*(f"{path}: {line}" for line in problems.values()))
+    if not isinstance(config, PPOConfig):
+        raise UserError(
+            f"{path}: stage={config.stage}: an evaluation needs stage=ppo, whose sampling it uses"
+        )
     config = inherit(config)
     tokenizer = str(config.actor.model.path)
     models = [

@@ -15,7 +15,7 @@ from pydantic import Field
 from launch.composing import Folders, compose_config, resolve_config
 from ppo_ds.config.reading import dotted_keys, read
 from ppo_ds.config.resume import OPEN_SECTIONS
-from ppo_ds.config.schema import Config, config_class, default_dir, from_tree, inherit, is_unused, resolved
+from ppo_ds.config.schema import Config, PPOConfig, default_dir, from_tree, inherit, resolved
 from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.config.types import Count, Section, Text
 from ppo_ds.config.validation import validated
@@ -234,7 +234,7 @@ class Planner:
             [f"{name}={path}" for name, path in file.models.items()], f"{EVALUATION}.models"
         )
         config, problems = self.compose([*like.arguments, *own], like.ranks)
-        if config.stage != "ppo":
+        if not isinstance(config, PPOConfig):
             raise UserError(f"{EVALUATION}.like={name}: must be a stage with stage=ppo, whose reward is used")
         if config.data.eval_path is None:
             self.problems.append(f"{name}:data.eval_path is missing: the evaluation needs held-out prompts")
@@ -242,7 +242,7 @@ class Planner:
         if judge:
             second, more = self.compose([*without_reward([*like.arguments, *own]), *judge], like.ranks)
             problems += more
-            rewards["judge"] = second.reward
+            rewards["judge"] = second.reward if isinstance(second, PPOConfig) else {}
         self.problems += [f"{EVALUATION}: {line}" for line in dict.fromkeys(problems)]
         settings = {
             "config": resolved(config),
@@ -300,7 +300,7 @@ class Planner:
         settings, value = self.settings[stage], self.settings[stage]
         for part in key.split("."):
             if not isinstance(value, dict) or part not in value:
-                keys = dotted_keys(config_class(settings["stage"]))
+                keys = dotted_keys(Config.variant_of(settings))
                 raise KeyError(f"stage {stage} has no key {key}{did_you_mean(key, keys)}")
             value = value[part]
         run_dir = settings["run"]["dir"]
@@ -321,10 +321,10 @@ class Planner:
             if group == "experiment":
                 return False
             section = package.split(".")[0] if package else group
-            return section in sections or section not in Config.model_fields
-        keys = [known for known in dotted_keys(type(config)) if not is_unused(known, config.stage)]
+            return section in sections or section not in Config.all_fields()
+        keys = dotted_keys(type(config))
         self.known |= dict.fromkeys(keys)
-        if is_unused(key, config.stage):
+        if key.split(".")[0] not in sections:
             return False
         is_open = any(key.startswith(f"{section}.") for section in OPEN_SECTIONS)
         if key.startswith("prepare.") and config.prepare is None:

@@ -26,7 +26,7 @@ from ppo_ds.config.registry import (
     resolve,
 )
 from ppo_ds.config.schema import (
-    Config,
+    PPOConfig,
     learns_values,
     reward_weights,
     rollout_size,
@@ -52,7 +52,7 @@ from ppo_ds.types import Experience, Sequences
 
 
 def experience_maker(
-    config: Config,
+    config: PPOConfig,
     *,
     world: World,
     actor: TrainedModel,
@@ -105,7 +105,7 @@ def experience_maker(
 
 
 def kept_forwards(
-    config: Config, *, world: World, actor: TrainedModel, critic: TrainedModel | None
+    config: PPOConfig, *, world: World, actor: TrainedModel, critic: TrainedModel | None
 ) -> KeptForwards | None:
     """Builds the KeptForwards of a run; None if no forward is kept."""
     options = {"actor": policy_objective(config, actor).forward_options, "critic": {}}
@@ -120,7 +120,7 @@ def kept_forwards(
     )
 
 
-def credit_options(config: Config, reduce: Reduce) -> CreditOptions:
+def credit_options(config: PPOConfig, reduce: Reduce) -> CreditOptions:
     """Returns the settings of the advantage estimators; ``reduce`` sums a tensor over all ranks."""
     algo, weights = config.algo, {}
     if ADVANTAGE_ESTIMATORS[algo.advantage.estimator].needs_parts:
@@ -134,7 +134,7 @@ def credit_options(config: Config, reduce: Reduce) -> CreditOptions:
     )
 
 
-def pretraining(config: Config, maker: ExperienceMaker) -> ExperienceMaker:
+def pretraining(config: PPOConfig, maker: ExperienceMaker) -> ExperienceMaker:
     """Returns a copy of ``maker`` for the critic's pretraining.
 
     Returns are sums of future rewards (lambda 1), because the values of an untrained critic are useless for
@@ -184,7 +184,7 @@ class Horizon:
     critic: int
 
 
-def horizon(config: Config, n_prompts: int) -> Horizon:
+def horizon(config: PPOConfig, n_prompts: int) -> Horizon:
     """Computes the length of the run. Raises UserError if no step is left for the actor."""
     value, rollout = config.algo.value, rollout_size(config)
     steps = training_steps(config.run, n_prompts, config.rollout.prompts_per_step)
@@ -197,7 +197,7 @@ def horizon(config: Config, n_prompts: int) -> Horizon:
 
 
 def learner(
-    config: Config,
+    config: PPOConfig,
     *,
     world: World,
     actor: TrainedModel,
@@ -242,7 +242,7 @@ def learner(
     )
 
 
-def policy_objective(config: Config, actor: TrainedModel) -> PolicyObjective:
+def policy_objective(config: PPOConfig, actor: TrainedModel) -> PolicyObjective:
     """Builds the actor's loss."""
     algo = config.algo
     return PolicyObjective(
@@ -260,7 +260,7 @@ def policy_objective(config: Config, actor: TrainedModel) -> PolicyObjective:
     )
 
 
-def parity_monitor(config: Config) -> ParityMonitor:
+def parity_monitor(config: PPOConfig) -> ParityMonitor:
     """Builds the monitor of the gap between the log-probs of generation and training."""
     highest, health = config.health.max_parity, config.health
     if highest == "auto":
@@ -280,7 +280,7 @@ def token_selection(policy: PolicyConfig) -> Callable[[Experience, torch.Generat
     return partial(select_tokens, top_entropy=policy.top_entropy, selection=selection)
 
 
-def kl_controller(config: Config) -> FixedKLController:
+def kl_controller(config: PPOConfig) -> FixedKLController:
     """Builds the controller of the KL coefficient."""
     kl = config.algo.kl
     if kl.controller == "adaptive":

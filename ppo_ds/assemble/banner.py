@@ -7,7 +7,7 @@ from typing import Any
 
 from ppo_ds.assemble.data import describe_rows
 from ppo_ds.assemble.shared import machine, trained_model
-from ppo_ds.config.schema import Config, reference_is_base, rollout_size, uses_reference
+from ppo_ds.config.schema import PPOConfig, reference_is_base, rollout_size, uses_reference
 from ppo_ds.config.sections.run import CheckpointConfig
 from ppo_ds.config.text import show
 from ppo_ds.data.prompts import Source
@@ -15,7 +15,7 @@ from ppo_ds.distributed.world import World
 
 
 def summary(
-    config: Config,
+    config: PPOConfig,
     world: World,
     source: Source,
     critic_start: str | None,
@@ -90,7 +90,7 @@ def resumed(run_dir: str, checkpoint: Path | None, done: int, steps: int) -> lis
     return []
 
 
-def batch_equation(config: Config, ranks: int, total: str = "") -> list[str]:
+def batch_equation(config: PPOConfig, ranks: int, total: str = "") -> list[str]:
     """Returns lines on the samples and optimizer steps of one PPO step.
 
     ``total`` is appended; it gives the optimizer steps of the whole run.

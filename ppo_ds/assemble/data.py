@@ -6,7 +6,7 @@ from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from functools import partial
 
-from ppo_ds.config.schema import Config, rollout_size, trained_models
+from ppo_ds.config.schema import PPOConfig, TextConfig, rollout_size, trained_models
 from ppo_ds.config.sections.data import DataConfig, MixtureConfig
 from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
 from ppo_ds.data.fingerprint import Fingerprint
@@ -90,7 +90,7 @@ def describe_rows(report: dict[str, int], noun: str) -> str:
     return f"{report['rows']} {noun}{''.join(changes)}"
 
 
-def read_inputs(config: Config, world: World) -> Inputs:
+def read_inputs(config: PPOConfig, world: World) -> Inputs:
     """Loads the tokenizer and the data, of which each rank tokenizes a share. A collective."""
     tokenizer = build_tokenizer(config)
     source = build_prompts(config, tokenizer, world)
@@ -110,7 +110,7 @@ def read_inputs(config: Config, world: World) -> Inputs:
     )
 
 
-def build_tokenizer(config: Config, name: str = "actor") -> Tokenizer:
+def build_tokenizer(config: TextConfig, name: str = "actor") -> Tokenizer:
     """Loads the tokenizer of the trained model ``name``."""
     model, data = trained_models(config)[name].model, config.data
     return load_tokenizer(
@@ -123,7 +123,7 @@ def build_tokenizer(config: Config, name: str = "actor") -> Tokenizer:
     )
 
 
-def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
+def stop_ids(config: PPOConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the tokens that end a response: ``sampling.stop_token_ids``, or the tokenizer's own."""
     given = config.sampling.stop_token_ids
     if given is None:
@@ -144,7 +144,7 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(given)
 
 
-def build_prompts(config: Config, tokenizer: Tokenizer, world: World | None = None) -> Source:
+def build_prompts(config: PPOConfig, tokenizer: Tokenizer, world: World | None = None) -> Source:
     """Loads ``data.path``, or the sets of ``data.mix``; ``data.max_samples`` limits each set."""
     data = config.data
     if not data.mix:
@@ -162,7 +162,9 @@ def build_prompts(config: Config, tokenizer: Tokenizer, world: World | None = No
     return MixedSource(collect_user_errors(loaders), [part.weight for part in data.mix])
 
 
-def build_held_out(config: Config, tokenizer: Tokenizer, world: World | None = None) -> PromptSource | None:
+def build_held_out(
+    config: PPOConfig, tokenizer: Tokenizer, world: World | None = None
+) -> PromptSource | None:
     data = config.data
     if data.eval_path is None:
         return None
@@ -170,7 +172,7 @@ def build_held_out(config: Config, tokenizer: Tokenizer, world: World | None = N
     return load(data.eval_path, split=data.eval_split, max_samples=None, key="data.eval_path")
 
 
-def build_compared(config: Config, tokenizer: Tokenizer, world: World | None = None) -> PromptSource:
+def build_compared(config: PPOConfig, tokenizer: Tokenizer, world: World | None = None) -> PromptSource:
     """Loads the prompts on which launch/evaluate.py compares models: the held-out ones, or ``data.path``."""
     if (held_out := build_held_out(config, tokenizer, world)) is not None:
         return held_out
@@ -179,7 +181,7 @@ def build_compared(config: Config, tokenizer: Tokenizer, world: World | None = N
     return _prompts_of_path(config, tokenizer, world)
 
 
-def _prompts_of_path(config: Config, tokenizer: Tokenizer, world: World | None) -> PromptSource:
+def _prompts_of_path(config: PPOConfig, tokenizer: Tokenizer, world: World | None) -> PromptSource:
     """Loads ``data.path``, limited by ``data.max_samples``."""
     data = config.data
     load = _loader(config, tokenizer, world, data)
@@ -187,7 +189,7 @@ def _prompts_of_path(config: Config, tokenizer: Tokenizer, world: World | None) 
 
 
 def _loader(
-    config: Config, tokenizer: Tokenizer, world: World | None, part: DataConfig | MixtureConfig
+    config: PPOConfig, tokenizer: Tokenizer, world: World | None, part: DataConfig | MixtureConfig
 ) -> Callable[..., PromptSource]:
     """Returns a function that loads one set of prompts; ``part`` holds its revision and prompt column."""
     data = config.data
@@ -205,7 +207,9 @@ def _loader(
     )
 
 
-def build_ptx(config: Config, tokenizer: Tokenizer, world: World | None = None) -> DemonstrationStream | None:
+def build_ptx(
+    config: PPOConfig, tokenizer: Tokenizer, world: World | None = None
+) -> DemonstrationStream | None:
     """Loads the texts of algo.ptx, one batch for each optimizer step."""
     data, ptx = config.data, config.algo.ptx
     if not ptx.coef or data.ptx_path is None:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from ppo_ds.assemble.preflight import CHAT_SCORER, reward_sections
 from ppo_ds.assemble.roles import CLASSIFIER
-from ppo_ds.config.schema import Config, all_rewards, has_critic, trained_models, uses_reference
+from ppo_ds.config.schema import Config, PPOConfig, all_rewards, has_critic, trained_models, uses_reference
+from ppo_ds.config.sections.models import InheritedModelConfig, ModelConfig
 from ppo_ds.models.download import HubModel
 
 
 def models_to_download(config: Config) -> list[HubModel]:
     """Returns the models that a run loads, except for those of rewards of other packages."""
-    sections = type(config).model_fields
-    roles = {name: section.model for name, section in trained_models(config).items()}
-    if "critic" in roles and not (has_critic(config) and config.critic.init == "path"):
-        del roles["critic"]  # it starts from another role's model, or there is none
-    if "reference" in sections and uses_reference(config):
-        roles["reference"] = config.reference.model
+    roles: dict[str, ModelConfig | InheritedModelConfig] = {
+        name: section.model for name, section in trained_models(config).items()
+    }
+    if isinstance(config, PPOConfig):
+        if not (has_critic(config) and config.critic.init == "path"):
+            del roles["critic"]  # it starts from another role's model, or there is none
+        if uses_reference(config):
+            roles["reference"] = config.reference.model
     models = [
         HubModel(f"{name}.model.path", str(model.path), model.revision, bool(model.trust_remote_code))
         for name, model in roles.items()
     ]
-    if "reward" in sections:
+    if isinstance(config, PPOConfig):
         for reward, whole in all_rewards(config).items():
             for key, section in reward_sections(whole, reward):
                 if section.get("_target_") in (CLASSIFIER, CHAT_SCORER):

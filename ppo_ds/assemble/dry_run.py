@@ -13,7 +13,7 @@ from typing import Any
 
 from ppo_ds.commands.entry_points import command
 from ppo_ds.config.registry import STAGES, has_own_weights, import_target
-from ppo_ds.config.schema import Config, from_tree, resolved, reward_models
+from ppo_ds.config.schema import Config, PPOConfig, from_tree, resolved, reward_models
 from ppo_ds.config.sections.data import VLLMConfig
 from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
@@ -39,7 +39,7 @@ def dry_run_dir(config: Config) -> Path:
     return dry_run_directory(str(config.run.dir))
 
 
-def dry_run_config(config: Config, ranks: int) -> Config:
+def dry_run_config(config: PPOConfig, ranks: int) -> Config:
     """Returns the config of the dry run of ``config``, a PPO config."""
     tree = _small_run(config)
     data, sampling, algo = tree["data"], tree["sampling"], tree["algo"]

@@ -11,7 +11,7 @@ from ppo_ds.assemble.data import Inputs
 from ppo_ds.assemble.multi_turn import with_environment
 from ppo_ds.assemble.ppo_models import Models
 from ppo_ds.config.schema import (
-    Config,
+    PPOConfig,
     reference_is_base,
     rollout_size,
     uses_reference,
@@ -42,7 +42,7 @@ def guarded_scoring(context: RunContext, models: Models, start: StartScoring) ->
 
 
 def build_evaluator(
-    config: Config,
+    config: PPOConfig,
     context: RunContext,
     inputs: Inputs,
     models: Models,
@@ -86,7 +86,7 @@ def build_evaluator(
 
 
 def reference_responses(
-    config: Config, context: RunContext, inputs: Inputs, models: Models, sampling: SamplingParams
+    config: PPOConfig, context: RunContext, inputs: Inputs, models: Models, sampling: SamplingParams
 ) -> ReferenceResponses:
     """Builds the source of the responses with which the win rate compares those of the policy.
 
@@ -125,7 +125,7 @@ def reference_responses(
 
 
 def reference_rollouts(
-    config: Config,
+    config: PPOConfig,
     context: RunContext,
     inputs: Inputs,
     reference: FrozenModel,

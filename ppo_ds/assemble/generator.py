@@ -9,7 +9,7 @@ from typing import Any
 
 from ppo_ds.assemble.data import Inputs
 from ppo_ds.config.registry import DECODE_BACKENDS, has_own_weights, import_target, resolve
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import PPOConfig
 from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.hybrid import HybridActor
@@ -28,7 +28,7 @@ from ppo_ds.types import Prompts, Rollout
 class Backends:
     """Makes decode backends for the actor of a run, and compares their log-probs with training's."""
 
-    config: Config
+    config: PPOConfig
     world: World
     inputs: Inputs
     actor: HybridActor
@@ -85,7 +85,7 @@ class Backends:
 
 
 def build_generator(
-    config: Config,
+    config: PPOConfig,
     world: World,
     inputs: Inputs,
     actor: HybridActor,
@@ -116,7 +116,7 @@ def build_generator(
 
 
 def connected_engine(
-    config: Config, world: World, actor: HybridActor, arguments: dict[str, Any]
+    config: PPOConfig, world: World, actor: HybridActor, arguments: dict[str, Any]
 ) -> Generator:
     """Starts the decode backend with weights of its own and connects the actor to it. A collective."""
     settings, lm, group = config.rollout.vllm, actor.module.lm, None

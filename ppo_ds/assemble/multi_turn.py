@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ppo_ds.assemble.data import Inputs
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import PPOConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.environments.base import load_environment
 from ppo_ds.environments.calls import call_pool, try_environment
@@ -15,7 +15,7 @@ from ppo_ds.rollout.base import Generator
 
 
 def with_environment(
-    config: Config, world: World, tokenizer: Tokenizer, backend: Generator, check: Callable[[], None]
+    config: PPOConfig, world: World, tokenizer: Tokenizer, backend: Generator, check: Callable[[], None]
 ) -> Generator:
     """Wraps a decode backend so that the environment answers the turns of the policy, if there is one.
 
@@ -37,7 +37,7 @@ def with_environment(
     )
 
 
-def try_on_data(config: Config, inputs: Inputs) -> None:
+def try_on_data(config: PPOConfig, inputs: Inputs) -> None:
     """Tries the environment, if there is one, on the first row of each order of roles in the data."""
     settings = config.rollout.environment
     if settings.path is None or not settings.trial:

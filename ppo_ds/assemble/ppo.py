@@ -26,7 +26,7 @@ from ppo_ds.assemble.ppo_models import Models, estimate_memory, load_models, pla
 from ppo_ds.assemble.preflight import preflight, try_functions
 from ppo_ds.assemble.shared import eval_weights, slow_dtypes
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, has_own_weights
-from ppo_ds.config.schema import Config, all_rewards
+from ppo_ds.config.schema import PPOConfig, all_rewards
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.warnings import warnings
 from ppo_ds.distributed.world import seed_everything
@@ -46,7 +46,7 @@ from ppo_ds.types import Reward
 RANK_SEED_OFFSET = 100_003
 
 
-def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
+def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
     """Loads data and models and builds the PPO stage from them. May raise UserError. A collective."""
     world, banner, algo = context.world, context.banner, config.algo
 
@@ -137,7 +137,7 @@ def build_ppo(config: Config, context: RunContext) -> PPOTrainer:
     )
 
 
-def read_data(config: Config, context: RunContext) -> tuple[Inputs, tuple[int, ...]]:
+def read_data(config: PPOConfig, context: RunContext) -> tuple[Inputs, tuple[int, ...]]:
     """Reads the data, checks that models and rewards can work with it, and returns it with the end tokens.
 
     Adds descriptions and warnings to the start-up banner. May raise UserError.
@@ -157,7 +157,7 @@ def read_data(config: Config, context: RunContext) -> tuple[Inputs, tuple[int, .
     return inputs, stops
 
 
-def try_user_code(config: Config, inputs: Inputs) -> None:
+def try_user_code(config: PPOConfig, inputs: Inputs) -> None:
     """Calls reward functions and the environment once, and raises UserError if a call fails."""
     try_functions(all_rewards(config), inputs)
     try_on_data(config, inputs)
@@ -179,7 +179,7 @@ def stateful_components(
     return {name: component for name, component in components.items() if component is not None}
 
 
-def build_sampling(config: Config, stops: tuple[int, ...], temperature: float) -> SamplingParams:
+def build_sampling(config: PPOConfig, stops: tuple[int, ...], temperature: float) -> SamplingParams:
     """Builds the sampling parameters; ``temperature`` is the one that the policy's log-probs use."""
     sampling = config.sampling
     return SamplingParams(
@@ -194,7 +194,7 @@ def build_sampling(config: Config, stops: tuple[int, ...], temperature: float) -
 
 
 def build_collector(
-    config: Config, context: RunContext, models: Models, generator: Generator, sampling: SamplingParams
+    config: PPOConfig, context: RunContext, models: Models, generator: Generator, sampling: SamplingParams
 ) -> RolloutCollector:
     dynamic = config.algo.dynamic_sampling
     components: dict[str, Any] = {

@@ -13,7 +13,7 @@ from ppo_ds.assemble.reward_models import RewardModels, build_reward
 from ppo_ds.assemble.roles import build_actor, build_critic, build_reference, critic_start, ppo_needs
 from ppo_ds.assemble.shared import choose_layout, loading, training_notes
 from ppo_ds.config.schema import (
-    Config,
+    PPOConfig,
     all_rewards,
     has_critic,
     reference_is_base,
@@ -51,7 +51,7 @@ class Models:
     lagged: WeightCopy | None
 
 
-def load_models(config: Config, context: RunContext, inputs: Inputs, length: Horizon) -> Models:
+def load_models(config: PPOConfig, context: RunContext, inputs: Inputs, length: Horizon) -> Models:
     """Loads the models, the reward last because it may share the critic's weights. A collective."""
     world, banner = context.world, context.banner
     needs = ppo_needs(
@@ -101,7 +101,7 @@ def load_models(config: Config, context: RunContext, inputs: Inputs, length: Hor
     return Models(actor, reference, reward, eval_rewards, load_frozen, critic, critic_path, ema, lagged)
 
 
-def estimate_memory(config: Config, hardware: Hardware, *, models: Models, inputs: Inputs) -> Estimate:
+def estimate_memory(config: PPOConfig, hardware: Hardware, *, models: Models, inputs: Inputs) -> Estimate:
     """Estimates the memory of the run from its loaded models."""
     reference, critic = None, None
     if models.reference is not None and not reference_is_base(config):
@@ -125,7 +125,7 @@ def estimate_memory(config: Config, hardware: Hardware, *, models: Models, input
 
 
 def choose_layouts(
-    config: Config, actor: TrainedModel, reference: FrozenModel | None, critic: TrainedModel | None
+    config: PPOConfig, actor: TrainedModel, reference: FrozenModel | None, critic: TrainedModel | None
 ) -> list[str]:
     """Lets each model choose the layout of its forwards and returns warnings for the start-up banner.
 
@@ -141,7 +141,7 @@ def choose_layouts(
     return lines
 
 
-def plan_generation(config: Config, actor: HybridActor, critic: TrainedModel | None) -> list[str]:
+def plan_generation(config: PPOConfig, actor: HybridActor, critic: TrainedModel | None) -> list[str]:
     """Plans the memory of generation and returns lines for the start-up banner.
 
     A collective, called once all models are in memory.

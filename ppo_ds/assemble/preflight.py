@@ -13,7 +13,7 @@ from ppo_ds.assemble.data import Inputs, read_inputs
 from ppo_ds.assemble.roles import CLASSIFIER
 from ppo_ds.config.checks.data import is_prepared
 from ppo_ds.config.registry import has_own_weights
-from ppo_ds.config.schema import Config, all_rewards, reward_models, uses_reference
+from ppo_ds.config.schema import PPOConfig, all_rewards, reward_models, uses_reference
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
 from ppo_ds.distributed.world import World
@@ -43,7 +43,7 @@ class ScoredInputs(Protocol):
     def check_rows(self, check: Callable[[Row], object]) -> None: ...
 
 
-def check_inputs(config: Config, world: World, *, prepared: bool) -> None:
+def check_inputs(config: PPOConfig, world: World, *, prepared: bool) -> None:
     """Raises UserError for mistakes in data and rewards, before a start is refused or moves files.
 
     If `prepare` has yet to create files (``prepared`` is False), only the functions of rewards and the class
@@ -75,7 +75,7 @@ def function_rewards(section: dict[str, Any], key: str) -> list[tuple[str, dict[
     return [found for found in reward_sections(section, key) if found[1].get("_target_") == FUNCTION]
 
 
-def preflight(config: Config, inputs: Inputs, on_gpu: bool) -> None:
+def preflight(config: PPOConfig, inputs: Inputs, on_gpu: bool) -> None:
     """Raises UserError if a model or a reward cannot work with the data, or vLLM with the actor.
 
     Not a collective: all ranks read the same files.
@@ -106,7 +106,7 @@ def try_functions(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -
             bind(section, key)(tokenizer=inputs.tokenizer).try_on(rows)
 
 
-def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:
+def check_vocabularies(config: PPOConfig, tokenizer: Tokenizer) -> None:
     """Checks that actor and reference have an embedding row for each id of the actor's tokenizer."""
     models: dict[str, Any] = {"actor.model.path": config.actor.model}
     if uses_reference(config):
@@ -115,13 +115,13 @@ def check_vocabularies(config: Config, tokenizer: Tokenizer) -> None:
         check_vocabulary(key, model, tokenizer, "actor")
 
 
-def check_engine_package(config: Config) -> None:
+def check_engine_package(config: PPOConfig) -> None:
     """Raises UserError if the run needs vLLM and this machine has none, or a version that was not tested."""
     if has_own_weights(config.rollout.backend) and (problem := package_problem()):
         raise UserError(f"rollout.backend={config.rollout.backend}: {problem}; or use rollout.backend=auto")
 
 
-def check_engine_model(config: Config, on_gpu: bool) -> None:
+def check_engine_model(config: PPOConfig, on_gpu: bool) -> None:
     """Raises UserError if vLLM cannot decode the actor or divide it among a tensor-parallel group."""
     rollout, key = config.rollout, "actor.model.path"
     if not has_own_weights(rollout.backend):

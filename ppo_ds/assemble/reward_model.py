@@ -17,7 +17,7 @@ from ppo_ds.assemble.shared import (
     training_notes,
     training_steps,
 )
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import RewardModelStageConfig
 from ppo_ds.data.preferences import PreferenceSource, PreferenceStream, padding_token
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
@@ -37,7 +37,7 @@ from ppo_ds.run.stage import RunContext
 KEY = "scorer.model.path"
 
 
-def build_reward_model(config: Config, context: RunContext) -> RewardModelTrainer:
+def build_reward_model(config: RewardModelStageConfig, context: RunContext) -> RewardModelTrainer:
     """Loads data and model and builds the stage from them. May raise UserError. A collective."""
     world, banner, section, role = context.world, context.banner, config.reward_model, config.scorer
     banner.starting("reading and tokenizing the data")
@@ -99,7 +99,7 @@ def build_reward_model(config: Config, context: RunContext) -> RewardModelTraine
 
 
 def read_preferences(
-    config: Config, world: World | None = None
+    config: RewardModelStageConfig, world: World | None = None
 ) -> tuple[Tokenizer, PreferenceSource, PreferenceSource | None]:
     """Loads the tokenizer, the training pairs and the held-out pairs. May raise UserError.
 
@@ -137,13 +137,13 @@ def read_preferences(
     return tokenizer, train, held_out
 
 
-def check_preferences(config: Config, world: World, *, prepared: bool) -> None:
+def check_preferences(config: RewardModelStageConfig, world: World, *, prepared: bool) -> None:
     """Raises UserError for mistakes in the data, unless `prepare` has yet to create it."""
     if prepared:
         read_preferences(config, world)
 
 
-def scorer_module(config: Config, name: str, tokenizer: Tokenizer) -> ScoreModel:
+def scorer_module(config: RewardModelStageConfig, name: str, tokenizer: Tokenizer) -> ScoreModel:
     """Loads the scorer with its adapters as it is before the first step."""
     section, role = config.reward_model, config.scorer
     scorer = load_scorer(role.model, head_init=section.head_init, seed=config.run.seed, key=KEY)
@@ -152,7 +152,7 @@ def scorer_module(config: Config, name: str, tokenizer: Tokenizer) -> ScoreModel
 
 
 def build_scorer(
-    config: Config, world: World, tokenizer: Tokenizer, longest: int, steps: int
+    config: RewardModelStageConfig, world: World, tokenizer: Tokenizer, longest: int, steps: int
 ) -> TrainedModel:
     """Builds the engine of the model, which reads texts of at most ``longest`` tokens. A collective."""
     role = config.scorer
@@ -175,7 +175,9 @@ def build_scorer(
 # ---- lines of the start-up banner
 
 
-def notes(config: Config, scorer: TrainedModel, held_out: PreferenceSource | None) -> list[str]:
+def notes(
+    config: RewardModelStageConfig, scorer: TrainedModel, held_out: PreferenceSource | None
+) -> list[str]:
     """Chooses the layout of forwards; returns lines for the banner. A collective."""
     lines = [
         *training_notes("reward_model", "scorer", config.scorer, scorer),
@@ -191,7 +193,9 @@ def notes(config: Config, scorer: TrainedModel, held_out: PreferenceSource | Non
     return lines
 
 
-def summary(config: Config, scorer: TrainedModel, train: PreferenceSource, steps: int) -> list[str]:
+def summary(
+    config: RewardModelStageConfig, scorer: TrainedModel, train: PreferenceSource, steps: int
+) -> list[str]:
     """Returns the summary of the run: devices, model, data and batches."""
     section, role = config.reward_model, config.scorer
     head = f"new, {section.head_init}" if scorer.module.new_head else "that of the model"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ppo_ds.assemble.engines import frozen_engine
 from ppo_ds.assemble.roles import CriticStart
 from ppo_ds.compute.sizes import Shape
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import PPOConfig
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.config.targets import bind
 from ppo_ds.distributed.world import World
@@ -85,7 +85,7 @@ class RewardModels:
         self._loaded: dict[Hashable, LoadedModel] = {}
         self._base: tuple[Hashable, TrainedModel] | None = None
 
-    def offer(self, critic: TrainedModel, start: CriticStart, config: Config) -> None:
+    def offer(self, critic: TrainedModel, start: CriticStart, config: PPOConfig) -> None:
         """Shares the critic's base weights if the critic has adapters and started from the reward model.
 
         A collective, called before any training.

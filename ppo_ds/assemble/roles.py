@@ -14,7 +14,7 @@ from functools import partial
 
 from ppo_ds.assemble.engines import Needs, add_lora, frozen_engine, trained_engine
 from ppo_ds.config.registry import has_own_weights
-from ppo_ds.config.schema import Config, reference_is_base
+from ppo_ds.config.schema import PPOConfig, reference_is_base
 from ppo_ds.config.sections.models import ActorConfig, ModelConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel
@@ -61,7 +61,7 @@ def actor_module(
     return policy
 
 
-def ppo_actor_module(config: Config) -> Policy:
+def ppo_actor_module(config: PPOConfig) -> Policy:
     """Loads the policy of a PPO run with its adapters and value head."""
     return actor_module(
         config.actor,
@@ -73,7 +73,7 @@ def ppo_actor_module(config: Config) -> Policy:
 
 
 def build_actor(
-    config: Config,
+    config: PPOConfig,
     world: World,
     needs: Needs,
     optimizer_steps: int,
@@ -101,7 +101,7 @@ class CriticStart:
     reward: ModelConfig | None = None  # the reward model, if its weights are used
 
 
-def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
+def critic_start(config: PPOConfig, tokenizer: Tokenizer) -> CriticStart:
     """Resolves ``critic.init``.
 
     "auto" selects the reward model if it is a decoder with the actor's vocabulary, otherwise the actor.
@@ -128,7 +128,7 @@ def critic_start(config: Config, tokenizer: Tokenizer) -> CriticStart:
     )
 
 
-def critic_module(config: Config, start: CriticStart) -> ScoreModel:
+def critic_module(config: PPOConfig, start: CriticStart) -> ScoreModel:
     """Loads the critic with its adapters."""
     # With critic.init=actor and LoRA on both roles, actor and critic have equal base weights. One copy would
     # suffice if it had a second set of adapters and a value head. But two engines cannot hold the same
@@ -139,7 +139,7 @@ def critic_module(config: Config, start: CriticStart) -> ScoreModel:
 
 
 def build_critic(
-    config: Config, start: CriticStart, world: World, needs: Needs, optimizer_steps: int
+    config: PPOConfig, start: CriticStart, world: World, needs: Needs, optimizer_steps: int
 ) -> TrainedModel:
     """Builds the critic's engine. A collective."""
 
@@ -151,7 +151,7 @@ def build_critic(
     return trained_engine(load, TrainedModel, config.critic, "critic", world, optimizer_steps)
 
 
-def ppo_model(config: Config, name: str, tokenizer: Tokenizer) -> Policy | ScoreModel:
+def ppo_model(config: PPOConfig, name: str, tokenizer: Tokenizer) -> Policy | ScoreModel:
     """Loads the actor or the critic of a PPO run as it is before the first step."""
     return (
         critic_module(config, critic_start(config, tokenizer))
@@ -160,12 +160,12 @@ def ppo_model(config: Config, name: str, tokenizer: Tokenizer) -> Policy | Score
     )
 
 
-def sft_model(config: Config, name: str, tokenizer: Tokenizer) -> Policy:
+def sft_model(config: PPOConfig, name: str, tokenizer: Tokenizer) -> Policy:
     """Loads the actor of stage=sft as it is before the first step."""
     return actor_module(config.actor, config.run.seed)
 
 
-def build_reference(config: Config, world: World, needs: Needs, actor: TrainedModel) -> FrozenModel:
+def build_reference(config: PPOConfig, world: World, needs: Needs, actor: TrainedModel) -> FrozenModel:
     """Builds the reference, which is the actor's base if the actor has adapters on the same weights."""
     if reference_is_base(config):
         return FrozenBase(actor, base_weights=without_adapters)

@@ -15,7 +15,9 @@ from ppo_ds.config.registry import STAGES, resolve
 from ppo_ds.config.schema import (
     OPEN_PARTS,
     Config,
+    ConfigT,
     best_metric,
+    extra_rewards,
     lower_is_better,
     resolved,
     trained_models,
@@ -64,7 +66,7 @@ def build_run(
     settings, banner = resolved(config), Banner(screen.say) if screen else Banner()
     # bound here to check the arguments, so that errors are reported before ranks are connected
     parts = {name: bind(settings[name], name) for name in OPEN_PARTS if settings.get(name) is not None}
-    for name, section in config.eval.rewards.items():
+    for name, section in extra_rewards(config).items():
         bind(section, f"eval.rewards.{name}")
     banner.starting(f"connecting {os.environ.get('WORLD_SIZE', '1')} rank(s)")
     world, stop = connect_ranks(config, watchdog, mark_ending)
@@ -77,7 +79,7 @@ def build_run(
         download_files(models_to_download(config), world)
     if (run_dir / "checkpoints").exists():
         banner.starting(f"checking the last checkpoint in {run_dir}")
-    config, start = open_start(config, settings, world, checkpoints, banner)
+    start = open_start(config, settings, world, checkpoints, banner)
     config, budgets = open_budgets(config, settings, world, checkpoints, start, banner)
     if "prepare" in parts:  # it may create model folders, whose names may look like names on the Hub
         banner.starting(f"preparing by {settings['prepare']['_target_']}")
@@ -127,13 +129,13 @@ def connect_ranks(
 
 
 def open_budgets(
-    config: Config,
+    config: ConfigT,
     settings: dict[str, Any],
     world: World,
     checkpoints: Checkpoints,
     start: Path | None,
     banner: Banner,
-) -> tuple[Config, TokenBudgets]:
+) -> tuple[ConfigT, TokenBudgets]:
     """Makes the token budgets, with the numbers that an earlier start has determined. A collective.
 
     Also returns the config with these numbers. ``start`` is the checkpoint to resume from. ``settings`` are
@@ -179,7 +181,7 @@ def build_loop(
         name=config.run.name or config.stage,
         stop_at_step=config.run.stop_at_step,
         eval_every=config.eval.every,
-        heldout={**entry.heldout} | {f"{name}_mean": f"eval/{name}_mean" for name in config.eval.rewards},
+        heldout={**entry.heldout} | {f"{name}_mean": f"eval/{name}_mean" for name in extra_rewards(config)},
         lists_files=config.run.dry_run is not True,
         mark_ending=mark_ending,
     )

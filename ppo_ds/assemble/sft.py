@@ -20,7 +20,7 @@ from ppo_ds.assemble.shared import (
     training_notes,
     training_steps,
 )
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import SFTStageConfig
 from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
 from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.hybrid import HybridActor
@@ -47,7 +47,7 @@ LEARNED = {
 }
 
 
-def build_sft(config: Config, context: RunContext) -> SFTTrainer:
+def build_sft(config: SFTStageConfig, context: RunContext) -> SFTTrainer:
     """Loads data and model and builds the stage from them. May raise UserError. A collective."""
     world, section, role = context.world, config.sft, config.actor
     context.banner.starting("reading and tokenizing the data")
@@ -123,7 +123,7 @@ def build_generator(context: RunContext, actor: HybridActor, tokenizer: Tokenize
 
 
 def read_demonstrations(
-    config: Config, world: World | None = None
+    config: SFTStageConfig, world: World | None = None
 ) -> tuple[Tokenizer, DemonstrationSource, DemonstrationSource | None]:
     """Loads the tokenizer, the training rows and the held-out rows. May raise UserError.
 
@@ -149,13 +149,13 @@ def read_demonstrations(
     return tokenizer, train, load(data.eval_path, split=data.eval_split, key="data.eval_path")
 
 
-def check_demonstrations(config: Config, world: World, *, prepared: bool) -> None:
+def check_demonstrations(config: SFTStageConfig, world: World, *, prepared: bool) -> None:
     """Raises UserError for mistakes in the data, unless `prepare` has yet to create it."""
     if prepared:
         read_demonstrations(config, world)
 
 
-def build_actor(config: Config, context: RunContext, needs: Needs, steps: int) -> HybridActor:
+def build_actor(config: SFTStageConfig, context: RunContext, needs: Needs, steps: int) -> HybridActor:
     """Builds the engine of the model that is trained. A collective."""
 
     def load() -> Policy:
@@ -168,7 +168,7 @@ def build_actor(config: Config, context: RunContext, needs: Needs, steps: int) -
 
 
 def needs(
-    config: Config,
+    config: SFTStageConfig,
     tokenizer: Tokenizer,
     train: DemonstrationSource,
     held_out: DemonstrationSource | None,
@@ -184,7 +184,7 @@ def needs(
     )
 
 
-def answered_tokens(config: Config, prompts: Prompts) -> int:
+def answered_tokens(config: SFTStageConfig, prompts: Prompts) -> int:
     """Returns the largest number of tokens of a prompt and its answer together."""
     return prompts.mask.shape[1] + config.sft.sample_tokens
 
@@ -198,13 +198,13 @@ def describe(source: DemonstrationSource) -> str:
 
 
 def notes(
-    config: Config, actor: HybridActor, held_out: DemonstrationSource | None, prompts: Prompts | None
+    config: SFTStageConfig, actor: HybridActor, held_out: DemonstrationSource | None, prompts: Prompts | None
 ) -> list[str]:
     """Chooses the layout of forwards and how the evaluation generates; returns lines for the banner.
 
     A collective.
     """
-    world, zero = actor.world, config.actor.zero
+    world = actor.world
     lines = [
         *training_notes("sft", "actor", config.actor, actor),
         *slow_dtypes(config, world),
@@ -216,8 +216,8 @@ def notes(
         each = actor.module.lm.dtype.itemsize
         logit = logit_bytes(each, world.device.type == "cuda", top_k=1, top_p=1.0)  # greedy
         line = actor.plan_generation(
-            generation_gather=zero.generation_gather,
-            offload_states=zero.offload_states,
+            generation_gather="auto",
+            offload_states="auto",
             decoding_bytes=decode_bytes_bound(shape_of(actor.module.lm), tokens, rows, each, logit),
             critic=None,
         )
@@ -229,7 +229,7 @@ def notes(
     return lines
 
 
-def summary(config: Config, world: World, train: DemonstrationSource, steps: int) -> list[str]:
+def summary(config: SFTStageConfig, world: World, train: DemonstrationSource, steps: int) -> list[str]:
     """Returns the summary of the run: devices, model, data, learned tokens and batches."""
     size, (learned, tokens) = config.sft.batch_size, train.token_counts
     found = ""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.config.registry import STAGES, import_target
-from ppo_ds.config.resume import Settings, changes, check_resume, keep_adapter_rates, ranks_line
-from ppo_ds.config.schema import Config, main_model_path, trained_models
+from ppo_ds.config.resume import Settings, changes, check_resume, ranks_line
+from ppo_ds.config.schema import Config, main_model_path
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.errors import UserError
@@ -27,10 +27,9 @@ from ppo_ds.tracking.banner import Banner
 
 def open_start(
     config: Config, settings: dict[str, Any], world: World, checkpoints: Checkpoints, banner: Banner
-) -> tuple[Config, Path | None]:
+) -> Path | None:
     """Opens the run directory and returns the checkpoint to resume from, if any. A collective.
 
-    Also returns the config, in which the checkpoint may have set defaults; ``settings`` are updated too.
     Raises UserError if the run cannot resume from the checkpoint with these ``settings``. In this case, and
     if the record of an earlier run must be moved, mistakes in data and rewards are reported first,
     before the record is moved.
@@ -43,9 +42,6 @@ def open_start(
     before, refusal = None, None
     if start is not None:
         before = checkpoints.settings_of(start)
-        config = keep_adapter_rates(config, before or {})
-        for name in trained_models(config):
-            settings[name]["lora"]["lr"] = getattr(config, name).lora.lr
         try:
             banner.note(*(check_resume(before, settings, start) if before else []))
         except UserError as error:
@@ -63,7 +59,7 @@ def open_start(
                 "which is resumed; to begin another one, choose another run.dir"
             )
     on_main(world, lambda: banner.note(*open_run_directory(run_dir, settings, start, restart)))
-    return config, start
+    return start
 
 
 def check_shared(run_dir: Path, world: World) -> None:

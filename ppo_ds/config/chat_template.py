@@ -8,11 +8,9 @@ read one of its files.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import Config, TextConfig
 from ppo_ds.config.types import replace
 from ppo_ds.errors import UserError
 from ppo_ds.secrets import secrets_in
@@ -46,19 +44,7 @@ def template_text(given: str) -> str:
 
 def with_template_text(config: Config) -> Config:
     """Returns a config whose ``data.chat_template``, if it has one, is the text of the template."""
-    given = config.data.chat_template if "data" in type(config).model_fields else None
-    if given is None:
+    if not isinstance(config, TextConfig) or config.data.chat_template is None:
         return config
-    return replace(config, data=replace(config.data, chat_template=template_text(given)))
-
-
-def settings_with_template_text(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replaces the path of a chat template, which older versions stored, by the current text of its file.
-
-    Settings without a template, or with a file that cannot be read, are returned unchanged.
-    """
-    data = settings.get("data") or {}
-    try:
-        return {**settings, "data": {**data, "chat_template": template_text(data["chat_template"])}}
-    except (KeyError, TypeError, UserError):
-        return settings
+    text = template_text(config.data.chat_template)
+    return replace(config, data=replace(config.data, chat_template=text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -12,8 +12,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from ppo_ds.config.renamed import current_name, leaves
-from ppo_ds.config.text import short, show
+from ppo_ds.config.text import show
 from ppo_ds.config.types import RANGE, Section, Variants
 
 T = TypeVar("T", bound=Section)
@@ -31,6 +30,9 @@ def read(section: type[T], tree: Any, key: str = "") -> tuple[T, Problems]:
     the caller can look for more problems. ``key`` is the full name of the section.
     """
     own, found = without_other_variants(section, tree, key)
+    order = {name: place for place, name in enumerate(dotted_keys(section, key))}
+    found = dict(sorted(found.items(), key=lambda item: order.get(item[0].split("#")[0], -1)))
+    section = section.variant_of(own)
     completed = complete(section, own)
     try:
         return section.model_validate(completed), found
@@ -47,37 +49,41 @@ def without_other_variants(section: type[Section], tree: Any, key: str = "") -> 
     Returns the tree and a line for each removed key that did not have its default, and for each unknown name
     of a variant, which is replaced by the default variant.
     """
+    return _own_keys(section, tree, key, None, [])
+
+
+def _own_keys(
+    section: type[Section], tree: Any, key: str, variant: type[Variants] | None, rivals: list[type[Section]]
+) -> tuple[Any, Problems]:
+    """Does the work of without_other_variants.
+
+    ``variant`` is the innermost chosen variant around the section, and ``rivals`` are the sections that other
+    variants have in this place.
+    """
     if not isinstance(tree, Mapping):
         return tree, {}
     kept: dict[str, Any] = dict(tree)
-    found = Problems()
+    found, lines = Problems(), Problems()
     if issubclass(section, Variants):
-        kept, found = _own_keys(section, kept, key)
-    for name, field in section.variant_of(kept).model_fields.items():
-        if name in kept and (inner := section_of(field)):
-            full = f"{key}.{name}" if key else name
-            kept[name], below = without_other_variants(inner, kept[name], full)
-            found |= below
-    return kept, found
-
-
-def _own_keys(section: type[Variants], tree: dict[str, Any], key: str) -> tuple[dict[str, Any], Problems]:
-    """Removes the keys of other variants from one section; see without_other_variants."""
-    tag, fields = f"{key}.{section.tag}", section.all_fields()
-    if section.tag in tree and (wrong := _checked(fields[section.tag], tree[section.tag])[1]):
-        line = f"{tag}={show(tree[section.tag])}: {wrong}"
-        rest = {name: value for name, value in tree.items() if name != section.tag}
-        return _own_keys(section, rest, key)[0], {tag: line}
-    variant, found = section.variant_of(tree), Problems()
-    others = [name for name in tree if name in fields and name not in variant.model_fields]
-    for name in others:
-        default = fields[name].default
-        if (value := _checked(fields[name], tree[name])[0]) != default:
-            found[f"{key}.{name}"] = (
-                f"{key}.{name}={short(value)}: only used with {tag}={' or '.join(section.users(name))} "
-                f"(it is {variant.model_fields[section.tag].default}); set it to {short(default)}"
-            )
-    return {name: value for name, value in tree.items() if name not in others}, found
+        rivals = list(section.variants.values())
+        _, wrong = _checked(section.model_fields[section.tag], kept.get(section.tag))
+        if section.tag in kept and wrong:
+            tag = f"{key}.{section.tag}".lstrip(".")
+            found[tag] = f"{tag}={show(kept.pop(section.tag))}: {wrong}"
+        variant = section = section.variant_of(kept)
+    for name in [*kept]:
+        full = f"{key}.{name}" if key else str(name)
+        own = section.model_fields.get(name)
+        others = [rival.model_fields[name] for rival in rivals if name in rival.model_fields]
+        if own is not None and (inner := section_of(own)):
+            inside = [other for field in others if (other := section_of(field))]
+            kept[name], below = _own_keys(inner, kept[name], full, variant, inside)
+            lines |= below
+        elif own is None and others and variant is not None:
+            value = kept.pop(name) if section_of(others[0]) else _checked(others[0], kept.pop(name))[0]
+            default = others[0].get_default(call_default_factory=True)
+            lines |= {f"{full}#{i}": line for i, line in enumerate(variant.foreign(full, value, default))}
+    return kept, found or lines
 
 
 def _checked(field: FieldInfo, value: Any) -> tuple[Any, str]:
@@ -155,6 +161,15 @@ def dotted_keys(section: type[Section], prefix: str = "") -> list[str]:
         inner = section_of(field)
         keys += [full, *(dotted_keys(inner, full) if inner else [])]
     return keys
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the path and the value of every key at or below ``path``; an empty mapping is a value."""
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from leaves(item, (*path, name))
+    else:
+        yield path, value
 
 
 # ---- messages
@@ -292,12 +307,10 @@ def bounds(metadata: list[Any]) -> str:
 def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:
     """Returns the error line for ``leaf``, which is an unknown key or a key below one.
 
-    For a renamed key, the line gives the new name. For any other key, it suggests the same name in an inner
-    section, a similar name in the same section, or the same name elsewhere.
+    The line suggests the same name in an inner section, a similar name in the same section, or the same name
+    elsewhere.
     """
     shown = "..." if _SECRET.search(leaf) else show(value)
-    if new := current_name(leaf):
-        return f"{leaf}={shown}: is called {new} now"
     name, siblings = place.name, place.holder.all_fields()
     section = place.key.removesuffix(name)  # ends in a dot, or is empty
     elsewhere = [k for k in known if k.rsplit(".", 1)[-1] == name] or [

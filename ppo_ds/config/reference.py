@@ -24,7 +24,6 @@ from ppo_ds.config.registry import (
     Entry,
     import_target,
 )
-from ppo_ds.config.renamed import current_name
 from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import arguments_of
 from ppo_ds.config.text import did_you_mean, show
@@ -152,8 +151,6 @@ def help_on(topic: str) -> str:
         if key.name == topic:
             table = values().get(topic, {})
             return _entry(key) + "".join(f"    {name:12}{text}\n" for name, text in table.items())
-    if new := current_name(topic):
-        raise UserError(f"--help {topic}: is called {new} now")
     known = dotted_keys(Config)
     hint = (
         did_you_mean(topic, known)

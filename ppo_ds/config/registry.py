@@ -83,16 +83,9 @@ class DecodeBackendEntry(Entry):
 @dataclass(frozen=True)
 class StageEntry(Entry):
     """A kind of training: a callable (config, RunContext) that builds the stage for run/loop.py.
-
-    The config has the sections in ``sections`` besides those of every stage (schema.SHARED); other sections
-    are refused, and the checks that read them are skipped. ``critic`` and ``reference`` need ``actor``,
-    whose model they inherit; ``algo`` needs ``rollout``.
+    The class of its config is in schema.py.
     """
 
-    sections: tuple[str, ...] = field(default=(), kw_only=True)
-    # Keys of these sections, and of those of every stage, that the stage does not use; * matches any text.
-    # They are refused unless they have their default.
-    unused_keys: tuple[str, ...] = field(default=(), kw_only=True)
     # Dotted name of a function (config, ranks) that returns the config of a dry run: two steps with tiny
     # random models. None: run.dry_run is refused.
     dry_run: str | None = field(default=None, kw_only=True)
@@ -233,41 +226,10 @@ DECODE_BACKENDS = {
     ),
 }
 
-# Keys that only PPO uses, in sections that several stages have.
-PPO_KEYS = (
-    "actor.zero.generation_gather",
-    "actor.zero.offload_states",
-    "data.mix",
-    "data.max_prompt_tokens",
-    "data.long_prompts",
-    "data.ptx_*",
-    "health.max_kl",
-    "health.kl_action",
-    "health.max_parity",
-    "health.parity_action",
-    "eval.greedy",
-    "eval.correct_above",
-    "eval.win_rate",
-    "eval.train_prompts",
-    "eval.rewards",
-    "eval.rewards.*",
-)
-
 STAGES = {
     "ppo": StageEntry(
         "ppo_ds.assemble.ppo.build_ppo",
         "PPO, GRPO and other policy gradient methods: generate, score, update.",
-        sections=(
-            "actor",
-            "critic",
-            "reference",
-            "rollout",
-            "sampling",
-            "data",
-            "algo",
-            "memory",
-            "reward",
-        ),
         dry_run="ppo_ds.assemble.dry_run.dry_run_config",
         initial_model="ppo_ds.assemble.roles.ppo_model",
         check="ppo_ds.assemble.preflight.check_inputs",
@@ -281,8 +243,6 @@ STAGES = {
     "sft": StageEntry(
         "ppo_ds.assemble.sft.build_sft",
         "Supervised fine-tuning of the actor on demonstrations.",
-        sections=("actor", "sft", "data", "memory"),
-        unused_keys=(*PPO_KEYS, "memory.reuse_forwards"),
         dry_run="ppo_ds.assemble.dry_run.sft_dry_run_config",
         initial_model="ppo_ds.assemble.roles.sft_model",
         check="ppo_ds.assemble.sft.check_demonstrations",
@@ -292,8 +252,6 @@ STAGES = {
     "reward_model": StageEntry(
         "ppo_ds.assemble.reward_model.build_reward_model",
         "Training of a reward model on preference pairs.",
-        sections=("scorer", "reward_model", "data", "memory"),
-        unused_keys=(*PPO_KEYS, "memory.rollout_tokens", "memory.reuse_forwards"),
         dry_run="ppo_ds.assemble.dry_run.reward_model_dry_run_config",
         initial_model="ppo_ds.assemble.reward_model.scorer_module",
         check="ppo_ds.assemble.reward_model.check_preferences",

@@ -18,12 +18,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ppo_ds.config.chat_template import settings_with_template_text
 from ppo_ds.config.reading import dotted_keys, with_defaults
-from ppo_ds.config.renamed import with_current_names
-from ppo_ds.config.schema import Config, config_class, trained_models
+from ppo_ds.config.schema import Config
 from ppo_ds.config.text import did_you_mean, show
-from ppo_ds.config.types import replace
 from ppo_ds.errors import UserError
 
 MUTABLE = (
@@ -167,30 +164,13 @@ def check_resume(before: Settings, now: Settings, checkpoint: Path) -> list[str]
     return lines
 
 
-def keep_adapter_rates(config: Config, before: Settings) -> Config:
-    """Returns the config with the learning rates that adapters of an earlier start had.
-
-    Earlier versions trained adapters at optim.lr by default (null). Such a run continues at that rate unless
-    the config sets another one.
-    """
-    kept = {}
-    for name, model in trained_models(config).items():
-        recorded = (before.get(name) or {}).get("lora") or {}
-        if recorded.get("rank") and recorded.get("lr", "auto") is None and model.lora.lr == "auto":
-            kept[name] = replace(model, lora=replace(model.lora, lr=None))
-    return replace(config, **kept)
-
-
 def changes(before: Settings, now: Settings) -> list[Change]:
     """Returns every key that differs and is not mutable.
 
     A key that ``before`` lacks, because it was added to the config later, counts as having had its default.
     Keys of ``before`` that only other variants of a section use are ignored.
-    Renamed keys are compared under their current names, and a chat template is compared by its text.
     """
-    before = settings_with_template_text(with_current_names(before))
-    known = set(dotted_keys(config_class(now["stage"])))
-    old, new = _leaves(with_defaults(config_class(now["stage"]), before, now)), _leaves(now)
+    old, new, known = _leaves(with_defaults(Config, before, now)), _leaves(now), set(dotted_keys(Config))
     old = {key: value for key, value in old.items() if key in new or key not in known}
     return [
         (key, old.get(key), new.get(key))

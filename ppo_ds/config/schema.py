@@ -1,6 +1,7 @@
 """Defines the config of a run.
 
-The modules in sections/ define each key once, with type, range, default and description.
+The modules in sections/ define each key once, with type, range, default and description. Each stage has a
+class with its sections.
 
 `from_tree` makes a Config from a plain nested dict, `inherit` fills in the keys whose values follow from
 other keys, and `resolved` returns the nested dict that config.yaml shows. Each open part (`reward`,
@@ -8,71 +9,177 @@ other keys, and `resolved` returns the nested dict that config.yaml shows. Each 
 signature. Batch sizes are global: they mean the same with any number of ranks.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, create_model
+from pydantic import Field
+from pydantic.fields import FieldInfo
 
-from ppo_ds.config.reading import read
+from ppo_ds.config.reading import leaves, read
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, STAGES
-from ppo_ds.config.renamed import leaves
 from ppo_ds.config.sections.algo import AlgoConfig
-from ppo_ds.config.sections.data import DataConfig, RolloutConfig, SamplingConfig
+from ppo_ds.config.sections.data import DataConfig, PPODataConfig, RolloutConfig, SamplingConfig
 from ppo_ds.config.sections.finetune import RewardModelConfig, SFTConfig
 from ppo_ds.config.sections.models import (
     ActorConfig,
     CriticConfig,
     InheritedModelConfig,
     ModelConfig,
+    PPOActorConfig,
     ReferenceConfig,
     ScorerConfig,
 )
 from ppo_ds.config.sections.run import (
     CheckpointConfig,
     EvalConfig,
+    GenerationMemoryConfig,
     HealthConfig,
     MemoryConfig,
+    PPOEvalConfig,
+    PPOHealthConfig,
+    PPOMemoryConfig,
     RunConfig,
     TrackerConfig,
 )
-from ppo_ds.config.types import OneOf, Section, replace
+from ppo_ds.config.text import show
+from ppo_ds.config.types import OneOf, Variants, replace
+
+TrainedConfig = ActorConfig | CriticConfig | ScorerConfig
+ConfigT = TypeVar("ConfigT", bound="Config")
+TrainedT = TypeVar("TrainedT", ActorConfig, PPOActorConfig, ScorerConfig)
+CONFIGS: dict[str, type[Config]] = {}  # the config of each stage
+# The order of sections in config.yaml, in messages and in the docs
+ORDER = (
+    *("stage", "run", "actor", "critic", "reference", "scorer", "rollout", "sampling", "data", "algo", "sft"),
+    *("reward_model", "memory", "checkpoint", "health", "tracker", "eval", "reward", "prepare"),
+)
 
 
-class Config(Section):
-    """Every setting of every stage. The config of a run is of the class that config_class returns."""
+class Config(Variants):
+    """The settings that every stage has."""
 
-    stage: Annotated[str, OneOf(STAGES)] = Field("ppo", description="Kind of training.")
+    tag = "stage"
+    variants = CONFIGS
+    trained: ClassVar[tuple[str, ...]] = ()  # names of the models that the stage can train
+    averaged: ClassVar[tuple[str, ...]] = ()  # those of them that may have averaged weights
+
+    stage: Annotated[str, OneOf(CONFIGS)] = Field("ppo", description="Kind of training.")
     run: RunConfig
-    actor: ActorConfig
-    critic: CriticConfig
-    reference: ReferenceConfig
-    scorer: ScorerConfig
-    rollout: RolloutConfig
-    sampling: SamplingConfig
-    data: DataConfig
-    algo: AlgoConfig
-    sft: SFTConfig
-    reward_model: RewardModelConfig
-    memory: MemoryConfig
     checkpoint: CheckpointConfig
     health: HealthConfig
     tracker: TrackerConfig
     eval: EvalConfig
-    reward: dict[Any, Any] = Field(
-        description="The reward: reward=model reward.model.path=..., or reward=function "
-        "reward.path=pkg.mod:fn."
-    )
     prepare: dict[Any, Any] | None = Field(
         None,
         description="A function that creates models or data, in its `dir`, before anything is loaded.",
     )
 
+    @classmethod
+    def all_fields(cls) -> dict[str, FieldInfo]:
+        fields = super().all_fields()
+        return {name: fields[name] for name in (*ORDER, *fields) if name in fields}
 
-# The keys of Config that every stage has. The stage's entry in registry.STAGES lists the others that it uses.
-SHARED = ("stage", "run", "checkpoint", "health", "tracker", "eval", "prepare")
+    def inherited(self) -> dict[str, Any]:
+        """Returns the sections of the stage in which keys take values that follow from other keys."""
+        return {}
+
+    @classmethod
+    def foreign(cls, key: str, value: Any, default: Any) -> Iterator[str]:
+        """Yields an error line for each key at or below ``key`` that only other stages use."""
+        stage = cls.model_fields["stage"].default
+        if "." in key:
+            for path, item in leaves(value):
+                if value != default:
+                    name = ".".join([key, *map(str, path)])
+                    yield f"{name}={show(item)}: stage={stage} does not use this key; remove it"
+        # a group such as algo=standard or zero=stage3 may leave an empty section
+        elif any(item not in (None, {}) for _, item in leaves(value)):
+            sections = ", ".join(name for name in ORDER if name in cls.model_fields and name != "stage")
+            yield f"{key}: stage={stage} does not use this section; remove its keys (it uses {sections})"
+
+
+class TextConfig(Config):
+    """The settings of a stage that trains on texts."""
+
+    data: DataConfig
+    memory: MemoryConfig
+
+    def inherited(self) -> dict[str, Any]:
+        paths = {name: _expand(getattr(self.data, name)) for name in ("path", "eval_path")}
+        return {"data": replace(self.data, **paths)}
+
+
+class PPOConfig(TextConfig):
+    """The settings of PPO, GRPO and other policy gradient methods."""
+
+    trained = ("actor", "critic")
+    averaged = ("actor",)
+    stage: Literal["ppo"] = "ppo"
+    actor: PPOActorConfig
+    critic: CriticConfig
+    reference: ReferenceConfig
+    rollout: RolloutConfig
+    sampling: SamplingConfig
+    data: PPODataConfig
+    algo: AlgoConfig
+    memory: PPOMemoryConfig
+    health: PPOHealthConfig
+    eval: PPOEvalConfig
+    reward: dict[Any, Any] = Field(
+        description="The reward: reward=model reward.model.path=..., or reward=function "
+        "reward.path=pkg.mod:fn."
+    )
+
+    def inherited(self) -> dict[str, Any]:
+        actor, data = _with_own_path(self.actor), self.data
+        mix = [
+            replace(
+                part,
+                path=_expand(part.path),
+                split=part.split or data.split,
+                prompt_column=part.prompt_column or data.prompt_column,
+            )
+            for part in data.mix
+        ]
+        paths = {name: _expand(getattr(data, name)) for name in ("path", "eval_path", "ptx_path")}
+        reference = _inherited(self.reference.model, actor.model, path=actor.model.path)
+        return {
+            "actor": actor,
+            "critic": replace(self.critic, model=_inherited(self.critic.model, actor.model, path=None)),
+            "reference": replace(self.reference, model=reference),
+            "data": replace(data, mix=mix, **paths),
+            "algo": replace(self.algo, minibatch_size=self.algo.minibatch_size or rollout_size(self)),
+        }
+
+
+class SFTStageConfig(TextConfig):
+    """The settings of supervised fine-tuning."""
+
+    trained = averaged = ("actor",)
+    stage: Literal["sft"] = "sft"
+    actor: ActorConfig
+    sft: SFTConfig
+    memory: GenerationMemoryConfig
+
+    def inherited(self) -> dict[str, Any]:
+        return super().inherited() | {"actor": _with_own_path(self.actor)}
+
+
+class RewardModelStageConfig(TextConfig):
+    """The settings of the training of a reward model."""
+
+    trained = averaged = ("scorer",)
+    stage: Literal["reward_model"] = "reward_model"
+    scorer: ScorerConfig
+    reward_model: RewardModelConfig
+
+    def inherited(self) -> dict[str, Any]:
+        return super().inherited() | {"scorer": _with_own_path(self.scorer)}
+
+
 WEIGHTED_REWARD = "ppo_ds.rewards.weighted.WeightedReward"  # `_target_` of reward=weighted
 LORA_FACTOR = 10.0  # learning rate of adapters / learning rate of all weights
 ENVIRONMENT_REWARD = "ppo_ds.rewards.environment.EnvironmentReward"
@@ -81,47 +188,12 @@ OPEN_PARTS = ("reward", "prepare")  # Keys of Config that hold a `_target_` and 
 LOWER_IS_BETTER = ("/loss", "/perplexity", "/ties", "/calibration_error", "_std")
 
 
-def config_class(stage: Any) -> type[Config]:
-    """Returns a class like Config with only the sections that a stage uses; Config for an unknown stage."""
-    if str(stage) not in STAGES:
-        return Config
-    return _class_with(frozenset({*SHARED, *STAGES[str(stage)].sections}))
-
-
-@cache  # since two configs of a stage can only be equal if they have the same class
-def _class_with(sections: frozenset[str]) -> type[Config]:
-    if sections == Config.model_fields.keys():
-        return Config
-    fields: dict[str, Any] = {
-        name: (field.annotation, field) for name, field in Config.model_fields.items() if name in sections
-    }
-    return cast(type[Config], create_model("Config", __base__=Section, **fields))
-
-
-def is_unused(key: str, stage: str) -> bool:
-    """Returns whether a stage does not use a key; its section may be one that the stage has."""
-    if key.split(".")[0] not in config_class(stage).model_fields:
-        return True
-    return stage in STAGES and any(fnmatchcase(key, pattern) for pattern in STAGES[stage].unused_keys)
-
-
 def from_tree(tree: Any) -> tuple[Config, dict[str, str]]:
-    """Makes a Config from a plain nested dict; also returns a mapping from wrong keys to error lines.
+    """Makes the Config of a stage from a plain nested dict; also maps wrong keys to error lines.
 
-    The Config has only the sections of its stage. Wrong values are replaced by valid ones, so that the other
-    checks can continue.
+    Wrong values are replaced by valid ones, so that the other checks can continue.
     """
-    stage = tree.get("stage", "ppo")
-    own = config_class(stage)
-    foreign = Config.model_fields.keys() - own.model_fields.keys()
-    config, wrong = read(own, {name: value for name, value in tree.items() if name not in foreign})
-    sections = ", ".join(name for name in own.model_fields if name != "stage")
-    return config, wrong | {
-        name: f"{name}: stage={stage} does not use this section; remove its keys (it uses {sections})"
-        for name, value in tree.items()
-        # a group such as algo=standard or zero=stage3 may leave an empty section
-        if name in foreign and any(item not in (None, {}) for _, item in leaves(value))
-    }
+    return read(Config, tree)
 
 
 def default_dir(name: str) -> str:
@@ -129,9 +201,9 @@ def default_dir(name: str) -> str:
     return f"outputs/{name}"
 
 
-def inherit(config: Config) -> Config:
+def inherit(config: ConfigT) -> ConfigT:
     """Fills in every key whose value follows from other keys."""
-    sections, run, tracker = type(config).model_fields, config.run, config.tracker
+    run, tracker = config.run, config.tracker
     name = config.stage if run.name is None else run.name
     run_dir = _expand(run.dir or default_dir(name))
     filled: dict[str, Any] = {
@@ -144,24 +216,11 @@ def inherit(config: Config) -> Config:
     }
     if config.eval.patience is not None:  # a run that stops early must have kept its best checkpoint
         filled["checkpoint"] = replace(config.checkpoint, keep_best=True)
-    if "actor" in sections:
-        actor = replace(config.actor.model, path=_expand(config.actor.model.path))
-        filled["actor"] = replace(config.actor, model=actor)
-    if "critic" in sections:
-        critic = _inherited(config.critic.model, actor, path=None)
-        filled["critic"] = replace(config.critic, model=critic)
-    if "reference" in sections:
-        reference = _inherited(config.reference.model, actor, path=actor.path)
-        filled["reference"] = replace(config.reference, model=reference)
-    if "scorer" in sections:
-        scorer = replace(config.scorer.model, path=_expand(config.scorer.model.path))
-        filled["scorer"] = replace(config.scorer, model=scorer)
-    if "data" in sections:
-        filled["data"] = _inherited_data(config.data)
-    if "algo" in sections:
-        minibatch_size = config.algo.minibatch_size or rollout_size(config)
-        filled["algo"] = replace(config.algo, minibatch_size=minibatch_size)
-    return replace(config, **filled)
+    return replace(config, **filled, **config.inherited())
+
+
+def _with_own_path(role: TrainedT) -> TrainedT:
+    return replace(role, model=replace(role.model, path=_expand(role.model.path)))
 
 
 def _inherited(model: InheritedModelConfig, actor: ModelConfig, path: str | None) -> InheritedModelConfig:
@@ -176,21 +235,6 @@ def _inherited(model: InheritedModelConfig, actor: ModelConfig, path: str | None
     return InheritedModelConfig.model_construct(**same | own)
 
 
-def _inherited_data(data: DataConfig) -> DataConfig:
-    """Expands ~ in the paths, and fills the null keys of each data set of a mixture from the data section."""
-    mix = [
-        replace(
-            part,
-            path=_expand(part.path),
-            split=part.split or data.split,
-            prompt_column=part.prompt_column or data.prompt_column,
-        )
-        for part in data.mix
-    ]
-    paths = {name: _expand(getattr(data, name)) for name in ("path", "eval_path", "ptx_path")}
-    return replace(data, mix=mix, **paths)
-
-
 def _expand(path: str | None) -> str | None:
     return str(Path(path).expanduser()) if path and path.startswith("~") else path
 
@@ -200,7 +244,8 @@ def resolved(config: Config) -> dict[str, Any]:
 
     Inherited values are filled in, and tuples are converted to lists.
     """
-    return _plain(inherit(config).model_dump())
+    values = inherit(config).model_dump()
+    return {name: _plain(values[name]) for name in type(config).all_fields()}
 
 
 def _plain(value: Any) -> Any:
@@ -212,7 +257,7 @@ def _plain(value: Any) -> Any:
 # ---- properties of a config
 
 
-def rollout_size(config: Config) -> int:
+def rollout_size(config: PPOConfig) -> int:
     """Returns the number of samples in one PPO step, over all ranks."""
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
@@ -228,13 +273,18 @@ def lower_is_better(config: Config) -> bool:
     return mode == "min" or (mode == "auto" and best_metric(config).endswith(LOWER_IS_BETTER))
 
 
-def all_rewards(config: Config) -> dict[str, dict[str, Any]]:
+def all_rewards(config: PPOConfig) -> dict[str, dict[str, Any]]:
     """Returns the sections of all rewards of a PPO run by their keys, the reward of the training first."""
     more = {f"eval.rewards.{name}": section for name, section in config.eval.rewards.items()}
     return {"reward": config.reward} | more
 
 
-def reward_weights(config: Config) -> dict[str, Any]:
+def extra_rewards(config: Config) -> dict[str, dict[str, Any]]:
+    """Returns the further rewards of the evaluation by their names; only PPO has some."""
+    return config.eval.rewards if isinstance(config, PPOConfig) else {}
+
+
+def reward_weights(config: PPOConfig) -> dict[str, Any]:
     """Returns the weights of the parts of a weighted reward that are not 0; {} for other rewards."""
     if config.reward.get("_target_") != WEIGHTED_REWARD:
         return {}
@@ -250,13 +300,9 @@ def uses_environment(section: dict[str, Any]) -> bool:
     )
 
 
-TrainedConfig = ActorConfig | CriticConfig | ScorerConfig
-
-
 def trained_models(config: Config) -> dict[str, TrainedConfig]:
     """Returns the sections of the models that the stage can train, by their names."""
-    sections = type(config).model_fields
-    return {name: getattr(config, name) for name in ("actor", "critic", "scorer") if name in sections}
+    return {name: getattr(config, name) for name in config.trained}
 
 
 def learning_rate(role: TrainedConfig) -> float:
@@ -272,8 +318,7 @@ def learning_rate(role: TrainedConfig) -> float:
 
 def averaged_models(config: Config) -> dict[str, ActorConfig | ScorerConfig]:
     """Returns the sections of the models that may have averaged weights, by their names."""
-    sections = type(config).model_fields
-    return {name: getattr(config, name) for name in ("actor", "scorer") if name in sections}
+    return {name: getattr(config, name) for name in config.averaged}
 
 
 def main_model_path(config: Config) -> str:
@@ -281,22 +326,22 @@ def main_model_path(config: Config) -> str:
     return str(next(iter(averaged_models(config).values())).model.path)
 
 
-def uses_reference(config: Config) -> bool:
+def uses_reference(config: PPOConfig) -> bool:
     """Returns whether a run measures the KL to the reference; otherwise no reference is loaded."""
     return config.algo.kl.place != "none" or config.algo.kl.after_update
 
 
-def learns_values(config: Config) -> bool:
+def learns_values(config: PPOConfig) -> bool:
     """Returns whether values are learned, by a critic or by a value head on the actor."""
     return ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].needs_critic
 
 
-def has_critic(config: Config) -> bool:
+def has_critic(config: PPOConfig) -> bool:
     """Returns whether there is a critic with its own weights; otherwise no critic is loaded."""
     return learns_values(config) and not config.critic.share_trunk
 
 
-def reference_is_base(config: Config) -> bool:
+def reference_is_base(config: PPOConfig) -> bool:
     """Returns whether the reference is the actor without its adapters, so that it loads no weights."""
     actor, reference = config.actor.model, config.reference.model
     alike = ("path", "revision", "dtype", "attn_implementation")

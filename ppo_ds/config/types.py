@@ -6,7 +6,7 @@ written as text. `read` in reading.py turns pydantic's errors into one line for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_origin
 
@@ -15,7 +15,7 @@ from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, GetCor
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from ppo_ds.config.text import did_you_mean
+from ppo_ds.config.text import did_you_mean, short
 
 SectionT = TypeVar("SectionT", bound="Section")
 
@@ -80,16 +80,28 @@ class Variants(Section):
 
     @classmethod
     def all_fields(cls) -> dict[str, FieldInfo]:
-        """Returns the fields by name: the tag, those of each variant, and those that all variants have."""
-        common, fields = cls.model_fields, {cls.tag: cls.model_fields[cls.tag]}
+        """Returns the fields by name: those of a variant, or those of all variants."""
+        if "tag" not in cls.__dict__:
+            return cls.model_fields
+        fields: dict[str, FieldInfo] = {}
         for variant in cls.variants.values():
-            fields |= {name: field for name, field in variant.model_fields.items() if name not in common}
-        return fields | common
+            fields |= {name: field for name, field in variant.model_fields.items() if name not in fields}
+        return fields | {cls.tag: cls.model_fields[cls.tag]}
 
     @classmethod
     def users(cls, key: str) -> list[str]:
         """Returns the names of the variants that have a key."""
         return [name for name, variant in cls.variants.items() if key in variant.model_fields]
+
+    @classmethod
+    def foreign(cls, key: str, value: Any, default: Any) -> Iterator[str]:
+        """Yields an error line for a key that this variant lacks, unless it has its default."""
+        section, _, name = key.rpartition(".")
+        if value != default:
+            yield (
+                f"{key}={short(value)}: only used with {section}.{cls.tag}={' or '.join(cls.users(name))} "
+                f"(it is {cls.model_fields[cls.tag].default}); set it to {short(default)}"
+            )
 
 
 def replace(section: SectionT, **values: Any) -> SectionT:

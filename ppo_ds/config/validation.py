@@ -12,54 +12,52 @@ from typing import Any
 from ppo_ds.config.chat_template import with_template_text
 from ppo_ds.config.checks import algo, data, evaluation, models, reward, run, vllm
 from ppo_ds.config.reading import dotted_keys
-from ppo_ds.config.schema import Config, from_tree, inherit
+from ppo_ds.config.schema import Config, PPOConfig, TextConfig, from_tree, inherit
 from ppo_ds.errors import UserError
 from ppo_ds.secrets import secrets_in
 
 # A check takes a config and the number of ranks, and yields an error line for every problem. The line names
 # all keys involved.
-Check = Callable[[Config, int], Iterator[str]]
+Check = Callable[[Any, int], Iterator[str]]
 
-# Check -> the sections that it reads besides the shared ones (schema.SHARED). It is skipped for a stage that
-# lacks any of them.
-CHECKS: dict[Check, tuple[str, ...]] = {
-    run.check_length: (),
-    data.check_sampling: ("sampling",),
-    vllm.check_vllm: ("actor", "rollout", "sampling"),
-    algo.check_batches: ("rollout", "algo"),
-    models.check_zero: (),
-    models.check_generation: ("actor", "critic", "rollout", "algo"),
-    models.check_adapters: (),
-    models.check_raw_deepspeed: (),
-    models.check_node_copies: (),
-    models.check_initial_critic: ("actor", "critic"),
-    models.check_critic_from_reward: ("critic", "reward"),
-    reward.check_reward: ("reward",),
-    reward.check_environment_reward: ("rollout", "reward"),
-    reward.check_shaping_of_turns: ("reward", "algo"),
-    reward.check_prepare: (),
-    algo.check_kl: ("rollout", "algo"),
-    algo.check_policy_loss: ("algo",),
-    algo.check_loss: ("sampling", "algo"),
-    algo.check_rollout_is: ("algo",),
-    algo.check_old_logprobs: ("critic", "algo"),
-    algo.check_values: ("critic", "algo"),
-    algo.check_scores: ("algo",),
-    algo.check_parts: ("reward", "algo"),
-    algo.check_critic_training: ("critic", "algo"),
-    algo.check_groups: ("rollout", "algo"),
-    data.check_prompts: ("data",),
-    algo.check_ptx: ("rollout", "data", "algo"),
-    run.check_unused_keys: (),
-    evaluation.check_best_checkpoint: (),
-    evaluation.check_eval_rewards: ("data", "reward"),
-    run.check_printed_answers: (),
-    data.check_model_folders: (),
-    data.check_reference_folder: ("actor", "reference", "algo"),
-    data.check_reward_folders: ("reward",),
-    data.check_data_files: ("data",),
-    run.check_run_directory: (),
-    run.check_dry_run: (),
+# Check -> the class of the configs that it is for
+CHECKS: dict[Check, type[Config]] = {
+    run.check_length: Config,
+    data.check_sampling: PPOConfig,
+    vllm.check_vllm: PPOConfig,
+    algo.check_batches: PPOConfig,
+    models.check_zero: Config,
+    models.check_generation: PPOConfig,
+    models.check_adapters: Config,
+    models.check_raw_deepspeed: Config,
+    models.check_node_copies: Config,
+    models.check_initial_critic: PPOConfig,
+    models.check_critic_from_reward: PPOConfig,
+    reward.check_reward: PPOConfig,
+    reward.check_environment_reward: PPOConfig,
+    reward.check_shaping_of_turns: PPOConfig,
+    reward.check_prepare: Config,
+    algo.check_kl: PPOConfig,
+    algo.check_policy_loss: PPOConfig,
+    algo.check_loss: PPOConfig,
+    algo.check_rollout_is: PPOConfig,
+    algo.check_old_logprobs: PPOConfig,
+    algo.check_values: PPOConfig,
+    algo.check_scores: PPOConfig,
+    algo.check_parts: PPOConfig,
+    algo.check_critic_training: PPOConfig,
+    algo.check_groups: PPOConfig,
+    data.check_prompts: TextConfig,
+    algo.check_ptx: PPOConfig,
+    evaluation.check_best_checkpoint: Config,
+    evaluation.check_eval_rewards: PPOConfig,
+    run.check_printed_answers: Config,
+    data.check_model_folders: Config,
+    data.check_reference_folder: PPOConfig,
+    data.check_reward_folders: PPOConfig,
+    data.check_data_files: TextConfig,
+    run.check_run_directory: Config,
+    run.check_dry_run: Config,
 }
 
 
@@ -86,6 +84,6 @@ def validated(tree: dict[str, Any], ranks: int) -> Config:
 
 def problems(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for every conflict between keys and every missing or unusable file or folder."""
-    for check, sections in CHECKS.items():
-        if type(config).model_fields.keys() >= set(sections):
+    for check, kind in CHECKS.items():
+        if isinstance(config, kind):
             yield from check(config, ranks)

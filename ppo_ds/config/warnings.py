@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from ppo_ds.config.schema import (
     Config,
+    PPOConfig,
     all_rewards,
     has_critic,
     reference_is_base,
@@ -20,7 +21,7 @@ from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.text import show
 
 
-def warnings(config: Config, hides_stops: bool) -> list[str]:
+def warnings(config: PPOConfig, hides_stops: bool) -> list[str]:
     """Returns the warnings of the start-up banner.
 
     There is at most one line about the algorithm and one about each sampling option. ``hides_stops`` is True
@@ -48,17 +49,15 @@ def warnings(config: Config, hides_stops: bool) -> list[str]:
 
 def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
     """Returns a warning if a model runs in bf16 on a processor that emulates it; see engine/processor.py."""
-    trained, sections = trained_models(config), type(config).model_fields
-    dtypes = {
-        f"{name}.model": role.model.dtype
-        for name, role in trained.items()
-        if name != "critic" or has_critic(config)
-    }
-    if "reference" in sections and uses_reference(config) and not reference_is_base(config):
-        dtypes["reference.model"] = config.reference.model.dtype
-    default = ModelConfig.model_fields["dtype"].default
-    for reward, section in all_rewards(config).items() if "reward" in sections else ():
-        dtypes |= {key: model.get("dtype", default) for key, model in reward_models(section, reward)}
+    dtypes = {f"{name}.model": role.model.dtype for name, role in trained_models(config).items()}
+    if isinstance(config, PPOConfig):
+        if not has_critic(config):
+            del dtypes["critic.model"]
+        if uses_reference(config) and not reference_is_base(config):
+            dtypes["reference.model"] = config.reference.model.dtype
+        default = ModelConfig.model_fields["dtype"].default
+        for reward, section in all_rewards(config).items():
+            dtypes |= {key: model.get("dtype", default) for key, model in reward_models(section, reward)}
     slow = " ".join(f"{key}.dtype=bf16" for key, dtype in dtypes.items() if dtype == "bf16")
     if computes_bf16 is not False or not slow:
         return []
@@ -68,7 +67,7 @@ def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
     ]
 
 
-def _mistakes(config: Config, hides_stops: bool) -> Iterator[str]:
+def _mistakes(config: PPOConfig, hides_stops: bool) -> Iterator[str]:
     """Yields a phrase for each flaw of a published system that the config enables.
 
     ppo_ds has these flaws as options so that the systems can be reproduced.

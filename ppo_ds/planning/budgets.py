@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.compute.sizes import Shape
-from ppo_ds.config.schema import Config, is_unused
+from ppo_ds.config.schema import Config, ConfigT, PPOConfig, TextConfig
 from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.memory_budget import format_bytes, tensor_memory
@@ -52,22 +52,25 @@ PHASES = {  # budget -> phases whose memory it determines
 }
 
 
-def used_budgets(config: Config) -> list[str]:
-    """Returns the names of the budgets that the stage uses."""
-    return [name for name in PHASES if not is_unused(f"memory.{name}", config.stage)]
+def used_budgets(config: Config) -> dict[str, Any]:
+    """Returns the budgets that the stage uses, numbers or auto, by their names."""
+    keys = dict(config.memory) if isinstance(config, TextConfig) else {}
+    return {name: keys[name] for name in PHASES if name in keys}
 
 
 def automatic(config: Config) -> list[str]:
     """Returns the names of the budgets that the stage uses and that are auto."""
-    return [name for name in used_budgets(config) if getattr(config.memory, name) == "auto"]
+    return [name for name, tokens in used_budgets(config).items() if tokens == "auto"]
 
 
-def with_numbers(config: Config, numbers: Mapping[str, int]) -> Config:
+def with_numbers(config: ConfigT, numbers: Mapping[str, int]) -> ConfigT:
     """Returns a copy of the config with these token budgets."""
-    return replace(config, memory=replace(config.memory, **numbers)) if numbers else config
+    if not numbers or not isinstance(config, TextConfig):
+        return config
+    return replace(config, memory=replace(config.memory, **numbers))
 
 
-def with_cpu_limits(config: Config) -> Config:
+def with_cpu_limits(config: ConfigT) -> ConfigT:
     """Returns a copy of the config in which each budget that is auto has its limit on a CPU."""
     return with_numbers(config, {name: CPU_LIMITS[name] for name in automatic(config)})
 
@@ -83,7 +86,9 @@ class Resolution:
     lines: list[str]
 
 
-def resolve(config: Config, estimate: Callable[[Config], Estimate], usable: int, on_gpu: bool) -> Resolution:
+def resolve(
+    config: ConfigT, estimate: Callable[[ConfigT], Estimate], usable: int, on_gpu: bool
+) -> Resolution:
     """Computes the budgets that are auto.
 
     Args:
@@ -149,7 +154,7 @@ def largest(limit: int, row_tokens: int, fits: Callable[[int], bool]) -> int:
 # ---- in launch/evaluate.py
 
 
-def largest_decoding(config: Config, world: World, policy: Shape, row_tokens: int, rows: int) -> int:
+def largest_decoding(config: PPOConfig, world: World, policy: Shape, row_tokens: int, rows: int) -> int:
     """Returns the token budget for decoding ``rows`` responses at a time with a policy that is in memory.
 
     A collective.
@@ -193,7 +198,9 @@ def largest_scoring(world: World, models: Sequence[tuple[Shape | None, str]], ro
 # ---- in a run
 
 
-def settle(config: Config, context: RunContext, estimate: Callable[[Config, Hardware], Estimate]) -> Config:
+def settle(
+    config: ConfigT, context: RunContext, estimate: Callable[[ConfigT, Hardware], Estimate]
+) -> ConfigT:
     """Resolves the budgets of a run that are auto, and returns the config with the numbers. A collective.
 
     All models must be in memory. ``estimate`` estimates the memory of the run.
@@ -233,9 +240,9 @@ def known_budgets(
         if isinstance(tokens := (checkpoint or {}).get(name), int):
             numbers[name], sources[name] = tokens, "from the checkpoint"
     for name, entry in read_record(run_dir).items():
-        if name not in used_budgets(config):
+        if name not in (used := used_budgets(config)):
             continue
-        given = numbers.get(name, getattr(config.memory, name))
+        given = numbers.get(name, used[name])
         if entry["ranks"] == ranks and given in ("auto", entry["before"], entry["tokens"]):
             numbers[name], halved_from[name] = entry["tokens"], entry["before"]
             sources[name] = f"an earlier start ran out of memory with {entry['before']} ({run_dir / RECORD})"
@@ -251,11 +258,10 @@ def token_budgets(
     on_change: Callable[[Mapping[str, int]], None],
 ) -> TokenBudgets:
     """Makes the budgets of a run. Until ``settle``, those that are auto have their upper limit on a CPU."""
-    fixed = set(used_budgets(config)) - set(automatic(config))
+    given = {name: tokens for name, tokens in used_budgets(config).items() if tokens != "auto"}
 
     def budget(name: str) -> TokenBudget:
-        tokens = getattr(config.memory, name) if name in fixed else CPU_LIMITS[name]
-        return TokenBudget(name, tokens, halved_from.get(name))
+        return TokenBudget(name, given.get(name, CPU_LIMITS[name]), halved_from.get(name))
 
     return TokenBudgets(
         rollout=budget("rollout_tokens"),

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppo_ds.compute.sizes import Shape
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import RewardModelStageConfig, SFTStageConfig
 from ppo_ds.planning.model_memory import decode_bytes_bound, logit_bytes
 from ppo_ds.planning.run_memory import Estimate, Hardware, RunMemory
+
+FinetuneConfig = SFTStageConfig | RewardModelStageConfig
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,9 @@ class Batch:
     max_tokens: int  # of one text
 
 
-def batch_of(config: Config) -> Batch:
+def batch_of(config: FinetuneConfig) -> Batch:
     """Returns the size of an optimizer step."""
-    if config.stage == "sft":
+    if isinstance(config, SFTStageConfig):
         return Batch("rows", config.sft.batch_size, 1, config.sft.max_tokens)
     return Batch("pairs", config.reward_model.batch_size, 2, config.reward_model.max_tokens)
 
@@ -35,7 +37,7 @@ class FinetuneMemory(RunMemory):
 
     def __init__(
         self,
-        config: Config,
+        config: FinetuneConfig,
         hardware: Hardware,
         *,
         name: str,
@@ -75,7 +77,7 @@ class FinetuneMemory(RunMemory):
     def generation(self) -> int:
         """Computes an upper bound of the peak while held-out prompts are answered with whole weights."""
         section, shape, each = self._role(self.name)
-        most = max(1, int(self.config.memory.rollout_tokens) // self.answer_tokens)
+        most = max(1, int(dict(self.config.memory)["rollout_tokens"]) // self.answer_tokens)
         rows = min(self.answers, most)
         gathered = each * shape.parameters if section.zero.stage == 3 else 0
         logit = logit_bytes(each, self.hardware.on_gpu, top_k=1, top_p=1.0)  # greedy
@@ -86,6 +88,6 @@ class FinetuneMemory(RunMemory):
         return tokens if self.shapes[self.name].head else tokens // self.length
 
 
-def estimate_finetuning(config: Config, hardware: Hardware, **sizes: Any) -> Estimate:
+def estimate_finetuning(config: FinetuneConfig, hardware: Hardware, **sizes: Any) -> Estimate:
     """Estimates the memory of a run on one rank; FinetuneMemory documents the arguments."""
     return FinetuneMemory(config, hardware, **sizes).estimate()

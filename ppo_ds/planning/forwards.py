@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ppo_ds.algorithm.policy.keys import PolicyConfig
-from ppo_ds.config.schema import Config, has_critic, rollout_size
+from ppo_ds.config.schema import PPOConfig, has_critic, rollout_size
 from ppo_ds.ppo.experience import OldLogprobs
 
 
-def old_logprobs_source(config: Config) -> OldLogprobs:
+def old_logprobs_source(config: PPOConfig) -> OldLogprobs:
     """Returns which computation gives the old log-probs, see ExperienceMaker.
 
     The forward of the update computes them if one optimizer step uses the whole rollout, the old policy does
@@ -29,7 +29,7 @@ def old_logprobs_source(config: Config) -> OldLogprobs:
     return "update" if one_step and algo.old_policy == "rollout" and not needed_before else "forward"
 
 
-def one_optimizer_step(config: Config) -> bool:
+def one_optimizer_step(config: PPOConfig) -> bool:
     """Returns whether one optimizer step uses the whole rollout."""
     size = rollout_size(config)
     return config.algo.epochs == 1 and (config.algo.minibatch_size or size) == size
@@ -40,7 +40,7 @@ def selects_tokens(policy: PolicyConfig) -> bool:
     return policy.top_entropy is not None or policy.selection is not None
 
 
-def kept_roles(config: Config) -> tuple[str, ...]:
+def kept_roles(config: PPOConfig) -> tuple[str, ...]:
     """Returns the models whose forwards before the update also serve for the update.
 
     With memory.reuse_forwards=auto this is at most the actor, whose backward is the first of the update, so

@@ -10,7 +10,7 @@ import torch
 
 from ppo_ds.compute import matmul
 from ppo_ds.compute.sizes import Shape
-from ppo_ds.config.schema import Config, rollout_size
+from ppo_ds.config.schema import PPOConfig, rollout_size
 from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.engine.memory_budget import GenerationPlan, MemoryBudget, plan_generation
 from ppo_ds.models.linear import pays
@@ -47,7 +47,7 @@ class Models:
 
 
 def estimate(
-    config: Config, models: Models, hardware: Hardware, longest_prompt: int | None = None
+    config: PPOConfig, models: Models, hardware: Hardware, longest_prompt: int | None = None
 ) -> Estimate:
     """Estimates the memory of a run on one rank.
 
@@ -60,7 +60,9 @@ def estimate(
 class PPOMemory(RunMemory):
     """Computes the estimate of a PPO run."""
 
-    def __init__(self, config: Config, models: Models, hardware: Hardware, longest_prompt: int):
+    config: PPOConfig
+
+    def __init__(self, config: PPOConfig, models: Models, hardware: Hardware, longest_prompt: int):
         frozen = {} if models.reference is None else {"reference": models.reference}
         super().__init__(
             config,
@@ -256,7 +258,7 @@ class PPOMemory(RunMemory):
         }
 
 
-def decoding_bytes(config: Config, shape: Shape, each: int, rows: int, length: int, on_gpu: bool) -> int:
+def decoding_bytes(config: PPOConfig, shape: Shape, each: int, rows: int, length: int, on_gpu: bool) -> int:
     """Returns an upper bound of the bytes for decoding ``rows`` rows of at most ``length`` tokens on a rank.
 
     The plan of generation uses it for any backend without weights of its own.
@@ -273,7 +275,7 @@ def decoding_bytes(config: Config, shape: Shape, each: int, rows: int, length: i
     )
 
 
-def packed_bytes(config: Config, shape: Shape, on_gpu: bool) -> int:
+def packed_bytes(config: PPOConfig, shape: Shape, on_gpu: bool) -> int:
     """Computes the bytes of the packed weights in generation (models/linear.py), unless it runs by layers."""
     dtype = torch_dtype(config.actor.model.dtype)
     packs = not on_gpu and config.rollout.backend != "hf" and matmul.packs(torch.empty(1, dtype=dtype))

@@ -13,7 +13,7 @@ from math import ceil
 
 from ppo_ds.compute.linear_logprobs import CPU_BLOCK, GPU_BLOCK, KEPT
 from ppo_ds.compute.sizes import Shape
-from ppo_ds.config.schema import Config, TrainedConfig, averaged_models, trained_models
+from ppo_ds.config.schema import TextConfig, TrainedConfig, averaged_models, trained_models
 from ppo_ds.config.sections.models import FrozenZeroConfig
 from ppo_ds.engine.zero import communication_dtype
 from ppo_ds.planning.model_memory import (
@@ -114,7 +114,7 @@ class RunMemory:
 
     def __init__(
         self,
-        config: Config,
+        config: TextConfig,
         hardware: Hardware,
         shapes: Mapping[str, Shape],
         frozen: Mapping[str, FrozenModel],

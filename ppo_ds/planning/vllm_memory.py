@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ppo_ds.compute.sizes import Shape
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import PPOConfig
 from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.planning.model_memory import FP32, kv_cache_bytes, sampling_bytes
 
@@ -107,7 +107,9 @@ def vllm_activation_bytes(shape: Shape, tensor_parallel: int, each: int, sampled
     return max(BATCHED_TOKENS * each * layer, logits)
 
 
-def engine_memory(config: Config, shape: Shape, each: int, longest: int, on_gpu: bool) -> VllmMemory | None:
+def engine_memory(
+    config: PPOConfig, shape: Shape, each: int, longest: int, on_gpu: bool
+) -> VllmMemory | None:
     """Computes the memory of the engine; None if the decode backend has none.
 
     Args:

@@ -19,7 +19,7 @@ import torch
 from ppo_ds.assemble.data import stop_ids
 from ppo_ds.assemble.ppo import build_sampling
 from ppo_ds.assemble.reward_models import RewardModels
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import PPOConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import freeze
 from ppo_ds.errors import UserError, printable
@@ -245,7 +245,7 @@ def score(
 
 
 def load_partners(
-    config: Config,
+    config: PPOConfig,
     world: World,
     models: Sequence[NamedModel],
     *,

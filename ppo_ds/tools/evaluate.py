@@ -10,7 +10,7 @@ from typing import Any
 
 from ppo_ds.assemble.preflight import check_rewards, try_functions
 from ppo_ds.assemble.reward_models import RewardModels
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import PPOConfig, TextConfig
 from ppo_ds.config.sections.data import SamplingConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.planning.budgets import CPU_LIMITS, largest_scoring
@@ -50,7 +50,7 @@ class Comparison:
 
 
 def evaluate(
-    config: Config,
+    config: PPOConfig,
     world: World,
     models: Sequence[NamedModel],
     rewards: Mapping[str, dict[str, Any]],
@@ -127,7 +127,7 @@ def reward_key(name: str) -> str:
 
 
 def score_responses(
-    config: Config,
+    config: TextConfig,
     world: World,
     found: Mapping[str, Responses],
     rewards: Mapping[str, dict[str, Any]],

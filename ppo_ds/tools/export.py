@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from ppo_ds.assemble.data import build_tokenizer
 from ppo_ds.config.registry import STAGES, import_target
-from ppo_ds.config.schema import Config, trained_models
+from ppo_ds.config.schema import TextConfig, trained_models
 from ppo_ds.engine.checkpoint.checkpoints import damage_of
 from ppo_ds.engine.checkpoint.reading import read_weights
 from ppo_ds.errors import UserError
@@ -142,7 +142,9 @@ def target_folder(checkpoint: Path, role: str, out: Path | None, force: bool) ->
     return out
 
 
-def read_config(checkpoint: Path, role: str, trust_remote_code: bool, chat_template: str | None) -> Config:
+def read_config(
+    checkpoint: Path, role: str, trust_remote_code: bool, chat_template: str | None
+) -> TextConfig:
     """Returns the config of the checkpoint's run.
 
     Raises UserError if a file of the checkpoint is damaged or is a link to a file elsewhere, if the
@@ -175,7 +177,7 @@ def read_config(checkpoint: Path, role: str, trust_remote_code: bool, chat_templ
         checkpoint / "state.json",
         trust_remote_code=trust_remote_code,
         chat_template=chat_template,
-        stages=[name for name, entry in STAGES.items() if entry.initial_model],
+        kind=TextConfig,
     )
 
 
@@ -193,7 +195,7 @@ def moved_paths(value: Any, old: str, new: str) -> Any:
     return str(stayed if Path(new).name.startswith("earlier_") and not moved.exists() else moved)
 
 
-def initial_model(config: Config, role: str, checkpoint: Path) -> tuple[Tokenizer, Any]:
+def initial_model(config: TextConfig, role: str, checkpoint: Path) -> tuple[Tokenizer, Any]:
     """Builds the tokenizer and the module of ``role`` as the run built them."""
     try:
         name = next(iter(trained_models(config)))

@@ -8,7 +8,7 @@ from typing import Any, SupportsInt
 
 from ppo_ds.assemble.reward_models import RewardModels, build_reward
 from ppo_ds.assemble.roles import ppo_needs
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import PPOConfig
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.models.download import HubModel
@@ -19,7 +19,7 @@ from ppo_ds.tools.model_argument import NamedModel
 from ppo_ds.types import Reward
 
 
-def hub_models(config: Config, models: Sequence[NamedModel]) -> list[HubModel]:
+def hub_models(config: PPOConfig, models: Sequence[NamedModel]) -> list[HubModel]:
     """Returns the entries of all models and tokenizers for their download."""
     trusted = config.actor.model.trust_remote_code
     return [
@@ -29,12 +29,12 @@ def hub_models(config: Config, models: Sequence[NamedModel]) -> list[HubModel]:
     ]
 
 
-def revision_of(config: Config, path: str) -> str | None:
+def revision_of(config: PPOConfig, path: str) -> str | None:
     """Returns the revision of a model or tokenizer: actor.model.revision if it is the actor's."""
     return config.actor.model.revision if path == config.actor.model.path else None
 
 
-def model_section(config: Config, model: NamedModel) -> ModelConfig:
+def model_section(config: PPOConfig, model: NamedModel) -> ModelConfig:
     """Returns the settings that a model is loaded with: those of actor.model, with its own path."""
     own = {
         "path": model.path,
@@ -44,7 +44,7 @@ def model_section(config: Config, model: NamedModel) -> ModelConfig:
     return ModelConfig(**config.actor.model.model_dump() | own)
 
 
-def tokenizer_of(config: Config, model: NamedModel) -> Tokenizer:
+def tokenizer_of(config: PPOConfig, model: NamedModel) -> Tokenizer:
     """Loads the tokenizer of a model, with the chat template of the config."""
     path, data = model.tokenizer_path, config.data
     return load_tokenizer(
@@ -57,7 +57,7 @@ def tokenizer_of(config: Config, model: NamedModel) -> Tokenizer:
     )
 
 
-def load_decoder(config: Config, model: NamedModel, tokenizer: Tokenizer, positions: int = 1) -> Policy:
+def load_decoder(config: PPOConfig, model: NamedModel, tokenizer: Tokenizer, positions: int = 1) -> Policy:
     """Loads a policy at the sampling temperature.
 
     Raises UserError if it has no embedding for an id of the tokenizer, or cannot read rows of ``positions``

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ppo_ds.config.checks.data import looks_local
-from ppo_ds.config.schema import Config, learning_rate, trained_models
+from ppo_ds.config.schema import Config, PPOConfig, TextConfig, learning_rate, trained_models
 from ppo_ds.config.text import show
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tracking.curves import plot_curves
@@ -61,7 +61,9 @@ model = AutoModelForSequenceClassification.from_pretrained("{name}")
 }
 
 
-def write_card(folder: Path, checkpoint: Path, config: Config, role: str, name: str | None = None) -> None:
+def write_card(
+    folder: Path, checkpoint: Path, config: TextConfig, role: str, name: str | None = None
+) -> None:
     """Writes README.md and curves.png into an exported model folder.
 
     Paths of this machine are not shown, except for their last part. The results are those of the
@@ -84,7 +86,7 @@ def write_card(folder: Path, checkpoint: Path, config: Config, role: str, name: 
     drawn = plot_curves(metrics_file, folder / CURVES, title=title, before=before)
     base = config_value(config, f"{next(iter(trained_models(config)))}.model.path")
     data = shown(config.data.path, "datasets/") if config.data.path else "several data sets"
-    reward = f", with the reward {reward_name(config)}" if config.stage == "ppo" else ""
+    reward = f", with the reward {reward_name(config)}" if isinstance(config, PPOConfig) else ""
     what = "The critic (value model) of " if role == "critic" else ""
     # the fields of https://github.com/huggingface/hub-docs/blob/main/modelcard.md
     front = {
@@ -150,7 +152,7 @@ def settings_table(config: Config) -> str:
     return "\n".join(["| key | value |", "|---|---|", *rows])
 
 
-def reward_name(config: Config) -> str:
+def reward_name(config: PPOConfig) -> str:
     """Returns the name of the reward model, of the function, or of the kind of reward."""
     model = config.reward.get("model")
     if isinstance(model, dict) and model.get("path"):

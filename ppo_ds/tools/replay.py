@@ -11,7 +11,7 @@ import yaml
 from ppo_ds.assemble.algorithm import learner
 from ppo_ds.assemble.data import build_tokenizer
 from ppo_ds.assemble.roles import build_actor, build_critic, critic_start, ppo_needs
-from ppo_ds.config.schema import Config, has_critic
+from ppo_ds.config.schema import PPOConfig, has_critic
 from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import connect
 from ppo_ds.engine.checkpoint.state import load_model
@@ -61,7 +61,7 @@ def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
     return Replay(dump, given, rows)
 
 
-def _read_config(folder: Path, trust_remote_code: bool) -> Config:
+def _read_config(folder: Path, trust_remote_code: bool) -> PPOConfig:
     """Returns the run's config, adapted to one rank: without ZeRO, offloading and DeepSpeed settings.
 
     The chat template is left out, because the dump contains token ids.
@@ -72,7 +72,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> Config:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{folder}: its config.yaml cannot be read: {error}") from error
     config = config_of_settings(
-        tree, file, trust_remote_code=trust_remote_code, chat_template="", stages=("ppo",)
+        tree, file, trust_remote_code=trust_remote_code, chat_template="", kind=PPOConfig
     )
     return replace(
         config,

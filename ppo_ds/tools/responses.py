@@ -20,7 +20,7 @@ from ppo_ds.assemble.multi_turn import with_environment
 from ppo_ds.assemble.ppo import build_sampling
 from ppo_ds.compute.batching import plan_forwards
 from ppo_ds.config.registry import DECODE_BACKENDS, has_own_weights, import_target, resolve
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import Config, PPOConfig
 from ppo_ds.data.prompts import PromptSource
 from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.frozen import FrozenModel, freeze
@@ -97,7 +97,7 @@ class Responses:
 
 
 def respond(
-    config: Config,
+    config: PPOConfig,
     world: World,
     models: Sequence[NamedModel],
     readers: Mapping[str, Reader],
@@ -137,7 +137,7 @@ def respond(
 
 
 def read_prompts(
-    config: Config, world: World, models: Sequence[NamedModel], samples: int | None
+    config: PPOConfig, world: World, models: Sequence[NamedModel], samples: int | None
 ) -> dict[str, Reader]:
     """Loads the tokenizer and the prompts of each model; models with the same tokenizer share them.
 
@@ -197,7 +197,7 @@ def same_vocabulary(reader: Reader, other: Reader) -> bool:
 
 @torch.no_grad()
 def generate(
-    config: Config, world: World, policy: Policy, reader: Reader, greedy: bool
+    config: PPOConfig, world: World, policy: Policy, reader: Reader, greedy: bool
 ) -> tuple[list[Rollout], float]:
     """Returns the responses of a policy to this rank's prompts, and the time in seconds.
 
@@ -230,7 +230,7 @@ def generate(
     return rollouts, seconds
 
 
-def choose_backend(config: Config, policy: Policy, longest: int) -> str:
+def choose_backend(config: PPOConfig, policy: Policy, longest: int) -> str:
     """Returns the name of the decode backend; raises UserError if the one in the config refuses the model."""
     asked = config.rollout.backend
     names = [asked]

@@ -6,16 +6,17 @@ machine. Data and rewards are not loaded, and a chat template must be a text, no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ppo_ds.config.chat_template import is_template
-from ppo_ds.config.renamed import with_current_names
-from ppo_ds.config.schema import Config, from_tree, inherit, resolved
+from ppo_ds.config.schema import Config, TextConfig, from_tree, inherit, resolved
 from ppo_ds.config.types import replace
 from ppo_ds.errors import UserError
 from ppo_ds.storage.links import links_that_leave
+
+ConfigT = TypeVar("ConfigT", bound=TextConfig)
 
 
 def config_of_settings(
@@ -24,21 +25,22 @@ def config_of_settings(
     *,
     trust_remote_code: bool,
     chat_template: str | None = None,
-    stages: Collection[str],
-) -> Config:
+    kind: type[ConfigT],
+) -> ConfigT:
     """Builds and checks a Config from the settings that were read from ``file``.
 
     Raises UserError for invalid settings and for a chat template that is the path of a file. Unless
     ``trust_remote_code`` is true, it also raises UserError for a model, reward models included, that runs its
-    own Python code. ``chat_template`` replaces the template of the settings. Settings of other stages than
-    ``stages`` are refused.
+    own Python code. ``chat_template`` replaces the template of the settings. Settings of other
+    stages than those of ``kind`` are refused.
     """
     if not isinstance(settings, dict) or not is_plain(settings):
         raise UserError(f"{file}: holds no settings, which are nested mappings with text as keys")
-    config, problems = from_tree(with_current_names(settings))
+    config, problems = from_tree(settings)
     if problems:
         raise UserError(*(f"{file}: {line}" for line in problems.values()))
-    if config.stage not in stages:
+    if not isinstance(config, kind):
+        stages = [name for name, variant in Config.variants.items() if issubclass(variant, kind)]
         raise UserError(
             f"{file}: made with stage={config.stage}; this tool needs stage={' or '.join(stages)}"
         )

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppo_ds.assemble.shared import trained_model, unusual_rate
-from ppo_ds.config.resume import changes, keep_adapter_rates
-from ppo_ds.config.schema import learning_rate, resolved
+from ppo_ds.config.schema import learning_rate
 from tests.config.commands import MINIMAL, complaints, compose
 from tests.support.environment import ROOT, environment
 
@@ -80,17 +79,6 @@ def test_a_rate_far_from_the_usual_one_is_a_warning(
     lines = unusual_rate(stage, name, role, int(parameters))
     assert len(lines) == (words is not None)
     assert words is None or lines[0].startswith(f"warning    {words}")
-
-
-def test_a_run_of_an_earlier_version_keeps_the_rate_of_its_adapters() -> None:
-    before = resolved(compose(*MINIMAL, LORA, "actor.lora.lr=null"))  # null was the default
-    config = compose(*MINIMAL, LORA)
-    kept = keep_adapter_rates(config, before)
-    assert learning_rate(kept.actor) == 1e-6 and changes(before, resolved(kept)) == []
-    chosen = compose(*MINIMAL, LORA, "actor.lora.lr=1e-5")
-    assert keep_adapter_rates(chosen, before) == chosen
-    for same in (resolved(config), resolved(compose(*MINIMAL)), {}):
-        assert keep_adapter_rates(config, same) == config
 
 
 TINY = {

@@ -264,7 +264,7 @@ class Drawing(Section):
         ),
         ({"kind": None}, ["shape.kind=null: must be one of circle, ring, square"]),
         ({"kind": "ring", "width": 0, "colr": 1}, None),
-        (3, ["shape=3: must be a section with keys kind, radius, width, side, color"]),
+        (3, ["shape=3: must be a section with keys kind, color, radius, width, side"]),
     ],
 )
 def test_a_section_with_variants(tree: Any, lines: list[str] | None) -> None:
@@ -288,5 +288,5 @@ def test_defaults_are_those_of_the_chosen_variant() -> None:
     shape = Drawing.model_validate({"shape": {"kind": "ring", "width": 2}})
     assert shape.model_dump() == {"shape": {"kind": "ring", "color": "red", "radius": 1.0, "width": 2.0}}
     assert dotted_keys(Drawing)[1:] == [
-        f"shape.{key}" for key in ("kind", "radius", "width", "side", "color")
+        f"shape.{key}" for key in ("kind", "color", "radius", "width", "side")
     ]

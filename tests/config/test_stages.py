@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from ppo_ds.config.registry import STAGES, StageEntry
 from ppo_ds.config.resume import check_resume
-from ppo_ds.config.schema import SHARED, Config, config_class, resolved
+from ppo_ds.config.schema import CONFIGS, ORDER, Config, resolved
+from ppo_ds.config.sections.models import ActorConfig
 from ppo_ds.config.validation import CHECKS
 from ppo_ds.errors import UserError
 from tests.config.commands import MINIMAL, complaints, compose
@@ -18,19 +20,28 @@ from tests.config.commands import MINIMAL, complaints, compose
 FIT = ("stage=fit", "run.steps=3", "actor.model.path=org/actor")
 
 
+class FitConfig(Config):
+    """The settings of a stage that uses only the actor's section."""
+
+    trained = averaged = ("actor",)
+    stage: Literal["fit"] = "fit"
+    actor: ActorConfig
+
+
+del CONFIGS["fit"]  # defining the class has added it
+
+
 @pytest.fixture(autouse=True)
 def fit_stage() -> Iterator[None]:
     """Adds a stage that uses the actor's section only."""
-    unused = ("actor.zero.offload_states", "health.*")
-    STAGES["fit"] = StageEntry("pkg.mod.FitStage", "Fits a line.", sections=("actor",), unused_keys=unused)
+    STAGES["fit"], CONFIGS["fit"] = StageEntry("pkg.mod.FitStage", "Fits a line."), FitConfig
     yield
-    del STAGES["fit"]
+    del STAGES["fit"], CONFIGS["fit"]
 
 
-def test_config_has_the_sections_of_all_stages() -> None:
-    used = {name for entry in STAGES.values() for name in entry.sections}
-    assert {*SHARED, *used} == set(Config.model_fields)
-    assert set(config_class("ppo").model_fields) == {*SHARED, *STAGES["ppo"].sections}
+def test_every_stage_has_a_config_and_every_section_a_place() -> None:
+    assert CONFIGS.keys() == STAGES.keys()
+    assert {*ORDER} == {name for config in CONFIGS.values() for name in config.model_fields}
 
 
 @pytest.mark.parametrize("stage", ["fit", "ppo"])
@@ -41,7 +52,7 @@ def test_equal_configs_of_a_stage_compare_equal(stage: str) -> None:
 
 def test_the_config_has_the_sections_of_its_stage_only() -> None:
     settings = resolved(compose(*FIT, "actor.optim.lr=1e-3", "eval.every=2"))
-    assert set(settings) == {*SHARED, "actor"}
+    assert set(settings) == {*Config.model_fields, "actor"}
     assert settings["actor"]["optim"]["lr"] == 1e-3 and settings["run"]["dir"] == "outputs/fit"
 
 
@@ -85,7 +96,7 @@ def test_groups_set_no_key_that_a_stage_does_not_use(tmp_path: Path) -> None:
         "# @package _global_\nhealth: {max_skips: 3}\nsampling: {top_k: 3}\nactor: {optim: {lr: 0.5}}\n"
     )
     config = compose(*FIT, "--config-dir", str(tmp_path), "debug=mine")
-    assert (config.health.max_skips, config.actor.optim.lr) == (5, 0.5)
+    assert (config.health.max_skips, config.actor.optim.lr) == (3, 0.5)
     assert compose(*MINIMAL, "--config-dir", str(tmp_path), "debug=mine").sampling.top_k == 3
 
 
@@ -106,8 +117,8 @@ def test_the_checks_of_its_own_sections_apply() -> None:
 
 
 def test_every_check_applies_to_a_stage() -> None:
-    for check, sections in CHECKS.items():
-        assert any(set(sections) <= set(entry.sections) for entry in STAGES.values()), check
+    for check, kind in CHECKS.items():
+        assert any(issubclass(config, kind) for config in CONFIGS.values()), check
 
 
 def test_its_settings_are_compared_on_resume() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -11,6 +12,7 @@ from torch import nn
 import launch.train
 from ppo_ds.config.registry import STAGES, StageEntry
 from ppo_ds.config.schema import Config
+from ppo_ds.config.sections.models import ActorConfig
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import seed_everything
 from ppo_ds.engine.checkpoint.state import consolidated
@@ -24,10 +26,18 @@ ROWS = 8  # per rank and step
 TARGET = torch.tensor([[1.0, -2.0, 0.5, 3.0]])
 
 
+class ToyConfig(Config):
+    """The settings of the stage."""
+
+    trained = averaged = ("actor",)
+    stage: Literal["toy"] = "toy"
+    actor: ActorConfig
+
+
 class ToyStage:
     """Fits a linear map to TARGET on random rows, which depend only on the random state of the rank."""
 
-    def __init__(self, config: Config, context: RunContext):
+    def __init__(self, config: ToyConfig, context: RunContext):
         self.context, self.total_steps = context, config.run.steps
         optim = config.actor.optim
         self.model = TrainedModel(
@@ -108,7 +118,6 @@ def main(argv: list[str]) -> int:
     STAGES["toy"] = StageEntry(
         "tests.run.toy_stage.ToyStage",
         "Least squares.",
-        sections=("actor",),
         heldout={"score_mean": "eval/score_mean"},
     )
     return launch.train.main(argv)

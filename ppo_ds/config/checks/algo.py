@@ -7,7 +7,7 @@ from typing import Any
 
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS
 from ppo_ds.config.schema import (
-    Config,
+    PPOConfig,
     has_critic,
     learns_values,
     reward_weights,
@@ -18,7 +18,7 @@ from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.text import short
 
 
-def check_batches(config: Config, ranks: int) -> Iterator[str]:
+def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each batch size that the ranks or the optimizer steps cannot divide evenly."""
     prompts, samples, minibatch = (
         config.rollout.prompts_per_step,
@@ -49,7 +49,7 @@ def check_batches(config: Config, ranks: int) -> Iterator[str]:
         )
 
 
-def check_kl(config: Config, ranks: int) -> Iterator[str]:
+def check_kl(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each conflict of the KL penalty and its controller."""
     kl = config.algo.kl
     if kl.controller == "threshold" and (kl.min_coef == 0 or kl.max_coef is None):
@@ -93,12 +93,12 @@ def check_kl(config: Config, ranks: int) -> Iterator[str]:
         )
 
 
-def check_policy_loss(config: Config, ranks: int) -> Iterator[str]:
+def check_policy_loss(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each conflict between the keys of the policy loss."""
     yield from config.algo.policy.problems(config.algo.action_level)
 
 
-def check_loss(config: Config, ranks: int) -> Iterator[str]:
+def check_loss(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each loss or reward-shaping option that another key rules out."""
     algo, limit = config.algo, config.sampling.max_new_tokens
     if algo.loss.norm is not None and not LOSS_AGGREGATIONS[algo.loss.agg].needs_norm:
@@ -123,7 +123,7 @@ def check_loss(config: Config, ranks: int) -> Iterator[str]:
         )
 
 
-def check_rollout_is(config: Config, ranks: int) -> Iterator[str]:
+def check_rollout_is(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each conflict of the importance weights for the decode backend."""
     weights, policy = config.algo.rollout_is, config.algo.policy
     has_level = weights.kind in ("truncate", "mask")
@@ -147,7 +147,7 @@ def check_rollout_is(config: Config, ranks: int) -> Iterator[str]:
         yield f"algo.rollout_is.low={weights.low:g}: must be at most algo.rollout_is.high={weights.high:g}"
 
 
-def check_old_logprobs(config: Config, ranks: int) -> Iterator[str]:
+def check_old_logprobs(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each key that needs the forward which algo.old_logprobs=rollout saves."""
     algo, key = config.algo, "algo.old_logprobs=rollout"
     if algo.old_logprobs == "recompute":
@@ -181,7 +181,7 @@ def check_old_logprobs(config: Config, ranks: int) -> Iterator[str]:
         )
 
 
-def check_values(config: Config, ranks: int) -> Iterator[str]:
+def check_values(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each option of values that the action level or estimator does not support."""
     algo, estimator = config.algo, config.algo.advantage.estimator
     no_values = not learns_values(config)
@@ -214,7 +214,7 @@ def check_values(config: Config, ranks: int) -> Iterator[str]:
         )
 
 
-def check_scores(config: Config, ranks: int) -> Iterator[str]:
+def check_scores(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each option with which scores are not what the estimator needs."""
     algo, estimator = config.algo, config.algo.advantage.estimator
     if ADVANTAGE_ESTIMATORS[estimator].needs_greedy and algo.dynamic_sampling.enabled:
@@ -251,7 +251,7 @@ def _may_make_scores_negative(algo: AlgoConfig) -> Iterator[tuple[str, Any, str]
         yield "reward_shaping.length_penalty", shaping.length_penalty, "0"
 
 
-def check_parts(config: Config, ranks: int) -> Iterator[str]:
+def check_parts(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each option that an estimator of several rewards cannot use."""
     algo, estimator, shaping = config.algo, config.algo.advantage.estimator, config.algo.reward_shaping
     if not ADVANTAGE_ESTIMATORS[estimator].needs_parts:
@@ -286,7 +286,7 @@ def check_parts(config: Config, ranks: int) -> Iterator[str]:
             )
 
 
-def check_critic_training(config: Config, ranks: int) -> Iterator[str]:
+def check_critic_training(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each critic-only phase without a critic, or without a later actor update."""
     value, estimator = config.algo.value, config.algo.advantage.estimator
     for key, steps in (
@@ -310,7 +310,7 @@ def check_critic_training(config: Config, ranks: int) -> Iterator[str]:
         )
 
 
-def check_groups(config: Config, ranks: int) -> Iterator[str]:
+def check_groups(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each option that needs several responses per prompt if there is only one."""
     algo, n = config.algo, config.rollout.samples_per_prompt
     if n > 1:
@@ -333,7 +333,7 @@ def check_groups(config: Config, ranks: int) -> Iterator[str]:
             )
 
 
-def check_ptx(config: Config, ranks: int) -> Iterator[str]:
+def check_ptx(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each conflict between the PTX loss and its texts."""
     data, ptx = config.data, config.algo.ptx
     if ptx.coef and data.ptx_path is None:

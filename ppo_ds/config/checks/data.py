@@ -8,12 +8,14 @@ from pathlib import Path
 from ppo_ds.config.hub_cache import in_hub_cache
 from ppo_ds.config.schema import (
     Config,
+    PPOConfig,
+    TextConfig,
     all_rewards,
-    is_unused,
     reward_models,
     trained_models,
     uses_reference,
 )
+from ppo_ds.config.sections.data import PPODataConfig
 from ppo_ds.config.similar_paths import (
     did_you_mean_model,
     did_you_mean_path,
@@ -28,7 +30,7 @@ FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".
 ROWS = {"ppo": "prompts", "sft": "demonstrations", "reward_model": "pairs of answers"}
 
 
-def check_sampling(config: Config, ranks: int) -> Iterator[str]:
+def check_sampling(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each conflict between the options that end responses."""
     sampling = config.sampling
     if sampling.min_new_tokens > sampling.max_new_tokens:
@@ -45,13 +47,14 @@ def check_sampling(config: Config, ranks: int) -> Iterator[str]:
         yield f"sampling.stop={show(sampling.stop)}: must not contain an empty string"
 
 
-def check_prompts(config: Config, ranks: int) -> Iterator[str]:
+def check_prompts(config: TextConfig, ranks: int) -> Iterator[str]:
     """Yields an error line if the rows of training or evaluation are missing or given twice."""
     data, rows = config.data, ROWS.get(config.stage, "rows")
-    if data.path is None and not data.mix:
-        several = "" if is_unused("data.mix", config.stage) else " (or data.mix: several of them)"
+    mix = config.data.mix if isinstance(config, PPOConfig) else []
+    if data.path is None and not mix:
+        several = " (or data.mix: several of them)" if isinstance(config, PPOConfig) else ""
         yield f"data.path is missing: a Hub data set or a JSONL, JSON, Parquet or CSV file of {rows}{several}"
-    if data.path is not None and data.mix:
+    if data.path is not None and mix:
         yield (
             f"data.path={data.path}: data.mix is set too; add this data set to data.mix, or set data.path "
             "to null"
@@ -66,14 +69,14 @@ def check_model_folders(config: Config, ranks: int) -> Iterator[str]:
         yield from _missing_model(f"{name}.model.path", model.model.path, config)
 
 
-def check_reference_folder(config: Config, ranks: int) -> Iterator[str]:
+def check_reference_folder(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line if the run needs a local reference folder that is missing or has no config."""
     path = config.reference.model.path
     if uses_reference(config) and path != config.actor.model.path:
         yield from _missing_model("reference.model.path", path, config)
 
 
-def check_reward_folders(config: Config, ranks: int) -> Iterator[str]:
+def check_reward_folders(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each local folder of a reward model that is missing or has no config."""
     for reward, section in all_rewards(config).items():
         for key, model in reward_models(section, reward):
@@ -99,28 +102,32 @@ def _missing_model(key: str, path: str | None, config: Config) -> Iterator[str]:
         )
 
 
-def check_data_files(config: Config, ranks: int) -> Iterator[str]:
+def check_data_files(config: TextConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each data file that does not exist."""
     for key, path in _data_paths(config).items():
         if path and looks_local(path) and not is_prepared(path, config) and not Path(path).exists():
             yield f"{key}={path}: no such file{did_you_mean_path(path)}"
 
 
-def _data_paths(config: Config) -> dict[str, str | None]:
+def _data_paths(config: TextConfig) -> dict[str, str | None]:
     """Returns the paths of all data sets by their keys."""
     data = config.data
-    paths = {"data.path": data.path, "data.eval_path": data.eval_path, "data.ptx_path": data.ptx_path}
-    return paths | {f"data.mix[{i}].path": part.path for i, part in enumerate(data.mix)}
+    paths = {"data.path": data.path, "data.eval_path": data.eval_path}
+    if not isinstance(data, PPODataConfig):
+        return paths
+    mixed = {f"data.mix[{i}].path": part.path for i, part in enumerate(data.mix)}
+    return paths | {"data.ptx_path": data.ptx_path} | mixed
 
 
 def hub_names(config: Config) -> list[str]:
     """Returns the paths of models and data that are neither on this machine nor made by `prepare`."""
-    sections = type(config).model_fields
     paths = [model.model.path for model in trained_models(config).values()]
-    paths += [config.reference.model.path] if "reference" in sections else []
-    rewards = all_rewards(config).values() if "reward" in sections else ()
-    paths += [str(model["path"]) for reward in rewards for _, model in reward_models(reward)]
-    paths += _data_paths(config).values() if "data" in sections else []
+    if isinstance(config, PPOConfig):
+        paths.append(config.reference.model.path)
+        rewards = all_rewards(config).values()
+        paths += [str(model["path"]) for reward in rewards for _, model in reward_models(reward)]
+    if isinstance(config, TextConfig):
+        paths += _data_paths(config).values()
     return [path for path in paths if path and not looks_local(path) and not is_prepared(path, config)]
 
 

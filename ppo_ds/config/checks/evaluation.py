@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from ppo_ds.config.registry import STAGES
-from ppo_ds.config.schema import Config, best_metric
+from ppo_ds.config.schema import Config, PPOConfig, TextConfig, best_metric
 from ppo_ds.config.signatures import misused_targets
 from ppo_ds.config.text import did_you_mean, show
 
@@ -17,7 +17,7 @@ TAKEN = ("score", "resp_len")  # eval/score_mean and eval/resp_len_mean have ano
 def check_best_checkpoint(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line if the best checkpoint is wanted, but no evaluation of the run can select it."""
     checkpoint, patience = config.checkpoint, config.eval.patience
-    wanted = "eval.every and data.eval_path" if "data" in type(config).model_fields else "eval.every"
+    wanted = "eval.every and data.eval_path" if isinstance(config, TextConfig) else "eval.every"
     if patience is not None and not config.eval.every:
         yield f"eval.patience={patience}: counts evaluations without improvement; set {wanted}"
     elif checkpoint.keep_best and not config.eval.every:
@@ -40,13 +40,14 @@ def check_best_checkpoint(config: Config, ranks: int) -> Iterator[str]:
 def eval_metrics(config: Config) -> list[str]:
     """Returns the metrics that the evaluations of a run measure; * stands for any text."""
     metrics = list(STAGES[config.stage].eval_metrics)
-    if config.stage == "ppo" and config.eval.win_rate:
-        metrics.append("eval/win_rate_vs_ref")
+    if not isinstance(config, PPOConfig):
+        return metrics
+    metrics += ["eval/win_rate_vs_ref"] if config.eval.win_rate else []
     metrics += ["eval/accuracy"] if config.eval.correct_above is not None else []
     return metrics + [f"eval/{name}_mean" for name in config.eval.rewards]
 
 
-def check_eval_rewards(config: Config, ranks: int) -> Iterator[str]:
+def check_eval_rewards(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each reward of the evaluation whose name or arguments cannot be used."""
     for name, section in config.eval.rewards.items():
         key = f"eval.rewards.{name}"

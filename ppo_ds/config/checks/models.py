@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo_ds.config.schema import Config, averaged_models, has_critic, reward_models, trained_models
+from ppo_ds.config.schema import Config, PPOConfig, averaged_models, has_critic, reward_models, trained_models
 from ppo_ds.config.text import show
 
 # DeepSpeed settings that the trainer sets itself -> the keys to use instead
@@ -31,7 +31,7 @@ def check_zero(config: Config, ranks: int) -> Iterator[str]:
             yield f"{name}.zero.offload_params=true: needs {name}.zero.stage 3 (it is {zero.stage})"
 
 
-def check_generation(config: Config, ranks: int) -> Iterator[str]:
+def check_generation(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each ZeRO option of generation that has no effect."""
     zero = config.actor.zero
     if zero.generation_gather != "auto" and zero.stage != 3:
@@ -97,7 +97,7 @@ def check_node_copies(config: Config, ranks: int) -> Iterator[str]:
             yield f"{setting}: must divide the number of ranks, {ranks}; use one of {fits}"
 
 
-def check_initial_critic(config: Config, ranks: int) -> Iterator[str]:
+def check_initial_critic(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line if the critic's path is missing or unused, or a shared trunk has adapters."""
     critic = config.critic
     if critic.init == "path" and not critic.model.path:
@@ -110,7 +110,7 @@ def check_initial_critic(config: Config, ranks: int) -> Iterator[str]:
         yield "critic.share_trunk=true: cannot be used with actor.lora.rank; use a separate critic"
 
 
-def check_critic_from_reward(config: Config, ranks: int) -> Iterator[str]:
+def check_critic_from_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line if critic.init=reward is set and the reward has no model."""
     models = dict(reward_models(config.reward))
     if config.critic.init == "reward" and config.reward and "reward.model" not in models:

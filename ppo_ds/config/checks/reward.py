@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo_ds.config.schema import ENVIRONMENT_REWARD, Config, all_rewards, uses_environment
+from ppo_ds.config.schema import ENVIRONMENT_REWARD, Config, PPOConfig, all_rewards, uses_environment
 from ppo_ds.config.signatures import misused_targets
 
 
-def check_reward(config: Config, ranks: int) -> Iterator[str]:
+def check_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line if no reward is chosen, and for each argument that ppo_ds's own rewards refuse."""
     if config.reward and not config.reward.get("_target_"):
         yield (
@@ -18,7 +18,7 @@ def check_reward(config: Config, ranks: int) -> Iterator[str]:
     yield from misused_targets(config.reward, "reward")
 
 
-def check_environment_reward(config: Config, ranks: int) -> Iterator[str]:
+def check_environment_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each reward that reads the rewards of an environment if there is none."""
     for key, section in all_rewards(config).items():
         if uses_environment(section) and config.rollout.environment.path is None:
@@ -28,7 +28,7 @@ def check_environment_reward(config: Config, ranks: int) -> Iterator[str]:
             )
 
 
-def check_shaping_of_turns(config: Config, ranks: int) -> Iterator[str]:
+def check_shaping_of_turns(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each option for scores of whole responses if only turns have scores."""
     if config.reward.get("_target_") != ENVIRONMENT_REWARD:
         return

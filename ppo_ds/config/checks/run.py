@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppo_ds.config.reading import with_defaults
 from ppo_ds.config.registry import STAGES
-from ppo_ds.config.renamed import leaves
 from ppo_ds.config.resume import unknown_names, unusable_start
-from ppo_ds.config.schema import Config, is_unused
+from ppo_ds.config.schema import Config
 from ppo_ds.config.text import show
 
 
@@ -27,15 +25,6 @@ def check_printed_answers(config: Config, ranks: int) -> Iterator[str]:
     every = config.tracker.print_answers
     if every and config.tracker.samples == 0:
         yield f"tracker.print_answers={every}: prints one of tracker.samples=0 rows; set tracker.samples=1"
-
-
-def check_unused_keys(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each key that the stage does not use and that does not have its default."""
-    default = dict(leaves(with_defaults(type(config), {}, config.model_dump())))
-    for path, value in leaves(config.model_dump()):
-        key = ".".join(path)
-        if is_unused(key, config.stage) and value != default.get(path):
-            yield f"{key}={show(value)}: stage={config.stage} does not use this key; remove it"
 
 
 def check_dry_run(config: Config, ranks: int) -> Iterator[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppo_ds.config.registry import has_own_weights
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import PPOConfig
 from ppo_ds.config.sections.data import VLLMConfig
 from ppo_ds.config.text import show
 
 TEMPERATURES = (0.01, 2.0)  # vLLM changes lower temperatures and refuses higher ones
 
 
-def check_vllm(config: Config, ranks: int) -> Iterator[str]:
+def check_vllm(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each setting that vLLM does not support or that only vLLM uses."""
     rollout, settings = config.rollout, config.rollout.vllm
     if not has_own_weights(rollout.backend):
@@ -38,7 +38,7 @@ def check_vllm(config: Config, ranks: int) -> Iterator[str]:
     yield from _sampling(config)
 
 
-def _sampling(config: Config) -> Iterator[str]:
+def _sampling(config: PPOConfig) -> Iterator[str]:
     """Yields an error line for each sampling option that vLLM changes or whose log-probs it cannot return."""
     sampling = config.sampling
     low, high = TEMPERATURES

@@ -88,16 +88,10 @@ class MixtureConfig(Section):
 
 
 class DataConfig(Section):
-    """Rows for training and evaluation: prompts (stage=ppo), demonstrations (sft) or pairs (reward_model).
-
-    Only stage=ppo uses mix, max_prompt_tokens, long_prompts and the texts of the PTX loss (ptx_*).
-    """
+    """Rows for training and evaluation: demonstrations or pairs."""
 
     path: Text | None = Field(
         None, description="Rows of training: a Hub data set, or a JSONL, JSON, Parquet or CSV file."
-    )
-    mix: list[MixtureConfig] = Field(
-        [], description="Several data sets mixed by weight, instead of data.path."
     )
     split: Text = Field("train", description="Split of a Hub data set.")
     revision: Text | None = Field(None, description="Branch, tag or commit of a Hub data set.")
@@ -114,13 +108,30 @@ class DataConfig(Section):
         "a template; false: uses the text as it is.",
     )
     max_samples: Count | None = Field(None, description="Rows to use of each data set; null: all of them.")
+    eval_path: Text | None = Field(None, description="Held-out rows: a Hub data set or a file.")
+    eval_split: Text = Field("test", description="Split of a Hub data set of held-out rows.")
+    shuffle: bool = Field(True, description="Shuffles the rows of training anew in each pass.")
+    chat_template: Text | None = Field(
+        None,
+        description="Jinja chat template, as a file or as text; null: the tokenizer's. "
+        "The run keeps its text.",
+    )
+    chat_template_kwargs: dict[Any, Any] = Field({}, description="Keyword arguments of the chat template.")
+
+
+class PPODataConfig(DataConfig):
+    """Rows for training and evaluation: prompts (stage=ppo), demonstrations (sft) or pairs (reward_model).
+
+    Only stage=ppo uses mix, max_prompt_tokens, long_prompts and the texts of the PTX loss (ptx_*).
+    """
+
+    mix: list[MixtureConfig] = Field(
+        [], description="Several data sets mixed by weight, instead of data.path."
+    )
     max_prompt_tokens: Count = Field(512, description="Longest prompt, in tokens.")
     long_prompts: Literal["truncate_left", "drop"] = Field(
         "truncate_left", description="What happens to prompts longer than data.max_prompt_tokens."
     )
-    eval_path: Text | None = Field(None, description="Held-out rows: a Hub data set or a file.")
-    eval_split: Text = Field("test", description="Split of a Hub data set of held-out rows.")
-    shuffle: bool = Field(True, description="Shuffles the rows of training anew in each pass.")
     ptx_path: Text | None = Field(
         None, description="Texts or demonstrations for the PTX loss: a Hub data set or a file."
     )
@@ -128,9 +139,3 @@ class DataConfig(Section):
     ptx_max_tokens: Count = Field(
         512, description="Longest PTX text, in tokens; longer ones are cut on the right."
     )
-    chat_template: Text | None = Field(
-        None,
-        description="Jinja chat template, as a file or as text; null: the tokenizer's. "
-        "The run keeps its text.",
-    )
-    chat_template_kwargs: dict[Any, Any] = Field({}, description="Keyword arguments of the chat template.")

@@ -157,11 +157,17 @@ class ActorConfig(Section):
     """The policy that is trained."""
 
     model: ModelConfig
-    zero: ActorZeroConfig
+    zero: ZeroConfig
     optim: OptimConfig
     lora: LoraConfig
     ema: EmaConfig
     deepspeed: dict[Any, Any] = Field({}, description="Raw DeepSpeed settings, merged last.")
+
+
+class PPOActorConfig(ActorConfig):
+    """The policy that is trained."""
+
+    zero: ActorZeroConfig
 
 
 class CriticConfig(Section):

@@ -69,19 +69,12 @@ class RunConfig(Section):
 class MemoryConfig(Section):
     """Token budgets of one forward on one rank, padding included. They change speed and memory, not results.
 
-    Only reuse_forwards also changes the last digits of results.
-
     Generation counts each prompt with the longest response that it may get; every other forward counts the
     actual rows.
     """
 
     # A run replaces auto by a number before it uses a budget (planning/budgets.py).
 
-    rollout_tokens: Count | Literal["auto"] = Field(
-        "auto",
-        description="Most tokens in one batch of generation on one rank; auto: as many as fit into memory, "
-        "up to a limit beyond which larger batches are not faster.",
-    )
     score_tokens: Count | Literal["auto"] = Field(
         "auto",
         description="Most tokens in one forward without gradients on one rank, such as for log-probs, "
@@ -97,6 +90,27 @@ class MemoryConfig(Section):
         "and it "
         "is faster.",
     )
+
+
+class GenerationMemoryConfig(MemoryConfig):
+    """Token budgets of a stage that generates."""
+
+    rollout_tokens: Count | Literal["auto"] = Field(
+        "auto",
+        description="Most tokens in one batch of generation on one rank; auto: as many as fit into memory, "
+        "up to a limit beyond which larger batches are not faster.",
+    )
+
+
+class PPOMemoryConfig(GenerationMemoryConfig):
+    """Token budgets of one forward on one rank, padding included. They change speed and memory, not results.
+
+    Only reuse_forwards also changes the last digits of results.
+
+    Generation counts each prompt with the longest response that it may get; every other forward counts the
+    actual rows.
+    """
+
     reuse_forwards: Literal["auto", "all", "off"] = Field(
         "auto",
         description="With one optimizer step per rollout, trains on the graphs of the forwards that compute "
@@ -139,11 +153,9 @@ class CheckpointConfig(Section):
 
 
 class HealthConfig(Section):
-    """Reactions to non-finite numbers and, with stage=ppo, to a policy that moves too far, or to generation
-    that differs from training.
+    """Reactions to non-finite numbers.
 
-    Optimizer steps with a non-finite loss, gradient, score or log-prob are always skipped, on all ranks. Only
-    stage=ppo uses max_kl, kl_action, max_parity and parity_action.
+    Optimizer steps with a non-finite loss, gradient, score or log-prob are always skipped, on all ranks.
     """
 
     max_skips: Count = Field(
@@ -151,6 +163,16 @@ class HealthConfig(Section):
         description="Optimizer steps skipped in a row before the run goes back to its last checkpoint, and "
         "the next time stops; with stage=ppo, a rollout that is left out counts once.",
     )
+
+
+class PPOHealthConfig(HealthConfig):
+    """Reactions to non-finite numbers, to a policy that moves too far, and to generation that differs from
+    training.
+
+    Optimizer steps with a non-finite loss, gradient, score or log-prob are always skipped, on all ranks. Only
+    stage=ppo uses max_kl, kl_action, max_parity and parity_action.
+    """
+
     max_kl: Positive | None = Field(
         None, description="Upper limit of kl/k3_token_mean, in nats per token; null: no limit."
     )
@@ -245,13 +267,7 @@ class TrackerConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation on held-out data.
-
-    With stage=ppo, the policy responds to the prompts of data.eval_path, and the responses are scored. With
-    stage=sft and stage=reward_model, the loss and the accuracy on the rows of data.eval_path are measured.
-    Only stage=ppo uses greedy, correct_above, rewards,
-    win_rate and train_prompts.
-    """
+    """Evaluation on held-out data: the loss and the accuracy on the rows of data.eval_path."""
 
     every: Count | None = Field(
         None,
@@ -260,6 +276,22 @@ class EvalConfig(Section):
     max_prompts: Count | None = Field(
         None, description="Prompts, rows or pairs of an evaluation; null: all of them."
     )
+    patience: Count | None = Field(
+        None,
+        description="Ends the run after this many evaluations in a row without a new best value of "
+        "checkpoint.best_by, with exit code 0; null: no early stop.",
+    )
+
+
+class PPOEvalConfig(EvalConfig):
+    """Evaluation on held-out data.
+
+    With stage=ppo, the policy responds to the prompts of data.eval_path, and the responses are scored. With
+    stage=sft and stage=reward_model, the loss and the accuracy on the rows of data.eval_path are measured.
+    Only stage=ppo uses greedy, correct_above, rewards,
+    win_rate and train_prompts.
+    """
+
     greedy: bool = Field(True, description="Decodes greedily; false: samples as for training.")
     correct_above: Number | None = Field(
         None, description="A score above this counts as correct in eval/accuracy; null: no accuracy."
@@ -279,9 +311,4 @@ class EvalConfig(Section):
         8,
         description="Without data.eval_path, prompts of the training data that are answered before the first "
         "step and after the last, for the final report; they never select a checkpoint. 0: none.",
-    )
-    patience: Count | None = Field(
-        None,
-        description="Ends the run after this many evaluations in a row without a new best value of "
-        "checkpoint.best_by, with exit code 0; null: no early stop.",
     )

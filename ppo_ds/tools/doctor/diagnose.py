@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,7 +11,7 @@ import torch
 from ppo_ds.assemble.banner import batch_equation
 from ppo_ds.assemble.preflight import check_engine_package
 from ppo_ds.compute import matmul
-from ppo_ds.config.schema import Config, main_model_path, trained_models
+from ppo_ds.config.schema import Config, PPOConfig, main_model_path, trained_models
 from ppo_ds.engine.memory_budget import GIB, cpu_memory, format_bytes
 from ppo_ds.planning.budgets import automatic, resolve, used_budgets, with_numbers
 from ppo_ds.planning.run_memory import USABLE, Estimate, Hardware
@@ -39,8 +41,8 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
     hardware, report = Hardware(cluster.ranks, cluster.gpu_memory), Report()
     report.add("for", str(cluster))
     report.add("versions", versions())
-    if config.stage == "ppo" and cluster.is_this_machine:
-        report.attempt("decode", lambda: check_engine_package(config), lambda _: None)
+    if isinstance(config, PPOConfig) and cluster.is_this_machine:
+        report.attempt("decode", partial(check_engine_package, config), lambda _: None)
     plan, found = None, None
     reason = "see the errors above"
     if config.prepare is not None and not Path(main_model_path(config)).exists():
@@ -48,7 +50,7 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
         if cluster.is_this_machine:
             report.add("disk", f"run.dir={config.run.dir}: {format_bytes(free_disk(config))} free")
     else:
-        make_plan = plan_ppo if config.stage == "ppo" else plan_finetuning
+        make_plan: Callable[..., Plan | None] = plan_ppo if config.stage == "ppo" else plan_finetuning
         plan = make_plan(config, hardware, report)
     usable = usable_memory(hardware, per_node)
     fixed = [name for name in used_budgets(config) if name not in automatic(config)]
@@ -60,7 +62,7 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
         check_disk(config, plan.checkpoint, plan.export, report, cluster.is_this_machine)
     check_host(found.host if found else 0, cluster, report)
     print("\n".join(map(str, report.lines)))
-    describe_batch = batch_equation if config.stage == "ppo" else batch_line
+    describe_batch: Callable[..., list[str]] = batch_equation if config.stage == "ppo" else batch_line
     print("\n".join(describe_batch(config, hardware.ranks)))
     if hardware.on_gpu and usable == 0:
         print(

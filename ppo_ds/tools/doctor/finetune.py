@@ -9,7 +9,7 @@ from ppo_ds.assemble.sft import answered_tokens
 from ppo_ds.assemble.shared import evaluated_rows
 from ppo_ds.compute.sizes import causal_pairs, forward_flops
 from ppo_ds.config.registry import import_target
-from ppo_ds.config.schema import Config, averaged_models
+from ppo_ds.config.schema import SFTStageConfig, averaged_models
 from ppo_ds.models.size import planned_shape
 from ppo_ds.planning.finetune_memory import batch_of, estimate_finetuning
 from ppo_ds.planning.run_memory import BYTES, Hardware
@@ -28,13 +28,13 @@ READERS = {
 }
 
 
-def batch_line(config: Config, ranks: int) -> list[str]:
+def batch_line(config: SFTStageConfig, ranks: int) -> list[str]:
     """Returns the line on the size of an optimizer step."""
     batch = batch_of(config)
     return [f"update     {batch.size} {batch.what} per optimizer step, {-(-batch.size // ranks)} per rank"]
 
 
-def plan_finetuning(config: Config, hardware: Hardware, report: Report) -> Plan | None:
+def plan_finetuning(config: SFTStageConfig, hardware: Hardware, report: Report) -> Plan | None:
     """Checks the inputs and reads the shape of the model; returns None if it cannot be read."""
     (name, role), batch = next(iter(averaged_models(config).items())), batch_of(config)
     key, errors = f"{name}.model.path", report.errors

@@ -9,7 +9,7 @@ from typing import Any
 from ppo_ds.assemble.preflight import reward_sections
 from ppo_ds.assemble.roles import CLASSIFIER, critic_start
 from ppo_ds.compute.sizes import Shape
-from ppo_ds.config.schema import Config, all_rewards, has_critic, reference_is_base, uses_reference
+from ppo_ds.config.schema import PPOConfig, all_rewards, has_critic, reference_is_base, uses_reference
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.models.size import planned_own_code_shape, planned_shape
 from ppo_ds.models.tokenizer import Tokenizer
@@ -18,7 +18,7 @@ from ppo_ds.planning.run_memory import FrozenModel
 from ppo_ds.tools.doctor.report import Report
 
 
-def plan_models(config: Config, tokenizer: Tokenizer | None, report: Report) -> Models | None:
+def plan_models(config: PPOConfig, tokenizer: Tokenizer | None, report: Report) -> Models | None:
     """Reads the shapes of all roles and reports each of them.
 
     Returns None if one of them cannot be read, since an estimate without it would be misleading.
@@ -51,7 +51,7 @@ def plan_models(config: Config, tokenizer: Tokenizer | None, report: Report) -> 
 
 
 def _critic(
-    config: Config, tokenizer: Tokenizer | None, report: Report
+    config: PPOConfig, tokenizer: Tokenizer | None, report: Report
 ) -> tuple[Shape | None, ModelConfig | None]:
     """Returns the critic's shape, and the reward model if the critic starts from it."""
     if tokenizer is None:
@@ -70,7 +70,7 @@ def _critic(
     return shape, start.reward
 
 
-def _reference(config: Config) -> FrozenModel | None:
+def _reference(config: PPOConfig) -> FrozenModel | None:
     model, zero = config.reference.model, config.reference.zero
     if not uses_reference(config) or reference_is_base(config):
         return None
@@ -79,7 +79,7 @@ def _reference(config: Config) -> FrozenModel | None:
     return FrozenModel.of(shape, model.dtype or "bf16", zero)
 
 
-def _rewards(config: Config, report: Report, loaded: set[Any]) -> dict[str, FrozenModel]:
+def _rewards(config: PPOConfig, report: Report, loaded: set[Any]) -> dict[str, FrozenModel]:
     """Returns the reward models that need memory in addition to the other models, by config key.
 
     ``loaded`` holds the identities of models that are in memory already.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ppo_ds.compute.sizes import Shape
-from ppo_ds.config.schema import Config
 from ppo_ds.planning.run_memory import Estimate
 from ppo_ds.tools.doctor.rates import Machine
 from ppo_ds.tools.doctor.step_time import StepTime
@@ -18,8 +18,8 @@ STATE_BYTES = 12  # bytes per trained parameter in a checkpoint: an fp32 weight 
 class Plan:
     """Inputs of the diagnosis of a run whose models could be read."""
 
-    estimate: Callable[[Config], Estimate]  # for this config, or for one with other memory settings
-    step_time: Callable[[Config, Machine, Estimate], StepTime]
+    estimate: Callable[[Any], Estimate]  # for this config, or for one with other memory settings
+    step_time: Callable[[Any, Machine, Estimate], StepTime]
     main: Shape  # of the model whose sizes the rates of a CPU are measured with
     evaluated: int  # prompts, rows or pairs of one evaluation
     flops: int  # of one step over all ranks

@@ -21,7 +21,7 @@ from ppo_ds.assemble.preflight import (
     try_functions,
 )
 from ppo_ds.compute.sizes import Shape, causal_pairs, forward_flops
-from ppo_ds.config.schema import Config, all_rewards, rollout_size
+from ppo_ds.config.schema import PPOConfig, all_rewards, rollout_size
 from ppo_ds.config.targets import bind
 from ppo_ds.data.prompts import PromptStream
 from ppo_ds.models.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ from ppo_ds.tools.doctor.step_time import PPOTime
 MEAN_OF = 1000  # prompts whose mean length is taken
 
 
-def plan_ppo(config: Config, hardware: Hardware, report: Report) -> Plan | None:
+def plan_ppo(config: PPOConfig, hardware: Hardware, report: Report) -> Plan | None:
     """Checks the inputs and reads the shapes of all models; returns None if one of them cannot be read."""
     inputs = check_inputs(config, hardware.on_gpu, report)
     models = plan_models(config, inputs.tokenizer, report)
@@ -54,7 +54,7 @@ def plan_ppo(config: Config, hardware: Hardware, report: Report) -> Plan | None:
     )
 
 
-def disk_bytes(config: Config, models: Models) -> tuple[int, int]:
+def disk_bytes(config: PPOConfig, models: Models) -> tuple[int, int]:
     """Returns the bytes of one checkpoint and of the export at the end of the run."""
     actor, critic, ema = models.actor, models.critic, config.actor.ema.decay is not None
     trained = actor.trained + (critic.trained if critic else 0)
@@ -64,7 +64,7 @@ def disk_bytes(config: Config, models: Models) -> tuple[int, int]:
     return STATE_BYTES * trained + 4 * copies * actor.trained, export
 
 
-def step_flops(config: Config, models: Models, prompt: int) -> int:
+def step_flops(config: PPOConfig, models: Models, prompt: int) -> int:
     """Computes the FLOPs of one PPO step over all ranks, with prompts and responses of maximum length.
 
     A backward pass counts as two forward passes, or as three with gradient checkpointing.
@@ -95,7 +95,7 @@ class CheckedInputs:
     evaluated: int = 0  # prompts of an evaluation
 
 
-def check_inputs(config: Config, on_gpu: bool, report: Report) -> CheckedInputs:
+def check_inputs(config: PPOConfig, on_gpu: bool, report: Report) -> CheckedInputs:
     """Checks tokenizer, data and reward, and whether vLLM can decode the actor."""
     tokenizer = report.attempt(
         "tokenizer", lambda: build_tokenizer(config), lambda t: f"{t.vocab_size} tokens"

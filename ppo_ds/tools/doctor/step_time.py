@@ -21,7 +21,8 @@ import torch
 from ppo_ds.compute.batching import padded_tokens, plan_forwards
 from ppo_ds.compute.sizes import Shape, causal_pairs, decode_bytes, forward_flops
 from ppo_ds.config.schema import (
-    Config,
+    PPOConfig,
+    TextConfig,
     TrainedConfig,
     reference_is_base,
     reward_models,
@@ -115,7 +116,7 @@ class StepTime(ABC):
     def evaluation(self, count: int) -> PhaseTime:
         """Returns the time of an evaluation on ``count`` prompts or texts."""
 
-    def __init__(self, config: Config, machine: Machine):
+    def __init__(self, config: TextConfig, machine: Machine):
         self.config, self.machine, self.assumed = config, machine, machine.assumed
         layout = config.memory.layout
         self.packed = layout == "packed" or (layout == "auto" and machine.on_gpu)
@@ -194,9 +195,11 @@ class StepTime(ABC):
 class PPOTime(StepTime):
     """Computes the time of the phases of a PPO step."""
 
+    config: PPOConfig
+
     def __init__(
         self,
-        config: Config,
+        config: PPOConfig,
         machine: Machine,
         memory: Estimate,
         *,
@@ -376,7 +379,9 @@ class PPOTime(StepTime):
 class FinetuneTime(StepTime):
     """Computes the time of an optimizer step of supervised fine-tuning or of a reward model."""
 
-    def __init__(self, config: Config, machine: Machine, name: str, shape: Shape, rows: int, longest: int):
+    def __init__(
+        self, config: TextConfig, machine: Machine, name: str, shape: Shape, rows: int, longest: int
+    ):
         """Initializes the estimate; ``rows`` texts of ``longest`` tokens are the batch over all ranks."""
         super().__init__(config, machine)
         self.name, self.shape, self.longest, self.rows = name, shape, longest, rows

@@ -10,6 +10,8 @@ from typing import Any
 
 from ppo_ds.config.schema import (
     Config,
+    ConfigT,
+    PPOConfig,
     TrainedConfig,
     has_critic,
     reference_is_base,
@@ -27,7 +29,7 @@ MAX_DOUBLINGS = 6
 SMALL_BUCKET = 50_000_000  # elements; still large enough to use the bandwidth between GPUs
 
 
-def with_setting(config: Config, key: str, value: Any) -> Config:
+def with_setting(config: ConfigT, key: str, value: Any) -> ConfigT:
     """Returns a copy of the config with one dotted key set."""
 
     def updated(section: Any, names: list[str]) -> Any:
@@ -36,17 +38,18 @@ def with_setting(config: Config, key: str, value: Any) -> Config:
             return section | {name: updated(section.get(name, {}), rest) if rest else value}
         return replace(section, **{name: updated(getattr(section, name), rest) if rest else value})
 
-    return updated(config, key.split("."))
+    changed: ConfigT = updated(config, key.split("."))
+    return changed
 
 
-def with_settings(config: Config, settings: list[Setting]) -> Config:
+def with_settings(config: ConfigT, settings: list[Setting]) -> ConfigT:
     for key, value in settings:
         config = with_setting(config, key, value)
     return config
 
 
 def suggest_reductions(
-    config: Config, estimate: Callable[[Config], Estimate], usable: int
+    config: Config, estimate: Callable[[Any], Estimate], usable: int
 ) -> tuple[list[tuple[list[Setting], int]], list[Setting], int]:
     """Searches for changes that reduce the peak.
 
@@ -88,7 +91,7 @@ def _reductions(config: Config) -> Iterator[list[Setting]]:
     roles = {
         name: dict(_role_reductions(role))
         for name, role in trained_models(config).items()
-        if name != "critic" or has_critic(config)
+        if name != "critic" or (isinstance(config, PPOConfig) and has_critic(config))
     }
     for name, changes in roles.items():
         for key, value in changes.items():
@@ -97,13 +100,13 @@ def _reductions(config: Config) -> Iterator[list[Setting]]:
         actor, critic = roles["actor"], roles["critic"]
         for key in actor.keys() & critic.keys():
             yield [(f"actor.{key}", actor[key]), (f"critic.{key}", critic[key])]
-    if config.stage == "ppo" and uses_reference(config) and not reference_is_base(config):
+    if isinstance(config, PPOConfig) and uses_reference(config) and not reference_is_base(config):
         if config.reference.zero.stage == 0:
             yield [("reference.zero.stage", 3)]
         if not config.reference.zero.offload_params:
             yield [("reference.zero.offload_params", True)]
-    for key in used_budgets(config):
-        if (tokens := getattr(config.memory, key)) > 1:
+    for key, tokens in used_budgets(config).items():
+        if tokens > 1:
             yield [(f"memory.{key}", tokens // 2)]
 
 
@@ -122,7 +125,7 @@ def _role_reductions(role: TrainedConfig) -> Iterator[Setting]:
 
 
 def suggest_larger_budgets(
-    config: Config, estimate: Callable[[Config], Estimate], usable: int, budgets: Iterable[str]
+    config: Config, estimate: Callable[[Any], Estimate], usable: int, budgets: Iterable[str]
 ) -> list[Setting]:
     """Doubles each of ``budgets`` separately while the peak fits ``usable``, and returns the new values.
 
@@ -131,7 +134,7 @@ def suggest_larger_budgets(
     """
     larger = []
     for key in budgets:
-        tokens, best = getattr(config.memory, key), None
+        tokens, best = used_budgets(config)[key], None
         before = estimate(config)
         for _ in range(MAX_DOUBLINGS):
             tokens *= 2
