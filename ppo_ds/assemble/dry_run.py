@@ -125,7 +125,7 @@ def distinct_models(tree: dict[str, Any]) -> dict[Model, dict[str, Any]]:
     sections = [(f"{role}.model", tree[role]["model"]) for role in roles]
     found: dict[Model, dict[str, Any]] = {}
     rewards = {"reward": tree.get("reward", {})}
-    rewards |= {f"eval.rewards.{name}": section for name, section in tree["eval"]["rewards"].items()}
+    rewards |= {f"eval.rewards.{name}": section for name, section in tree["eval"].get("rewards", {}).items()}
     scoring = [found for key, section in rewards.items() for found in reward_models(section, key)]
     for key, model in [*sections, *scoring]:
         path, revision = model.get("path"), model.get("revision")

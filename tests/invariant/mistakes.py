@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppo_ds.algorithm.credit import whitening as whitening_module
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.ppo import advantages as advantages_module
 from ppo_ds.ppo import experience as experience_module
 from ppo_ds.ppo import learner as learner_module
 from ppo_ds.ppo.kept_forwards import KeptForwards, KeptOutputs
 from ppo_ds.types import Experience
 
 totals, microbatch_rows = learner_module.batch_totals, learner_module.microbatch_rows
-normalize, backward = advantages_module.normalize_advantages, TrainedModel.backward
+normalize, backward = whitening_module.normalize_advantages, TrainedModel.backward
 take = KeptForwards.take
 
 
@@ -40,8 +40,8 @@ def own_rows_only(experience: Experience, world: World) -> Experience:
     return wide.select(torch.arange(len(wide)).repeat(world.size))
 
 
-def whitened_alone(raw: Any, mask: Any, how: str, unbiased: bool, reduce: Any) -> Any:
-    return normalize(raw, mask, how, unbiased=unbiased)
+def whitened_alone(raw: Any, mask: Any, unbiased: bool, reduce: Any) -> Any:
+    return normalize(raw, mask, unbiased=unbiased)
 
 
 def first_again_instead_of_last(
@@ -63,7 +63,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "ranks forgotten in the scale": (learner_module, "batch_totals", no_ranks_in_the_scale),
     "rows instead of tokens": (learner_module, "batch_totals", rows_instead_of_tokens),
     "no exchange": (experience_module, "all_gather_rows", own_rows_only),
-    "advantages whitened on each rank": (advantages_module, "normalize_advantages", whitened_alone),
+    "advantages whitened on each rank": (whitening_module, "normalize_advantages", whitened_alone),
     "a micro-batch replaced by another": (learner_module, "microbatch_rows", first_again_instead_of_last),
     "each micro-batch taken for the last": (TrainedModel, "backward", always_the_last),
 }
