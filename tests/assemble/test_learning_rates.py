@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from ppo_ds.assemble.shared import trained_model, unusual_rate
 from ppo_ds.config.schema import learning_rate
 from tests.config.commands import MINIMAL, complaints, compose
-from tests.support.environment import ROOT, environment
 
 LORA = "actor.lora.rank=4"
 
@@ -79,25 +73,3 @@ def test_a_rate_far_from_the_usual_one_is_a_warning(
     lines = unusual_rate(stage, name, role, int(parameters))
     assert len(lines) == (words is not None)
     assert words is None or lines[0].startswith(f"warning    {words}")
-
-
-TINY = {
-    "max_operand": 9, "heldout": 8, "validation": 20, "hidden_size": 32, "target_accuracy": 0.1,
-    "learning_rate": 3e-3,
-}  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_resumed_run_trains_its_adapters_at_the_rate_of_its_first_start(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "launch/train.py", "+experiment=quickstart", LORA]
-    command += [*(f"prepare.{name}={value}" for name, value in TINY.items()), "run.dir=run", "run.steps=2"]
-    command += ["rollout.prompts_per_step=8", "algo.minibatch_size=8", "eval.every=null"]
-    command += ["actor.optim.lr=1e-4", "actor.optim.schedule=constant", "actor.optim.warmup_steps=0"]
-    for more in (["actor.lora.lr=null", "run.stop_at_step=1"], []):
-        done = subprocess.run(
-            [*command, *more], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["policy/lr"]) for row in rows] == [(1, 1e-4), (2, 1e-4)]
-    assert "lora.lr" not in done.stdout  # no change is listed

@@ -21,7 +21,7 @@ CRITIC_FREE = {
     *LOSSES,
 }
 # presets without a KL, and so without a reference
-WITHOUT_KL = {"dr_grpo", "dapo", "gspo", "lite_ppo", "maxrl", "vapo", *LOSSES}
+WITHOUT_KL = {"dr_grpo", "dapo", "gdpo", "gspo", "lite_ppo", "maxrl", "vapo", *LOSSES}
 # Presets that keep a mistake of the system they follow, with a few words of the reason in the start-up
 # warning.
 WARNED = {
