@@ -434,7 +434,6 @@ ALLOWED = {
     ("ppo_ds/rewards/processes.py", "subprocess"): "its worker processes: a list of arguments, no shell",
     ("ppo_ds/rewards/processes.py", "multiprocessing"): "sends calls to them; their replies are read as JSON",
     ("ppo_ds/rewards/worker.py", "multiprocessing"): "unpickles calls, which the rank has sent",
-    ("ppo_ds/tracking/child.py", "subprocess"): "wandb's and Trackio's child: a list of arguments, no shell",
     (
         "ppo_ds/distributed/child_groups.py",
         "subprocess",

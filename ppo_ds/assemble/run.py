@@ -40,6 +40,7 @@ from ppo_ds.run.state import Selection
 from ppo_ds.run.stopping import StopRequest
 from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.run.token_budgets import TokenBudgets
+from ppo_ds.tracking.background import BackgroundTracker, Dashboard
 from ppo_ds.tracking.banner import Banner
 from ppo_ds.tracking.console import ConsoleTracker
 from ppo_ds.tracking.html.live import ReportTracker
@@ -203,28 +204,19 @@ def start_trackers(
     jsonl = JsonlTracker(run_dir, resumed_at=done)
     console.banner(banner, title=f"ppo_ds: {config.run.name}")
     # the report is complete before wandb ends and uploads it
-    chosen: list[Tracker] = [jsonl, ReportTracker(run_dir), console, *dashboards(config, done)]
+    chosen: list[Tracker] = [jsonl, ReportTracker(run_dir), console]
+    chosen += map(BackgroundTracker, dashboards(config, done))
     trackers = Trackers(chosen, max_samples=config.tracker.samples, elapsed=jsonl.elapsed)
     trackers.start(settings)
     return trackers
 
 
-def dashboards(config: Config, done: int) -> Iterator[Tracker]:
-    """Yields the trackers of other programs that the config asks for; none of them can end the run."""
+def dashboards(config: Config, done: int) -> Iterator[Dashboard]:
+    """Yields the trackers of other programs that the config asks for."""
     run_dir, wandb, trackio = Path(config.run.dir or ""), config.tracker.wandb, config.tracker.trackio
     if wandb.mode != "disabled":
-        yield WandbTracker(
-            run_dir,
-            mode=wandb.mode,
-            project=wandb.project,
-            name=wandb.name or config.stage,
-            entity=wandb.entity,
-            tags=wandb.tags,
-            log_report=wandb.log_report == "end",
-            log_model=wandb.log_model == "end",
-        )
+        yield WandbTracker(run_dir, wandb, wandb.name or config.stage)
     if config.tracker.tensorboard.enabled:
         yield TensorBoardTracker(run_dir, resumed_at=done)
     if trackio.enabled:
-        name = trackio.name or config.stage
-        yield TrackioTracker(run_dir, project=trackio.project, name=name, space=trackio.space)
+        yield TrackioTracker(run_dir, trackio, trackio.name or config.stage)

@@ -40,7 +40,7 @@ RECORD = (
     "trackio.id",
 )
 # All files and folders that run.resume=restart moves.
-WHOLE_RECORD = (*RECORD, "checkpoints", "dumps", "exports", "wandb", "wandb.log", "trackio.log")
+WHOLE_RECORD = (*RECORD, "checkpoints", "dumps", "exports", "wandb")
 UNFINISHED = ".unfinished"
 # Exit reasons of a run that has nothing left to train.
 FINISHED = ("done", "early_stop")

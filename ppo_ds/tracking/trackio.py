@@ -1,65 +1,80 @@
-"""Logs to Trackio from a child process (child.py)."""
+"""Logs to Trackio."""
 
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
-from ppo_ds.errors import printable
+from ppo_ds.config.sections.run import TrackioConfig
 from ppo_ds.storage.drafts import write_file
-from ppo_ds.tracking.child import ChildTracker, read_run_id
+from ppo_ds.tracking.background import FINISH_TIMEOUT, run_id
+from ppo_ds.tracking.tracker import EventKind, Record
+from ppo_ds.types import Histogram
 
-CHILD = Path(__file__).with_name("trackio_child.py")
 
+class TrackioTracker:
+    """Logs to Trackio's local database, to a Hugging Face Space or to a Trackio server.
 
-class TrackioTracker(ChildTracker):
-    """Logs to Trackio's local database or, with ``space``, to a Hugging Face Space."""
+    Trackio identifies runs by their name. The name is therefore followed by an id, which is stored in
+    ``run_dir/trackio.id``, so that a resumed run continues its own Trackio run.
+    """
 
-    label = "trackio"
-    data_hint = "metrics.jsonl and samples/ have all of it"
+    name = "trackio"
+    finish_timeout = FINISH_TIMEOUT
 
-    def __init__(
-        self,
-        run_dir: str | os.PathLike,
-        *,
-        project: str,
-        name: str,
-        space: str | None = None,
-        start_timeout: float = 60.0,
-        finish_timeout: float = 60.0,
-    ):
-        """Initializes the tracker; timeouts are in seconds.
-
-        Trackio identifies runs by their name. The name is therefore followed by an id, which is stored in
-        ``run_dir/trackio.id``, so that a resumed run continues its own Trackio run.
-        """
-        super().__init__(run_dir, finish_timeout=finish_timeout)
-        self._project, self._name, self._space = project, name, space
-        self._start_timeout = start_timeout
+    def __init__(self, run_dir: Path, config: TrackioConfig, run_name: str):
+        self._run_dir, self._config, self._run_name = run_dir, config, run_name
+        self._run: Any = None
 
     def start(self, config: dict[str, Any]) -> None:
-        """Starts Trackio, or continues without it after a warning."""
-        try:
-            run_id = read_run_id(self._id_file) or secrets.token_hex(4)
-            options = {
-                "project": self._project,
-                "name": f"{self._name}-{run_id}",
-                "space": self._space,
-                "config": config,
-            }
-            reply = self.launch(CHILD, options, self._start_timeout)
-            if "started" in reply:
-                print(printable(f"trackio: {reply['started']}"), flush=True)
-                write_file(self._id_file, run_id + "\n")
-            elif reply["failed"].startswith("ModuleNotFoundError: No module named 'trackio'"):
-                self.warn(
-                    "is not installed; run: pip install -c constraints.txt -e '.[trackio]'; "
-                    "continuing without it"
-                )
-            else:
-                self.warn(f"failed ({reply['failed']}); continuing without it")
-        except OSError as error:  # the disk is full, or no process can be created
-            self.stop()
-            self.warn(f"cannot be started ({error}); continuing without it")
+        import trackio
+
+        file = self._run_dir / "trackio.id"
+        own_id = run_id(file)
+        space = self._config.space or os.environ.get("TRACKIO_SPACE_ID")
+        if not space and not os.environ.get("TRACKIO_SERVER_URL"):
+            # a local run uses no network; Trackio would ask the Hub for the name of the token's user
+            trackio.Run._get_username = lambda run: None
+        self._run = trackio.init(
+            project=self._config.project,
+            name=f"{self._run_name}-{own_id}",
+            config=config,
+            space_id=space,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        write_file(file, own_id + "\n")
+
+    def log(self, step: int, metrics: Record) -> None:
+        # Trackio has its own column "time", with the date
+        self._run.log({name if name != "time" else "run_s": value for name, value in metrics.items()}, step)
+
+    def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
+        import trackio
+
+        table = trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({f"samples/{split}": table}, step)
+
+    def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
+        import trackio
+
+        shown = {
+            name: trackio.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms.items()
+        }
+        self._run.log(shown, step)
+
+    def event(self, step: int, kind: EventKind, text: str) -> None:
+        """Sends alarms as alerts; other events are not sent."""
+        import trackio
+
+        if kind == "alarm":
+            self._run.alert(title="alarm", text=text, level=trackio.AlertLevel.WARN, step=step)
+
+    def rewind(self, step: int) -> None:
+        """Does nothing: Trackio shows repeated steps twice."""
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self._run.finish()

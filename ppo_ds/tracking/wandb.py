@@ -1,104 +1,145 @@
-"""Logs to Weights & Biases from a child process (child.py).
-
-After a failure, online mode falls back to offline mode, and offline mode to no wandb, with a one-line warning
-each time. ``metrics.jsonl`` remains the complete record.
-"""
+"""Logs to Weights & Biases. wandb's own process does the uploads, and retries them."""
 
 from __future__ import annotations
 
-import os
-import secrets
-from collections.abc import Sequence
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from ppo_ds.config.sections.run import WandbConfig
 from ppo_ds.errors import printable
 from ppo_ds.storage.drafts import write_file
-from ppo_ds.tracking.child import ChildTracker, read_run_id
+from ppo_ds.tracking.background import FINISH_TIMEOUT, first_line, run_id, warn
+from ppo_ds.tracking.tracker import EventKind, Record
+from ppo_ds.types import Histogram
 
-CHILD = Path(__file__).with_name("wandb_child.py")
-DELETED = "created and deleted"  # the server's message for the id of a deleted run, which cannot be reused
-START_MARGIN = 15.0  # extra seconds, so that wandb can report its own start timeout with the cause
+INIT_TIMEOUT = 30.0  # seconds for a server to answer before the run continues offline
 UPLOAD_RATE = 10e6  # bytes per second: the slowest upload of a model that finish waits for
+MAX_TITLE = 63  # characters of an alert's title
 
 
-class WandbTracker(ChildTracker):
-    """Logs to wandb in online or offline mode. In disabled mode no tracker is created."""
+class WandbTracker:
+    """Logs to wandb in online or offline mode. In disabled mode no tracker is created.
 
-    label = "wandb"
+    The run id is stored in ``run_dir/wandb.id``, so that a resumed run continues the same wandb run.
+    """
 
-    def __init__(
-        self,
-        run_dir: str | os.PathLike,
-        *,
-        mode: str,
-        project: str,
-        name: str,
-        entity: str | None = None,
-        tags: Sequence[str] = (),
-        log_report: bool = False,
-        log_model: bool = False,
-        start_timeout: float = 30.0,
-        finish_timeout: float = 60.0,
-    ):
-        """Initializes the tracker; timeouts are in seconds.
+    name = "wandb"
 
-        The run id is stored in ``run_dir/wandb.id``, so that a resumed run continues the same wandb run.
-        ``log_report`` and ``log_model`` upload report.html and the exported model when the run ends.
-        """
-        super().__init__(run_dir, finish_timeout=finish_timeout)
-        # when wandb is killed, up to 32 KB that it has buffered are lost
-        self.data_hint = (
-            f"metrics.jsonl and samples/ have all of it, {self.run_dir / 'wandb'} has most of it, which "
-            "wandb sync uploads"
-        )
-        self._options = {"project": project, "name": name, "entity": entity, "tags": list(tags)}
-        self._mode = mode
-        self._log_report, self._log_model = log_report, log_model
-        self._start_timeout = start_timeout
+    def __init__(self, run_dir: Path, config: WandbConfig, run_name: str):
+        self._run_dir, self._config, self._run_name = run_dir.absolute(), config, run_name
+        self._tables: dict[str, Any] = {}  # by split
+        self._tables_refused = False
+        self._run: Any = None
 
     def start(self, config: dict[str, Any]) -> None:
-        """Starts wandb; falls back from online to offline, and from offline to no wandb."""
-        try:
-            run_id = read_run_id(self._id_file) or secrets.token_hex(4)
-            for mode in ("online", "offline") if self._mode == "online" else ("offline",):
-                reply = self._launch(mode, run_id, config)
-                if DELETED in reply.get("failed", ""):
-                    self.warn(f"run {run_id} was deleted on the server; continuing as a new run")
-                    run_id = secrets.token_hex(4)
-                    reply = self._launch(mode, run_id, config)
-                if "started" in reply:
-                    print(printable(f"wandb: {mode}; {reply['started']}"), flush=True)
-                    write_file(self._id_file, run_id + "\n")
-                    return
-                fallback = "offline" if mode == "online" else "without it"
-                self.warn(f"{mode} failed ({reply['failed']}); continuing {fallback}")
-        except OSError as error:  # the disk is full, or no process can be created
-            self.stop()
-            self.warn(f"cannot be started ({error}); continuing without it")
+        """Starts wandb; falls back from online to offline."""
+        import wandb
 
-    def _launch(self, mode: str, run_id: str, config: dict[str, Any]) -> dict[str, Any]:
-        options = {
-            **self._options,
-            "mode": mode,
-            "id": run_id,
-            "dir": str(self.run_dir),
-            "init_timeout": self._start_timeout,
-            "config": config,
+        try:
+            self._init(self._config.mode, config)
+        except Exception as error:
+            if self._config.mode == "offline":
+                raise
+            wandb.teardown()  # its process would not start a run with the same id again
+            warn(f"wandb online failed ({first_line(error)}); continuing offline")
+            self._init("offline", config)
+
+    def _init(self, mode: Literal["online", "offline", "disabled"], config: dict[str, Any]) -> None:
+        import wandb
+
+        wandb.setup(wandb.Settings(silent=True))  # before init: otherwise it may ask for a key
+        file = self._run_dir / "wandb.id"
+        self._run = wandb.init(
+            project=self._config.project,
+            entity=self._config.entity,
+            tags=list(self._config.tags),
+            name=self._run_name,
+            config=config,
+            dir=str(self._run_dir),
+            mode=mode,
+            id=run_id(file),
+            resume="allow",
+            settings=wandb.Settings(init_timeout=INIT_TIMEOUT, console="off", silent=True),
+        )
+        # A resumed or rolled-back run repeats steps. wandb's own step counter cannot go back, and wandb drops
+        # what is logged below it, so the metric "step" is the axis instead.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        write_file(file, self._run.id + "\n")
+        where = self._run.url if mode == "online" else f"to upload: wandb sync {self._run.settings.sync_dir}"
+        print(printable(f"wandb: {mode}; {where}"), flush=True)
+
+    def log(self, step: int, metrics: Record) -> None:
+        self._run.log(metrics | {"step": step})
+
+    def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
+        """Appends rows to the table of a split; in INCREMENTAL mode, only the new rows are uploaded.
+
+        A table needs the server, which may be unreachable for a minute; rows that it refuses are left out.
+        """
+        import wandb
+
+        if split not in self._tables:
+            columns = ["step", *rows[0]]
+            self._tables[split] = wandb.Table(columns, log_mode="INCREMENTAL", allow_mixed_types=True)
+        table = self._tables[split]
+        for row in rows:
+            table.add_data(step, *(_cell(row.get(column)) for column in table.columns[1:]))
+        try:
+            self._run.log({f"samples/{split}": table, "step": step})
+        except ConnectionError:  # to wandb's own process, which has ended
+            raise
+        except Exception as error:
+            if not self._tables_refused:
+                warn(f"wandb refused a table of samples ({first_line(error)}); samples/ has its rows")
+            self._tables_refused = True
+
+    def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
+        import wandb
+
+        shown = {
+            name: wandb.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms.items()
         }
-        return self.launch(CHILD, options, self._start_timeout + START_MARGIN)
+        self._run.log(shown | {"step": step})
+
+    def event(self, step: int, kind: EventKind, text: str) -> None:
+        """Sends alarms as alerts; other events are not sent."""
+        if kind == "alarm":
+            # wandb drops a second alert with the same title within a minute
+            self._run.alert(title=text[:MAX_TITLE], text=f"step {step}: {text}", level="WARN")
+
+    def rewind(self, step: int) -> None:
+        """Does nothing: wandb cannot remove steps, and shows repeated steps twice."""
+
+    @property
+    def finish_timeout(self) -> float:
+        model = self._run_dir / "model"
+        files = model.rglob("*") if self._config.log_model == "end" else ()
+        return FINISH_TIMEOUT + sum(file.stat().st_size for file in files if file.is_file()) / UPLOAD_RATE
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Ends the run; uploads the report and the model if the config asks for it and they exist.
 
         The model is only uploaded if the run has exported it, which it does not after a signal or an error.
         """
-        report, model = self.run_dir / "report.html", self.run_dir / "model"
-        if self._log_report and report.is_file():
-            self.send({"artifact": str(report), "kind": "report"})
-        exported = summary.get("exit_reason") in ("done", "stop_at_step", "time_limit")
-        if self._log_model and exported and model.is_dir():
-            self.send({"artifact": str(model), "kind": "model"})
-            size = sum(file.stat().st_size for file in model.rglob("*") if file.is_file())
-            self._finish_timeout += size / UPLOAD_RATE
-        super().finish(summary)
+        import wandb
+
+        uploads = {"report": (self._config.log_report, self._run_dir / "report.html")}
+        if summary.get("exit_reason") in ("done", "stop_at_step", "time_limit"):
+            uploads["model"] = (self._config.log_model, self._run_dir / "model")
+        for kind, (when, path) in uploads.items():
+            if when == "end" and path.exists():
+                artifact = wandb.Artifact(f"{kind}-{self._run.id}", type=kind)
+                add = artifact.add_dir if path.is_dir() else artifact.add_file
+                # immutable: wandb uploads the files in place instead of copying them first
+                add(str(path), policy="immutable", skip_cache=True)
+                self._run.log_artifact(artifact)
+        self._run.summary.update({name: value for name, value in summary.items() if value is not None})
+        self._run.finish(exit_code=0)
+        wandb.teardown()  # waits for its process, which writes the end of the run to the disk
+
+
+def _cell(value: Any) -> Any:
+    plain = value is None or isinstance(value, str | int | float)
+    return value if plain else json.dumps(value, ensure_ascii=False)

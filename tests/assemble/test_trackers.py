@@ -1,7 +1,5 @@
 """Tests which trackers a config starts, one or several at once, and that they get the settings."""
 
-from pathlib import Path
-
 import pytest
 
 from launch.cli import load_config
@@ -53,7 +51,6 @@ def test_a_dry_run_starts_none() -> None:
 def test_settings_reach_the_trackers() -> None:
     config = config_of("tracker=[wandb,tensorboard,trackio]", "tracker.wandb.log_model=end")
     wandb, tensorboard, trackio = dashboards(config, 7)
-    assert (wandb._options["name"], wandb._mode) == ("mine", "online")
-    assert (wandb._log_model, wandb._log_report) == (True, False)
-    assert tensorboard.folder == Path("run").absolute() / "tensorboard" and tensorboard._resumed_at == 7
-    assert (trackio._name, trackio._project, trackio._space) == ("mine", "ppo_ds", None)
+    assert (wandb._run_name, wandb._config.mode, wandb._config.log_model) == ("mine", "online", "end")
+    assert tensorboard._folder == "run/tensorboard" and tensorboard._resumed_at == 7
+    assert (trackio._run_name, trackio._config.project, trackio._config.space) == ("mine", "ppo_ds", None)

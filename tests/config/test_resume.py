@@ -374,7 +374,6 @@ def checkpointed(run_dir: Path, *arguments: str, reason: str | None = "signal") 
     for folder in ("checkpoints/step_000002", "dumps/step_000003", "exports", "wandb", "model", "start"):
         (run_dir / folder).mkdir(parents=True)
         (run_dir / folder / "file").touch()
-    (run_dir / "wandb.log").touch()
     (run_dir / "run.lock").touch()
     if reason is not None:
         (run_dir / "summary.json").write_text(json.dumps({"exit_reason": reason}))
@@ -396,7 +395,7 @@ def test_restart_moves_all_that_a_run_has_written_and_nothing_else(tmp_path: Pat
     assert left == ["config.yaml", "earlier_1", "run.lock", "start"]
     moved = sorted(path.name for path in (tmp_path / "earlier_1").iterdir())
     assert moved == ["checkpoints", "config.yaml", "dumps", "exports", "metrics.jsonl", "model", "samples",
-                     "summary.json", "wandb", "wandb.id", "wandb.log"]  # fmt: skip
+                     "summary.json", "wandb", "wandb.id"]  # fmt: skip
     before = yaml.safe_load((tmp_path / "earlier_1" / "config.yaml").read_text())
     assert before["actor"]["optim"]["lr"] == 1e-6
     checkpointed(tmp_path / "other", "actor.optim.lr=1.0e-6")
@@ -439,7 +438,7 @@ class Killed(BaseException):
     """Raised to simulate a kill -9."""
 
 
-@pytest.mark.parametrize("renames", range(12))
+@pytest.mark.parametrize("renames", range(11))
 def test_a_move_that_a_kill_has_interrupted_is_completed_by_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
@@ -459,10 +458,10 @@ def test_a_move_that_a_kill_has_interrupted_is_completed_by_the_next_start(
         except Killed:
             assert [path.name for path in tmp_path.glob("earlier_*")] == ["earlier_1" + UNFINISHED]
     lines = finish_move(tmp_path)
-    assert bool(lines) == (len(done) == renames and renames < 12)
+    assert bool(lines) == (len(done) == renames and renames < 11)
     assert sorted(path.name for path in (tmp_path / "earlier_1").iterdir()) == [
         "checkpoints", "config.yaml", "dumps", "exports", "metrics.jsonl", "model", "samples",
-        "summary.json", "wandb", "wandb.id", "wandb.log",
+        "summary.json", "wandb", "wandb.id",
     ]  # fmt: skip
     assert finish_move(tmp_path) == []
     assert len(restarted(tmp_path, "actor.optim.lr=2.0e-6")) == 1  # nothing is left to move

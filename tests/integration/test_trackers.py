@@ -19,7 +19,7 @@ def test_several_trackers_and_a_resume(tmp_path, monkeypatch):
     for more in (["run.stop_at_step=2"], []):
         done = launch("python", *SMALL, "run.steps=3", trackers, report, *more, cwd=tmp_path)
         assert done.returncode == 0 and "warning: " not in done.stderr, done.stdout + done.stderr
-        assert done.stdout.count("trackio: to show: ") == done.stdout.count("wandb: offline; ") == 1
+        assert done.stdout.count("trackio show --project") == done.stdout.count("wandb: offline; ") == 1
     run = tmp_path / "run"
     shown = EventAccumulator(str(run / "tensorboard"), size_guidance={"histograms": 0}).Reload()
     assert [event.step for event in shown.Scalars("reward/score_mean")] == [1, 2, 3]

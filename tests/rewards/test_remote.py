@@ -640,7 +640,7 @@ def test_a_whole_run_writes_the_key_nowhere(tmp_path, monkeypatch):
                 child.kill()
     assert child.returncode == 1 and "status 500: ***; 2 attempt(s)" in said, said
     assert service.headers[0]["Authorization"] == f"Bearer {SECRET}" and len(service.bodies) == 3
-    assert any("wandb_child" in line for line in lines), lines
+    assert any("wandb-core" in line for line in lines), lines
     run = tmp_path / "run"
     assert (run / "checkpoints" / "step_000001" / "state.json").exists() and list(
         run.glob("wandb/offline-run-*/*.wandb")

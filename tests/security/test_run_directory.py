@@ -127,7 +127,7 @@ def test_a_new_or_usual_directory_has_no_problem(run_dir, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *("metrics.jsonl", ".metrics.jsonl.tmp", "checkpoints", "wandb", "wandb.log", "checkpoints/latest"),
+        *("metrics.jsonl", ".metrics.jsonl.tmp", "checkpoints", "wandb", "checkpoints/latest"),
         *("checkpoints/step_000001", "samples/step_000001.jsonl", "exports/step_000001", "dumps/step_000001"),
     ],
 )

@@ -30,8 +30,6 @@ ALLOWED = {
     ("ppo_ds/tools/pipeline.py", "link"): "into a draft directory",
     ("ppo_ds/tracking/pair_plots.py", "savefig"): "to a draft",
     ("ppo_ds/tracking/curves.py", "savefig"): "to a draft",
-    ("ppo_ds/tracking/child_main.py", "fdopen"): "its standard output",
-    ("ppo_ds/tracking/tensorboard.py", "open"): "a new binary file with a name of its own, which only grows",
 }
 WRITERS = {
     *(
