@@ -46,9 +46,9 @@ class Recorder:
     def __post_init__(self) -> None:
         self._collect, self.stage.collect = self.stage.collect, self
 
-    def __call__(self, prompts: Any) -> Any:
+    def __call__(self) -> Any:
         self.cpu.append(time.process_time())
-        rollout, scores, metrics = self._collect(prompts)
+        rollout, scores, metrics = self._collect()
         mine = (rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist())
         shares = self.stage.context.world.gather_objects(mine)
         self.steps.append(Lengths([n for p, _ in shares for n in p], [n for _, r in shares for n in r]))

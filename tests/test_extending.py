@@ -249,6 +249,7 @@ def collected(config: Config) -> tuple[ScoredRollout, list[str]]:
     inputs = SimpleNamespace(tokenizer=TOKENIZER, source=Source(), longest_prompt=3)
     generator, *_ = build_generator(config, world, inputs, actor, SAMPLING, lambda: False, notes.append)
     collector = RolloutCollector(
+        prompts=iter([prompts]),
         actor=actor,
         generator=generator,
         start_scoring=partial(start_scoring, bind(config.reward, "reward")(tokenizer=TOKENIZER)),
@@ -256,7 +257,7 @@ def collected(config: Config) -> tuple[ScoredRollout, list[str]]:
         timer=lambda phase: nullcontext(),
         check=lambda: None,
     )
-    rollout, scores, _ = collector(iter([prompts]))
+    rollout, scores, _ = collector()
     return scored(rollout, scores.result()), notes
 
 

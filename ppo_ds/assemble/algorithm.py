@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from ppo_ds.algorithm.aggregation import token_mean
+from ppo_ds.algorithm.aggregation import seq_mean_token_mean, seq_mean_token_sum, token_mean
 from ppo_ds.algorithm.credit.positions import ScorePosition
 from ppo_ds.algorithm.credit.responses import CreditOptions
 from ppo_ds.algorithm.credit.whitening import Whitening
 from ppo_ds.algorithm.kl.controllers import AdaptiveKLController, FixedKLController, ThresholdKLController
-from ppo_ds.algorithm.policy.keys import PolicyConfig
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.assemble.shared import all_packed, training_steps
 from ppo_ds.config.registry import (
@@ -32,62 +30,65 @@ from ppo_ds.config.schema import (
     rollout_size,
     value_position,
 )
-from ppo_ds.config.sections.algo import AlgoConfig, GAEConfig, KLConfig, RolloutISConfig
+from ppo_ds.config.sections.algo import AlgoConfig, KLConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
 from ppo_ds.ops.masked import Reduce
-from ppo_ds.planning.forwards import kept_roles, old_logprobs_source, selects_tokens
+from ppo_ds.planning.forwards import kept_roles, old_logprobs_source
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.kept_forwards import KeptForwards
-from ppo_ds.ppo.learner import Learner
-from ppo_ds.ppo.losses import PolicyObjective, PtxObjective, ValueObjective, select_tokens
+from ppo_ds.ppo.learner import Learner, RatioCounts, Schedule
+from ppo_ds.ppo.losses import (
+    EntropyTerm,
+    LoadBalancingTerm,
+    PolicyTerm,
+    PositiveNLLTerm,
+    PtxObjective,
+    ReferenceKLTerm,
+    Term,
+    ValueObjective,
+    forward_options,
+)
+from ppo_ds.ppo.model_outputs import ModelForwards
 from ppo_ds.ppo.parity import BOUNDS, ParityMonitor
-from ppo_ds.run.health import Health
-from ppo_ds.run.timing import PhaseTimer
-from ppo_ds.run.token_budgets import TokenBudgets
-from ppo_ds.types import Experience, Sequences
+from ppo_ds.ppo.transforms import (
+    Transform,
+    whitened,
+    with_selected,
+    with_top_entropy,
+    without_truncated,
+)
+from ppo_ds.run.stage import RunContext, StepContext
+from ppo_ds.types import Sequences
 
 
 def experience_maker(
     config: PPOConfig,
+    context: RunContext,
     *,
-    world: World,
     actor: TrainedModel,
     reference: FrozenModel | None,
     critic: TrainedModel | None,
     lagged: WeightCopy | None,
-    stop_token_ids: tuple[int, ...],
-    pad_id: int,
-    budgets: TokenBudgets,
-    timer: PhaseTimer,
-    check: Callable[[], None],
+    masked_stop_ids: tuple[int, ...],
     kept: KeptForwards | None = None,
 ) -> ExperienceMaker:
     """Builds the ExperienceMaker of a run."""
-    algo = config.algo
+    algo, world, budgets = config.algo, context.world, context.budgets
     # ZeRO-3 gathers weights in a forward, and the lagged weights are swapped in between two forwards
     sections = (config.actor, config.critic, config.reference)
     collective = lagged is not None or any(section.zero.stage == 3 for section in sections)
-    return ExperienceMaker(
+    forwards = ModelForwards(
         actor=actor,
         lagged=lagged,
         reference=reference,
         critic=critic,
         share_trunk=critic is None and learns_values(config),
         old_logprobs=old_logprobs_source(config),
-        compute_entropy=algo.policy.top_entropy is not None,
-        masked_stop_ids=masked_stop_ids(algo.train_on_eos, stop_token_ids, pad_id),
-        shaper=ScoreShaper(algo.reward_shaping, world.sum),
-        charged_kl=_kl_estimator(algo.kl) if algo.kl.place == "reward" else None,
-        score_position=_score_position(algo),
-        estimate_advantages=resolve(ADVANTAGE_ESTIMATORS[algo.advantage.estimator]),
-        credit=credit_options(config, world.sum),
-        whitening=_whitening(algo),
-        group_size=config.rollout.samples_per_prompt,
-        rollout_is=algo.rollout_is,
+        actor_options={"with_entropy": algo.policy.top_entropy is not None},
         token_budget=budgets.score,
         guard=partial(
             budgets.guard,
@@ -98,9 +99,23 @@ def experience_maker(
         ),
         packed=all_packed(actor, reference, critic),
         world=world,
-        timer=timer,
-        check=check,
+        timer=context.timer,
         kept=kept,
+    )
+    return ExperienceMaker(
+        forwards=forwards,
+        masked_stop_ids=masked_stop_ids,
+        shaper=ScoreShaper(algo.reward_shaping, world.sum),
+        charged_kl=_kl_estimator(algo.kl) if algo.kl.place == "reward" else None,
+        score_position=_score_position(algo),
+        estimate_advantages=resolve(ADVANTAGE_ESTIMATORS[algo.advantage.estimator]),
+        credit=credit_options(config, world.sum),
+        whitening=_whitening(algo),
+        group_size=config.rollout.samples_per_prompt,
+        rollout_is=algo.rollout_is,
+        world=world,
+        timer=context.timer,
+        check=context.stop.raise_if_stopped,
     )
 
 
@@ -108,7 +123,7 @@ def kept_forwards(
     config: PPOConfig, *, world: World, actor: TrainedModel, critic: TrainedModel | None
 ) -> KeptForwards | None:
     """Builds the KeptForwards of a run; None if no forward is kept."""
-    options = {"actor": policy_objective(config, actor).forward_options, "critic": {}}
+    options = {"actor": forward_options(policy_terms(config, actor)), "critic": {}}
     roles = kept_roles(config)
     if not roles:
         return None
@@ -132,19 +147,6 @@ def credit_options(config: PPOConfig, reduce: Reduce) -> CreditOptions:
         part_weights=weights,
         reduce=reduce,
     )
-
-
-def pretraining(config: PPOConfig, maker: ExperienceMaker) -> ExperienceMaker:
-    """Returns a copy of ``maker`` for the critic's pretraining.
-
-    Returns are sums of future rewards (lambda 1), because the values of an untrained critic are useless for
-    bootstrapping. Forwards that do not affect the returns are omitted.
-    """
-    credit = replace(maker.credit, gae=GAEConfig(gamma=config.algo.gae.gamma, lam=1.0))
-    maker = replace(maker, credit=credit, kept=None)
-    if maker.charged_kl is not None:
-        return maker
-    return replace(maker, old_logprobs="update", reference=None, rollout_is=RolloutISConfig(kind="none"))
 
 
 def masked_stop_ids(
@@ -198,12 +200,10 @@ def horizon(config: PPOConfig, n_prompts: int) -> Horizon:
 
 def learner(
     config: PPOConfig,
+    context: StepContext,
     *,
-    world: World,
     actor: TrainedModel,
     critic: TrainedModel | None,
-    timer: PhaseTimer,
-    health: Health,
     parity: ParityMonitor,
     ptx_texts: Iterator[Sequences] | None = None,
     ema: WeightCopy | None = None,
@@ -215,49 +215,64 @@ def learner(
     return Learner(
         actor=actor,
         critic=critic,
-        ema=ema,
-        ema_decay=config.actor.ema.decay or 0.0,
-        policy=policy_objective(config, actor),
-        select_tokens=token_selection(algo.policy) if selects_tokens(algo.policy) else None,
+        average=None if ema is None else partial(ema.ema_update, config.actor.ema.decay),
+        transforms=transforms(algo),
+        terms=policy_terms(config, actor),
         # At action level sequence there is one value per response, so the value loss is the mean over the
         # responses, whatever algo.loss.agg is.
         value=ValueObjective(algo.value, token_mean if algo.action_level == "sequence" else aggregation),
-        ptx=PtxObjective(algo.ptx.coef) if ptx_texts is not None else None,
-        ptx_texts=ptx_texts,
-        whitening=_whitening(algo),
+        ptx=None if ptx_texts is None else PtxObjective(algo.ptx.coef, ptx_texts),
         norm=algo.loss.norm or config.sampling.max_new_tokens,
-        mask_truncated=algo.loss.mask_truncated,
-        epochs=algo.epochs,
-        minibatch_size=algo.minibatch_size or rollout_size(config),
+        schedule=Schedule(algo.epochs, algo.minibatch_size or rollout_size(config), algo.target_kl),
         token_budget=int(config.memory.train_tokens),
         packed=all_packed(actor, critic),
-        target_kl=algo.target_kl,
-        world=world,
-        timer=timer,
-        health=health,
-        parity=parity,
         kept=kept,
-        decoded_old_logprobs=algo.old_logprobs == "rollout",
-        counts_ratios=config.tracker.logs_histograms,
+        context=context,
+        parity=parity,
+        ratios=RatioCounts(context.world) if config.tracker.logs_histograms else None,
     )
 
 
-def policy_objective(config: PPOConfig, actor: TrainedModel) -> PolicyObjective:
-    """Builds the actor's loss."""
-    algo = config.algo
-    return PolicyObjective(
-        loss=import_target(algo.policy.function),
-        policy=algo.policy,
-        ratio=algo.policy.ratio or algo.action_level,
-        sums_over_tokens=algo.policy.sums_over_tokens,
-        off_policy_limit=algo.policy.off_policy_limit,
-        entropy=algo.entropy,
-        kl=_kl_estimator(algo.kl) if algo.kl.place == "loss" else None,
-        positive_nll=algo.positive_nll,
-        aux_coef=(actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef,
-        agg=resolve(LOSS_AGGREGATIONS[algo.loss.agg]),
-        level=algo.action_level,
-    )
+def transforms(algo: AlgoConfig) -> tuple[Transform, ...]:
+    """Returns what changes the rows of an optimizer step."""
+    policy, chosen = algo.policy, list[Transform]()
+    if algo.advantage.whiten == "minibatch":
+        chosen.append(partial(whitened, whitening=_whitening(algo)))
+    if algo.loss.mask_truncated:
+        chosen.append(without_truncated)
+    if policy.top_entropy is not None:
+        chosen.append(partial(with_top_entropy, share=policy.top_entropy))
+    if policy.selection is not None:
+        chosen.append(
+            partial(with_selected, selection=partial(import_target(policy.selection), policy=policy))
+        )
+    return tuple(chosen)
+
+
+def policy_terms(config: PPOConfig, actor: TrainedModel) -> tuple[Term, ...]:
+    """Returns the terms of the actor's loss.
+
+    At action level sequence the KL and the entropy of a response are sums over its tokens, and so is its
+    policy loss unless each of its tokens has the loss of the whole response.
+    """
+    algo, policy = config.algo, config.algo.policy
+    agg = policy_agg = resolve(LOSS_AGGREGATIONS[algo.loss.agg])
+    if algo.action_level == "sequence":
+        agg = seq_mean_token_sum
+        policy_agg = seq_mean_token_sum if policy.sums_over_tokens else seq_mean_token_mean
+    ratio = policy.ratio or algo.action_level
+    terms: list[Term] = [
+        PolicyTerm(import_target(policy.function), policy, ratio, policy_agg),
+        EntropyTerm(algo.entropy, agg),
+    ]
+    if algo.kl.place == "loss":
+        terms.append(ReferenceKLTerm(_kl_estimator(algo.kl), agg))
+    aux_coef = (actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef
+    if aux_coef:
+        terms.append(LoadBalancingTerm(aux_coef))
+    if algo.positive_nll.coef:
+        terms.append(PositiveNLLTerm(algo.positive_nll.coef, algo.positive_nll.above))
+    return tuple(terms)
 
 
 def parity_monitor(config: PPOConfig) -> ParityMonitor:
@@ -271,13 +286,6 @@ def parity_monitor(config: PPOConfig) -> ParityMonitor:
         old_from_rollout=config.algo.old_logprobs == "rollout",
         own_weights=has_own_weights(config.rollout.backend),
     )
-
-
-def token_selection(policy: PolicyConfig) -> Callable[[Experience, torch.Generator], Experience]:
-    """Builds the selection of tokens of `algo.policy.top_entropy` and of the policy loss."""
-    target = policy.selection
-    selection = None if target is None else partial(import_target(target), policy=policy)
-    return partial(select_tokens, top_entropy=policy.top_entropy, selection=selection)
 
 
 def kl_controller(config: PPOConfig) -> FixedKLController:

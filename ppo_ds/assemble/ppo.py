@@ -15,7 +15,6 @@ from ppo_ds.assemble.algorithm import (
     learner,
     masked_stop_ids,
     parity_monitor,
-    pretraining,
 )
 from ppo_ds.assemble.banner import summary
 from ppo_ds.assemble.data import Inputs, read_inputs, stop_ids
@@ -24,7 +23,7 @@ from ppo_ds.assemble.generator import build_generator, rebuilt_on_change
 from ppo_ds.assemble.multi_turn import try_on_data, with_environment
 from ppo_ds.assemble.ppo_models import Models, estimate_memory, load_models, plan_generation
 from ppo_ds.assemble.preflight import preflight, try_functions
-from ppo_ds.assemble.shared import eval_weights, slow_dtypes
+from ppo_ds.assemble.shared import slow_dtypes
 from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, has_own_weights
 from ppo_ds.config.schema import PPOConfig, all_rewards
 from ppo_ds.config.sections.algo import AlgoConfig
@@ -35,6 +34,7 @@ from ppo_ds.planning.forwards import kept_roles
 from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.meter import build_meter
+from ppo_ds.ppo.parity import Gap
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rollout.base import Generator, SamplingParams
@@ -48,7 +48,7 @@ RANK_SEED_OFFSET = 100_003
 
 def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
     """Loads data and models and builds the PPO stage from them. May raise UserError. A collective."""
-    world, banner, algo = context.world, context.banner, config.algo
+    world, banner = context.world, context.banner
 
     # data and models
     inputs, stops = read_data(config, context)
@@ -59,17 +59,7 @@ def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
         banner.note(titled("memory", f"{roles}: the forward before the update serves for the update"))
     banner.note(*plan_generation(config, models.actor, models.critic))
     sampling = build_sampling(config, stops, models.actor.module.temperature)
-    banner.starting("comparing the log-probs of generation and training")
-    backend, gap, make_backend = build_generator(
-        config, world, inputs, models.actor, sampling, context.stop.should_stop, banner.note
-    )
-    generator = context.budgets.guard(
-        context.budgets.rollout,
-        rebuilt_on_change(backend, make_backend, context.budgets.rollout),
-        what="generation",
-        repeatable=not (models.actor.lockstep or has_own_weights(config.rollout.backend)),
-    )
-    generator = with_environment(config, world, inputs.tokenizer, generator, context.stop.raise_if_stopped)
+    generator, gap = generation(config, context, inputs, models, sampling)
     banner.summarize(
         *summary(config, world, inputs.source, models.critic_path, length.steps, length.actor, gap)
     )
@@ -79,62 +69,60 @@ def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
     kept = kept_forwards(config, world=world, actor=models.actor, critic=models.critic)
     make_experience = experience_maker(
         config,
-        world=world,
+        context,
         actor=models.actor,
         reference=models.reference,
         critic=models.critic,
-        lagged=models.lagged,
-        stop_token_ids=stops,
-        pad_id=inputs.tokenizer.pad_id,
-        budgets=context.budgets,
-        timer=context.timer,
-        check=context.stop.raise_if_stopped,
+        lagged=models.copies.get("lagged"),
+        masked_stop_ids=masked_stop_ids(config.algo.train_on_eos, stops, inputs.tokenizer.pad_id),
         kept=kept,
     )
-    parity = parity_monitor(config)
     learn = learner(
         config,
-        world=world,
+        context,
         actor=models.actor,
         critic=models.critic,
+        parity=parity_monitor(config),
         ptx_texts=inputs.ptx,
-        ema=models.ema,
-        timer=context.timer,
-        health=context.health,
-        parity=parity,
+        ema=models.copies.get("ema"),
         kept=kept,
     )
     kl = kl_controller(config)
     return PPOTrainer(
         context=context,
-        algo=algo,
-        seed=config.run.seed,
+        config=config,
         total_steps=length.steps,
-        samples_per_prompt=config.rollout.samples_per_prompt,
-        samples=config.tracker.samples,
-        sample_tokens=config.tracker.sample_tokens,
-        logs_histograms=config.tracker.logs_histograms,
-        actor=models.actor,
-        critic=models.critic,
-        ema=models.ema,
-        lagged=models.lagged,
-        prompts=inputs.prompts,
         data=inputs.fingerprints,
-        collect=build_collector(config, context, models, generator, sampling),
+        tokenizer=inputs.tokenizer,
+        actor=models.actor,
+        weight_copies=models.copies,
+        collect=build_collector(config, context, inputs, models, generator, sampling),
         make_experience=make_experience,
-        make_pretraining_experience=pretraining(config, make_experience)
-        if algo.value.pretrain_rollouts
-        else None,
         learn=learn,
         kl=kl,
-        stateful=stateful_components(algo, inputs, models.reward, kl, make_experience.shaper),
+        stateful=stateful_components(config.algo, inputs, models.reward, kl, make_experience.shaper),
         evaluator=build_evaluator(config, context, inputs, models, generator, sampling),
-        eval_weights=eval_weights(models.ema, config.actor.ema.evaluate),
-        tokenizer=inputs.tokenizer,
         meter=build_meter(world, models.actor, models.critic),
         kl_monitor=KLMonitor(config.health.max_kl, stops=config.health.kl_action == "stop"),
-        parity_monitor=parity,
     )
+
+
+def generation(
+    config: PPOConfig, context: RunContext, inputs: Inputs, models: Models, sampling: SamplingParams
+) -> tuple[Generator, Gap]:
+    """Builds generation by the decode backend, and returns it with the gap of its log-probs. A collective."""
+    world, stop, budgets = context.world, context.stop, context.budgets
+    context.banner.starting("comparing the log-probs of generation and training")
+    backend, gap, make_backend = build_generator(
+        config, world, inputs, models.actor, sampling, stop.should_stop, context.banner.note
+    )
+    generator = budgets.guard(
+        budgets.rollout,
+        rebuilt_on_change(backend, make_backend, budgets.rollout),
+        what="generation",
+        repeatable=not (models.actor.lockstep or has_own_weights(config.rollout.backend)),
+    )
+    return with_environment(config, world, inputs.tokenizer, generator, stop.raise_if_stopped), gap
 
 
 def read_data(config: PPOConfig, context: RunContext) -> tuple[Inputs, tuple[int, ...]]:
@@ -194,10 +182,16 @@ def build_sampling(config: PPOConfig, stops: tuple[int, ...], temperature: float
 
 
 def build_collector(
-    config: PPOConfig, context: RunContext, models: Models, generator: Generator, sampling: SamplingParams
+    config: PPOConfig,
+    context: RunContext,
+    inputs: Inputs,
+    models: Models,
+    generator: Generator,
+    sampling: SamplingParams,
 ) -> RolloutCollector:
     dynamic = config.algo.dynamic_sampling
     components: dict[str, Any] = {
+        "prompts": inputs.prompts,
         "actor": models.actor,
         "generator": generator,
         "start_scoring": guarded_scoring(context, models, partial(start_scoring, models.reward)),

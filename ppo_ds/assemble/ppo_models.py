@@ -47,8 +47,7 @@ class Models:
     reward_models: RewardModels  # the models of all rewards
     critic: TrainedModel | None  # None without a critic, and if the value head is on the actor
     critic_path: str | None  # path of the critic's initial weights
-    ema: WeightCopy | None
-    lagged: WeightCopy | None
+    copies: dict[str, WeightCopy]  # "ema": the average of the actor, "lagged": the old policy
 
 
 def load_models(config: PPOConfig, context: RunContext, inputs: Inputs, length: Horizon) -> Models:
@@ -95,10 +94,10 @@ def load_models(config: PPOConfig, context: RunContext, inputs: Inputs, length: 
     if critic is not None:
         banner.note(*training_notes("ppo", "critic", config.critic, critic))
     banner.note(*choose_layouts(config, actor, reference, critic))
-    ema = WeightCopy(actor) if config.actor.ema.decay is not None else None
-    lagged = WeightCopy(actor) if config.algo.old_policy == "lagged" else None
+    needed = {"ema": config.actor.ema.decay is not None, "lagged": config.algo.old_policy == "lagged"}
+    copies = {name: WeightCopy(actor) for name, needs_copy in needed.items() if needs_copy}
     critic_path = start.model.path if start else None
-    return Models(actor, reference, reward, eval_rewards, load_frozen, critic, critic_path, ema, lagged)
+    return Models(actor, reference, reward, eval_rewards, load_frozen, critic, critic_path, copies)
 
 
 def estimate_memory(config: PPOConfig, hardware: Hardware, *, models: Models, inputs: Inputs) -> Estimate:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ppo_ds.algorithm.policy.keys import PolicyConfig
 from ppo_ds.config.schema import PPOConfig, has_critic, rollout_size
-from ppo_ds.ppo.experience import OldLogprobs
+from ppo_ds.ppo.model_outputs import OldLogprobs
 
 
 def old_logprobs_source(config: PPOConfig) -> OldLogprobs:
-    """Returns which computation gives the old log-probs, see ExperienceMaker.
+    """Returns which computation gives the old log-probs, see ModelForwards.
 
     The forward of the update computes them if one optimizer step uses the whole rollout, the old policy does
     not lag, and nothing before the update needs the log-probs: there is no KL in the reward, no importance

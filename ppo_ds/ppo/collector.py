@@ -27,6 +27,7 @@ from ppo_ds.types import Metrics, Prompts, Rollout, ScoredRollout, Scores
 class RolloutCollector:
     """Generates responses to the next prompts and starts to score them. Each rank has its own prompts."""
 
+    prompts: Iterator[Prompts]
     actor: HybridActor
     generator: Generator
     start_scoring: StartScoring
@@ -34,9 +35,9 @@ class RolloutCollector:
     timer: PhaseTimer
     check: Callable[[], None]  # a collective that raises Abandoned on all ranks after a stop request
 
-    def __call__(self, prompts: Iterator[Prompts]) -> tuple[Rollout, Pending[Scores], Metrics]:
+    def __call__(self) -> tuple[Rollout, Pending[Scores], Metrics]:
         """Collects a rollout for the next prompts; returns it with its scores and metrics. A collective."""
-        return *self.collect(next(prompts)), {}
+        return *self.collect(next(self.prompts)), {}
 
     def collect(self, prompts: Prompts) -> tuple[Rollout, Pending[Scores]]:
         """Generates one round and starts to score it. A collective."""
@@ -61,9 +62,9 @@ class GreedyRolloutCollector(RolloutCollector):
     group_size: int  # consecutive rows with the same prompt
     world: World
 
-    def __call__(self, prompts: Iterator[Prompts]) -> tuple[Rollout, Pending[Scores], Metrics]:
+    def __call__(self) -> tuple[Rollout, Pending[Scores], Metrics]:
         """Collects a rollout; the scores have the greedy responses in ``Scores.greedy``. A collective."""
-        rows = next(prompts)
+        rows = next(self.prompts)
         with self.actor.generation_mode(), self.timer("generate"):
             rollout = self.generator(rows, self.sampling)
             one_each = rows.select(torch.arange(0, len(rows), self.group_size))
@@ -88,13 +89,13 @@ class DynamicRolloutCollector(RolloutCollector):
     max_rounds: int
     world: World
 
-    def __call__(self, prompts: Iterator[Prompts]) -> tuple[Rollout, Pending[Scores], Metrics]:
+    def __call__(self) -> tuple[Rollout, Pending[Scores], Metrics]:
         """Collects a rollout in rounds; returns this rank's equal share of the chosen rows. A collective."""
-        first = self.collect_scored(next(prompts))
+        first = self.collect_scored(next(self.prompts))
         rounds, wanted = [first], len(first) // self.group_size
         useful = int(self._scores_differ(first).sum())
         while useful < wanted and len(rounds) < self.max_rounds:
-            rounds.append(self.collect_scored(next(prompts)))
+            rounds.append(self.collect_scored(next(self.prompts)))
             useful += int(self._scores_differ(rounds[-1]).sum())
         all_rows = concatenate(rounds)
         differ = self._scores_differ(all_rows)

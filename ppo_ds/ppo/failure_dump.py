@@ -48,7 +48,6 @@ def dump_failure(
     """Locates the first non-finite tensor, writes the dump and returns the error message. A collective."""
     origin = find_origin(learner, skipped)
     texts = sample_rows(skipped.minibatch, tokenizer, -1)
-    models = {"actor": learner.actor} | ({} if learner.critic is None else {"critic": learner.critic})
     return failure_dump.dump_failure(
         folder,
         step,
@@ -59,7 +58,7 @@ def dump_failure(
         ],
         place="row {row_of_the_rollout} of the rollout",
         columns=skipped.minibatch.tensors(),
-        models=models,
+        models=learner.models(),
         config=config,
         about={"kl_coef": skipped.kl_coef, "critic_only": skipped.critic_only},
         hint=f"; replay it with: {command('replay')} {folder}",

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ppo_ds.algorithm.aggregation import BatchTotals, batch_totals
-from ppo_ds.algorithm.credit.whitening import Whitening
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.distributed.world import World
@@ -28,14 +27,14 @@ from ppo_ds.ops.histograms import RATIO_EDGES, count_bins
 from ppo_ds.ops.masked import keep, sum_and_count
 from ppo_ds.ppo.health import NonFiniteStep, first_nonfinite
 from ppo_ds.ppo.kept_forwards import KeptForwards, KeptOutputs
-from ppo_ds.ppo.losses import Parts, PolicyObjective, PtxObjective, ValueObjective, correct_tokens
+from ppo_ds.ppo.losses import Parts, PtxObjective, Term, ValueObjective, actor_loss, forward_options
 from ppo_ds.ppo.minibatches import minibatches, scatter_tokens
 from ppo_ds.ppo.parity import ParityMonitor
-from ppo_ds.run.health import Health
+from ppo_ds.ppo.transforms import Transform
 from ppo_ds.run.metrics import MetricSums, step_metrics
 from ppo_ds.run.microbatches import microbatch_rows, microbatches, padding
-from ppo_ds.run.timing import PhaseTimer
-from ppo_ds.types import Experience, Histogram, Metrics, Sequences
+from ppo_ds.run.stage import StepContext
+from ppo_ds.types import Experience, Histogram, Metrics
 
 ROLES = {"actor": "policy", "critic": "value"}  # model -> prefix of its metrics
 # metrics that are logged as NaN when a rollout is skipped; the other metrics of the update are then absent
@@ -44,10 +43,48 @@ UNKNOWN = ("policy/loss", "value/loss", "value/explained_var")
 GAP, MAX_GAP = "parity/logp_abs_diff_mean", "parity/logp_abs_diff_max"
 
 
-class Average(Protocol):
-    """A running average of the actor's weights, such as engine.weight_copy.WeightCopy."""
+@dataclass(frozen=True)
+class Schedule:
+    """The optimizer steps of one update."""
 
-    def ema_update(self, decay: float) -> None: ...
+    epochs: int
+    minibatch_size: int  # rows of one optimizer step, over all ranks
+    target_kl: float | None  # nats per token; no further optimizer step once approx_kl exceeds it
+
+    def steps(self, rows: int) -> int:
+        """Returns the number of optimizer steps of an update on this number of rows."""
+        return self.epochs * (rows // self.minibatch_size)
+
+    def rows_of_steps(self, rows: int, shuffle: torch.Generator) -> Iterator[Tensor]:
+        """Yields the row indices of each optimizer step, epoch after epoch, and counts the steps."""
+        with counting(self.steps(rows), "optimizer steps") as done:
+            epochs = (minibatches(rows, self.minibatch_size, shuffle) for _ in range(self.epochs))
+            for number, indices in enumerate(chain.from_iterable(epochs), start=1):
+                yield indices
+                done(number)
+
+
+class RatioCounts:
+    """Counts the ratios pi(a|s) / pi_old(a|s) of the trained tokens, one per token at every action level."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.counts = world, None  # counts in the bins of RATIO_EDGES on this rank, [N] long
+
+    def add(self, micro: Experience, logprobs: Tensor) -> None:
+        """Counts the ratios of a micro-batch; ``logprobs`` [b,R'] are of the current policy."""
+        old_logprobs = logprobs if micro.old_logprobs is None else micro.old_logprobs.to(logprobs.device)
+        edges = torch.tensor(RATIO_EDGES, device=logprobs.device)
+        ratios = (logprobs - old_logprobs).exp()
+        counts = count_bins(ratios, edges, micro.response_mask.to(logprobs.device))
+        self.counts = counts if self.counts is None else self.counts + counts
+
+    def take(self) -> Histogram | None:
+        """Returns the ratios of all optimizer steps since the last call, those above 2 in the last bin.
+
+        Returns None if the actor was not trained. A collective.
+        """
+        counts, self.counts = self.counts, None
+        return None if counts is None else Histogram(self.world.sum(counts).tolist(), RATIO_EDGES)
 
 
 @dataclass(frozen=True)
@@ -68,35 +105,26 @@ class Learner:
     # models
     actor: TrainedModel
     critic: TrainedModel | None  # None: critic-free, or the actor has the value head
-    ema: Average | None
-    ema_decay: float
-    # losses
-    policy: PolicyObjective
-    # selects tokens of an optimizer step for the policy loss, see losses.select_tokens
-    select_tokens: Callable[[Experience, torch.Generator], Experience] | None = None
+    average: Callable[[], None] | None  # updates the averaged weights after an optimizer step of the actor
+    # the algorithm
+    transforms: tuple[Transform, ...]  # of the rows of each optimizer step
+    terms: tuple[Term, ...]  # of the actor's loss
     value: ValueObjective
     ptx: PtxObjective | None
-    ptx_texts: Iterator[Sequences] | None  # yields the texts of one optimizer step, for all ranks
-    whitening: Whitening
     norm: int  # for the aggregation token_sum_norm: its divisor for each response
-    mask_truncated: bool = False  # excludes responses cut at the length limit from all losses
+    schedule: Schedule
     # batches
-    epochs: int
-    minibatch_size: int  # rows of one optimizer step, over all ranks
-    token_budget: int
+    token_budget: int  # of a micro-batch
     packed: bool  # the models take rows without padding
-    target_kl: float | None  # nats per token; no further optimizer step once approx_kl exceeds it
-    # the run
-    world: World
-    timer: PhaseTimer
-    health: Health
-    parity: ParityMonitor  # checks the first forward of an update, if it is the first to run the actor
     kept: KeptForwards | None = None  # forwards of make_experience that serve for the update
-    decoded_old_logprobs: bool = False  # the old log-probs are those of the decode backend
-    counts_ratios: bool = False  # counts the ratios of all tokens for take_ratios
+    # the run
+    context: StepContext
+    parity: ParityMonitor  # checks the first forward of an update, if it is the first to run the actor
+    ratios: RatioCounts | None = None
 
-    # state: this rank's counts in the bins of RATIO_EDGES since the last call of take_ratios, [N] long
-    ratio_counts: Tensor | None = field(init=False, default=None)
+    @property
+    def world(self) -> World:
+        return self.context.world
 
     def __call__(
         self, experience: Experience, kl_coef: float, seed: int, critic_only: bool = False
@@ -108,7 +136,8 @@ class Learner:
         forward of that step computes the old log-probs, and the returned experience contains them. May raise
         StepRefused before any weight has changed.
         """
-        shuffle, steps_per_epoch = torch.Generator().manual_seed(seed), len(experience) // self.minibatch_size
+        shuffle, schedule = torch.Generator().manual_seed(seed), self.schedule
+        steps_per_epoch = len(experience) // schedule.minibatch_size
         kept = KeptOutputs(None, {}) if self.kept is None else self.kept.take()
         assert not (critic_only and "actor" in kept.by_model), "the actor's graph would not be used"
         if (found := first_nonfinite(experience)) is not None:
@@ -116,24 +145,20 @@ class Learner:
             return experience, self.skip_rollout(experience, *found, shuffle, kl_coef, critic_only)
         fault("update")
         first_forward = experience.old_logprobs is None and not critic_only
-        assert not first_forward or self.epochs * steps_per_epoch == 1, (
+        assert not first_forward or schedule.steps(len(experience)) == 1, (
             "the log-probs of a second optimizer step are no longer those of the old policy"
         )
         draws = torch.Generator().manual_seed(seed)  # selected tokens do not change the order of the rows
         models, metrics, approx_kl, steps_done = self.models(critic_only), MetricSums(), 0.0, 0
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
 
-        for rows in self.rows_of_steps(len(experience), shuffle):
+        for rows in schedule.rows_of_steps(len(experience), shuffle):
             # this ends all epochs, since approx_kl changes only in an optimizer step
-            if self.target_kl is not None and approx_kl > self.target_kl:
+            if schedule.target_kl is not None and approx_kl > schedule.target_kl:
                 break
             minibatch = experience.select(rows)
-            advantages = self.whitening.whiten_minibatch(minibatch.advantages, minibatch.response_mask)
-            minibatch = replace(minibatch, advantages=advantages)
-            if self.mask_truncated:
-                minibatch = without_truncated(minibatch)
-            if self.select_tokens is not None and not critic_only:
-                minibatch = self.select_tokens(minibatch, draws)
+            for transform in self.transforms:
+                minibatch = transform(minibatch, draws)
             if kept.rows is None:
                 plan = microbatch_rows(minibatch, self.token_budget, self.world, self.packed)
             else:  # the minibatch holds all rows
@@ -145,42 +170,38 @@ class Learner:
             done = self.step_or_skip(models, losses, actor, first=steps_done == 0)
             if actor is not None and steps_done == 0:
                 metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
-                for gap in actor.gaps if self.decoded_old_logprobs else []:  # else measured in all rows
+                for gap in actor.gaps if self.parity.old_from_rollout else []:  # else measured in all rows
                     metrics.add_parts(gap)
             if first_forward:  # this is the only optimizer step of the update
                 mine = scatter_tokens(actor.logprobs, experience, [rows[part] for part in plan])
                 of_all_ranks = self.world.sum(mine)
                 experience = replace(experience, logprobs=of_all_ranks, old_logprobs=of_all_ranks)
-            if self.target_kl is not None and actor is not None:
+            if schedule.target_kl is not None and actor is not None:
                 approx_kl = done.sums[0] / max(done.sums[1], 1.0)
             steps_done += 1
             for name, info in done.infos.items():
                 steps[ROLES[name]].append(info)
-            if done.nonfinite:
-                skipped = NonFiniteStep(done.nonfinite, minibatch, rows, None, None, kl_coef, critic_only)
-                self.health.record_skip(skipped, counted=not done.overflow_expected)
-                continue
-            self.health.record_step()
-            if self.ema is not None and not critic_only:
-                with self.timer("update_actor"):
-                    self.ema.ema_update(self.ema_decay)
+            self.record(
+                done, NonFiniteStep(done.nonfinite, minibatch, rows, None, None, kl_coef, critic_only)
+            )
 
         passes = {
             "policy/epochs_run": steps_done / steps_per_epoch,
-            "policy/early_stopped": float(steps_done < self.epochs * steps_per_epoch),
+            "policy/early_stopped": float(steps_done < schedule.steps(len(experience))),
         }
         return experience, metrics.reduced(self.world) | step_metrics(steps) | passes
 
-    def rows_of_steps(self, rows: int, shuffle: torch.Generator) -> Iterator[Tensor]:
-        """Yields the row indices of each optimizer step, epoch after epoch, and counts the steps."""
-        steps = self.epochs * (rows // self.minibatch_size)
-        with counting(steps, "optimizer steps") as done:
-            epochs = (minibatches(rows, self.minibatch_size, shuffle) for _ in range(self.epochs))
-            for number, indices in enumerate(chain.from_iterable(epochs), start=1):
-                yield indices
-                done(number)
+    def record(self, done: LockstepResult, step: NonFiniteStep) -> None:
+        """Counts an optimizer step that was done or skipped, and updates the averaged weights."""
+        if done.nonfinite:
+            self.context.health.record_skip(step, counted=not done.overflow_expected)
+            return
+        self.context.health.record_step()
+        if self.average is not None and not step.critic_only:
+            with self.context.timer("update_actor"):
+                self.average()
 
-    def models(self, critic_only: bool) -> dict[str, TrainedModel]:
+    def models(self, critic_only: bool = False) -> dict[str, TrainedModel]:
         """Returns the models that are trained together, by name."""
         actor = {} if critic_only else {"actor": self.actor}
         return actor if self.critic is None else actor | {"critic": self.critic}
@@ -206,13 +227,13 @@ class Learner:
         critic_first = "critic" in kept and "actor" not in kept
         for name in ("critic", "actor") if critic_first else ("actor", "critic"):
             if name == "actor" and not critic_only:
-                with self.timer("update_actor"):
+                with self.context.timer("update_actor"):
                     actor = self.backward_actor(
                         micros, totals, value_totals, kl_coef, metrics, kept.pop(name, None)
                     )
                 losses[name] = actor.loss
             if name == "critic" and self.critic is not None:
-                with self.timer("update_critic"):
+                with self.context.timer("update_critic"):
                     losses[name] = self.backward_critic(micros, value_totals, metrics, kept.pop(name, None))
         return losses, actor
 
@@ -225,12 +246,12 @@ class Learner:
     ) -> LockstepResult:
         """Steps all models or none, and sums what the next steps and the parity check need over ranks.
 
-        ``sums`` of the result begins with the sum and the count of approx_kl if ``target_kl`` is set. The
-        ``first`` step of an update compares the log-probs of generation with those of its forward, if no
+        ``sums`` of the result begins with the sum and the count of approx_kl if the schedule has a target_kl.
+        The ``first`` step of an update compares the log-probs of generation with those of its forward, if no
         earlier forward has computed them. Raises StepRefused if the difference is too large.
         """
         extra, measures_gap = [], actor is not None and first and GAP in actor.gaps[0]
-        if self.target_kl is not None and actor is not None:
+        if self.schedule.target_kl is not None and actor is not None:
             extra.append(actor.kl_sums)
         if measures_gap:
             extra.append(torch.stack([gap[GAP] for gap in actor.gaps]).sum(0))
@@ -239,7 +260,7 @@ class Learner:
             losses,
             torch.cat(extra) if extra else None,
             world=self.world,
-            timer=self.timer,
+            timer=self.context.timer,
             check=self.check_parity if measures_gap else None,
         )
 
@@ -258,9 +279,8 @@ class Learner:
         """
         norm, size = self.norm * len(minibatch), self.world.size
         totals = batch_totals([minibatch.response_mask], dp_size=size, norm=norm)
-        if self.policy.positive_nll.coef:
-            correct = correct_tokens(minibatch, self.policy.positive_nll.above)
-            totals = replace(totals, positive_tokens=float(correct.sum()))
+        for term in self.terms:
+            totals = term.counted(minibatch, totals)
         if minibatch.value_mask is None:
             return totals, None
         return totals, batch_totals([minibatch.value_mask], dp_size=size, norm=norm)
@@ -295,30 +315,11 @@ class Learner:
                 gaps.append({name: parts.pop(name) for name in (GAP, MAX_GAP) if name in parts})
                 metrics.add_parts(parts)
                 ratios.append(parts["policy/ratio_max"])
-                if self.counts_ratios:
-                    self.count_ratios(micro, logprobs_now)
+                if self.ratios is not None:
+                    self.ratios.add(micro, logprobs_now)
                 logprobs.append(logprobs_now)
                 done(len(ratios))
         return ActorBackward(loss_sum, kl_sums, gaps, torch.stack(ratios).max(), logprobs)
-
-    def count_ratios(self, micro: Experience, logprobs: Tensor) -> None:
-        """Counts the ratios of a micro-batch's tokens; ``logprobs`` [b,R'] are of the current policy."""
-        old_logprobs = logprobs if micro.old_logprobs is None else micro.old_logprobs.to(logprobs.device)
-        edges = torch.tensor(RATIO_EDGES, device=logprobs.device)
-        ratios = (logprobs - old_logprobs).exp()
-        counts = count_bins(ratios, edges, micro.response_mask.to(logprobs.device))
-        self.ratio_counts = counts if self.ratio_counts is None else self.ratio_counts + counts
-
-    def take_ratios(self) -> Histogram | None:
-        """Returns the ratios of the tokens of all optimizer steps since the last call. A collective.
-
-        A ratio is pi(a|s) / pi_old(a|s) of one token, whatever the action level; ratios above 2 are in the
-        last bin. Returns None if the actor was not trained.
-        """
-        counts, self.ratio_counts = self.ratio_counts, None
-        if counts is None:
-            return None
-        return Histogram(self.world.sum(counts).tolist(), RATIO_EDGES)
 
     def backward_critic(
         self, micros: list[Experience], totals: BatchTotals, metrics: MetricSums, values: Tensor | None
@@ -352,11 +353,11 @@ class Learner:
         """
         if out is None:
             out = self.actor(
-                micro.ids, micro.attention_mask, micro.response_width, **self.policy.forward_options
+                micro.ids, micro.attention_mask, micro.response_width, **forward_options(self.terms)
             )
         micro = micro.to(self.world.device)  # after the forward, since the model arranges its rows on the CPU
-        loss, parts = self.policy(out, micro, totals, kl_coef)
-        if micro.old_logprobs is None or self.decoded_old_logprobs:
+        loss, parts = actor_loss(self.terms, out, micro, totals, kl_coef)
+        if micro.old_logprobs is None or self.parity.old_from_rollout:
             gap = keep(micro.decode_logprobs - out.logprobs.detach(), micro.response_mask).double().abs()
             parts |= {GAP: sum_and_count(gap, micro.response_mask), MAX_GAP: gap.max()}
         if out.values is not None:
@@ -379,7 +380,7 @@ class Learner:
         """Computes the language-modelling losses of one optimizer step, one micro-batch at a time."""
         if self.ptx is None:
             return
-        texts = next(self.ptx_texts)
+        texts = next(self.ptx.texts)
         totals = batch_totals([texts.response_mask], dp_size=self.world.size)
         for micro in microbatches(texts, self.token_budget, self.world, self.packed):
             out = self.actor(
@@ -404,24 +405,15 @@ class Learner:
 
         Returns and whitening spread such a number to other tokens and rows, so no row is used.
         """
-        count = self.epochs * (len(experience) // self.minibatch_size)
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
         for name, model in self.models(critic_only).items():
-            steps[ROLES[name]] = [model.skipped_step()] * count
-        first_epoch = minibatches(len(experience), self.minibatch_size, shuffle)
+            steps[ROLES[name]] = [model.skipped_step()] * self.schedule.steps(len(experience))
+        first_epoch = minibatches(len(experience), self.schedule.minibatch_size, shuffle)
         rows = next(rows for rows in first_epoch if row in rows)
         rank = row * self.world.size // len(experience)  # all_gather_rows keeps the order of the ranks
         minibatch = experience.select(rows)
-        self.health.record_skip(NonFiniteStep((what,), minibatch, rows, row, rank, kl_coef, critic_only))
+        self.context.health.record_skip(
+            NonFiniteStep((what,), minibatch, rows, row, rank, kl_coef, critic_only)
+        )
         unknown = {name: math.nan for name in UNKNOWN if steps[name.partition("/")[0]]}
         return unknown | step_metrics(steps) | {"policy/epochs_run": 0.0, "policy/early_stopped": 0.0}
-
-
-def without_truncated(rows: Experience) -> Experience:
-    """Removes the responses that did not end with a stop from the masks of the losses (Yu et al. 2025).
-
-    The rows stay, so that the size of a minibatch does not change. Models still attend to their tokens.
-    """
-    ended = rows.finished[:, None]
-    states = None if rows.value_mask is None else rows.value_mask & ended
-    return replace(rows, response_mask=rows.response_mask & ended, value_mask=states)

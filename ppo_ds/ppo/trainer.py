@@ -22,34 +22,32 @@ Departures from the paper:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ppo_ds.algorithm.kl.controllers import FixedKLController
-from ppo_ds.config.sections.algo import AlgoConfig
+from ppo_ds.config.schema import PPOConfig
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.collector import RolloutCollector
-from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.experience_metrics import decode_gap, describe, histograms
 from ppo_ds.ppo.failure_dump import dump_failure
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.ppo.learner import Learner
 from ppo_ds.ppo.meter import Meter
-from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.ppo.sample_rows import prompt_notes, sample_rows
 from ppo_ds.run.export import export_actor, export_model
 from ppo_ds.run.health import TooManySkips
 from ppo_ds.run.stage import Evaluation, RunContext, Stateful, StepResult
 from ppo_ds.run.state import is_due
-from ppo_ds.types import Experience, Histogram, Metrics, Prompts
+from ppo_ds.types import Experience, Histogram, Metrics
 
 FIRST_PRETRAINING_SEED = 500_000  # above every step index, so that its seeds differ from those of steps
 
@@ -59,51 +57,37 @@ class PPOTrainer:
     """The PPO stage; run/stage.py documents the methods, run/loop.py calls them."""
 
     context: RunContext
-
-    # settings
-    algo: AlgoConfig
-    seed: int
+    config: PPOConfig
     total_steps: int
-    samples_per_prompt: int
-    samples: int  # responses logged per step; -1: all
-    sample_tokens: int  # most tokens of each of them with columns of numbers
-    logs_histograms: bool = False  # of scores, lengths, advantages and ratios
+    data: Sequence[Fingerprint]
+    tokenizer: Tokenizer
 
     # models
     actor: HybridActor
-    critic: TrainedModel | None  # None without a critic, and when the value head is on the actor
-    ema: WeightCopy | None
-    lagged: WeightCopy | None  # the old policy, if it lags behind the actor
+    weight_copies: Mapping[str, WeightCopy]  # "ema": the average of the actor, "lagged": the old policy
 
     # algorithm
-    prompts: Iterator[Prompts]
-    data: Sequence[Fingerprint]
     collect: RolloutCollector
     make_experience: ExperienceMaker
-    # computes returns with lambda 1; None without algo.value.pretrain_rollouts
-    make_pretraining_experience: ExperienceMaker | None
     learn: Learner
     kl: FixedKLController
     stateful: Mapping[str, Stateful]  # the components whose state a checkpoint saves
 
-    # evaluation
-    evaluator: Evaluator | None
-    eval_weights: Callable[[], AbstractContextManager[None]]  # swaps in the weights to evaluate
-
     # reporting
-    tokenizer: Tokenizer
+    evaluator: Callable[[], Evaluation] | None
     meter: Meter
     kl_monitor: KLMonitor
-    parity_monitor: ParityMonitor
     pretraining_metrics: Metrics = field(init=False, default_factory=dict)  # logged with the first step
 
     def start(self) -> None:
         """Pretrains the critic on returns of the initial policy, before the first policy update."""
-        for i in range(self.algo.value.pretrain_rollouts):
+        count = self.config.algo.value.pretrain_rollouts
+        make_experience = self.make_experience.for_pretraining() if count else None
+        for i in range(count):
             if self.context.stop.agreed_reason() is not None:
                 return
-            rollout, scores, _ = self.collect(self.prompts)
-            experience, _ = self.make_pretraining_experience(rollout, scores, self.kl.value)
+            rollout, scores, _ = self.collect()
+            experience, _ = make_experience(rollout, scores, self.kl.value)
             seed = self.minibatch_seed(FIRST_PRETRAINING_SEED + i)
             with self.context.budgets.ending(self.context.budgets.train, "the update"):
                 _, learned = self.learn(experience, self.kl.value, seed=seed, critic_only=True)
@@ -112,18 +96,18 @@ class PPOTrainer:
             }
 
     def step(self, index: int) -> StepResult:
+        algo, logged = self.config.algo, self.config.tracker
         # 1. responses; a slow reward scores them in the background
-        rollout, scores, collected = self.collect(self.prompts)
-
-        notes = prompt_notes(rollout, self.samples, self.context.world)
+        rollout, scores, collected = self.collect()
+        notes = prompt_notes(rollout, logged.samples, self.context.world)
 
         # 2. log-probs, KL, values, scores, advantages
-        kl_coef, critic_only = self.kl.value, index < self.algo.value.warmup_steps
+        kl_coef, critic_only = self.kl.value, index < algo.value.warmup_steps
         experience, made = self.make_experience(rollout, scores, kl_coef, critic_only=critic_only)
         self.context.stop.raise_if_stopped()  # a later stop request does not interrupt the step
         # otherwise the update checks its first forward
-        if experience.logprobs is not None and self.algo.old_logprobs == "recompute":
-            self.parity_monitor.stop_if_exceeded(float(decode_gap(experience)["parity/logp_abs_diff_mean"]))
+        if experience.logprobs is not None and algo.old_logprobs == "recompute":
+            self.learn.parity.stop_if_exceeded(float(decode_gap(experience)["parity/logp_abs_diff_mean"]))
 
         # 3. clipped updates
         with self.context.budgets.ending(self.context.budgets.train, "the update"):
@@ -131,38 +115,38 @@ class PPOTrainer:
                 experience, kl_coef, seed=self.minibatch_seed(index), critic_only=critic_only
             )
         # MiniMind counts steps from 1 and renews its copy before each step whose number is a multiple of lag
-        if self.lagged is not None and is_due(index + 2, self.algo.lag):
-            self.lagged.copy()
+        if "lagged" in self.weight_copies and is_due(index + 2, algo.lag):
+            self.weight_copies["lagged"].copy()
         metrics = (
             describe(
                 experience,
                 kl_coef=kl_coef,
-                samples_per_prompt=self.samples_per_prompt,
-                decoded_logprobs=self.algo.old_logprobs == "rollout",
+                samples_per_prompt=self.config.rollout.samples_per_prompt,
+                decoded_logprobs=algo.old_logprobs == "rollout",
             )
-            | ({} if self.algo.kl.controller == "fixed" else {"kl/target": self.algo.kl.target})
+            | ({} if algo.kl.controller == "fixed" else {"kl/target": algo.kl.target})
             | collected
             | made
             | learned
             | self.pretraining_metrics
         )
         self.pretraining_metrics = {}
-        if self.algo.kl.after_update and experience.logprobs is not None:
+        if algo.kl.after_update and experience.logprobs is not None:
             metrics |= self.make_experience.measure_kl(experience)
 
         # 4. KL coefficient; without a reference the KL is NaN and the controller ignores it
-        unit = "seq" if self.algo.kl.unit == "sequence" else "token"
+        unit = "seq" if algo.kl.unit == "sequence" else "token"
         self.kl.update(metrics.get(f"kl/ref_{unit}_mean", math.nan), len(experience))
 
         exceeded = self.kl_monitor.exceeded(metrics)
         ends_run = exceeded is not None and self.kl_monitor.stops
-        warnings = (self.parity_monitor.warning(metrics), None if ends_run else exceeded)
+        warnings = (self.learn.parity.warning(metrics), None if ends_run else exceeded)
         return StepResult(
             metrics=metrics,
             episodes=len(experience),
             tokens=int(experience.response_lengths.sum()),
             samples=self.sample_rows(experience, notes),
-            histograms=self.histograms(experience) if self.logs_histograms else {},
+            histograms=self.histograms(experience) if logged.logs_histograms else {},
             performance=lambda costs: self.meter(experience, costs, metrics),
             warnings=tuple(warning for warning in warnings if warning is not None),
             failure=("max_kl", exceeded) if ends_run else None,
@@ -170,7 +154,7 @@ class PPOTrainer:
 
     def histograms(self, experience: Experience) -> dict[str, Histogram]:
         """Returns the histograms of a step on rank 0, and {} on other ranks. A collective."""
-        ratios = self.learn.take_ratios()
+        ratios = None if self.learn.ratios is None else self.learn.ratios.take()
         if not self.context.world.is_main:
             return {}
         return histograms(experience) | ({} if ratios is None else {"policy/ratio_hist": ratios})
@@ -179,28 +163,25 @@ class PPOTrainer:
         """Returns the sample rows of a step, which only rank 0 logs."""
         if not self.context.world.is_main:
             return []
-        rows = sample_rows(experience, self.tokenizer, self.samples, self.sample_tokens)
+        logged = self.config.tracker
+        rows = sample_rows(experience, self.tokenizer, logged.samples, logged.sample_tokens)
         return [row | note for row, note in zip(rows, notes, strict=False)]
 
     def minibatch_seed(self, index: int) -> int:
-        return self.seed * 1_000_003 + index
+        return self.config.run.seed * 1_000_003 + index
 
     def evaluate(self) -> Evaluation | None:
         if self.evaluator is None:
             return None
-        with self.context.timer("eval"), self.eval_weights():
+        ema = self.weight_copies.get("ema") if self.config.actor.ema.evaluate else None
+        with self.context.timer("eval"), nullcontext() if ema is None else ema.swapped():
             return self.evaluator()
 
     # -- checkpoints, exports and dumps ----------------------------------------------------------------------
 
     @property
     def models(self) -> Mapping[str, TrainedModel]:
-        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
-
-    @property
-    def weight_copies(self) -> Mapping[str, WeightCopy]:
-        copies = {"ema": self.ema, "lagged": self.lagged}
-        return {name: copy for name, copy in copies.items() if copy is not None}
+        return self.learn.models()
 
     @property
     def counters(self) -> Mapping[str, Callable[[], float]]:
@@ -215,9 +196,9 @@ class PPOTrainer:
         self.pretraining_metrics = {}
 
     def export(self, run_dir: Path) -> None:
-        export_actor(run_dir, self.actor, self.ema, self.tokenizer)
-        if self.critic is not None:
-            export_model(self.critic, "model.", run_dir / "critic", self.critic.module.save, self.tokenizer)
+        export_actor(run_dir, self.actor, self.weight_copies.get("ema"), self.tokenizer)
+        if (critic := self.learn.critic) is not None:
+            export_model(critic, "model.", run_dir / "critic", critic.module.save, self.tokenizer)
 
     def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
         folder = run_dir / "dumps" / f"step_{step:06d}"

@@ -21,14 +21,20 @@ from ppo_ds.types import Histogram, Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunContext:
-    """Services of a run that its stage uses too."""
+class StepContext:
+    """Services of a run that an optimizer step uses."""
 
     world: World
-    run_dir: Path
-    stop: StopRequest
     timer: PhaseTimer
     health: Health  # counts skipped optimizer steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext(StepContext):
+    """Services of a run that its stage uses too."""
+
+    run_dir: Path
+    stop: StopRequest
     banner: Banner
     budgets: TokenBudgets
 

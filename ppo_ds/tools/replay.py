@@ -22,6 +22,7 @@ from ppo_ds.ppo.nan_debug import locate_nonfinite
 from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.run.health import Health
 from ppo_ds.run.nan_debug import ReplayedRow
+from ppo_ds.run.stage import StepContext
 from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.tools.settings import config_of_settings, refuse_links
 
@@ -43,17 +44,15 @@ def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
     config = _read_config(folder, trust_remote_code)
     dump = read_dump(folder)
     world = connect(config.run.timeout_minutes)
-    timer, tokenizer = PhaseTimer(world.device), build_tokenizer(config)
+    context = StepContext(world=world, timer=PhaseTimer(world.device), health=Health(1))
+    tokenizer = build_tokenizer(config)
     needs = ppo_needs(tokenizer.id_bound, dump.minibatch.ids.shape[1])
-    actor, critic = build_actor(config, world, needs, 1, timer), None
+    actor, critic = build_actor(config, world, needs, 1, context.timer), None
     load_model(actor, folder / "actor")
     if has_critic(config):
         critic = build_critic(config, critic_start(config, tokenizer), world, needs, 1)
         load_model(critic, folder / "critic")
-    unlimited = ParityMonitor(None, stops=False)
-    learn = learner(
-        config, world=world, actor=actor, critic=critic, timer=timer, health=Health(1), parity=unlimited
-    )
+    learn = learner(config, context, actor=actor, critic=critic, parity=ParityMonitor(None, stops=False))
     rows = locate_nonfinite(learn, dump.minibatch, dump.kl_coef, dump.critic_only)
     found = first_nonfinite(dump.minibatch)
     world.close()

@@ -16,7 +16,6 @@ from ppo_ds.assemble.algorithm import (
     experience_maker,
     kl_controller,
     masked_stop_ids,
-    pretraining,
 )
 from ppo_ds.assemble.evaluation import build_evaluator
 from ppo_ds.assemble.ppo import build_sampling
@@ -24,7 +23,6 @@ from ppo_ds.assemble.shared import eval_weights
 from ppo_ds.background.pending import Pending
 from ppo_ds.ppo.scoring import scores_of
 from ppo_ds.rollout.base import SamplingParams
-from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.types import Sequences
 from tests.ppo.preset_runs import (
     EOS,
@@ -37,6 +35,7 @@ from tests.ppo.preset_runs import (
     close,
     composed,
     make_and_learn,
+    run_context,
 )
 from tests.support.budgets import fixed_budgets
 
@@ -264,21 +263,11 @@ def test_critic_pretraining_uses_rewards_to_go(world):
     config, given = composed("standard", *switches), numbers()
     actor, critic = ToldActor(given, False), ToldCritic(given.old_values, given.values)
     reference = ToldReference(given.ref, given.ref)
-    maker = experience_maker(
-        config,
-        world=world,
-        actor=actor,
-        reference=reference,
-        critic=critic,
-        lagged=None,
-        stop_token_ids=(EOS,),
-        pad_id=given.pad_id,
-        budgets=fixed_budgets(world, score_tokens=config.memory.score_tokens),
-        timer=PhaseTimer(world.device),
-        check=lambda: None,
-    )
+    context = run_context(world, fixed_budgets(world, score_tokens=config.memory.score_tokens))
+    models = dict(actor=actor, reference=reference, critic=critic, lagged=None)
+    maker = experience_maker(config, context, **models, masked_stop_ids=())
     rollout = given.rollout()
-    found, _ = pretraining(config, maker)(rollout, Pending.of(scores_of(rollout)), 0.05)
+    found, _ = maker.for_pretraining()(rollout, Pending.of(scores_of(rollout)), 0.05)
     for row, length in enumerate(given.mask.sum(1).tolist()):
         rewards = found.rewards[row].tolist()
         to_go = [sum(0.5 ** (t - s) * rewards[t] for t in range(s, length)) for s in range(length)]

@@ -103,7 +103,8 @@ def test_nothing_depends_on_the_log_probs_of_feedback(world, estimator):
         estimate = gae() if estimator == "gae" else critic_free(estimator, group_size=2)
         rollout = rollout_of_turns()
         make = maker(world, **models, group_size=2, estimate_advantages=estimate)
-        make.critic = make.critic if estimator == "gae" else None
+        if estimator != "gae":
+            make.forwards.critic = None
         rows, metrics = make(scored(rollout, EnvironmentReward()(rollout)), 0.3)
         return rows, metrics | describe(rows, kl_coef=0.3, samples_per_prompt=1)
 

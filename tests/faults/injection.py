@@ -27,8 +27,8 @@ from ppo_ds.engine.lockstep import LockstepResult
 from ppo_ds.finetune.reward_model import RewardModelTrainer
 from ppo_ds.finetune.sft import SFTTrainer
 from ppo_ds.ppo import experience
-from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.learner import Learner
+from ppo_ds.ppo.model_outputs import ModelForwards
 
 
 def nan_loss(result: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -59,7 +59,7 @@ PLACES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "grad.critic": (Learner, "value_loss", nan_gradient),
     "loss.scorer": (RewardModelTrainer, "loss", nan_loss),
     "score": (experience, "scored", nan_score),
-    "logprob": (ExperienceMaker, "forward_actor", nan_logprob),
+    "logprob": (ModelForwards, "forward_actor", nan_logprob),
 }
 
 

@@ -81,7 +81,7 @@ def updates(root: Path, name: str, stage: int, dtype: str, place: str) -> None:
         tree[role]["zero"] |= {"offload_optimizer": name == OFFLOADED}
     run = build_run(validated(tree, 2))
     trainer = run.stage
-    experience, _ = trainer.make_experience(*trainer.collect(trainer.prompts)[:2], 0.1)
+    experience, _ = trainer.make_experience(*trainer.collect()[:2], 0.1)
     start = run.saver.checkpoints.save(
         1, trainer.models, run.saver.state_dict(), copies=trainer.weight_copies
     )
@@ -97,14 +97,14 @@ def updates(root: Path, name: str, stage: int, dtype: str, place: str) -> None:
             said = [trainer.learn(experience, 0.1, seed=seed)[1] for seed in (5, 6)]
         keep(root / name / variant, trainer, said)
     trainer.actor.engine.destroy()
-    trainer.critic.engine.destroy()
+    trainer.learn.critic.engine.destroy()
 
 
 def keep(folder: Path, trainer: PPOTrainer, said: list[dict[str, float]]) -> None:
     world = trainer.context.world
     for role, model in trainer.models.items():
         save_model(model, folder / role)
-    save_weight_copy(trainer.ema, folder / "ema")
+    save_weight_copy(trainer.weight_copies["ema"], folder / "ema")
     everyone = world.gather_objects(said)
     on_all_ranks(world, lambda: write_json(folder / "said.json", everyone) if world.is_main else None)
 

@@ -12,7 +12,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -216,14 +216,15 @@ def views_of_the_actor(trainer: PPOTrainer, experience: Experience) -> dict[str,
             input_ids=ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)
         ).logits
     out = trainer.actor(ids, mask, experience.response_width)
-    values = out.values if trainer.critic is None else trainer.critic(ids, mask, experience.response_width)
+    critic = trainer.learn.critic
+    values = out.values if critic is None else critic(ids, mask, experience.response_width)
     seen = {"trained_logprobs": out.logprobs, "trained_logits": logits.float()}
     return seen if values is None else seen | {"trained_values": values}
 
 
 def rotary(trainer: PPOTrainer) -> Found:
     """Returns the RoPE frequencies of all models, which must not be rounded with any dtype or sharding."""
-    reference = trainer.make_experience.reference.module
+    reference = trainer.make_experience.forwards.reference.module
     lms = {"actor": trainer.actor.module.lm, "reference": reference.lm}
     if trainer.actor._copy is not None:
         lms["twin"] = trainer.actor._copy
@@ -241,12 +242,13 @@ def set_generator(trainer: PPOTrainer, how: str, file: Path, step: int) -> list[
     elif how == "replay":
         trainer.collect.generator = Replayer(trainer, file, calls=step)
     elif how == "disturb":
-        disturber, sample = Disturber(trainer, file), trainer.collect
+        disturber, sample, prompts = Disturber(trainer, file), trainer.collect, trainer.collect.prompts
 
-        def interrupted_sample(prompts: Iterator[Prompts]) -> tuple[Rollout, Pending[Scores], Metrics]:
+        def interrupted_sample() -> tuple[Rollout, Pending[Scores], Metrics]:
             mine = next(prompts)
             disturber.interrupt(mine, sample.sampling)
-            return sample(iter([mine]))
+            sample.prompts = iter([mine])
+            return sample()
 
         sample.generator, trainer.collect = disturber, interrupted_sample
         return disturber.seen

@@ -15,6 +15,7 @@ from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, resolve
 from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig, RolloutISConfig
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.experience import ExperienceMaker
+from ppo_ds.ppo.model_outputs import ModelForwards
 from ppo_ds.ppo.scoring import scored, scores_of
 from ppo_ds.types import Experience, Rollout, Scores
 
@@ -118,13 +119,21 @@ def maker(world, reference=None, critic=None, **changes):
 
     The KL is subtracted from the reward, returns are rewards-to-go, and nothing is whitened.
     """
-    parts = dict(
+    forwards = dict(
         actor=Stub(),
         lagged=None,
         reference=reference or Stub(shift=2.0),
         critic=critic or Stub(value=True),
         share_trunk=False,
         old_logprobs="forward",
+        token_budget=1000,
+        guard=lambda run: run,
+        packed=False,
+        world=world,
+        timer=timer,
+        kept=None,
+    )
+    parts = dict(
         masked_stop_ids=(),
         shaper=shaper(world),
         charged_kl=kl_estimator("k1"),
@@ -133,20 +142,24 @@ def maker(world, reference=None, critic=None, **changes):
         whitening=AS_IT_IS,
         group_size=1,
         rollout_is=RolloutISConfig(kind="none"),
-        token_budget=1000,
-        guard=lambda run: run,
-        packed=False,
         world=world,
         timer=timer,
         check=lambda: None,
     )
-    parts |= changes
+    forwards |= {name: changes.pop(name) for name in list(changes) if name in forwards}
+    parts |= {"forwards": ModelForwards(**forwards)} | changes
     if isinstance(estimator := parts["estimate_advantages"], Estimator):
         parts["estimate_advantages"] = resolve(ADVANTAGE_ESTIMATORS[estimator.name])
         parts |= {"credit": estimator.credit}
         parts |= {} if "group_size" in changes else {"group_size": estimator.group_size}
         parts |= {} if "score_position" in changes else {"score_position": estimator.position}
     return MakerOfScored(**parts)
+
+
+def critic_free_maker(world, **changes):
+    """Makes the maker of a run without a critic, or with the value head on the actor."""
+    make = maker(world, **changes)
+    return replace(make, forwards=replace(make.forwards, critic=None))
 
 
 def without(rows, *names):

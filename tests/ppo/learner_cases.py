@@ -1,21 +1,32 @@
 """Helpers for tests of learn(): a tiny policy and critic, an engine, and an independent implementation."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
+from ppo_ds.algorithm.aggregation import seq_mean_token_mean, seq_mean_token_sum
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
 from ppo_ds.config.registry import KL_ESTIMATORS, LOSS_AGGREGATIONS, import_target, resolve
-from ppo_ds.config.sections.algo import EntropyConfig, PositiveNLLConfig, ValueConfig
+from ppo_ds.config.sections.algo import EntropyConfig, ValueConfig
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ppo.learner import Learner
-from ppo_ds.ppo.losses import PolicyObjective, ValueObjective
+from ppo_ds.ppo.learner import Learner, RatioCounts, Schedule
+from ppo_ds.ppo.losses import (
+    EntropyTerm,
+    LoadBalancingTerm,
+    PolicyTerm,
+    PositiveNLLTerm,
+    ReferenceKLTerm,
+    ValueObjective,
+)
 from ppo_ds.ppo.minibatches import minibatches
 from ppo_ds.ppo.parity import ParityMonitor
+from ppo_ds.ppo.transforms import whitened, without_truncated
 from ppo_ds.run.health import Health
-from tests.ppo.algo_cases import AS_IT_IS, timer
+from ppo_ds.run.stage import StepContext
+from tests.ppo.algo_cases import timer
 
 V, LR, NORM = 12, 0.5, 7
 PROMPTS, ANSWERS = [3, 1, 2, 5, 1, 2, 4, 2], [2, 6, 1, 3, 4, 1, 5, 2]
@@ -160,24 +171,28 @@ def on_policy(rows):
     return replace(rows, logprobs=current, old_logprobs=current), entropy[mask]
 
 
-def policy_objective(**changes):
-    """Makes a policy objective from the settings POLICY with these changes."""
+def policy_terms(**changes):
+    """Makes the terms of the actor's loss from the settings POLICY with these changes."""
     made = POLICY | changes
     variant = POLICY_LOSSES[made["kind"]]
-    clips = {name: made[name] for name in CLIP if name in variant.model_fields}
-    return PolicyObjective(
-        loss=import_target(variant.function),
-        policy=variant(**clips, **made["keys"]),
-        ratio=variant.ratio or made["level"],
-        sums_over_tokens=variant.sums_over_tokens,
-        off_policy_limit=made["off_policy_limit"],
-        entropy=EntropyConfig(coef=made["entropy_coef"], kind=made["entropy_kind"]),
-        kl=resolve(KL_ESTIMATORS[made["kl_estimator"]]) if made["kl_in_loss"] else None,
-        positive_nll=PositiveNLLConfig(coef=made["positive_nll"], above=made["above"]),
-        aux_coef=made["aux_coef"],
-        agg=resolve(LOSS_AGGREGATIONS[made["agg"]]),
-        level=made["level"],
-    )
+    keys = {name: made[name] for name in CLIP if name in variant.model_fields} | made["keys"]
+    agg = policy_agg = resolve(LOSS_AGGREGATIONS[made["agg"]])
+    if made["level"] == "sequence":
+        agg = seq_mean_token_sum
+        policy_agg = seq_mean_token_sum if variant.sums_over_tokens else seq_mean_token_mean
+    policy = variant(**keys, off_policy_limit=made["off_policy_limit"])
+    entropy = EntropyConfig(coef=made["entropy_coef"], kind=made["entropy_kind"])
+    terms = [
+        PolicyTerm(import_target(variant.function), policy, variant.ratio or made["level"], policy_agg),
+        EntropyTerm(entropy, agg),
+    ]
+    if made["kl_in_loss"]:
+        terms.append(ReferenceKLTerm(resolve(KL_ESTIMATORS[made["kl_estimator"]]), agg))
+    if made["aux_coef"]:
+        terms.append(LoadBalancingTerm(made["aux_coef"]))
+    if made["positive_nll"]:
+        terms.append(PositiveNLLTerm(made["positive_nll"], made["above"]))
+    return tuple(terms)
 
 
 def value_objective(**changes):
@@ -188,14 +203,20 @@ def value_objective(**changes):
 
 
 def learner(
-    world, actor, critic, policy=None, value=None, budget=10_000, minibatch_size=4, epochs=2, **changes
-):
+    world, actor, critic, policy=None, value=None, budget=10_000, minibatch_size=4, epochs=2, target_kl=None,
+    health=None, timer=timer, whitening=None, mask_truncated=False, counts_ratios=False, parity=None,
+    decoded_old_logprobs=False, **changes,
+):  # fmt: skip
+    chosen = [] if whitening is None else [partial(whitened, whitening=whitening)]
+    chosen += [without_truncated] if mask_truncated else []
+    parity = parity or ParityMonitor(None, stops=True)
     plain = dict(
-        actor=actor, critic=critic, world=world, epochs=epochs, minibatch_size=minibatch_size,
-        token_budget=budget, norm=NORM, target_kl=None, packed=False,
-        whitening=AS_IT_IS, policy=policy_objective(**policy or {}), value=value_objective(**value or {}),
-        ptx=None, ptx_texts=None, ema=None, ema_decay=0.0, timer=timer, health=Health(max_skips=1000),
-        parity=ParityMonitor(None, stops=True),
+        actor=actor, critic=critic, average=None, transforms=chosen, terms=policy_terms(**policy or {}),
+        value=value_objective(**value or {}), ptx=None, norm=NORM,
+        schedule=Schedule(epochs, minibatch_size, target_kl), token_budget=budget, packed=False,
+        context=StepContext(world=world, timer=timer, health=health or Health(max_skips=1000)),
+        parity=replace(parity, old_from_rollout=decoded_old_logprobs),
+        ratios=RatioCounts(world) if counts_ratios else None,
     )  # fmt: skip
     return Learner(**plain | changes)
 

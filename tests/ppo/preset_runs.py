@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from launch.cli import CONF, load_config
-from ppo_ds.assemble.algorithm import experience_maker, kl_controller, learner
+from ppo_ds.assemble.algorithm import experience_maker, kl_controller, learner, masked_stop_ids
 from ppo_ds.background.pending import Pending
 from ppo_ds.config.schema import Config, learns_values
 from ppo_ds.engine.trained import StepInfo
@@ -24,7 +25,9 @@ from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.parity import ParityMonitor
 from ppo_ds.ppo.scoring import scores_of
 from ppo_ds.run.health import Health
+from ppo_ds.run.stage import RunContext
 from ppo_ds.run.timing import PhaseTimer
+from ppo_ds.tracking.banner import Banner
 from ppo_ds.types import Experience, Metrics, ScoredRollout
 from tests.ops.golden import Case
 from tests.support.budgets import fixed_budgets
@@ -221,6 +224,19 @@ class Run:
     critic: Told | None
 
 
+def run_context(world, budgets) -> RunContext:
+    """Makes the services of a run that is never stopped."""
+    return RunContext(
+        world=world,
+        run_dir=Path("run"),
+        stop=SimpleNamespace(raise_if_stopped=lambda: None),
+        timer=PhaseTimer(world.device),
+        health=Health(1),
+        banner=Banner(),
+        budgets=budgets,
+    )
+
+
 def make_and_learn(
     config: Config, world, numbers: Numbers, experience: Experience | None = None, **parts: Any
 ) -> Run:
@@ -228,7 +244,8 @@ def make_and_learn(
 
     ``parts`` are further arguments of the learner.
     """
-    timer, lagged = PhaseTimer(world.device), config.algo.old_policy == "lagged"
+    lagged = config.algo.old_policy == "lagged"
+    context = run_context(world, fixed_budgets(world, score_tokens=config.memory.score_tokens))
     actor = ToldActor(numbers, lagged)
     critic = (
         ToldCritic(numbers.old_values, numbers.values)
@@ -240,16 +257,12 @@ def make_and_learn(
         reference = ToldReference(numbers.ref.masked_fill(~numbers.mask.bool(), NAN), numbers.ref)
         make = experience_maker(
             config,
-            world=world,
+            context,
             actor=actor,
             reference=reference,
             critic=critic,
             lagged=actor if lagged else None,
-            stop_token_ids=(EOS,),
-            pad_id=numbers.pad_id,
-            budgets=fixed_budgets(world, score_tokens=config.memory.score_tokens),
-            timer=timer,
-            check=lambda: None,
+            masked_stop_ids=masked_stop_ids(config.algo.train_on_eos, (EOS,), numbers.pad_id),
         )
         # In these tests the old policy always differs from the policy that learns, so its log-probs are
         # computed before the update even for a single optimizer step.
@@ -258,11 +271,11 @@ def make_and_learn(
         if numbers.baselines is not None:
             greedy = rollout.select(torch.arange(0, numbers.rows, config.rollout.samples_per_prompt))
             scores = replace(scores, greedy=replace(greedy, scores=numbers.baselines.float()))
-        make = replace(make, old_logprobs="forward") if make.old_logprobs == "update" else make
+        if make.forwards.old_logprobs == "update":
+            make.forwards.old_logprobs = "forward"
         experience, seen = make(rollout, Pending.of(scores), coef)
-    engines = dict(world=world, actor=actor, critic=critic, timer=timer)
     unlimited = ParityMonitor(None, stops=True)
-    learn = learner(config, **engines, health=Health(1), parity=unlimited, **parts)
+    learn = learner(config, context, actor=actor, critic=critic, parity=unlimited, **parts)
     experience, learned = learn(experience, coef, seed=3)
     return Run(config, experience, seen, learned, actor, critic)
 

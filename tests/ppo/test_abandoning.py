@@ -74,7 +74,7 @@ def test_an_abandoned_step_saves_the_state_before_it(loop, name):
         after_one.append((deepcopy(run.saver.state_dict()), draws_and_back())),
     )
     assert run.fit() == "signal"
-    assert run.saver.state_dict() == after_one[0][0] and run.stage.prompts.n == 1
+    assert run.saver.state_dict() == after_one[0][0] and run.stage.stateful["prompts"].n == 1
     assert draws() == after_one[0][1]
     assert len(named(events, "learn")) == 1 and named(events, "log") == [1] and named(events, "save") == [1]
     assert named(events, "finish") == [{"exit_reason": "signal"}] and not named(events, "export")

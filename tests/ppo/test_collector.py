@@ -107,8 +107,10 @@ def test_generation_ends_before_the_reward_starts():
         return reward_for({7})(rollout)
 
     stream = iter([prompts_of([7]), prompts_of([8])])
-    collect = RolloutCollector(**parts(actor=actor, generator=generator, reward=reward, timer=timer))
-    rollout, scores, seen = collect(stream)
+    collect = RolloutCollector(
+        prompts=stream, **parts(actor=actor, generator=generator, reward=reward, timer=timer)
+    )
+    rollout, scores, seen = collect()
     assert (
         scores.result().total.tolist() == [7.0, 7.5]
         and [row["n"] for row in rollout.metadata] == [7, 7]
@@ -149,9 +151,9 @@ def dynamic(world, useful, max_rounds=10, reward=None):
             yield prompts_of(range(first, first + share))
 
     sampler = DynamicRolloutCollector(
-        group_size=SAMPLES, max_rounds=max_rounds, world=world, **parts(useful, reward)
+        group_size=SAMPLES, max_rounds=max_rounds, world=world, prompts=stream(), **parts(useful, reward)
     )
-    rollout, scores, seen = sampler(stream())
+    rollout, scores, seen = sampler()
     assert torch.equal(scores.result().total, rollout.scores)
     return [row["n"] for row in rollout.metadata], rollout, seen, len(drawn)
 
@@ -222,12 +224,13 @@ def test_a_greedy_response_to_each_prompt_is_generated_and_scored_too(on_ranks, 
             assert not actor.generating
             return reward_for({1, 2, 3, 4})(rollout)
 
+        own = [1, 2, 3, 4][4 // ranks * world.rank :][: 4 // ranks]
         collect = GreedyRolloutCollector(
+            prompts=iter([prompts_of(own)]),
             **parts(actor=actor, generator=generator, reward=reward, timer=timer)
             | dict(sampling=SamplingParams(4, 0, 1.0, 1.0, 0, (2,), ()), group_size=SAMPLES, world=world),
         )
-        own = [1, 2, 3, 4][4 // ranks * world.rank :][: 4 // ranks]
-        rollout, scores, seen = collect(iter([prompts_of(own)]))
+        rollout, scores, seen = collect()
         return own, calls, phases, rollout, scores.result(), seen
 
     for own, calls, phases, rollout, scores, seen in on_ranks(ranks, collected):
@@ -255,10 +258,11 @@ def test_a_failure_to_score_the_greedy_responses_cancels_the_other_scores(world)
         return Pending(lambda: None, (Future(),), lambda: cancelled.append(len(rollout)))
 
     collect = GreedyRolloutCollector(
+        prompts=iter([prompts_of([1])]),
         **parts()
         | dict(start_scoring=starting, generator=lambda prompts, _: generate(prompts, SAMPLING))
         | dict(sampling=SamplingParams(4, 0, 1.0, 1.0, 0, (2,), ()), group_size=SAMPLES, world=world),
     )
     with pytest.raises(RuntimeError, match="no more"):
-        collect(iter([prompts_of([1])]))
+        collect()
     assert cancelled == [SAMPLES]

@@ -19,7 +19,17 @@ from ppo_ds.config.sections.algo import RolloutISConfig
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.experience import ExperienceMaker, mask_stops
 from ppo_ds.ppo.scoring import scores_of
-from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, critic_free, gae, maker, rounded, shaper
+from tests.ppo.algo_cases import (
+    AS_IT_IS,
+    Stub,
+    answers,
+    critic_free,
+    critic_free_maker,
+    gae,
+    maker,
+    rounded,
+    shaper,
+)
 
 # -- end tokens that are no actions: tokens 1 and 3 end a response -------------------------------------------
 
@@ -186,7 +196,7 @@ def test_importance_weights_and_the_kl_are_those_of_the_policy_that_generated(wo
 
 def test_without_a_critic_there_is_an_experience_without_values(world):
     """Advantages are rewards-to-go: the KL costs 0.5 * 0.2 per token, and the last token gets the score."""
-    reinforce = replace(maker(world, estimate_advantages=critic_free("reinforce", 0.5)), critic=None)
+    reinforce = critic_free_maker(world, estimate_advantages=critic_free("reinforce", 0.5))
     made, seen = reinforce(answers([2, 1], [1.0, -2.0], tokens=[[1, 2], [3]]), 0.5)
     assert made.values is None and made.returns is None and made.value_mask is None
     assert rounded(made.rewards) == [[-0.1, 0.9, 0], [-2.1, 0, 0]]
@@ -205,7 +215,7 @@ def test_a_value_head_on_the_actor(world):
     rollout = answers([2, 1], [1.0, -2.0], tokens=[[1, 2], [3]])
     apart, _ = maker(world)(rollout, 0.5)
     actor = Shared()
-    make = replace(maker(world, actor=actor, share_trunk=True, token_budget=1), critic=None)
+    make = critic_free_maker(world, actor=actor, share_trunk=True, token_budget=1)
     made, _ = make(rollout, 0.5)
     # two micro-batches, each with one forward for log-probs and values
     assert rounded(made.values) == [[1, 2, 6], [3, 6, 0]] and actor.forwards == 2
@@ -233,7 +243,7 @@ def test_two_ranks_make_the_same_experience_as_one(on_ranks, world, kind, whiten
             whitening=replace(AS_IT_IS, over=whiten),
             group_size=2,
         )
-        return replace(maker(world, **algorithm), critic=None)(rollout, 0.3)
+        return critic_free_maker(world, **algorithm)(rollout, 0.3)
 
     whole, numbers = make(world, [0, 1, 2, 3])
     for made, seen in on_ranks(2, lambda world: make(world, [2 * world.rank, 2 * world.rank + 1])):
@@ -263,7 +273,7 @@ def test_greedy_baselines(on_ranks, ranks):
         shape = shaper(world, "running", missing_eos="subtract", missing_eos_value=1.0)
         estimate = critic_free("remax")
         parts = dict(shaper=shape, estimate_advantages=estimate, group_size=2, charged_kl=None)
-        make = replace(maker(world, **parts), critic=None)
+        make = critic_free_maker(world, **parts)
         made, seen = ExperienceMaker.__call__(make, rollout, Pending.of(scores), 0.0)
         return made, seen, shape.moments.state_dict()
 
@@ -374,7 +384,7 @@ def test_the_kl_after_an_update(on_ranks, ranks):
             inside.append(phases[-1:])
             return PolicyOutput(2 * Stub()(*args).logprobs, None, None, None)
 
-        make.actor = doubled
+        make.forwards.actor = doubled
         return make.measure_kl(experience), inside
 
     for seen, inside in on_ranks(ranks, work):

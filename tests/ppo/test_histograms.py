@@ -38,24 +38,24 @@ def expected_ratios(rows):
 def test_ratios_of_one_optimizer_step(world, rows, budget):
     one_step = dict(epochs=1, minibatch_size=len(rows), counts_ratios=True, budget=budget)
     learn, _ = trained(world, rows, **one_step)
-    found = learn.take_ratios()
+    found = learn.ratios.take()
     assert found.edges == RATIO_EDGES and found.counts == expected_ratios(rows)
     assert sum(found.counts) == int(rows.response_mask.sum()) and len(np.nonzero(found.counts)[0]) > 5
-    assert learn.take_ratios() is None  # taken once
+    assert learn.ratios.take() is None  # taken once
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ratios_of_all_ranks(on_ranks, rows, ranks):
     one_step = dict(epochs=1, minibatch_size=len(rows), counts_ratios=True)
-    for found in on_ranks(ranks, lambda world: trained(world, rows, **one_step)[0].take_ratios()):
+    for found in on_ranks(ranks, lambda world: trained(world, rows, **one_step)[0].ratios.take()):
         assert found.counts == expected_ratios(rows)
 
 
 def test_all_optimizer_steps_count_and_the_weights_do_not_change(world, rows):
     learn, weights = trained(world, rows, counts_ratios=True)
-    assert sum(learn.take_ratios().counts) == 2 * int(rows.response_mask.sum())  # two epochs
+    assert sum(learn.ratios.take().counts) == 2 * int(rows.response_mask.sum())  # two epochs
     plain, expected = trained(world, rows)
-    assert plain.take_ratios() is None
+    assert plain.ratios is None
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, expected, strict=True))
 
 
@@ -63,7 +63,7 @@ def test_the_first_optimizer_step_has_ratio_1(world, rows):
     """Without old log-probs, the update itself computes them."""
     fresh = replace(rows, logprobs=None, old_logprobs=None)
     learn, _ = trained(world, fresh, epochs=1, minibatch_size=len(rows), counts_ratios=True)
-    counts = learn.take_ratios().counts
+    counts = learn.ratios.take().counts
     assert counts[RATIO_EDGES.index(1.0)] == sum(counts) == int(rows.response_mask.sum())
 
 

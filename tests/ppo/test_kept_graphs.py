@@ -57,7 +57,7 @@ def test_without_memory_for_a_graph_all_ranks_repeat_the_forwards_without_graphs
         budgets, actor = fixed_budgets(world, score_tokens=100), Watched(short=world.rank == 1)
         guard = partial(budgets.guard, budgets.score, what="log-probs and values", repeatable=True)
         make, kept = keeping(world, actor)
-        make.guard = partial(guard, economize=kept.switch_off)
+        make.forwards.guard = partial(guard, economize=kept.switch_off)
         plain = maker(world)
         for lengths in ([2, 1], [1, 2]):
             rollout = answers(lengths, [0.5, 0.25])
@@ -75,7 +75,7 @@ def test_without_memory_for_a_graph_all_ranks_repeat_the_forwards_without_graphs
 def test_a_second_error_halves_the_budget(world):
     budgets, runs = fixed_budgets(world, score_tokens=100), []
     make, kept = keeping(world, Watched())
-    forward_models = make.forward_models
+    forward_models = make.forwards.forward_models
 
     def fails_twice(*rows):
         found = forward_models(*rows)
@@ -84,8 +84,8 @@ def test_a_second_error_halves_the_budget(world):
             raise torch.OutOfMemoryError
         return found
 
-    make.forward_models = fails_twice
-    make.guard = partial(
+    make.forwards.forward_models = fails_twice
+    make.forwards.guard = partial(
         budgets.guard, budgets.score, what="log-probs", repeatable=True, economize=kept.switch_off
     )
     make(answers([2, 1], [0.5, 0.25]), 0.5)
@@ -97,7 +97,7 @@ def test_a_phase_that_cannot_be_repeated_names_the_setting(world, budget):
     """With ZeRO-3 the other ranks wait in a collective; a budget of one token cannot be halved."""
     budgets = fixed_budgets(world, score_tokens=budget)
     make, kept = keeping(world, Watched(short=True))
-    make.guard = partial(
+    make.forwards.guard = partial(
         budgets.guard, budgets.score, what="log-probs", repeatable=False, economize=kept.switch_off
     )
     advice = f"resumes with memory.score_tokens=50, and {SETTING} needs less memory"

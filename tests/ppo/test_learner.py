@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
-from ppo_ds.assemble.algorithm import token_selection
-from ppo_ds.planning.forwards import selects_tokens
+from ppo_ds.assemble.algorithm import transforms
 from ppo_ds.types import Sequences
 from tests.ppo.learner_cases import (
     ANSWERS,
@@ -24,6 +23,7 @@ from tests.ppo.learner_cases import (
     on_policy,
     same,
 )
+from tests.ppo.preset_runs import composed
 
 
 @pytest.fixture
@@ -89,9 +89,11 @@ LOSSES = {
 def learned_with(world, rows, loss, budget=10_000):
     section = POLICY_LOSSES[loss](**LOSSES[loss])
     noise = torch.rand(rows.response_mask.shape, generator=torch.Generator().manual_seed(1))
-    select = token_selection(section) if selects_tokens(section) else None
-    policy = dict(kind=loss, keys=LOSSES[loss], off_policy_limit=section.off_policy_limit)
-    return learned(world, replace(rows, entropy=noise), policy=policy, select_tokens=select, budget=budget)
+    algo = composed("standard", "algo.advantage.whiten=none").algo.model_copy(update={"policy": section})
+    keys = {key: value for key, value in LOSSES[loss].items() if key != "off_policy_limit"}
+    policy = dict(kind=loss, keys=keys, off_policy_limit=section.off_policy_limit)
+    settings = dict(policy=policy, transforms=transforms(algo), budget=budget)
+    return learned(world, replace(rows, entropy=noise), **settings)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

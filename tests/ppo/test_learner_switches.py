@@ -5,7 +5,6 @@ pretraining texts, and a weight average.
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ def test_an_excess_in_the_last_minibatch_has_no_effect(world, near):
 def test_the_critic_alone(world, rows):
     actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
     followed = []
-    learn = learner(world, actor, critic, target_kl=1e-9, ema=SimpleNamespace(ema_update=followed.append))
+    learn = learner(world, actor, critic, target_kl=1e-9, average=lambda: followed.append(0.0))
     _, seen = learn(rows, 0.0, 3, critic_only=True)
     same([critic], by_hand(rows)[1:])
     same([actor], [TinyPolicy(V, 1)])
@@ -231,11 +230,13 @@ def test_pretraining_texts(on_ranks, rows, ranks, budget):
         actor = Engine(TinyPolicy(V, 1, temperature=0.7), world)
         stream, places = iter([texts(0), texts(1)]), []
 
-        def ptx(*args):
-            places.append(len(actor.flags))  # the index of this forward among those of its optimizer step
-            return PtxObjective(coef)(*args)
+        class Watched(PtxObjective):
+            def __call__(self, *args):
+                places.append(len(actor.flags))  # the index of this forward among those of its optimizer step
+                return super().__call__(*args)
 
-        learn = learner(world, actor, None, budget=budget, epochs=1, ptx=ptx, ptx_texts=stream, target_kl=1e9)
+        ptx = Watched(coef, stream)
+        learn = learner(world, actor, None, budget=budget, epochs=1, ptx=ptx, target_kl=1e9)
         return learn(plain, 0.0, 3)[1], actor, next(stream, None), places
 
     for seen, actor, left, places in on_ranks(ranks, work):
@@ -249,13 +250,10 @@ def test_pretraining_texts(on_ranks, rows, ranks, budget):
 
 
 def test_the_average_is_updated_after_each_actor_step(world, rows):
-    class Average:
-        def ema_update(self, decay):
-            seen.append((decay, actor.steps))
-
     seen, actor = [], Engine(TinyPolicy(V, 1), world)
-    learner(world, actor, Engine(TinyCritic(1, 2), world), ema=Average(), ema_decay=0.9)(rows, 0.0, 3)
-    assert seen == [(0.9, 1), (0.9, 2), (0.9, 3), (0.9, 4)]
+    critic = Engine(TinyCritic(1, 2), world)
+    learner(world, actor, critic, average=lambda: seen.append(actor.steps))(rows, 0.0, 3)
+    assert seen == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
@@ -308,7 +306,7 @@ def test_truncated_responses_count_in_the_whitening_of_a_minibatch(world, rows):
     """The statistics are those of all rows, and only the rows that ended are trained."""
     finished = torch.tensor([True, False, True, True, True, False, True, True])
     rows, whitening = replace(rows, finished=finished), replace(AS_IT_IS, over="minibatch")
-    whole = whitening.whiten_minibatch(rows.advantages, rows.response_mask)
+    whole = whitening.whiten(rows.advantages, rows.response_mask)
     settings = dict(epochs=1, minibatch_size=8, mask_truncated=True)
     _, *engines = learned(world, rows, whitening=whitening, **settings)
     same(engines, by_hand(replace(rows, advantages=whole), **settings))

@@ -8,9 +8,9 @@ import torch
 
 from ppo_ds.algorithm.aggregation import batch_totals
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ppo.losses import PtxObjective
+from ppo_ds.ppo.losses import PtxObjective, actor_loss
 from tests.ppo.algo_cases import RUBBISH
-from tests.ppo.learner_cases import policy_objective, value_objective
+from tests.ppo.learner_cases import policy_terms, value_objective
 
 # Two responses, the first of two tokens and the second of one token; the padding holds arbitrary values.
 # The values are log pi - log pi_old: the ratio of the first response is e^0.3, and of the second e^-0.1.
@@ -48,8 +48,8 @@ def policy(micro, out=None, kl_coef=0.0, totals=None, **changes):
     """Returns the loss, its parts, and the gradient of the log-probs."""
     out = out or PolicyOutput(now_of(micro.old_logprobs), torch.full((2, 2), 5.0).double(), None, None)
     out = PolicyOutput(*(x.clone().requires_grad_() if x is not None else None for x in out))
-    objective = policy_objective(**changes)
-    loss, seen = objective(out, micro, totals or batch_totals([micro.response_mask]), kl_coef)
+    terms, totals = policy_terms(**changes), totals or batch_totals([micro.response_mask])
+    loss, seen = actor_loss(terms, out, micro, totals, kl_coef)
     loss.backward()
     return loss.item(), seen, out
 
@@ -273,7 +273,7 @@ def test_one_value_for_each_answer(micro):
 def test_pretraining_texts(micro):
     """The loss is the mean of -log p over the 6 text tokens of the whole step, 3 of them in this forward."""
     out = PolicyOutput(column([[-1.0, -2.0], [-3.0]]).requires_grad_(), None, None, None)
-    loss, seen = PtxObjective(10.0)(out, micro, batch_totals([torch.ones(2, 3)]))
+    loss, seen = PtxObjective(10.0, iter(()))(out, micro, batch_totals([torch.ones(2, 3)]))
     assert loss.item() == pytest.approx(10 * 6 / 6) and seen["policy/ptx_loss"].tolist() == [6.0, 3.0]
     loss.backward()
     assert gradient(out.logprobs) == pytest.approx([-10 / 6] * 3) and out.logprobs.grad[1, 1] == 0

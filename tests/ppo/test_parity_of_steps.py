@@ -27,7 +27,7 @@ from tests.ppo.learner_cases import (
     shuffled,
 )
 from tests.ppo.preset_runs import composed
-from tests.ppo.trainer_cases import named, stand_ins
+from tests.ppo.trainer_cases import named, replace_learn, stand_ins
 
 MEAN = "parity/logp_abs_diff_mean"
 
@@ -278,7 +278,7 @@ def test_the_trainer_leaves_decoded_log_probs_to_the_update(loop):
         rows, seen = learn(rows, *args, **kwargs)
         return rows, seen | {MEAN: 0.45}
 
-    run.stage.learn = learned
+    replace_learn(run, learned)
     assert run.fit() == "done"
     assert [metrics[MEAN] for metrics in run.tracker.metrics.values()] == [0.45] * 3
     assert [step for step, kind, _ in run.tracker.told if kind == "warning"] == [1]

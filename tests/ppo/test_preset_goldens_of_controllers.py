@@ -45,29 +45,27 @@ def one_token_answers(kl, n):
 def coefficients(world, config, kls, n_steps):
     """Returns the coefficients of PPOTrainer.step after each step with these KLs."""
     met, used = iter(zip(kls, n_steps, strict=True)), []
-    nothing = dict.fromkeys(
-        ("critic", "make_pretraining_experience", "ema", "lagged", "prompts", "evaluator", "eval_weights")
-    )
+
+    def learn(experience, kl_coef, seed, critic_only):
+        return experience, used.append(kl_coef) or {}
+
+    learn.parity = ParityMonitor(None, stops=False)
     stage = PPOTrainer(
         context=context(world, ()),
-        data=[],
-        algo=config.algo,
-        seed=config.run.seed,
+        config=config,
         total_steps=len(kls),
-        samples_per_prompt=config.rollout.samples_per_prompt,
-        samples=0,
-        sample_tokens=0,
-        actor=SimpleNamespace(take_switched_gb=lambda: 0.0),
-        collect=lambda prompts: (SimpleNamespace(metadata=()), None, {}),
+        data=[],
+        tokenizer=None,
+        actor=None,
+        weight_copies={},
+        collect=lambda: (SimpleNamespace(metadata=()), None, {}),
         make_experience=lambda rollout, scores, kl_coef, critic_only: (one_token_answers(*next(met)), {}),
-        learn=lambda experience, kl_coef, seed, critic_only: (experience, used.append(kl_coef) or {}),
+        learn=learn,
         kl=kl_controller(config),
         stateful={},
-        tokenizer=None,
+        evaluator=None,
         meter=lambda *seen: {},
         kl_monitor=KLMonitor(None, stops=False),
-        parity_monitor=ParityMonitor(None, stops=False),
-        **nothing,
     )
     for index in range(len(kls)):
         stage.step(index)

@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from ppo_ds.assemble.algorithm import pretraining
 from ppo_ds.config.schema import uses_reference
 from ppo_ds.planning.forwards import old_logprobs_source
 from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, kl_estimator, maker, without, without_critic
@@ -92,11 +91,15 @@ def test_an_experience_without_a_reference_is_trained_on(world, rows):
 @pytest.mark.parametrize("with_reference", [True, False])
 def test_unneeded_models_make_no_forward(world, early, with_reference):
     actor, reference = Stub(), Stub(shift=2.0)
-    make = replace(
-        maker(world, actor=actor, reference=reference, charged_kl=None),
+    make = maker(
+        world,
+        actor=actor,
+        reference=reference,
+        charged_kl=None,
         old_logprobs="forward" if early else "update",
     )
-    make = make if with_reference else replace(make, reference=None)
+    if not with_reference:
+        make.forwards.reference = None
     rollout = answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]])
     made, seen = make(rollout, 0.5)
     assert (made.logprobs is not None, made.old_logprobs is not None) == (early, early)
@@ -115,8 +118,7 @@ def test_critic_pretraining_runs_only_models_that_affect_returns(world, in_rewar
     actor, reference = Stub(), Stub(shift=2.0)
     charged = kl_estimator("k1") if in_reward else None
     make = maker(world, actor=actor, reference=reference, charged_kl=charged)
-    make = pretraining(composed("standard"), make)
-    made, _ = make(answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]]), 0.5)
+    made, _ = make.for_pretraining()(answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]]), 0.5)
     assert (actor.forwards, reference.forwards) == (asked, asked) and made.returns is not None
 
 

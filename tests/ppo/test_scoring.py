@@ -1,7 +1,6 @@
 """Tests scores that are computed while the models work: their overlap, waiting, stops, and step rewards."""
 
 from concurrent.futures import Future, wait
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -18,7 +17,7 @@ from ppo_ds.rewards.function import FunctionReward
 from ppo_ds.rewards.remote import RemoteReward
 from ppo_ds.run.stopping import Abandoned
 from ppo_ds.types import Rollout, Scores
-from tests.ppo.algo_cases import Stub, critic_free, gae, maker, rounded, shaper
+from tests.ppo.algo_cases import Stub, critic_free, critic_free_maker, gae, maker, rounded, shaper
 from tests.ppo.test_collector import PER_ROUND, SAMPLES, dynamic
 from tests.rewards.service import serving
 
@@ -102,9 +101,7 @@ def test_the_kl_is_subtracted_from_step_rewards_and_the_clip_is_not_applied(worl
 def test_a_group_estimator_compares_the_sums(world, by_steps):
     """Both responses have the sum 1.5, so neither is better than the other."""
     rollout = rollout_of(*RESPONSES)
-    make = replace(
-        maker(world, reference=Stub(), estimate_advantages=critic_free("grpo", group_size=2)), critic=None
-    )
+    make = critic_free_maker(world, reference=Stub(), estimate_advantages=critic_free("grpo", group_size=2))
     experience, _ = make_with(make, rollout, by_steps.start_scoring(rollout))
     assert not experience.advantages.any()
 

@@ -15,7 +15,7 @@ from ppo_ds.run.final_report import write_report
 from ppo_ds.run.health import TooManySkips
 from ppo_ds.run.stage import HELD_OUT, TRAIN_PROMPTS
 from ppo_ds.run.state import EXIT_CODES, Selection, TrainState
-from tests.ppo.trainer_cases import named, stand_ins
+from tests.ppo.trainer_cases import named, replace_learn, stand_ins
 
 # fields of TrainState that checkpoints of earlier versions lack
 NEW_IN_PROGRESS = ("best_step", "best_rule", "evals_without_improvement", "last_eval_step")
@@ -30,7 +30,7 @@ def test_a_step_is_sample_then_learn_then_log(loop):
     run, events = loop()
     assert run.fit() == "done" and EXIT_CODES["done"] == 0
     assert events[:4] == ["prompts 1", ("make", "answers 1"), ("learn", 0.1, 7 * 1_000_003), ("log", 1)]
-    assert named(events, "log") == [1, 2, 3] and run.stage.prompts.n == 3
+    assert named(events, "log") == [1, 2, 3] and run.stage.stateful["prompts"].n == 3
     # every step has another seed, and so another order of rows
     assert [event[2] for event in events if event[0] == "learn"] == [7 * 1_000_003 + i for i in range(3)]
     assert (run.state.step, run.state.episodes, run.state.tokens) == (3, 6, 9)
@@ -186,7 +186,7 @@ def test_an_alarm_is_logged_and_becomes_an_event(loop, caplog):
         rows, metrics = learn(*args, **kwargs)
         return rows, metrics | {"policy/clipfrac": 0.75}
 
-    run.stage.learn = clipped
+    replace_learn(run, clipped)
     run.fit()
     ((step, text),) = [(step, text) for step, kind, text in run.tracker.told if kind == "alarm"]
     assert step == 5 and "policy/clipfrac=0.75 (5 steps in a row)" in text
@@ -419,7 +419,8 @@ def test_a_second_failure_after_a_rollback_ends_the_run(loop, monkeypatch):
         checkpoints.saved.append(deepcopy(state))
         return Path(f"step_{step}")
 
-    run.stage.learn, checkpoints.save = gives_up, save
+    checkpoints.save = save
+    replace_learn(run, gives_up)
     monkeypatch.setattr(
         "ppo_ds.ppo.trainer.dump_failure",
         lambda folder, step, *rest: said.append((folder.name, step)) or "told",
@@ -443,7 +444,8 @@ def test_without_a_valid_checkpoint_there_is_no_rollback(loop, monkeypatch):
     def damaged(path, models, copies):
         raise UserError("it is damaged")
 
-    run.stage.learn, run.saver.checkpoints.load, run.saver.last_checkpoint = gives_up, damaged, Path("step_7")
+    replace_learn(run, gives_up)
+    run.saver.checkpoints.load, run.saver.last_checkpoint = damaged, Path("step_7")
     assert run.fit() == "nonfinite"
     assert "the rollback failed: it is damaged" in named(events, "finish")[0]["error"]
     assert named(events, "log") == [] == named(events, "save")

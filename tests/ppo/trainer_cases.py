@@ -1,6 +1,6 @@
 """Builds a run of the PPO stage from stand-ins."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -24,6 +24,8 @@ from ppo_ds.tracking.banner import Banner
 from tests.ppo.algo_cases import make_experience
 from tests.ppo.preset_runs import composed
 from tests.support.budgets import fixed_budgets
+
+NO_TOKENS = ("tracker.samples=2", "tracker.sample_tokens=0")
 
 
 class Stream:
@@ -53,6 +55,9 @@ class Maker:
         self.critic_only.append(critic_only)
         return self.rows, {"seen": kl_coef}
 
+    def for_pretraining(self):
+        return Maker(self.events, self.rows, "make for pretraining")
+
     def measure_kl(self, experience):
         assert experience is self.rows
         self.events.append("kl now")
@@ -67,6 +72,12 @@ class Copy:
 
     def copy(self):
         self.events.append(f"copy to {self.name}")
+
+    @contextmanager
+    def swapped(self):
+        self.events.append("to the average")
+        yield
+        self.events.append("back")
 
 
 class Counter:
@@ -145,26 +156,25 @@ def stand_ins(world, tokenizer, monkeypatch):
     ):
         monkeypatch.setattr("ppo_ds.run.loop.write_report", lambda *_, **__: events.append("report"))
         monkeypatch.setattr("ppo_ds.ppo.trainer.prompt_notes", lambda *_: [])
-        settings = composed("standard", "run.steps=9", *algo).algo
-        events = []
+        averaged = ["actor.ema.decay=0.5", "actor.ema.evaluate=true"] if ema else []
+        config = composed("standard", "run.steps=9", "run.seed=7", *NO_TOKENS, *averaged, *algo)
+        events, prompts = [], Stream()
+        services = context(world, stop)
         stage = PPOTrainer(
-            context=context(world, stop),
-            data=[],
-            algo=settings,
-            seed=7,
+            context=services,
+            config=config,
             total_steps=total_steps,
-            samples_per_prompt=1,
-            samples=2,
-            sample_tokens=0,
+            data=[],
             tokenizer=tokenizer,
-            **models(events, ema, lagged),
-            **algorithm(events, parts or {}, pretraining=settings.value.pretrain_rollouts > 0),
-            **evaluation(events, scores, ema, data),
+            actor=SimpleNamespace(take_switched_gb=count(0.0, 0.5).__next__),
+            weight_copies=copies(events, ema=ema, lagged=lagged),
+            collect=collecting(services, prompts, events),
+            learn=Learn(prompts, events, parity_monitor or ParityMonitor(None, stops=False)),
+            **algorithm(events, prompts, parts or {}),
+            evaluator=evaluating(events, scores, data) if scores is not None else None,
             meter=lambda rows, times, metrics: {"perf/rows": float(len(rows))},
             kl_monitor=kl_monitor or KLMonitor(None, stops=False),
-            parity_monitor=parity_monitor or ParityMonitor(None, stops=False),
         )
-        stage.collect, stage.learn = collecting(stage, events), learning(stage, events)
         stage.export = lambda run_dir: events.append(("export", run_dir))
         run = Run(
             context=stage.context,
@@ -189,53 +199,58 @@ def stand_ins(world, tokenizer, monkeypatch):
     return make
 
 
-def models(events, ema, lagged):
-    return {
-        "actor": SimpleNamespace(take_switched_gb=count(0.0, 0.5).__next__),
-        "critic": None,
-        "ema": Copy(events, "ema") if ema else None,
-        "lagged": Copy(events, "lagged") if lagged else None,
-    }
+def copies(events, **wanted):
+    return {name: Copy(events, name) for name, is_wanted in wanted.items() if is_wanted}
 
 
-def algorithm(events, parts, pretraining):
+def algorithm(events, prompts, parts):
     rows = make_experience([1, 2], [2, 1])
     rows = replace(rows, ref_logprobs=rows.logprobs - 0.5)  # makes the KL positive
     # multiplies the coefficient by 1.2 whenever the KL is positive
     kl = AdaptiveKLController(0.1, target=1e-9, horizon=2)
-    prompts = Stream()
     return {
-        "prompts": prompts,
-        "collect": None,
         "make_experience": Maker(events, rows),
-        "make_pretraining_experience": Maker(events, rows, "make for pretraining") if pretraining else None,
-        "learn": None,
         "kl": kl,
         "stateful": {"kl": kl, "prompts": prompts} | parts,
     }
 
 
-def collecting(stage, events):
-    def collect(prompts):
+def collecting(services, prompts, events):
+    def collect():
         events.append(next(prompts))
-        with stage.context.timer("generate"):
+        with services.timer("generate"):
             return f"answers {prompts.n}", "scores", {"rollout/rounds": 1.0}
 
     return collect
 
 
-def learning(stage, events):
-    def learn(rows, kl_coef, seed, critic_only):
-        events.append(("learn critic" if critic_only else "learn", kl_coef, seed))
-        return rows, {"value/loss": float(stage.prompts.n), "value/explained_var": 0.5} | (
+class Learn:
+    """Stands in for Learner."""
+
+    ratios = critic = None
+
+    def __init__(self, prompts, events, parity):
+        self.prompts, self.events, self.parity = prompts, events, parity
+
+    def __call__(self, rows, kl_coef, seed, critic_only):
+        self.events.append(("learn critic" if critic_only else "learn", kl_coef, seed))
+        return rows, {"value/loss": float(self.prompts.n), "value/explained_var": 0.5} | (
             {} if critic_only else {"policy/loss": 1.0}
         )
 
-    return learn
+    def models(self):
+        return {}
 
 
-def evaluation(events, scores, ema, data):
-    results = iter(scores or ())
+def replace_learn(run, learn):
+    """Makes ``learn`` the update of a run."""
+    replaced = run.stage.learn
+    learn.parity, learn.ratios, learn.critic, learn.models = replaced.parity, None, None, replaced.models
+    run.stage.learn = learn
+
+
+def evaluating(events, scores, data):
+    results = iter(scores)
 
     def evaluate():
         events.append("evaluate")
@@ -246,16 +261,7 @@ def evaluation(events, scores, ema, data):
             data,
         )
 
-    @contextmanager
-    def eval_weights():
-        events.append("to the average")
-        yield
-        events.append("back")
-
-    return {
-        "evaluator": evaluate if scores is not None else None,
-        "eval_weights": eval_weights if ema else nullcontext,
-    }
+    return evaluate
 
 
 def checkpoints(events):

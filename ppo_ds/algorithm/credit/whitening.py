@@ -44,10 +44,6 @@ class Whitening:
             return torch.cat([self.whiten(*group) for group in groups])
         return advantages
 
-    def whiten_minibatch(self, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Whitens the rows of one optimizer step, from all ranks, if ``over`` is "minibatch"."""
-        return self.whiten(advantages, mask) if self.over == "minibatch" else advantages
-
 
 def normalize_advantages(
     advantages: Tensor, mask: Tensor, unbiased: bool = False, reduce: Reduce | None = None

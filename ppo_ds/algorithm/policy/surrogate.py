@@ -1,6 +1,15 @@
 """From the loss of a token to the policy loss of a micro-batch.
 
-Gradients flow into the policy's log-probs only.
+Gradients flow into the policy's log-probs only. The metrics, each (sum, count) over tokens unless noted:
+
+    policy/loss          as aggregated by ``agg``
+    policy/clipfrac      tokens where the clip applies: it sets their gradient to zero, but in cispo it limits
+                         their weight; in gmpo it applies to the ratio of each token
+    policy/clipfrac_low  tokens whose gradient the dual clip sets to zero
+    policy/approx_kl     k3 of KL(old || new), with the clamped log-ratio
+    policy/kl_k1         log-prob old - new, per token and unclamped
+    policy/ratio_mean
+    policy/ratio_max     0-dim
 """
 
 from __future__ import annotations
@@ -95,16 +104,7 @@ def surrogate_loss(
         agg, totals: See aggregate.
 
     Returns:
-        The loss, 0-dim, and its metrics (see the module's docstring), each (sum, count) over tokens unless
-        noted:
-            policy/loss          as aggregated by ``agg``
-            policy/clipfrac      tokens where the clip applies: it sets their gradient to zero, but in cispo
-                                 it limits their weight; in gmpo it applies to the ratio of each token
-            policy/clipfrac_low  tokens whose gradient the dual clip sets to zero
-            policy/approx_kl     k3 of KL(old || new), with the clamped log-ratio
-            policy/kl_k1         log-prob old - new, per token and unclamped
-            policy/ratio_mean
-            policy/ratio_max     0-dim
+        The loss, 0-dim, and its metrics.
     """
     current, old = keep(logprobs, mask), keep(old_logprobs.detach(), mask)
     advantages = keep((advantages if advantages.dim() == 2 else advantages[:, None]).detach(), mask)

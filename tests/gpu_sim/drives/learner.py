@@ -16,19 +16,18 @@ from ppo_ds.algorithm.credit.positions import ScorePosition
 from ppo_ds.algorithm.credit.responses import CreditOptions
 from ppo_ds.algorithm.credit.whitening import Whitening
 from ppo_ds.algorithm.policy.keys import PPO
-from ppo_ds.algorithm.policy.ppo import ppo
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.background.pending import Pending
 from ppo_ds.config.registry import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
+    import_target,
     resolve,
 )
 from ppo_ds.config.sections.algo import (
     EntropyConfig,
     GAEConfig,
-    PositiveNLLConfig,
     RewardShapingConfig,
     RolloutISConfig,
     ValueConfig,
@@ -38,10 +37,13 @@ from ppo_ds.models.packed_attention import may_pack
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel
 from ppo_ds.ppo.experience import ExperienceMaker
-from ppo_ds.ppo.learner import Learner
-from ppo_ds.ppo.losses import PolicyObjective, PtxObjective, ValueObjective
+from ppo_ds.ppo.learner import Learner, Schedule
+from ppo_ds.ppo.losses import EntropyTerm, PolicyTerm, PtxObjective, ReferenceKLTerm, Term, ValueObjective
+from ppo_ds.ppo.model_outputs import ModelForwards
 from ppo_ds.ppo.parity import ParityMonitor
+from ppo_ds.ppo.transforms import whitened
 from ppo_ds.run.health import Health
+from ppo_ds.run.stage import StepContext
 from ppo_ds.types import Rollout, Scores, Sequences
 from tests.gpu_sim.cases import CASES as NAMES
 from tests.gpu_sim.drives.parts import Case, Engine, classifier, experience, language_model, one_rank, timer
@@ -50,19 +52,11 @@ from tests.gpu_sim.fake_cuda import CUDA, FakeCuda
 WIDTH = 12  # tokens of a row, so that a budget of 2 * WIDTH makes micro-batches of two rows
 
 
-def policy_objective(kl: bool = True) -> PolicyObjective:
-    return PolicyObjective(
-        loss=ppo,
-        policy=PPO(),
-        ratio="token",
-        sums_over_tokens=PPO.sums_over_tokens,
-        entropy=EntropyConfig(coef=0.01),
-        positive_nll=PositiveNLLConfig(),
-        kl=resolve(KL_ESTIMATORS["k3"]) if kl else None,
-        aux_coef=0.0,
-        agg=resolve(LOSS_AGGREGATIONS["token_mean"]),
-        level="token",
-    )
+def policy_terms(kl: bool = True) -> tuple[Term, ...]:
+    agg = resolve(LOSS_AGGREGATIONS["token_mean"])
+    policy = PolicyTerm(import_target(PPO.function), PPO(), "token", agg)
+    kl_term = (ReferenceKLTerm(resolve(KL_ESTIMATORS["k3"]), agg),) if kl else ()
+    return policy, EntropyTerm(EntropyConfig(), agg), *kl_term
 
 
 def value_objective() -> ValueObjective:
@@ -97,22 +91,16 @@ def update(device: FakeCuda, what: str, micros: int) -> None:
         learner = Learner(
             actor=actor,
             critic=None if what in ("critic_free", "shared_trunk") else critic,
-            ema=None,
-            ema_decay=0.0,
-            policy=policy_objective(kl=what != "first_forward"),
+            average=None,
+            transforms=(partial(whitened, whitening=Whitening("minibatch", False, "token")),),
+            terms=policy_terms(kl=what != "first_forward"),
             value=value_objective(),
-            ptx=PtxObjective(0.1) if what == "ptx" else None,
-            ptx_texts=texts() if what == "ptx" else None,
-            whitening=Whitening(over="minibatch", unbiased=False, level="token"),
+            ptx=PtxObjective(0.1, texts()) if what == "ptx" else None,
             norm=7,
-            epochs=1,
-            minibatch_size=size,
+            schedule=Schedule(1, size, target_kl=0.1 if what == "target_kl" else None),
             token_budget=2 * WIDTH,
             packed=packed,
-            target_kl=0.1 if what == "target_kl" else None,
-            world=world,
-            timer=timer,
-            health=Health(max_skips=1000),
+            context=StepContext(world=world, timer=timer, health=Health(max_skips=1000)),
             parity=ParityMonitor(None, stops=True),
         )
         with torch.no_grad():  # the first forward of a policy waits
@@ -144,13 +132,21 @@ def make_experience(device: FakeCuda, forwards: int) -> None:
         policy = Policy(language_model("qwen2"), 0.7)
         with torch.no_grad():
             policy(rows.ids, rows.attention_mask, rows.response_width)
-        maker = ExperienceMaker(
+        forwards_of_models = ModelForwards(
             actor=Engine(policy, world),
             lagged=None,
             reference=FrozenModel(policy, policy, CUDA),
             critic=Engine(ScoreModel(classifier("qwen2")), world),
             share_trunk=False,
             old_logprobs="forward",
+            token_budget=2 * WIDTH,
+            guard=lambda forwards: forwards,
+            packed=False,
+            world=world,
+            timer=timer,
+        )
+        maker = ExperienceMaker(
+            forwards=forwards_of_models,
             masked_stop_ids=(),
             shaper=ScoreShaper(RewardShapingConfig(), world.sum),
             charged_kl=resolve(KL_ESTIMATORS["k1"]),
@@ -160,9 +156,6 @@ def make_experience(device: FakeCuda, forwards: int) -> None:
             whitening=Whitening(over="batch", unbiased=False, level="token"),
             group_size=1,
             rollout_is=RolloutISConfig(kind="none"),
-            token_budget=2 * WIDTH,
-            guard=lambda forwards: forwards,
-            packed=False,
             world=world,
             timer=timer,
             check=lambda: None,

@@ -14,8 +14,9 @@ from ppo_ds.algorithm.aggregation import batch_totals
 from ppo_ds.models.packed_attention import may_pack
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel
+from ppo_ds.ppo.losses import actor_loss
 from tests.gpu_sim.cases import CASES as NAMES
-from tests.gpu_sim.drives.learner import policy_objective, value_objective
+from tests.gpu_sim.drives.learner import policy_terms, value_objective
 from tests.gpu_sim.drives.parts import Case, classifier, experience, language_model
 from tests.gpu_sim.fake_cuda import CUDA, FakeCuda
 
@@ -39,7 +40,7 @@ def policy(device: FakeCuda, family: str, variant: str) -> None:
     totals = batch_totals([rows.response_mask], dp_size=1)
     probe_head(device, model)
     out = model(rows.ids, rows.attention_mask, rows.response_width, with_entropy=True)
-    loss, _ = policy_objective()(out, rows.to(CUDA), totals, kl_coef=0.1)
+    loss, _ = actor_loss(policy_terms(), out, rows.to(CUDA), totals, kl_coef=0.1)
     loss.backward()
     trained = [parameter for parameter in lm.parameters() if parameter.requires_grad]
     assert all(parameter.grad is not None and parameter.grad.is_cuda for parameter in trained)

@@ -1,0 +1,117 @@
+"""Forwards of the models on a rollout, before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, SupportsInt
+
+from torch import Tensor
+
+from ppo_ds.distributed.faults import fault
+from ppo_ds.distributed.world import World
+from ppo_ds.engine.frozen import FrozenModel
+from ppo_ds.engine.trained import TrainedModel
+from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.ppo.kept_forwards import KeptForwards
+from ppo_ds.ppo.minibatches import scatter_states, scatter_tokens
+from ppo_ds.run.microbatches import forward_rows, scoring_plan
+from ppo_ds.run.timing import PhaseTimer
+from ppo_ds.types import Rollout, Sequences
+
+# Source of the actor's log-probs and of the old log-probs: a forward of the actor before the update, the
+# forward of the update itself (learner.py), or the decode backend
+OldLogprobs = Literal["forward", "update", "rollout"]
+
+
+class ModelOutputs(NamedTuple):
+    """What the models compute on a rollout. Entries that the run does not need are None."""
+
+    logprobs: Tensor | None = None  # [B,R] of the actor
+    old_logprobs: Tensor | None = None  # [B,R]
+    ref_logprobs: Tensor | None = None  # [B,R]
+    values: Tensor | None = None  # [B,S]
+    entropy: Tensor | None = None  # [B,R] of the actor
+
+
+@dataclass(kw_only=True)
+class ModelForwards:
+    """Runs the models on the rows of this rank."""
+
+    actor: TrainedModel
+    lagged: WeightCopy | None  # the old policy, if it lags behind the actor
+    reference: FrozenModel | None  # None if nothing needs the KL to it
+    critic: TrainedModel | None  # None: critic-free, or the actor has the value head
+    share_trunk: bool  # the actor has the value head
+    old_logprobs: OldLogprobs
+    actor_options: Mapping[str, bool] = field(default_factory=dict)  # of the forward for the log-probs
+    token_budget: SupportsInt  # halved if memory runs out (run/token_budgets.py)
+    guard: Callable[[Callable[..., Any]], Callable[..., Any]]  # repeats forwards if memory runs out
+    packed: bool  # the models take rows without padding
+    world: World
+    timer: PhaseTimer
+    kept: KeptForwards | None = None  # keeps graphs for the update
+
+    def __call__(self, rollout: Rollout, critic_only: bool) -> ModelOutputs:
+        """Runs all models. A collective, repeated if memory runs out."""
+        return self.guard(self.forward_models)(rollout, critic_only)
+
+    def forward_models(self, rollout: Rollout, critic_only: bool) -> ModelOutputs:
+        plan = self.plan(rollout)
+        logprobs = old_logprobs = ref_logprobs = values = entropy = None
+        with nullcontext() if self.kept is None else self.kept.of_rollout(rollout, plan, critic_only):
+            fault("score")
+            if self.reference is not None:
+                with self.timer("ref_logprobs"), self.reference.resident():  # log pi_ref(a|s)
+                    ref_logprobs = self.logprobs_of(self.reference, rollout, plan)
+            if self.critic is not None:
+                with self.timer("values"):  # V(s)
+                    outputs = self.forward("critic", self.critic, rollout, plan)
+                    values = scatter_states(outputs, rollout, plan)
+            if self.old_logprobs == "rollout":
+                logprobs = old_logprobs = rollout.logprobs
+            elif self.old_logprobs == "forward":  # last, since the graph may be kept
+                with self.timer("old_logprobs"):  # log pi_old(a|s), training engine, dropout 0
+                    logprobs, old_logprobs, trunk_values, entropy = self.forward_actor(rollout, plan)
+                values = trunk_values if self.share_trunk else values
+        return ModelOutputs(logprobs, old_logprobs, ref_logprobs, values, entropy)
+
+    def actor_logprobs(self, sequences: Sequences) -> Tensor:
+        """Computes the actor's log-probs [B,R]. A collective, repeated if memory runs out."""
+        return self.guard(lambda: self.logprobs_of(self.actor, sequences, self.plan(sequences)))()
+
+    def forward(
+        self, name: str, model: TrainedModel, rollout: Rollout, plan: list[Tensor], **options: Any
+    ) -> list[Any]:
+        """Runs a trained model on the rows of each entry of ``plan``; may keep the graph for the update."""
+        if self.kept is not None and self.kept.keeps(name):
+            return [self.kept.forward(name, model)]
+        return forward_rows(model, rollout, plan, **options)
+
+    def plan(self, sequences: Sequences) -> list[Tensor]:
+        """Returns the row indices of each forward. A collective."""
+        return scoring_plan(sequences, int(self.token_budget), self.world, self.packed)
+
+    def forward_actor(
+        self, rollout: Rollout, plan: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Computes log-probs and old log-probs [B,R], values [B,S] by the actor's head, entropies [B,R]."""
+        outputs = self.forward("actor", self.actor, rollout, plan, **self.actor_options)
+        logprobs = scatter_tokens([out.logprobs for out in outputs], rollout, plan)
+        old_logprobs, values, entropy = logprobs, None, None
+        if self.actor_options.get("with_entropy"):
+            entropy = scatter_tokens([out.entropy for out in outputs], rollout, plan)
+        if self.share_trunk:
+            values = scatter_states([out.values for out in outputs], rollout, plan)
+        if self.lagged is not None:
+            with self.lagged.swapped():
+                old_logprobs = self.logprobs_of(self.actor, rollout, plan)
+        return logprobs, old_logprobs, values, entropy
+
+    def logprobs_of(
+        self, model: TrainedModel | FrozenModel, sequences: Sequences, plan: list[Tensor]
+    ) -> Tensor:
+        """Computes log-probs [B,R] of the responses."""
+        outputs = forward_rows(model, sequences, plan)
+        return scatter_tokens([out.logprobs for out in outputs], sequences, plan)
