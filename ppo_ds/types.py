@@ -270,8 +270,6 @@ class Experience(Sequences):
     scores: Tensor = field(metadata=_B)  # [B] as the reward returned them, per-token scores included
     rewards: Tensor = field(metadata=_S)  # [B,S] shaped scores, minus any KL penalty
     advantages: Tensor = field(metadata=_R)  # [B,R]
-    # B dicts: name -> part of the score, for the sample rows; None if the score has one part only
-    components: tuple[dict[str, float], ...] | None = None
 
     # log-probs computed by the training engines; the actor's are None if the update itself computes them, and
     # those of the decode backend with algo.old_logprobs=rollout
@@ -293,8 +291,9 @@ class Experience(Sequences):
     # [B,S] bool: the states whose value is trained
     value_mask: Tensor | None = field(default=None, metadata=_S)
 
-    # B reasons, each one of ENDS; None without an environment
-    episode_ends: tuple[str, ...] | None = field(default=None, kw_only=True)
+    # B dicts for the sample rows: "components" (name -> part of the score), unless the score has one part
+    # only, and with an environment "episode_end", one of ENDS. None if both are absent
+    notes: tuple[dict[str, Any], ...] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from ppo_ds.config.schema import (
 from ppo_ds.config.sections.algo import AlgoConfig, KLConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
+from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
@@ -202,7 +203,7 @@ def learner(
     config: PPOConfig,
     context: StepContext,
     *,
-    actor: TrainedModel,
+    actor: HybridActor,
     critic: TrainedModel | None,
     parity: ParityMonitor,
     ptx_texts: Iterator[Sequences] | None = None,

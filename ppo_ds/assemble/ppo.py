@@ -94,7 +94,6 @@ def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
         total_steps=length.steps,
         data=inputs.fingerprints,
         tokenizer=inputs.tokenizer,
-        actor=models.actor,
         weight_copies=models.copies,
         collect=build_collector(config, context, inputs, models, generator, sampling),
         make_experience=make_experience,

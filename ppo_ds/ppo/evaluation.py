@@ -136,7 +136,13 @@ class Evaluator:
                 "length": len(response),
                 "finish": "stop" if rollout.finished[i] else "length",
                 "prompt_id": prompt_id(rollout.metadata[i]["prompt_text"]),
-                **episode_columns(rollout.feedback_mask, rollout.episode_ends, i, response, self.tokenizer),
+                **episode_columns(
+                    rollout.feedback_mask,
+                    None if rollout.episode_ends is None else rollout.episode_ends[i],
+                    i,
+                    response,
+                    self.tokenizer,
+                ),
             }
             if scores.components:
                 row["components"] = {name: float(column[i]) for name, column in scores.components.items()}
@@ -147,14 +153,14 @@ class Evaluator:
 
 
 def episode_columns(
-    feedback_mask: Tensor | None, ends: tuple[str, ...] | None, i: int, ids: list[int], tokenizer: Tokenizer
+    feedback_mask: Tensor | None, end: str | None, i: int, ids: list[int], tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Returns what a sample row says about the episode of row ``i``, whose response has the tokens ``ids``.
 
-    "turns" are the texts of the policy and of the environment in turn, "episode_end" is one of ENDS. Returns
+    "turns" are the texts of the policy and of the environment in turn, "episode_end" is ``end``. Returns
     {} without an environment.
     """
-    if feedback_mask is None or ends is None:
+    if feedback_mask is None or end is None:
         return {}
     turns = [
         {
@@ -163,7 +169,7 @@ def episode_columns(
         }
         for is_feedback, positions in groupby(range(len(ids)), feedback_mask[i].tolist().__getitem__)
     ]
-    return {"turns": turns, "episode_end": ends[i]}
+    return {"turns": turns, "episode_end": end}
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,7 +97,6 @@ class ExperienceMaker:
             scores=rollout.score_sums,
             rewards=rewards,
             advantages=advantages,
-            components=rollout.components if rollout.components[0] else None,
             logprobs=logprobs,
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
@@ -105,7 +105,7 @@ class ExperienceMaker:
             returns=estimate.returns,
             value_mask=estimate.value_mask,
             feedback_mask=rollout.feedback_mask,
-            episode_ends=rollout.episode_ends,
+            notes=response_notes(rollout),
         )
         metrics = self.metrics(rollout, experience, kl_penalty, estimate.advantages, scores != unclipped)
         return all_gather_rows(experience, self.world), metrics
@@ -182,6 +182,20 @@ class ExperienceMaker:
         sums.add_mean("kl/before_update", mine.logprobs - mine.ref_logprobs, mine.response_mask)
         sums.add_mean("kl/after_update", logprobs - mine.ref_logprobs, mine.response_mask)
         return sums.reduced(self.world)
+
+
+def response_notes(rollout: ScoredRollout) -> tuple[dict[str, Any], ...] | None:
+    """Returns what Experience.notes says about each response."""
+    columns = {
+        "components": rollout.components if rollout.components[0] else None,
+        "episode_end": rollout.episode_ends,
+    }
+    present = {name: column for name, column in columns.items() if column is not None}
+    return (
+        tuple({name: column[i] for name, column in present.items()} for i in range(len(rollout)))
+        if present
+        else None
+    )
 
 
 def mask_stops(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> Rollout:

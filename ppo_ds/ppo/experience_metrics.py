@@ -81,9 +81,10 @@ def episode_metrics(experience: Experience) -> dict[str, Tensor]:
 
     Returns {} without an environment.
     """
-    feedback, ends = experience.feedback_mask, experience.episode_ends
-    if feedback is None or ends is None:
+    feedback, notes = experience.feedback_mask, experience.notes
+    if feedback is None or notes is None:
         return {}
+    ends = [note["episode_end"] for note in notes]
     return {
         "rollout/turns_mean": count_turns(feedback, experience.response_lengths).double().mean(),
         "rollout/feedback_len_mean": feedback.sum(1).double().mean(),

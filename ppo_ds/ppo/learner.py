@@ -20,6 +20,7 @@ from ppo_ds.algorithm.aggregation import BatchTotals, batch_totals
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.distributed.world import World
+from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.lockstep import LockstepResult, step_or_skip
 from ppo_ds.engine.trained import StepInfo, TrainedModel
 from ppo_ds.models.policy import PolicyOutput
@@ -103,7 +104,7 @@ class Learner:
     """Trains the actor and the critic on one experience."""
 
     # models
-    actor: TrainedModel
+    actor: HybridActor
     critic: TrainedModel | None  # None: critic-free, or the actor has the value head
     average: Callable[[], None] | None  # updates the averaged weights after an optimizer step of the actor
     # the algorithm
@@ -137,7 +138,6 @@ class Learner:
         StepRefused before any weight has changed.
         """
         shuffle, schedule = torch.Generator().manual_seed(seed), self.schedule
-        steps_per_epoch = len(experience) // schedule.minibatch_size
         kept = KeptOutputs(None, {}) if self.kept is None else self.kept.take()
         assert not (critic_only and "actor" in kept.by_model), "the actor's graph would not be used"
         if (found := first_nonfinite(experience)) is not None:
@@ -149,7 +149,7 @@ class Learner:
             "the log-probs of a second optimizer step are no longer those of the old policy"
         )
         draws = torch.Generator().manual_seed(seed)  # selected tokens do not change the order of the rows
-        models, metrics, approx_kl, steps_done = self.models(critic_only), MetricSums(), 0.0, 0
+        metrics, approx_kl, steps_done = MetricSums(), 0.0, 0
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
 
         for rows in schedule.rows_of_steps(len(experience), shuffle):
@@ -167,29 +167,34 @@ class Learner:
             metrics.add_parts({"perf/pad_frac_update": padding(micros, self.packed)})
 
             losses, actor = self.backward(minibatch, micros, kl_coef, critic_only, metrics, kept.by_model)
-            done = self.step_or_skip(models, losses, actor, first=steps_done == 0)
+            done = self.step_or_skip(self.models(critic_only), losses, actor, first=steps_done == 0)
             if actor is not None and steps_done == 0:
                 metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
                 for gap in actor.gaps if self.parity.old_from_rollout else []:  # else measured in all rows
                     metrics.add_parts(gap)
             if first_forward:  # this is the only optimizer step of the update
-                mine = scatter_tokens(actor.logprobs, experience, [rows[part] for part in plan])
-                of_all_ranks = self.world.sum(mine)
-                experience = replace(experience, logprobs=of_all_ranks, old_logprobs=of_all_ranks)
+                experience = self.with_logprobs(experience, actor, [rows[part] for part in plan])
             if schedule.target_kl is not None and actor is not None:
                 approx_kl = done.sums[0] / max(done.sums[1], 1.0)
             steps_done += 1
             for name, info in done.infos.items():
                 steps[ROLES[name]].append(info)
-            self.record(
-                done, NonFiniteStep(done.nonfinite, minibatch, rows, None, None, kl_coef, critic_only)
-            )
+            skipped = NonFiniteStep(done.nonfinite, minibatch, rows, None, None, kl_coef, critic_only)
+            self.record(done, skipped)
 
         passes = {
-            "policy/epochs_run": steps_done / steps_per_epoch,
+            "policy/epochs_run": steps_done / (len(experience) // schedule.minibatch_size),
             "policy/early_stopped": float(steps_done < schedule.steps(len(experience))),
         }
         return experience, metrics.reduced(self.world) | step_metrics(steps) | passes
+
+    def with_logprobs(self, experience: Experience, actor: ActorBackward, plan: list[Tensor]) -> Experience:
+        """Adds the log-probs that the only forward of the update has computed. A collective.
+
+        ``plan`` has the rows of this rank's micro-batches.
+        """
+        logprobs = self.world.sum(scatter_tokens(actor.logprobs, experience, plan))
+        return replace(experience, logprobs=logprobs, old_logprobs=logprobs)
 
     def record(self, done: LockstepResult, step: NonFiniteStep) -> None:
         """Counts an optimizer step that was done or skipped, and updates the averaged weights."""
@@ -203,8 +208,8 @@ class Learner:
 
     def models(self, critic_only: bool = False) -> dict[str, TrainedModel]:
         """Returns the models that are trained together, by name."""
-        actor = {} if critic_only else {"actor": self.actor}
-        return actor if self.critic is None else actor | {"critic": self.critic}
+        models = {"actor": None if critic_only else self.actor, "critic": self.critic}
+        return {name: model for name, model in models.items() if model is not None}
 
     def backward(
         self,

@@ -98,7 +98,7 @@ class PolicyTerm(Term):
 
 @dataclass(frozen=True)
 class EntropyTerm(Term):
-    """Minus coef * entropy, exact or estimated as -log p of the sampled tokens."""
+    """Subtracts coef * entropy, exact or estimated as -log p of the sampled tokens."""
 
     entropy: EntropyConfig
     agg: Aggregation
@@ -119,7 +119,7 @@ class EntropyTerm(Term):
 
 @dataclass(frozen=True)
 class ReferenceKLTerm(Term):
-    """The KL to the reference times its coefficient (`algo.kl.place=loss`)."""
+    """Adds the KL to the reference times its coefficient (`algo.kl.place=loss`)."""
 
     kl: Callable[[Tensor, Tensor], Tensor]  # its estimator
     agg: Aggregation
@@ -137,7 +137,7 @@ class ReferenceKLTerm(Term):
 
 @dataclass(frozen=True)
 class LoadBalancingTerm(Term):
-    """The load-balancing loss of a mixture of experts times its coefficient."""
+    """Adds the load-balancing loss of a mixture of experts times its coefficient."""
 
     coef: float
     forward_options = {"with_aux": True}
@@ -154,7 +154,7 @@ class LoadBalancingTerm(Term):
 
 @dataclass(frozen=True)
 class PositiveNLLTerm(Term):
-    """coef * mean of -log p over the tokens of the responses whose score is above ``above`` (VAPO)."""
+    """Adds coef * mean of -log p over the tokens of the responses whose score is above ``above`` (VAPO)."""
 
     coef: float
     above: float

@@ -26,7 +26,7 @@ OldLogprobs = Literal["forward", "update", "rollout"]
 
 
 class ModelOutputs(NamedTuple):
-    """What the models compute on a rollout. Entries that the run does not need are None."""
+    """Holds what the models compute on a rollout. Entries that the run does not need are None."""
 
     logprobs: Tensor | None = None  # [B,R] of the actor
     old_logprobs: Tensor | None = None  # [B,R]

@@ -34,19 +34,20 @@ def sample_rows(
         prompt = experience.ids[i, :width][experience.attention_mask[i, :width]].tolist()
         response = experience.response_ids[i, : experience.response_lengths[i]].tolist()
         finished = bool(experience.finished[i])
-        components = {} if experience.components is None else {"components": experience.components[i]}
+        notes = {} if experience.notes is None else experience.notes[i]
+        end = notes.get("episode_end")
         tokens = {"tokens": token_columns(experience, tokenizer, i, token_limit)} if token_limit else {}
         rows.append(
             {
                 "prompt": tokenizer.decode(prompt, skip_special_tokens=False),
                 "response": tokenizer.decode(response),
                 "score": float(experience.scores[i]),
-                **components,
+                **({"components": notes["components"]} if "components" in notes else {}),
                 "kl": kl[i],
                 "length": len(response),
                 "finish": "stop" if finished else "length",
                 "ended_by": tokenizer.decode(response[-1:], skip_special_tokens=False) if finished else None,
-                **episode_columns(experience.feedback_mask, experience.episode_ends, i, response, tokenizer),
+                **episode_columns(experience.feedback_mask, end, i, response, tokenizer),
                 **tokens,
             }
         )

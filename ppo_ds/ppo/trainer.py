@@ -62,8 +62,6 @@ class PPOTrainer:
     data: Sequence[Fingerprint]
     tokenizer: Tokenizer
 
-    # models
-    actor: HybridActor
     weight_copies: Mapping[str, WeightCopy]  # "ema": the average of the actor, "lagged": the old policy
 
     # algorithm
@@ -178,6 +176,10 @@ class PPOTrainer:
             return self.evaluator()
 
     # -- checkpoints, exports and dumps ----------------------------------------------------------------------
+
+    @property
+    def actor(self) -> HybridActor:
+        return self.learn.actor
 
     @property
     def models(self) -> Mapping[str, TrainedModel]:

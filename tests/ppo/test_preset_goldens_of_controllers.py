@@ -56,7 +56,6 @@ def coefficients(world, config, kls, n_steps):
         total_steps=len(kls),
         data=[],
         tokenizer=None,
-        actor=None,
         weight_copies={},
         collect=lambda: (SimpleNamespace(metadata=()), None, {}),
         make_experience=lambda rollout, scores, kl_coef, critic_only: (one_token_answers(*next(met)), {}),

@@ -166,7 +166,6 @@ def stand_ins(world, tokenizer, monkeypatch):
             total_steps=total_steps,
             data=[],
             tokenizer=tokenizer,
-            actor=SimpleNamespace(take_switched_gb=count(0.0, 0.5).__next__),
             weight_copies=copies(events, ema=ema, lagged=lagged),
             collect=collecting(services, prompts, events),
             learn=Learn(prompts, events, parity_monitor or ParityMonitor(None, stops=False)),
@@ -231,6 +230,7 @@ class Learn:
 
     def __init__(self, prompts, events, parity):
         self.prompts, self.events, self.parity = prompts, events, parity
+        self.actor = SimpleNamespace(take_switched_gb=count(0.0, 0.5).__next__)
 
     def __call__(self, rows, kl_coef, seed, critic_only):
         self.events.append(("learn critic" if critic_only else "learn", kl_coef, seed))
@@ -245,7 +245,8 @@ class Learn:
 def replace_learn(run, learn):
     """Makes ``learn`` the update of a run."""
     replaced = run.stage.learn
-    learn.parity, learn.ratios, learn.critic, learn.models = replaced.parity, None, None, replaced.models
+    for name in ("actor", "critic", "models", "parity", "ratios"):
+        setattr(learn, name, getattr(replaced, name))
     run.stage.learn = learn
 
 

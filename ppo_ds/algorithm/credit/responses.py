@@ -1,4 +1,4 @@
-"""What an estimator of advantages takes and returns.
+"""Defines what an estimator of advantages takes and returns.
 
 Shapes: B responses, R response positions, S = R + 1 states. Column t of a [B,S] tensor is the state before
 response token t. In a row of ``length`` tokens, column ``length`` is the state after the last token.
