@@ -1,44 +1,33 @@
 """Lock of a run directory: at most one run at a time writes into it.
 
-The file ``run.lock`` in the directory names the process that holds the lock. A new file is created
-exclusively, so if several processes start at once, exactly one of them gets the lock. The holder renews the
-file's modification time every few seconds and deletes the file when it ends. A holder that was killed leaves
-the file. The next start deletes the file as soon as the lock is stale:
-
-- Holder on the same machine: the lock is stale once the holder's process has ended. A later process with the
-  same id is recognized by its start time. A container with its own process ids counts as a machine.
-- Holder on another machine: the lock is stale after 60 s without renewal, by the clock of the file system.
-
-Stale files are deleted under ``flock``, so that a start cannot delete the new file of another start. On a
-network file system this needs a working ``flock`` (NFS 4, or NFS 3 with its lock service). Exclusive creation
-works with all versions of NFS. Without ``flock``, two starts that find the same stale lock at the same moment
-may both get the lock.
+The holder keeps ``run.lock`` open under ``flock``, which ends with its process, and the file names it. Some
+file systems have no such locks, or locks that other machines do not see. The holder therefore also renews the
+file's modification time, and a holder that this machine's kernel cannot vouch for counts as ended after 60 s
+without renewal. Only on such a file system, two starts at the same moment may both get the lock.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import platform
 import secrets
+import stat
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from operator import eq
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ppo_ds.errors import UserError
-from ppo_ds.storage.drafts import draft_path
 
 NAME = "run.lock"
 # Times in seconds.
 RENEWAL = 5.0  # time between two renewals
-STALE = 60.0  # time without renewal after which the lock of a holder on another machine is stale
+STALE = 60.0  # time without renewal after which a holder elsewhere has ended
 ENDING = 60.0  # longest wait of a start for a holder that is ending
 # Wait before a start is refused. A holder that has just received a stop signal marks itself as ending in this
 # time, and the start then waits for its end.
@@ -46,23 +35,25 @@ REACTION = 0.7
 POLL = 0.1  # time between two attempts to take the lock
 
 
+def machine_id() -> str:
+    """Returns an identifier that is equal for two processes on the same kernel."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return platform.node()
+
+
 @dataclass(frozen=True)
 class Holder:
-    """Content of a lock file. If it cannot be read, all fields except ``renewed`` have their defaults."""
+    """Content of a lock file; ``token`` is empty if the file is empty or damaged."""
 
-    renewed: float  # modification time of the file
-    token: str = ""  # random identifier of the lock
-    host: str = "unknown"
-    machine: str = ""  # ``machine_id()`` of the holder
-    pid: int = 0
-    started: int = 0  # clock ticks from the boot to the start of the process; 0: unknown
-    since: float = 0.0  # time.time() when the lock was taken
-    launch: str = ""  # identifier that is the same for all ranks of one launch
-    ending: bool = False  # True once the holder has begun to end
-
-    @property
-    def is_local(self) -> bool:
-        return self.machine == machine_id()
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    host: str = field(default_factory=platform.node)
+    machine: str = field(default_factory=machine_id)
+    pid: int = field(default_factory=os.getpid)
+    since: float = field(default_factory=time.time)
+    launch: str = ""  # the same for all ranks of one launch
+    ending: int = 0  # 1 once the holder has begun to end; a digit, so that the file's length never changes
 
     def __str__(self) -> str:
         if not self.token:
@@ -70,42 +61,41 @@ class Holder:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"a run on {self.host}, process {self.pid}, since {since}"
 
+    def write(self, descriptor: int) -> None:
+        os.ftruncate(descriptor, os.pwrite(descriptor, json.dumps(asdict(self)).encode(), 0))
+        os.fsync(descriptor)
+
+
+def read_holder(descriptor: int) -> Holder:
+    """Reads the holder from an open lock file."""
+    try:
+        content = json.loads(os.pread(descriptor, 4096, 0))
+        kinds = {name: type(value) for name, value in asdict(Holder()).items()}
+        return Holder(**{name: kind(content[name]) for name, kind in kinds.items()})
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return Holder(token="")
+
 
 class RunLock:
-    """The lock of one run directory, held by this process from ``acquire`` to ``release``."""
+    """The lock of one run directory, held by this process until ``release``."""
 
-    def __init__(self, path: Path, launch: str, created: list[Path]):
-        """Takes the lock. ``created`` are the directories that ``release`` removes if they are empty.
+    def __init__(self, path: Path, descriptor: int, created: list[Path], launch: str):
+        """Writes this process into an open lock file that nobody else holds.
 
-        Raises FileExistsError if the file exists.
+        ``created`` are the directories that ``release`` removes if they are empty.
         """
         self.path = path
-        self._created = created
-        self._owner = os.getpid()
-        self._content: dict[str, Any] = {
-            "token": secrets.token_hex(8),
-            "host": platform.node(),
-            "machine": machine_id(),
-            "pid": self._owner,
-            "started": process_start(self._owner)[1],
-            "since": time.time(),
-            "launch": launch,
-            "ending": 0,  # a digit, so that the length of the file never changes
-        }
+        self._descriptor, self._created = descriptor, created
+        self._holder = Holder(launch=launch)
+        self._holder.write(descriptor)
         self._released = threading.Event()
-        self._descriptor = self._create()
+        os.register_at_fork(after_in_child=self._forget)
 
-    def _create(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self.path, flags, 0o666)
-        try:
-            os.write(descriptor, json.dumps(self._content).encode())
-            os.fsync(descriptor)
-        except OSError:
-            self.path.unlink()
-            os.close(descriptor)
-            raise
-        return descriptor
+    def _forget(self) -> None:
+        """Closes the file in a forked process, which would keep the lock after the holder's death."""
+        if not self._released.is_set():
+            self._released.set()
+            os.close(self._descriptor)
 
     def start_renewal(self, on_loss: Callable[[str], None]) -> None:
         """Starts the thread that renews the lock.
@@ -118,38 +108,38 @@ class RunLock:
     def _renew(self, on_loss: Callable[[str], None]) -> None:
         while not self._released.wait(RENEWAL):
             with suppress(OSError):  # the next renewal may succeed
-                holder = read_holder(self.path)
-                if holder is None:  # somebody has deleted the file
-                    with suppress(FileExistsError):
-                        self._descriptor = self._create()
-                elif holder.token != self._content["token"]:
+                if not self._owns_file():
                     on_loss(
-                        f"run.dir={self.path.parent}: the lock of this run was not renewed for {STALE:.0f} s "
-                        f"and has been taken by {holder}; start this run again in another run.dir, or when "
+                        f"run.dir={self.path.parent}: another run has taken the lock of this run, which was "
+                        f"not renewed for {STALE:.0f} s; start this run again in another run.dir, or when "
                         "the other one has ended"
                     )
                     return
-                else:
-                    os.utime(self._descriptor)
+                os.utime(self._descriptor)
+
+    def _owns_file(self) -> bool:
+        return (
+            _is_at(self.path, self._descriptor) and read_holder(self._descriptor).token == self._holder.token
+        )
 
     def mark_ending(self) -> None:
         """Marks the holder as ending, so that the next start waits for it instead of being refused."""
-        if self._content["ending"] or self._released.is_set():
-            return
-        self._content["ending"] = 1
-        with suppress(OSError):
-            os.pwrite(self._descriptor, json.dumps(self._content).encode(), 0)
+        if not self._holder.ending and not self._released.is_set():
+            self._holder = replace(self._holder, ending=1)
+            with suppress(OSError):
+                self._holder.write(self._descriptor)
 
     def release(self) -> None:
         """Deletes the file, and the directories that were created for it if they are empty.
 
         A second call and a call in a forked process have no effect.
         """
-        if self._released.is_set() or os.getpid() != self._owner:
+        if self._released.is_set():
             return
         self._released.set()
         with suppress(OSError):
-            _delete(self.path, lambda found: found.token == self._content["token"])
+            if self._owns_file():
+                self.path.unlink()
             os.close(self._descriptor)
             for folder in self._created:
                 folder.rmdir()
@@ -159,155 +149,89 @@ def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = pri
     """Takes the lock of ``run_dir``; creates the directory if it is missing.
 
     Raises UserError if another run holds the lock. Waits up to ``ENDING`` seconds for a holder that is
-    ending, and up to ``STALE`` seconds for a renewal by a holder on another machine. ``notice`` is called
-    with one line about such a wait.
+    ending, and up to ``STALE`` seconds for a renewal by a holder elsewhere. ``notice`` is called with one
+    line about such a wait. ``launch`` is the same for all ranks of one launch.
     """
     path, created = run_dir / NAME, [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-    first: Holder | None = None
-    seen = age = 0.0  # time when the holder was first seen, and seconds from its last renewal to then
-    noticed = False
+    # the token and the time of renewal of the holder when it was first seen, and when that was
+    first, first_renewed, seen, noticed = "", 0.0, 0.0, False
     while True:
         try:
             run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = _take(path, launch, created)
-            if lock is not None:
-                return lock
-            holder = read_holder(path)
-            if holder is None:  # the lock was released, and its directory perhaps removed
-                continue
-            if first is None or holder.token != first.token:
-                first, seen, noticed = holder, time.monotonic(), False
-                age = 0.0 if holder.is_local else _now(path) - holder.renewed
-            waited, silent = time.monotonic() - seen, holder.renewed == first.renewed
-            if _is_stale(holder, age + waited if silent else 0.0):
-                _delete(path, partial(eq, holder))
-                continue
+            with _opened(path, os.O_CREAT) as descriptor:
+                locked = _try_lock(descriptor)
+                if locked and not _is_at(path, descriptor):  # its holder has just released it
+                    continue
+                holder, renewed = read_holder(descriptor), os.fstat(descriptor).st_mtime
+                if holder.token != first:
+                    first, first_renewed, seen = holder.token, renewed, time.monotonic()
+                waited = time.monotonic() - seen
+                silent = locked is not False and renewed == first_renewed
+                ended = locked and (not holder.token or holder.machine == machine_id())
+                if ended or (silent and (not holder.token or waited > STALE)):
+                    return RunLock(path, os.dup(descriptor), created, launch)
+        except FileNotFoundError:  # the directory has just been removed
+            continue
         except OSError as error:
             raise UserError(
                 f"run.dir={run_dir}: cannot be written: {error.strerror} ({error.filename or path}); "
                 "choose another run.dir"
             ) from error
-        patience = ENDING if holder.ending else STALE if silent and not holder.is_local else REACTION
+        patience = ENDING if holder.ending else STALE if silent else REACTION
         if waited > patience:
             raise UserError(_refusal(run_dir, holder))
         if waited > REACTION and not noticed:
             noticed = True
-            notice(f"run.dir={run_dir}: waiting up to {patience - age:.0f} s for the end of {holder}")
+            notice(f"run.dir={run_dir}: waiting up to {patience:.0f} s for the end of {holder}")
         time.sleep(POLL)
 
 
-def _take(path: Path, launch: str, created: list[Path]) -> RunLock | None:
-    """Takes the lock. Returns None if the file exists or its directory has just been removed."""
-    try:
-        return RunLock(path, launch, created)
-    except (FileExistsError, FileNotFoundError):
-        return None
-
-
 def check_free(run_dir: Path, launch: str) -> None:
-    """Raises UserError if a run of another ``launch`` on this machine holds the lock and is not ending.
+    """Raises UserError if a run of another ``launch`` holds the lock and is not ending.
 
     Ranks that do not take the lock themselves call it.
     """
-    with suppress(OSError):
-        holder = read_holder(run_dir / NAME)
-        if holder and holder.is_local and not holder.ending and holder.launch != launch:
-            if not _is_stale(holder, 0.0):
-                raise UserError(_refusal(run_dir, holder))
-
-
-def read_holder(path: Path) -> Holder | None:
-    """Returns the holder that a lock file names, or None if the file does not exist."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        return _holder(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def machine_id() -> str:
-    """Returns an identifier that is equal for two processes if they see each other's process ids."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return platform.node()
-
-
-def process_start(pid: int) -> tuple[str, int]:
-    """Returns a process's state and its start time in clock ticks since the boot; ("?", 0) if unknown."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "?", 0
-    return fields[0], int(fields[19])
-
-
-def _holder(descriptor: int) -> Holder:
-    renewed = os.fstat(descriptor).st_mtime
-    try:
-        content = json.loads(os.pread(descriptor, 4096, 0))
-        content = {
-            name: type(default)(content[name])
-            for name, default in vars(Holder(0.0)).items()
-            if name in content
-        }
-        return Holder(**content | {"renewed": renewed})
-    except (ValueError, TypeError, OverflowError, RecursionError):  # the file is incomplete or damaged
-        return Holder(renewed)
-
-
-def _is_stale(holder: Holder, silent: float) -> bool:
-    """Returns whether the holder has ended.
-
-    ``silent`` is the number of seconds without renewal. A holder on another machine is considered to have
-    ended if ``silent`` exceeds STALE.
-    """
-    if not holder.is_local:
-        return silent > STALE
-    try:
-        os.kill(holder.pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except PermissionError:  # the process exists and belongs to another user
-        pass
-    state, started = process_start(holder.pid)
-    return state in ("Z", "X") or (started != 0 and started != holder.started)
-
-
-def _now(path: Path) -> float:
-    """Returns the time by the clock of the file system, which may differ from this machine's clock."""
-    probe = draft_path(path)
-    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        return os.fstat(descriptor).st_mtime
-    finally:
-        os.close(descriptor)
-        probe.unlink()
-
-
-def _delete(path: Path, condition: Callable[[Holder], bool]) -> None:
-    """Deletes a lock file if ``condition`` holds for its content. Only one process at a time does this."""
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
+    deadline = time.monotonic() + REACTION  # rank 0 of this launch may be about to write its name
+    while True:
         try:
-            descriptor = os.open(path, os.O_RDWR | flags)  # NFS locks only files that are open for writing
-        except PermissionError:  # left by a run of another user
-            descriptor = os.open(path, os.O_RDONLY | flags)
-    except FileNotFoundError:
-        return
+            with _opened(run_dir / NAME) as descriptor:
+                holder, busy = read_holder(descriptor), _try_lock(descriptor) is False
+        except OSError:
+            return
+        if not busy or holder.ending or holder.launch == launch:
+            return
+        if time.monotonic() > deadline:
+            raise UserError(_refusal(run_dir, holder))
+        time.sleep(POLL)
+
+
+@contextmanager
+def _opened(path: Path, create: int = 0) -> Iterator[int]:
+    """Opens the lock file; anything but a regular file is an OSError."""
+    flags = os.O_RDWR | create | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
     try:
-        with suppress(OSError):  # raised by a network file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with suppress(FileNotFoundError):
-            same = os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
-            if same and condition(_holder(descriptor)):
-                path.unlink()
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Returns whether the kernel has given the lock to this process; None if the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Returns whether an open file is still the one at ``path``."""
+    return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
 
 
 def _refusal(run_dir: Path, holder: Holder) -> str:

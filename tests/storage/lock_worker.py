@@ -1,7 +1,7 @@
 """Takes the lock of a run directory in a separate process: ``lock_worker.py RUN_DIR [START_TIME]``.
 
 Prints "held" or the refusal, holds the lock until a line arrives on stdin, and releases it. Further lines on
-stdin: "ending" marks the lock, "leave" ends the process without a release.
+stdin: "ending" marks the lock, "fork" starts a child, "leave" ends the process without a release.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ def main() -> None:
             case "ending":
                 lock.mark_ending()
                 print("marked", flush=True)
+            case "fork":
+                if (child := os.fork()) == 0:
+                    time.sleep(1000)
+                print(child, flush=True)
             case "leave":
                 os._exit(0)
             case _:
