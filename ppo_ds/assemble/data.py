@@ -113,6 +113,7 @@ def read_inputs(config: PPOConfig, world: World) -> Inputs:
 def build_tokenizer(config: TextConfig, name: str = "actor") -> Tokenizer:
     """Loads the tokenizer of the trained model ``name``."""
     model, data = trained_models(config)[name].model, config.data
+    assert model.path is not None and model.trust_remote_code is not None, "inherited from the actor"
     return load_tokenizer(
         model.path,
         model.revision,

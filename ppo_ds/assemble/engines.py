@@ -71,6 +71,7 @@ def trained_engine(
     is trained with optim.lr. Raises UserError if DeepSpeed rejects the user's own JSON.
     """
     optim, zero = role.optim, role.zero
+    assert role.model.dtype is not None, "inherited from the actor"
     engine_config = deepspeed_config(
         stage=zero.stage,
         dtype=role.model.dtype,

@@ -143,7 +143,8 @@ class Policy(PackableModel):
             states = self.lm.base_model(**arguments).last_hidden_state.flatten(0, -2)
         elif states is None:  # only the whole model computes the states or the load-balancing loss
             states, out = forward_at(self.lm, positions[:1], arguments)
-        return states, None if makes_logits else out.logits, out.aux_loss if with_aux else None
+        logits = None if makes_logits or out is None else out.logits
+        return states, logits, out.aux_loss if with_aux and out is not None else None
 
     @property
     def trunk(self) -> PreTrainedModel:

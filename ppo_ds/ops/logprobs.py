@@ -119,7 +119,7 @@ class _RowStatistics(torch.autograd.Function):
             exp = z.exp()
             norm = exp.sum(dim=-1)
             log_norm[block] = norm.log()
-            if labels is not None:
+            if labels is not None and logprobs is not None:
                 logprobs[block] = z.gather(-1, labels[block].unsqueeze(-1)).squeeze(-1) - log_norm[block]
             if entropy is not None:
                 entropy[block] = log_norm[block] - exp.mul_(z.clamp_(min=_FLOOR)).sum(dim=-1) / norm

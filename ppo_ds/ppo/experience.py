@@ -176,6 +176,7 @@ class ExperienceMaker:
         mine = experience.select(
             torch.arange(len(experience)).chunk(self.world.size)[self.world.rank]
         ).trimmed()
+        assert mine.logprobs is not None, "the update returns them"
         with self.timer("old_logprobs"):
             logprobs = self.forwards.actor_logprobs(mine)
         sums = MetricSums()

@@ -49,7 +49,7 @@ def describe(
         metrics["rollout/zero_std_group_frac"] = (stds == 0).double().mean()
     if experience.logprobs is not None and not decoded_logprobs:
         metrics |= decode_gap(experience)
-    if experience.values is not None:
+    if experience.values is not None and experience.returns is not None:
         returns, states = experience.returns.double(), experience.value_mask
         mean = masked_mean(returns, states)
         metrics["value/pred_mean"] = masked_mean(experience.values.double(), states)

@@ -172,7 +172,7 @@ class Learner:
                 metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
                 for gap in actor.gaps if self.parity.old_from_rollout else []:  # else measured in all rows
                     metrics.add_parts(gap)
-            if first_forward:  # this is the only optimizer step of the update
+            if first_forward and actor is not None:  # this is the only optimizer step of the update
                 experience = self.with_logprobs(experience, actor, [rows[part] for part in plan])
             if schedule.target_kl is not None and actor is not None:
                 approx_kl = done.sums[0] / max(done.sums[1], 1.0)
@@ -239,7 +239,8 @@ class Learner:
                 losses[name] = actor.loss
             if name == "critic" and self.critic is not None:
                 with self.context.timer("update_critic"):
-                    losses[name] = self.backward_critic(micros, value_totals, metrics, kept.pop(name, None))
+                    values = kept.pop(name, None)
+                    losses[name] = self.backward_critic(self.critic, micros, value_totals, metrics, values)
         return losses, actor
 
     def step_or_skip(
@@ -255,11 +256,13 @@ class Learner:
         The ``first`` step of an update compares the log-probs of generation with those of its forward, if no
         earlier forward has computed them. Raises StepRefused if the difference is too large.
         """
-        extra, measures_gap = [], actor is not None and first and GAP in actor.gaps[0]
-        if self.schedule.target_kl is not None and actor is not None:
-            extra.append(actor.kl_sums)
-        if measures_gap:
-            extra.append(torch.stack([gap[GAP] for gap in actor.gaps]).sum(0))
+        extra, measures_gap = [], False
+        if actor is not None:
+            measures_gap = first and GAP in actor.gaps[0]
+            if self.schedule.target_kl is not None:
+                extra.append(actor.kl_sums)
+            if measures_gap:
+                extra.append(torch.stack([gap[GAP] for gap in actor.gaps]).sum(0))
         return step_or_skip(
             models,
             losses,
@@ -277,7 +280,7 @@ class Learner:
         total, count = sums[-2:]
         self.parity.stop_if_exceeded(total / max(count, 1.0))
 
-    def totals(self, minibatch: Experience) -> tuple[BatchTotals, BatchTotals | None]:
+    def totals(self, minibatch: Experience) -> tuple[BatchTotals, BatchTotals]:
         """Counts the actions and, with a critic, the trained states of one optimizer step.
 
         Not a collective, since every rank holds all rows.
@@ -286,15 +289,15 @@ class Learner:
         totals = batch_totals([minibatch.response_mask], dp_size=size, norm=norm)
         for term in self.terms:
             totals = term.counted(minibatch, totals)
-        if minibatch.value_mask is None:
-            return totals, None
+        if minibatch.value_mask is None:  # no loss reads the second
+            return totals, totals
         return totals, batch_totals([minibatch.value_mask], dp_size=size, norm=norm)
 
     def backward_actor(
         self,
         micros: list[Experience],
         totals: BatchTotals,
-        value_totals: BatchTotals | None,
+        value_totals: BatchTotals,
         kl_coef: float,
         metrics: MetricSums,
         out: PolicyOutput | None,
@@ -327,7 +330,12 @@ class Learner:
         return ActorBackward(loss_sum, kl_sums, gaps, torch.stack(ratios).max(), logprobs)
 
     def backward_critic(
-        self, micros: list[Experience], totals: BatchTotals, metrics: MetricSums, values: Tensor | None
+        self,
+        critic: TrainedModel,
+        micros: list[Experience],
+        totals: BatchTotals,
+        metrics: MetricSums,
+        values: Tensor | None,
     ) -> Tensor:
         """Accumulates the critic's gradients of one optimizer step and returns its loss.
 
@@ -336,8 +344,8 @@ class Learner:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         with counting(len(micros), "micro-batches") as done:
             for number, micro in enumerate(micros, start=1):
-                loss, parts = self.value_loss(micro, totals, values)
-                self.critic.backward(loss, last=micro is micros[-1])
+                loss, parts = self.value_loss(micro, critic=critic, totals=totals, values=values)
+                critic.backward(loss, last=micro is micros[-1])
                 loss_sum += loss.detach()
                 metrics.add_parts(parts)
                 done(number)
@@ -347,7 +355,7 @@ class Learner:
         self,
         micro: Experience,
         totals: BatchTotals,
-        value_totals: BatchTotals | None,
+        value_totals: BatchTotals,
         kl_coef: float,
         out: PolicyOutput | None = None,
     ) -> tuple[Tensor, Parts, Tensor]:
@@ -371,14 +379,14 @@ class Learner:
         return loss, parts, out.logprobs.detach()
 
     def value_loss(
-        self, micro: Experience, totals: BatchTotals, values: Tensor | None = None
+        self, micro: Experience, *, critic: TrainedModel, totals: BatchTotals, values: Tensor | None = None
     ) -> tuple[Tensor, Parts]:
         """Computes a micro-batch's part of the critic's loss, and its metrics.
 
         ``values`` are the output of the critic, if it is known.
         """
         if values is None:
-            values = self.critic(micro.ids, micro.attention_mask, micro.response_width)
+            values = critic(micro.ids, micro.attention_mask, micro.response_width)
         return self.value(values, micro.to(self.world.device), totals)
 
     def ptx_losses(self) -> Iterator[tuple[Tensor, Parts]]:

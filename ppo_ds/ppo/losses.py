@@ -145,6 +145,7 @@ class LoadBalancingTerm(Term):
     def __call__(
         self, out: PolicyOutput, micro: Experience, totals: BatchTotals, kl_coef: float
     ) -> tuple[Tensor, Parts]:
+        assert out.aux is not None, "see forward_options"
         # ``out.aux`` is a mean over the tokens of this forward, so it is weighted by their share of the
         # tokens of the optimizer step
         tokens = micro.response_mask.sum()

@@ -32,7 +32,7 @@ def locate_nonfinite(
         policy_loss = partial(learner.policy_loss, totals=totals, value_totals=value_totals, kl_coef=kl_coef)
         replay_rows("actor", learner.actor, LOGPROBS, policy_loss, micros, rows)
     if learner.critic is not None:
-        value_loss = partial(learner.value_loss, totals=value_totals)
+        value_loss = partial(learner.value_loss, critic=learner.critic, totals=value_totals)
         replay_rows("critic", learner.critic, VALUES, value_loss, micros, rows)
     return gathered_rows(rows, world)
 

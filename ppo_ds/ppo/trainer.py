@@ -80,7 +80,9 @@ class PPOTrainer:
     def start(self) -> None:
         """Pretrains the critic on returns of the initial policy, before the first policy update."""
         count = self.config.algo.value.pretrain_rollouts
-        make_experience = self.make_experience.for_pretraining() if count else None
+        if not count:
+            return
+        make_experience = self.make_experience.for_pretraining()
         for i in range(count):
             if self.context.stop.agreed_reason() is not None:
                 return
@@ -137,7 +139,7 @@ class PPOTrainer:
         self.kl.update(metrics.get(f"kl/ref_{unit}_mean", math.nan), len(experience))
 
         exceeded = self.kl_monitor.exceeded(metrics)
-        ends_run = exceeded is not None and self.kl_monitor.stops
+        ends_run = self.kl_monitor.stops
         warnings = (self.learn.parity.warning(metrics), None if ends_run else exceeded)
         return StepResult(
             metrics=metrics,
@@ -147,7 +149,7 @@ class PPOTrainer:
             histograms=self.histograms(experience) if logged.logs_histograms else {},
             performance=lambda costs: self.meter(experience, costs, metrics),
             warnings=tuple(warning for warning in warnings if warning is not None),
-            failure=("max_kl", exceeded) if ends_run else None,
+            failure=("max_kl", exceeded) if ends_run and exceeded is not None else None,
         )
 
     def histograms(self, experience: Experience) -> dict[str, Histogram]:

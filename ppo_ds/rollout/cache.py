@@ -87,9 +87,11 @@ class SlotCache(Cache):
         The rows are indices into the flat storage [slots * heads * length, d].
         """
         if heads not in self._storage_rows:
-            n, device = len(self._positions), self._positions.device
-            starts = torch.arange(n * heads, device=device).mul_(self.length).view(n, heads)
-            self._storage_rows[heads] = (starts + self._positions[:, None]).flatten()
+            positions = self._positions
+            assert positions is not None, "at() comes before the forward"
+            starts = torch.arange(len(positions) * heads, device=positions.device).mul_(self.length)
+            rows = starts.view(len(positions), heads) + positions[:, None]
+            self._storage_rows[heads] = rows.flatten()
         return self._storage_rows[heads]
 
     def fill(self, prefix: Prefix, rows: Tensor, slots: Tensor) -> None:

@@ -117,6 +117,7 @@ class Saver:
     def roll_back(self, error: TooManySkips) -> None:
         """Returns to the last checkpoint. Raises UserError if the checkpoint is damaged."""
         health, failed_step, rollbacks = self.context.health, self.state.step + 1, self.state.rollbacks
+        assert self.last_checkpoint is not None, "can_roll_back says whether there is a checkpoint"
         self.resume(self.last_checkpoint)
         self.state.rollbacks = rollbacks + 1
         health.restore(0, self.state.step + 1)

@@ -92,9 +92,9 @@ class StopRequest:
 
     def poll(self) -> None:
         """Publishes this rank's request and reads those of other ranks. A thread calls it twice a second."""
-        if self._wakeup_fd is None:
+        if (signals := self._wakeup_fd) is None:
             return
-        if self._request is None and (request := self.read_request()) is not None:
+        if self._request is None and (request := self.read_request(signals)) is not None:
             self._request = request  # not assigned if None, since the handler may set it meanwhile
         if self._request is None or self._published:
             return
@@ -108,10 +108,13 @@ class StopRequest:
                 self._request,
             )
 
-    def read_request(self) -> str | None:
-        """Describes a signal to this rank, the end of a launcher, or a request of another rank, if any."""
+    def read_request(self, signals: int) -> str | None:
+        """Describes a signal to this rank, the end of a launcher, or a request of another rank, if any.
+
+        ``signals`` is the read end of the pipe of signal numbers.
+        """
         with suppress(BlockingIOError):  # the pipe is empty
-            for number in os.read(self._wakeup_fd, 64):
+            for number in os.read(signals, 64):
                 if number in SIGNALS:
                     return self.describe(number)
         if launcher_pids() != self._launchers:  # a launcher that has ended cannot forward signals

@@ -35,6 +35,7 @@ def check_dry_run(config: Config, ranks: int) -> Iterator[str]:
 
 def check_run_directory(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each problem of run.name, run.dir and the checkpoint to start from."""
+    assert config.run.dir is not None and config.run.name is not None, "filled in when the config is read"
     folder, name = Path(config.run.dir), config.run.name
     if name in ("", ".", "..") or "/" in name or not name.isprintable():
         yield (

@@ -64,7 +64,7 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
     print("\n".join(map(str, report.lines)))
     describe_batch: Callable[..., list[str]] = batch_equation if config.stage == "ppo" else batch_line
     print("\n".join(describe_batch(config, hardware.ranks)))
-    if hardware.on_gpu and usable == 0:
+    if hardware.gpu_memory is not None and usable == 0:
         print(
             f"too much   a GPU of {format_bytes(hardware.gpu_memory)} is smaller than the "
             f"{format_bytes(hardware.context)} that CUDA itself needs: nothing can run on it"

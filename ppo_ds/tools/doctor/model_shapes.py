@@ -40,7 +40,7 @@ def plan_models(config: PPOConfig, tokenizer: Tokenizer | None, report: Report) 
     reference = report.attempt(
         "reference",
         lambda: _reference(config),
-        lambda model: describe_shape(config.reference.model.path, model.shape) if model else None,
+        lambda model: describe_shape(str(config.reference.model.path), model.shape) if model else None,
     )
     loaded = {_identity(initial_reward)} if initial_reward and config.critic.lora.rank else set()
     rewards = _rewards(config, report, loaded)
