@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ppo_ds.errors import printable
-from ppo_ds.tracking.console import open_console
+from ppo_ds.tracking.screen import open_console
 
 NARROW = 60  # terminals with fewer columns show two answers one below the other
 JOINERS = "\u200c\u200d"  # Persian and emoji need them

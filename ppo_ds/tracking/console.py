@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.text import Text
@@ -15,29 +12,10 @@ from rich.text import Text
 from ppo_ds.errors import printable
 from ppo_ds.tracking.catalogue import STEP_LINE
 from ppo_ds.tracking.formatting import format_duration, format_number
-from ppo_ds.tracking.live import Activity, LiveView
+from ppo_ds.tracking.live import LiveView
 from ppo_ds.tracking.screen import Screen
 from ppo_ds.tracking.tracker import EventKind, Record
 from ppo_ds.types import Histogram
-
-
-def open_console(stream: TextIO | None = None) -> Console:
-    """Opens a rich console on ``stream`` (default: stdout).
-
-    If ``stream`` is not a terminal, it gets no colours or control codes, and 120 instead of 80 columns.
-    """
-    stream = stream or sys.stdout
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")  # a response in Chinese must not end a run whose log is ASCII
-    terminal = stream.isatty()
-    return Console(
-        file=stream,
-        highlight=False,
-        emoji=False,
-        force_terminal=terminal,
-        no_color=not terminal,
-        width=None if terminal else 120,
-    )
 
 
 class ConsoleTracker:
@@ -48,7 +26,7 @@ class ConsoleTracker:
         stage: str,
         total_steps: int,
         *,
-        activity: Callable[[], Activity],
+        activity: Callable[[], Any],
         first_step: int = 0,
         print_answers: int = 0,
         stream: TextIO | None = None,
@@ -64,14 +42,11 @@ class ConsoleTracker:
             screen: The screen of this output, if lines are shown on it already.
         """
         self.screen = screen or Screen(stream)
-        self.console = open_console(self.screen.out)
-        # a console of its own, since another thread draws the view while this one may print
-        self._view_console = Console(file=io.StringIO(), force_terminal=True, highlight=False, emoji=False)
+        self.console = self.screen.console
         self._total = total_steps
         self._print_answers = print_answers
-        utf = self.console.encoding.lower().startswith("utf")
-        self._plus_minus = "±" if utf else "+-"
-        self._view = LiveView(stage, total_steps, activity, step=first_step, unicode=utf)
+        self._plus_minus = "±" if self.console.encoding.startswith("utf") else "+-"
+        self._view = LiveView(stage, total_steps, activity, step=first_step)
 
     def banner(self, text: str, *, title: str = "ppo_ds") -> None:
         """Prints the start-up banner."""
@@ -85,14 +60,7 @@ class ConsoleTracker:
             self.console.print(f"{title}\n{text.strip()}", markup=False, soft_wrap=True)
 
     def start(self, config: dict[str, Any]) -> None:
-        self.screen.show(self.view_lines)
-
-    def view_lines(self, columns: int) -> list[str]:
-        """Returns the lines of the live view with their control codes."""
-        with self._view_console.capture() as captured:
-            for line in self._view.render(columns):
-                self._view_console.print(line, width=columns, no_wrap=True, overflow="crop")
-        return captured.get().splitlines()
+        self.screen.show(lambda: self._view)
 
     def log(self, step: int, metrics: Record) -> None:
         self._view.log(step, metrics)

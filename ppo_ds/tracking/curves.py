@@ -18,8 +18,8 @@ from rich.text import Text
 
 from ppo_ds.storage.drafts import draft_file
 from ppo_ds.tracking.catalogue import PANELS, Panel, overview_panels
-from ppo_ds.tracking.console import open_console
 from ppo_ds.tracking.jsonl import read_metrics
+from ppo_ds.tracking.screen import open_console
 
 Points = tuple[list[int], list[float]]  # steps, values
 COLOURS = ("#2f6fb0", "#d9792b")
