@@ -29,28 +29,10 @@ NO_ARGUMENTS = "no arguments were given: begin with an experiment, as in +experi
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors of the command line as UserError, like all other errors of the user.
-
-    An installed command is shown by its own name, and a shell that asks for completions gets them.
-    """
+    """Reports errors of the command line as UserError. An installed command is shown by its own name."""
 
     def __init__(self, *, prog: str, **options: Any):
         super().__init__(prog=command(Path(prog).stem) if INSTALLED else prog, **options)
-
-    def parse_args(self, *arguments: Any, **options: Any) -> Any:
-        self.complete()
-        return super().parse_args(*arguments, **options)
-
-    def parse_intermixed_args(self, *arguments: Any, **options: Any) -> Any:
-        self.complete()
-        return super().parse_intermixed_args(*arguments, **options)
-
-    def complete(self) -> None:
-        """Prints completions and exits if a shell asks for them."""
-        if "_ARGCOMPLETE" in os.environ:
-            from launch.completion import complete  # imported only here, since a run does not need it
-
-            complete(self, CONF)
 
     def error(self, message: str) -> NoReturn:
         key = re.fullmatch(r"unrecognized arguments: --(\w+(?:\.\w+)+=\S*)", message)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -86,18 +86,6 @@ def values() -> dict[str, dict[str, str]]:
                 name: first_line(variant) for name, variant in section.variants.items()
             }
     return tables
-
-
-def choices_of(field: FieldInfo) -> list[str]:
-    """Returns the values of a key that accepts only some, such as true and false; [] for any other key."""
-    hint, metadata, nullable = unwrapped(field.annotation)
-    choices: Sequence[Any] = get_args(hint) if get_origin(hint) is Literal else ()
-    for one in [*metadata, *field.metadata]:
-        if isinstance(one, OneOf):
-            choices = list(one.choices)
-    if hint is bool:
-        choices = (True, False)
-    return [show(choice) for choice in (*choices, *([None] if nullable and choices else []))]
 
 
 def sections_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:

@@ -1,4 +1,4 @@
-"""Chat with one or two policies: conversations, commands, streamed answers and their scores.
+"""Chat with one or two policies on the console: conversations, commands, streamed answers and their scores.
 
 Each model has a conversation of its own, with its own answers to the same messages. The models answer one
 after the other, with the same random numbers for both, so that a chat with the same input can be repeated.
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import time
+import unicodedata
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.text import Text
+from transformers import StoppingCriteriaList, TextStreamer
 
 from ppo_ds.assemble.data import stop_ids
 from ppo_ds.assemble.ppo import build_sampling
@@ -28,22 +31,21 @@ from ppo_ds.models.loading import config_of
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.planning.budgets import CPU_LIMITS
-from ppo_ds.rollout.base import SamplingParams, truncate_at_stop
-from ppo_ds.rollout.streaming import StreamedResponse
+from ppo_ds.rollout.base import SamplingParams, StopStrings, truncate_at_stop
+from ppo_ds.rollout.hf import StopStringCriteria, generation_config
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tools.loading import hub_models, load_decoder, load_reward, model_section, tokenizer_of
 from ppo_ds.tools.model_argument import NamedModel
-from ppo_ds.tracking.chat import ChatView
 from ppo_ds.types import Prompts, Reward
 
 HELP = """\
-/system TEXT   sets the system message and begins a new conversation; without TEXT, shows it
+/system TEXT   sets the system message and begins a new conversation
 /reset         begins a new conversation
 /retry         asks for another answer to the last message
 /save FILE     writes the conversations as JSON lines with "messages", which stage=sft can train on
-/help          shows this list
 /quit          ends the chat, as Ctrl-D does
 Ctrl-C stops an answer. A line that ends with \\ continues on the next one. //TEXT sends /TEXT."""
+JOINERS = "\u200c\u200d"  # Persian and emoji need them
 
 
 @dataclass
@@ -82,80 +84,61 @@ class Chat:
     """A conversation with one or several models, driven by lines of input."""
 
     partners: Sequence[Partner]
-    view: ChatView
+    console: Console
     seed: int
     system: str | None = None
     turns: int = 0  # answers so far, /retry included
 
     def reply(self, line: str) -> bool:
         """Handles a line of input; returns False if it ends the chat."""
-        text = line.strip()
-        if text.startswith("//"):
-            self.say(text.removeprefix("/"))
-        elif text.startswith("/"):
-            name, *rest = text.split(None, 1)
-            return self.command(name, "".join(rest))
-        elif text:
-            self.say(line)
-        return True
-
-    def command(self, name: str, rest: str) -> bool:
-        """Runs a command; returns False for /quit."""
+        name, _, rest = line.strip().partition(" ")
         match name:
-            case "/quit" | "/exit":
+            case "":
+                pass
+            case "/quit":
                 return False
             case "/help":
-                self.view.note(HELP)
+                note(self.console, HELP)
             case "/reset":
                 self.reset()
-                self.view.note("a new conversation")
             case "/system":
-                self.set_system(rest)
+                self.system = rest.strip() or None
+                self.reset()
             case "/retry":
                 self.retry()
             case "/save":
-                self.view.note(self.save(rest))
+                note(self.console, self.save(Path(rest.strip())))
+            case _ if name[0] == "/" and name[:2] != "//":
+                note(self.console, f"{name}: no such command; /help lists them, and /{name} sends it")
             case _:
-                self.view.note(
-                    f"{name}: no such command; /help lists them, and /{name} sends it as a message"
-                )
+                self.say(line.strip()[1:] if name[0] == "/" else line)
         return True
 
     def reset(self) -> None:
         """Begins a new conversation with every model."""
         for partner in self.partners:
             partner.messages.clear()
-
-    def set_system(self, text: str) -> None:
-        """Sets the system message and begins a new conversation; without a text, only shows the message."""
-        if text:
-            self.system = text
-            self.reset()
-        self.view.note(f"system: {self.system}" if self.system else "no system message")
-        for partner in self.partners if self.system else []:
-            if not partner.tokenizer.has_chat_template:
-                self.view.note(f"{partner.name} has no chat template: it reads no system message")
+        about = f"with the system message: {self.system}" if self.system else "without a system message"
+        note(self.console, f"a new conversation {about}")
 
     def retry(self) -> None:
         """Drops the last answers and asks for others."""
         asked = next((one.messages[-2]["content"] for one in self.partners if len(one.messages) > 1), None)
         if asked is None:
-            self.view.note("there is no message to answer again")
+            note(self.console, "there is no message to answer again")
             return
         for partner in self.partners:
             del partner.messages[-2:]
         self.say(asked)
 
-    def save(self, name: str) -> str:
+    def save(self, path: Path) -> str:
         """Writes one JSON line per model; returns a line about it."""
-        path = Path(name).expanduser()
+        path = path.expanduser()
+        if path.exists():
+            return f"{path}: exists; give the name of another file, as in /save chat.jsonl"
         rows = [{"model": one.name, "messages": one.messages} for one in self.partners if one.messages]
-        if not name:
-            return "/save FILE: give the name of a file"
         if not rows:
             return "nothing was said yet"
-        if path.exists():
-            return f"{path}: exists; choose another name"
         try:
             write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         except OSError as error:
@@ -165,21 +148,49 @@ class Chat:
     def say(self, text: str) -> None:
         """Sends a message to every model and shows the answers. An interrupt stops the current answer."""
         self.turns += 1
-        with self.view.answers([partner.name for partner in self.partners]) as columns:
-            for partner, column in zip(self.partners, columns, strict=True):
-                before = len(partner.messages)
-                if not before and self.system and partner.tokenizer.has_chat_template:
-                    partner.messages.append({"role": "system", "content": self.system})
-                partner.messages.append({"role": "user", "content": text})
-                torch.manual_seed(self.seed + self.turns)
-                try:
-                    answer, summary = respond(partner, column.write)
-                except UserError as error:
-                    del partner.messages[before:]
-                    column.end(str(error))
-                else:
-                    partner.messages.append({"role": "assistant", "content": answer})
-                    column.end(summary)
+        for partner in self.partners:
+            if len(self.partners) > 1:
+                note(self.console, partner.name, "bold cyan")
+            before = len(partner.messages)
+            if not before and self.system and partner.tokenizer.has_chat_template:
+                partner.messages.append({"role": "system", "content": self.system})
+            partner.messages.append({"role": "user", "content": text})
+            torch.manual_seed(self.seed + self.turns)
+            try:
+                answer, summary = respond(partner, self.show)
+            except UserError as error:
+                del partner.messages[before:]
+                note(self.console, str(error))
+            else:
+                partner.messages.append({"role": "assistant", "content": answer})
+                self.show("" if answer.endswith("\n") else "\n")
+                note(self.console, summary, "dim")
+
+    def show(self, piece: str) -> None:
+        """Shows a piece of an answer at once."""
+        self.console.file.write(displayable(piece))
+        self.console.file.flush()
+
+
+class Streamer(TextStreamer):
+    """Collects the tokens of a response and shows its text word by word."""
+
+    def __init__(self, tokenizer: Tokenizer, show: Callable[[str], None]):
+        super().__init__(
+            tokenizer.hf, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        self.ids: list[int] = []
+        self.shown = ""
+        self._show = show
+
+    def put(self, value: Any) -> None:
+        if not self.next_tokens_are_prompt:
+            self.ids += value.tolist()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.shown += text
+        self._show(text)
 
 
 def respond(partner: Partner, show: Callable[[str], None]) -> tuple[str, str]:
@@ -188,33 +199,35 @@ def respond(partner: Partner, show: Callable[[str], None]) -> tuple[str, str]:
     ``show`` receives pieces of the text. The answer has at most as many tokens as the model has positions.
     """
     text, ids = partner.prompt()
-    room = (partner.policy.max_tokens or 2**31) - len(ids)
-    sampling = replace(partner.sampling, max_new_tokens=min(partner.sampling.max_new_tokens, room))
-    start, shown, interrupted = time.perf_counter(), "", False
-    stream = StreamedResponse(partner.policy.lm, ids, sampling, partner.tokenizer)
+    lm, tokenizer, sampling = partner.policy.lm, partner.tokenizer, partner.sampling
+    limit = min(sampling.max_new_tokens, (partner.policy.max_tokens or 2**31) - len(ids))
+    stops = StopStrings(sampling.stop_strings, tokenizer)
+    criteria = [StopStringCriteria(len(ids), stops)] if sampling.stop_strings else []
+    prompt = torch.tensor([ids], device=next(lm.parameters()).device)
+    streamer, start, interrupted = Streamer(tokenizer, show), time.perf_counter(), False
     try:
-        try:
-            for piece in stream:
-                shown += piece
-                show(piece)
-            stream.join()
-        except KeyboardInterrupt:
-            interrupted = True
-            stream.stop()
-            stream.join()
+        with torch.no_grad():
+            lm.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                generation_config=generation_config(sampling, limit, tokenizer.pad_id),
+                stopping_criteria=StoppingCriteriaList(criteria),
+                streamer=streamer,
+            )
+    except KeyboardInterrupt:
+        interrupted = True
     except torch.OutOfMemoryError as error:
         raise UserError(f"{partner.name}: out of memory; /reset, or lower sampling.max_new_tokens") from error
-    seconds = time.perf_counter() - start
-    answer = partner.tokenizer.decode(stream.ids)
-    if answer.startswith(shown):
-        show(answer[len(shown) :])
-    stops = set(sampling.stop_token_ids)
-    finished = bool(stops & set(stream.ids[-1:])) or any(stop in answer for stop in sampling.stop_strings)
+    seconds, made = time.perf_counter() - start, streamer.ids
+    answer = tokenizer.decode(made)
+    if answer.startswith(streamer.shown):  # after an interrupt, the last word is not shown yet
+        show(answer[len(streamer.shown) :])
+    finished = {*sampling.stop_token_ids} & {*made[-1:]} or any(s in answer for s in sampling.stop_strings)
     parts = [
-        score(partner, text, ids, stream.ids, sampling) if stream.ids else "",
-        f"{len(stream.ids)} tokens",
+        score(partner, text, ids, made, replace(sampling, max_new_tokens=limit)) if made else "",
+        f"{len(made)} tokens",
         "stop" if finished else "stopped by Ctrl-C" if interrupted else "length",
-        f"{len(stream.ids) / seconds:.1f} tokens/s" if seconds > 0 else "",
+        f"{len(made) / seconds:.1f} tokens/s",
     ]
     return answer, " · ".join(part for part in parts if part)
 
@@ -242,6 +255,19 @@ def score(
         return f"no score: {type(error).__name__}: {printable(str(error))[:200]}{hint}"
     parts = ", ".join(f"{name} {float(column[0]):.3f}" for name, column in found.components.items())
     return f"score {float(found.sums[0]):.3f}" + (f" ({printable(parts)})" if parts else "")
+
+
+def note(console: Console, text: str, style: str = "yellow") -> None:
+    """Shows lines that are not part of the conversation."""
+    console.print(Text(displayable(text), style=style), soft_wrap=True)
+
+
+def displayable(text: str) -> str:
+    """Returns text of several lines with escapes for characters that could control a terminal."""
+    return "".join(
+        c if c.isprintable() or c in f"\n\t{JOINERS}" or unicodedata.category(c) == "Zs" else printable(c)
+        for c in text
+    )
 
 
 def load_partners(
@@ -291,21 +317,18 @@ def run_chat(chat: Chat, read_line: Callable[[], str | None]) -> None:
 
     ``read_line`` returns None at the end of the input, and raises KeyboardInterrupt for Ctrl-C.
     """
+    before = ""  # lines that ended with a backslash
     while True:
         try:
             line = read_line()
-        except KeyboardInterrupt:
-            chat.view.note("(Ctrl-D or /quit ends the chat)")
-            continue
-        if line is None:
-            return
-        while line.endswith("\\"):
-            more = None
-            with suppress(KeyboardInterrupt):
-                more = read_line()
-            line = f"{line[:-1]}\n{more or ''}"
-        try:
+            if line is not None and line.endswith("\\"):
+                before += f"{line[:-1]}\n"
+                continue
+            if line is None and not before:
+                return
+            line, before = before + (line or ""), ""
             if not chat.reply(line):
                 return
         except KeyboardInterrupt:
-            chat.view.note("(stopped)")
+            before = ""
+            note(chat.console, "\n(Ctrl-D or /quit ends the chat)")

@@ -21,7 +21,6 @@ from tests.support.ports import reserved_port
 NOT_COMMANDS = {
     "__init__",
     "cli",
-    "completion",
     "composing",
     "help",
     "hub",

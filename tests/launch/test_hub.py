@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
-from launch import hub
-from launch.hub import DECIDED, use_caches_without_the_hub, why_unreachable
+from launch.hub import DECIDED, use_caches_without_the_hub
 from tests.support.environment import ROOT, environment
-
-LIMIT = 120.0  # seconds; never reached
 
 
 @contextmanager
@@ -47,28 +45,32 @@ def server(answer: bytes | None) -> Iterator[tuple[str, list[int]]]:
 def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*DECIDED, "http_proxy", "HTTP_PROXY", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delitem(sys.modules, "huggingface_hub", raising=False)
 
 
 @pytest.mark.parametrize("status", ["200 OK", "404 Not Found", "503 Service Unavailable"])
-def test_any_answer_counts_as_reachable(status: str) -> None:
+def test_any_answer_counts_as_reachable(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with server(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode()) as (url, connections):
-        assert why_unreachable(url, LIMIT) is None
-    assert len(connections) == 1
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        use_caches_without_the_hub(["org/model"])
+    assert len(connections) == 1 and "HF_HUB_OFFLINE" not in os.environ
 
 
-def test_reasons_why_the_hub_cannot_be_reached() -> None:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # nobody listens on this port
-        assert why_unreachable(f"http://127.0.0.1:{bound.getsockname()[1]}", LIMIT) == "Connection refused"
-    with server(None) as (url, _):
-        assert why_unreachable(url, LIMIT) is not None
-    assert why_unreachable("nonsense", LIMIT) == "unknown url type: 'nonsense'"
-
-
-def test_a_server_that_never_answers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, but not accepted
-        reason = why_unreachable(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.2)
-    assert reason == "no answer within 0.2 s"
+@pytest.mark.parametrize("kind", ["refused", "closed", "silent", "nonsense"])
+def test_without_an_answer_only_the_cache_is_read(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, server(None) as (closed, _), socket.socket() as no:
+        no.bind(("127.0.0.1", 0))  # nobody listens on this port
+        urls = {"closed": closed, "nonsense": "nonsense"}
+        for name, one in (("silent", silent), ("refused", no)):
+            urls[name] = f"http://127.0.0.1:{one.getsockname()[1]}"
+        monkeypatch.setenv("HF_ENDPOINT", urls[kind])
+        monkeypatch.setenv("HF_HUB_OFFLINE", "x")  # so that it is restored after the test
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+        use_caches_without_the_hub(["org/model"], seconds=0.2)
+    assert os.environ.get("HF_HUB_OFFLINE") == "1"
+    assert f"warning: {urls[kind]} cannot be reached (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -86,14 +88,12 @@ def test_who_asks(
     names: list[str], setting: dict[str, str], asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.delitem(sys.modules, "huggingface_hub", raising=False)
-    monkeypatch.setattr(hub, "why_unreachable", lambda url, seconds: asked.append(url))
+    monkeypatch.setattr(httpx, "head", lambda url, timeout: asked.append(url))
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror")
     for name, value in setting.items():
         monkeypatch.setenv(name, value)
     use_caches_without_the_hub(names)
     assert asked == ["http://mirror"] * asks
-    assert os.environ.get("HF_HUB_OFFLINE") == setting.get("HF_HUB_OFFLINE")
 
 
 @pytest.mark.parametrize(
