@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         # slow: imports torch and transformers
         from ppo_ds.distributed.world import connect
         from ppo_ds.tools.chat import Chat, load_partners, note, run_chat
-        from ppo_ds.tracking.console import open_console
+        from ppo_ds.tracking.screen import open_console
 
         console = open_console()
         say = partial(note, console)

@@ -52,8 +52,8 @@ HOMES = {
     "deepspeed": {"engine", "distributed"},
     # only World, the store and DeepSpeed communicate; an adapter of a decode engine may be added
     "torch.distributed": {"distributed"}, "deepspeed.comm": {"distributed"},
-    "httpx": {"rewards"}, "math_verify": {"rewards"},
-    "wandb": {"tracking"}, "rich": {"tracking"}, "matplotlib": {"tracking"},
+    "httpx": {"rewards", "launch"}, "math_verify": {"rewards"},
+    "wandb": {"tracking"}, "rich": {"tracking", "tools"}, "matplotlib": {"tracking"},
     "tensorboard": {"tracking"}, "torch.utils.tensorboard": {"tracking"}, "trackio": {"tracking"},
     "wandb_workspaces": {"tools"},
 }  # fmt: skip

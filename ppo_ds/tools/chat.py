@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.text import Text
-from transformers import StoppingCriteriaList, TextStreamer
 
 from ppo_ds.assemble.data import stop_ids
 from ppo_ds.assemble.ppo import build_sampling
@@ -31,8 +30,8 @@ from ppo_ds.models.loading import config_of
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.planning.budgets import CPU_LIMITS
-from ppo_ds.rollout.base import SamplingParams, StopStrings, truncate_at_stop
-from ppo_ds.rollout.hf import StopStringCriteria, generation_config
+from ppo_ds.rollout.base import SamplingParams, truncate_at_stop
+from ppo_ds.rollout.streaming import stream_response
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tools.loading import hub_models, load_decoder, load_reward, model_section, tokenizer_of
 from ppo_ds.tools.model_argument import NamedModel
@@ -172,59 +171,22 @@ class Chat:
         self.console.file.flush()
 
 
-class Streamer(TextStreamer):
-    """Collects the tokens of a response and shows its text word by word."""
-
-    def __init__(self, tokenizer: Tokenizer, show: Callable[[str], None]):
-        super().__init__(
-            tokenizer.hf, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        self.ids: list[int] = []
-        self.shown = ""
-        self._show = show
-
-    def put(self, value: Any) -> None:
-        if not self.next_tokens_are_prompt:
-            self.ids += value.tolist()
-        super().put(value)
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.shown += text
-        self._show(text)
-
-
 def respond(partner: Partner, show: Callable[[str], None]) -> tuple[str, str]:
     """Generates the answer to the last message; returns it and a line about it.
 
     ``show`` receives pieces of the text. The answer has at most as many tokens as the model has positions.
     """
     text, ids = partner.prompt()
-    lm, tokenizer, sampling = partner.policy.lm, partner.tokenizer, partner.sampling
-    limit = min(sampling.max_new_tokens, (partner.policy.max_tokens or 2**31) - len(ids))
-    stops = StopStrings(sampling.stop_strings, tokenizer)
-    criteria = [StopStringCriteria(len(ids), stops)] if sampling.stop_strings else []
-    prompt = torch.tensor([ids], device=next(lm.parameters()).device)
-    streamer, start, interrupted = Streamer(tokenizer, show), time.perf_counter(), False
+    limit = min(partner.sampling.max_new_tokens, (partner.policy.max_tokens or 2**31) - len(ids))
+    sampling, start = replace(partner.sampling, max_new_tokens=limit), time.perf_counter()
     try:
-        with torch.no_grad():
-            lm.generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                generation_config=generation_config(sampling, limit, tokenizer.pad_id),
-                stopping_criteria=StoppingCriteriaList(criteria),
-                streamer=streamer,
-            )
-    except KeyboardInterrupt:
-        interrupted = True
+        made, interrupted = stream_response(partner.policy.lm, ids, sampling, partner.tokenizer, show)
     except torch.OutOfMemoryError as error:
         raise UserError(f"{partner.name}: out of memory; /reset, or lower sampling.max_new_tokens") from error
-    seconds, made = time.perf_counter() - start, streamer.ids
-    answer = tokenizer.decode(made)
-    if answer.startswith(streamer.shown):  # after an interrupt, the last word is not shown yet
-        show(answer[len(streamer.shown) :])
+    seconds, answer = time.perf_counter() - start, partner.tokenizer.decode(made)
     finished = {*sampling.stop_token_ids} & {*made[-1:]} or any(s in answer for s in sampling.stop_strings)
     parts = [
-        score(partner, text, ids, made, replace(sampling, max_new_tokens=limit)) if made else "",
+        score(partner, text, ids, made, sampling) if made else "",
         f"{len(made)} tokens",
         "stop" if finished else "stopped by Ctrl-C" if interrupted else "length",
         f"{len(made) / seconds:.1f} tokens/s",

@@ -17,8 +17,9 @@ from ppo_ds.models import tiny
 from ppo_ds.models.policy import Policy
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.hf import HFGenerator
-from ppo_ds.tools.chat import Chat, Partner, Streamer, displayable, load_partners, run_chat
-from ppo_ds.tracking.console import open_console
+from ppo_ds.rollout.streaming import Streamer
+from ppo_ds.tools.chat import Chat, Partner, displayable, load_partners, run_chat
+from ppo_ds.tracking.screen import open_console
 from ppo_ds.types import Prompts, Scores
 from tests.ppo.conftest import ThreadWorld
 
