@@ -91,8 +91,7 @@ def _line_plot(panel: Panel) -> Any:
         y=names,
         metric_regex="|".join(pattern_of(name) for name in families) or None,
         title_y=panel.unit,
-        range_y=(0.0, None) if panel.from_zero or panel.stacked else (None, None),
-        plot_type="stacked-area" if panel.stacked else "line",
+        range_y=(0.0, None) if panel.from_zero else (None, None),
     )
 
 

@@ -68,7 +68,6 @@ class Panel:
     band_limits: tuple[str, str] | None = None
     percent: bool = False
     from_zero: bool = False
-    stacked: bool = False  # areas on top of each other
     overview: bool = False  # also in curves.png
 
 

@@ -1,7 +1,5 @@
-// Charts on uPlot: lines and stacked areas over steps, and points, with a cursor that shows values.
+// Charts on uPlot: lines over steps, and points, with a cursor that shows values.
 
-const PRINTED_WIDTH = 320; // pixels of a chart in one of two columns on paper
-const PRINTED_WIDE = 660;
 const MARK_LABELS = { resumed: "resumed", rolled_back: "rolled back", alarm: "alarm", warning: "warning" };
 const WHOLE = [...Array(10).keys()].flatMap((power) => [1, 2, 5].map((factor) => factor * 10 ** power));
 
@@ -127,16 +125,6 @@ function redraw() {
   for (const chart of charts) chart.draw();
 }
 document.addEventListener("themechange", redraw);
-// A printed chart is drawn in light colours and for the width that it has on paper.
-addEventListener("beforeprint", () => {
-  document.documentElement.dataset.printing = "";
-  paints.clear();
-  for (const chart of charts) if (chart.plot) chart.draw(chart.element.closest(".wide") ? PRINTED_WIDE : PRINTED_WIDTH);
-});
-addEventListener("afterprint", () => {
-  delete document.documentElement.dataset.printing;
-  redraw();
-});
 
 function tipLine(colour, label, value) {
   return h("div.tip-line", h("span.dot", { style: { color: colour } }), h("span", label), h("b.number", value));
@@ -252,30 +240,6 @@ function drawMarks({ ctx, bbox, scales, valToPos }, marks) {
     ctx.fill(new Path2D(`M${x - 4.5 * size} ${bbox.top - 8 * size}h${9 * size}l${-4.5 * size} ${7 * size}z`));
   }
   ctx.restore();
-}
-
-/** Returns a chart of areas on top of each other. `spec`: {label, unit, steps, parts: [{label, colour, values}]}. */
-function stackChart({ label, unit, steps, parts }) {
-  const tops = [];
-  for (const { values } of parts) tops.push(values.map((value, i) => value + (tops.at(-1)?.[i] ?? 0)));
-  const text = (value) => `${formatNumber(value, 3)} ${unit}`;
-  const tip = (plot) => {
-    const at = plot.cursor.idx;
-    const lines = parts.filter(({ values }) => values[at] > 0)
-      .map((part) => tipLine(part.colour, part.label, text(part.values[at])));
-    return [`Step ${formatNumber(steps[at], 9)}: ${text(tops.at(-1)[at])}`, lines.reverse(), [0]];
-  };
-  const build = () => ({
-    data: [steps, ...tops],
-    series: parts.map(({ colour }, i) => ({
-      stroke: () => paint(colour), width: 1, points: { show: steps.length === 1, size: 5 },
-      fill: i ? null : () => paint(colour, 50),
-    })),
-    bands: parts.slice(1).map(({ colour }, i) => ({ series: [i + 2, i + 1], fill: () => paint(colour, 50) })),
-    y: { range: (_, low, high) => [0, high * 1.05 || 1] },
-    ticks: { incrs: WHOLE }, format: formatNumber, sync: true, tip,
-  });
-  return new Chart(label, build, 230);
 }
 
 /**

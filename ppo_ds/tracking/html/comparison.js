@@ -34,31 +34,12 @@ function scoreFormat(found) {
   return (value) => round(value, Math.min(6, Math.max(2, decimals)));
 }
 
-/** Returns the result in words. */
+/** Returns the prompts and how they were answered in words. */
 function describe() {
   const { greedy, temperature, max_new_tokens: limit } = summary.decoding;
   const how = greedy ? "greedy responses"
     : `${samples} sampled ${samples === 1 ? "response" : "responses"} to each prompt, temperature ${temperature}`;
-  const best = (value) => others.reduce((a, b) => (value(b) > value(a) ? b : a));
-  const wins = (model, rate) => {
-    const unclear = rate.low <= 0.5 && rate.high >= 0.5 ? ", which includes 50\u202f%" : "";
-    return `the win rate of ${model} against ${first} is ${percent(rate.mean)} (${interval(rate, percent)}${unclear})`;
-  };
-  const sentences = rewards.map((reward) => {
-    const { score, win_rate: winRate, against_first: shares } = summary.rewards[reward];
-    const format = scoreFormat(score);
-    if (!others.length) return `${first} has a mean score of ${format(score[first].mean)} (${reward}).`;
-    const model = best((name) => score[name].mean);
-    const { won, tied, lost } = shares[model];
-    return `By ${reward}, ${model} scores ${format(score[model].mean)} and ${first} ${format(score[first].mean)}; ` +
-      `${wins(model, winRate[model][first])}; ties count half: ${percent(won)} won, ${percent(tied)} tied, ${percent(lost)} lost.`;
-  });
-  if (summary.judge && others.length) {
-    const model = best((name) => summary.judge.models[name].win_rate.mean);
-    sentences.push(`By the judge, ${wins(model, summary.judge.models[model].win_rate)}.`);
-  }
-  const parts = [`${summary.prompts} prompts of ${summary.data}`, how, `at most ${limit} tokens`];
-  return [h("p.eyebrow", parts.join("  \u00b7  ")), h("p.lead", sentences.join(" "))];
+  return h("p.lead", [`${summary.prompts} prompts of ${summary.data}`, how, `at most ${limit} tokens`].join("  \u00b7  "));
 }
 
 /** Returns a function that draws the estimate of a model with its interval; all share one axis. */
@@ -79,19 +60,6 @@ function outcomeBar(shares) {
   const title = ["won", "tied", "lost"].map((kind) => `${kind} ${percent(shares[kind])}`).join(", ");
   return h("div.outcomes", { role: "img", "aria-label": title, title }, ["won", "tied", "lost"].map((kind) => shares[kind] > 0 &&
     h(`span.${kind}`, { style: { flexGrow: shares[kind] } }, shares[kind] >= 0.14 && `${Math.round(100 * shares[kind])}\u202f%`)));
-}
-
-/** Returns a function that draws the histogram of the lengths of a model's responses; all share one axis. */
-function lengthPlot() {
-  const longest = Math.max(1, ...rows.flatMap((row) => models.map((name) => row.responses[name].tokens)));
-  const bins = Math.min(24, longest);
-  const counts = Object.fromEntries(models.map((name) => [name, Array(bins).fill(0)]));
-  for (const row of rows)
-    for (const name of models) counts[name][Math.min(bins - 1, Math.floor(((row.responses[name].tokens - 1) * bins) / longest))] += 1;
-  const most = Math.max(...Object.values(counts).flat());
-  const title = `1 to ${longest} tokens`;
-  return (name) => h("div.lengths", { role: "img", "aria-label": `histogram of response lengths from ${title}`, title,
-    style: { color: colour(name) } }, counts[name].map((count) => h("span", { style: { height: `${(100 * count) / most}%` } })));
 }
 
 const card = (title, ...content) => h("div.card", title && h("h3", title), ...content);
@@ -136,15 +104,14 @@ function passCard(reward) {
 
 function responseCard() {
   const { kl, tokens_per_second: speed } = summary;
-  const lengths = lengthPlot();
   const lines = models.map((name) => {
     const { tokens_mean: tokens, finished_frac: finished } = summary.responses[name];
     const found = kl?.models[name];
-    return [modelLabel(name), round(tokens, 1), lengths(name), percent(finished),
+    return [modelLabel(name), round(tokens, 1), percent(finished),
       ...(kl ? [withInterval(found, (value) => round(value, 3)), found ? round(found.per_token, 4) : MISSING] : []),
       ...(speed ? [Math.round(speed[name]).toLocaleString("en-US")] : [])];
   });
-  const header = ["model", "tokens#", "length", "stopped#", ...(kl ? [`${kl.name} to ${kl.first}#`, "per token#"] : []),
+  const header = ["model", "tokens#", "stopped#", ...(kl ? [`${kl.name} to ${kl.first}#`, "per token#"] : []),
     ...(speed ? ["tokens/s#"] : [])];
   const notes = [...(kl ? [`${kl.name}: ${kl.estimator}`] : []), ...(summary.remarks ?? [])];
   return card("", table(header, lines), notes.map((text) => h("p.small.muted", text)));
@@ -269,7 +236,7 @@ function controls() {
 
 const scoreNote = `Ranges are 95\u202f% bootstrap intervals over prompts.${others.length ? " A win rate counts a tie as half a win." : ""}`;
 document.getElementById("comparison").replaceChildren(
-  ...describe(),
+  describe(),
   criteria.length ? h("section", h("h2", "Scores"), h("p.muted", scoreNote),
     h("div.stack", rewards.map(scoreCard), criteria.some(({ judge }) => judge) && judgeCard(),
       Object.keys(summary.pass_at_k ?? {}).map(passCard))) : "",

@@ -33,7 +33,7 @@ function headOfOne(run, data) {
   return h("div",
     h("div.toolbar.run-facts", statusBadge(run, data), h("span.muted.small", STAGES[run.stage] ?? run.stage),
       h("span.faint.small.mono.directory", run.directory)),
-    h("p.lead", run.sentences.join(" ")),
+    h("p.lead", run.ending),
     h("div.figures", figures.map(([value, label, change]) => h("div.figure",
       h("div.value", value, change && h("span.change", change)), h("div.label", label)))));
 }
@@ -46,8 +46,7 @@ function headOfSeveral(data) {
       value(run.result?.before), value(run.result?.after), short(run.series["kl/ref_seq_mean"]?.values.at(-1))];
   });
   return h("div",
-    h("div.card.runs-table", table(["Run", "Status", "Steps#", "Time#", "Result", "Before#", "After#", "KL#"], rows)),
-    h("div.run-sentences", data.runs.map((run) => h("p", h("b", `${run.name}: `), run.sentences.join(" ")))));
+    h("div.card.runs-table", table(["Run", "Status", "Steps#", "Time#", "Result", "Before#", "After#", "KL#"], rows)));
 }
 
 function pageSection(id, title, text, ...children) {
@@ -125,8 +124,7 @@ function events({ runs }) {
   const list = (shown) => h("div.card", table([...(several ? ["Run"] : []), "Step#", "Time#", "Event", ""],
     shown.map((event) => [...(several ? [event.run] : []), formatNumber(event.step, 9), event.after,
       badge(event.kind), event.text])));
-  const text = !all.length ? "This run has no events.jsonl: it is from a version that did not record events."
-    : alarms.length ? "Each alarm names the value and the key to change. Alarms never stop a run."
+  const text = alarms.length ? "Each alarm names the value and the key to change. Alarms never stop a run."
       : "No alarm and no warning in this run.";
   return pageSection("alarms", "Alarms", text,
     alarms.length > 0 && list(alarms),
@@ -142,19 +140,6 @@ function allMetrics(data) {
     "Every metric that the run logged, by section, with its meaning, healthy range and the key to change.",
     h("div.toolbar.tools", field("search", "Search metrics", search, { id: "metric-search" })),
     h("div.card.folds", sections.map(({ element }) => element)), none);
-}
-
-function timeAndMemory({ runs }) {
-  const cards = runs.flatMap((run) => run.stacks.map((area) => {
-    const parts = Object.entries(area.parts).map(([label, values], i, all) =>
-      ({ label, values, colour: seriesColour(label === "other" && all.length > 1 ? 7 : i) }));
-    return h("figure.card.chart",
-      h("div.chart-head", h("h3", runs.length > 1 ? `${area.title}: ${run.name}` : area.title)),
-      h("p.chart-unit.faint.small", area.unit === "s" ? "seconds per step" : area.unit),
-      stackChart({ label: area.title, unit: area.unit, steps: area.steps, parts }).element, legend(parts));
-  }));
-  return cards.length > 0 && pageSection("time", "Time and memory",
-    "Where the seconds of a step go, and the memory that the run holds.", h("div.grid.grid-wide", cards));
 }
 
 function settings({ runs }) {
@@ -175,11 +160,6 @@ function settings({ runs }) {
       fold.open = query.trim() !== "" && !fold.hidden;
     }
   };
-  addEventListener("beforeprint", () => {
-    const closed = folds.filter((fold) => !fold.open);
-    for (const fold of closed) fold.open = true;
-    addEventListener("afterprint", () => closed.forEach((fold) => (fold.open = false)), { once: true });
-  });
   const different = keys.filter((key) => new Set(values(key)).size > 1);
   return pageSection("settings", "Settings", "The complete config of the run, with all defaults, as in config.yaml.",
     runs.length > 1 && h("div.card.differences", h("h3", "Differences"),
@@ -193,7 +173,7 @@ function showReport(data) {
     .map((event) => ({ ...event, run: i })));
   const alarmed = data.marks.some(({ kind }) => kind === "alarm");
   const sections = [alarmed && events(data), curves(data), rewardOverKl(data), responses(data),
-    !alarmed && events(data), allMetrics(data), timeAndMemory(data), settings(data)].filter(Boolean);
+    !alarmed && events(data), allMetrics(data), settings(data)].filter(Boolean);
   const links = sections.map(({ id, firstChild }) => h("a", { href: `#${id}` }, firstChild.textContent));
   document.getElementById("report").append(
     data.runs.length === 1 ? headOfOne(data.runs[0], data) : headOfSeveral(data),

@@ -10,7 +10,7 @@ from typing import Any
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tracking.catalogue import SECTIONS, Panel, find, matches, overview_panels, panel_metrics
 from ppo_ds.tracking.html.page import asset, render_page
-from ppo_ds.tracking.html.result import common_results, describe_result, duration, result_of
+from ppo_ds.tracking.html.result import common_results, duration, how_it_ended, result_of
 from ppo_ds.tracking.html.run_data import SAMPLE_BYTES, read_run
 
 FILE_NAME = "report.html"
@@ -33,8 +33,7 @@ def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> s
     """Returns the report of runs that ``read_run`` has read as an HTML page."""
     names = sorted({name for run in runs for name in run["series"]})
     for run, unique, metric in zip(runs, unique_names(runs), common_results(runs), strict=True):
-        sentences = describe_result(run, running=running, metric=metric)
-        run |= {"name": unique, "sentences": sentences, "result": result_of(run, metric)}
+        run |= {"name": unique, "ending": how_it_ended(run, running), "result": result_of(run, metric)}
         run["duration"] = duration(run["seconds"])
     data = {
         "runs": runs,
@@ -81,7 +80,6 @@ def sections_of(names: Sequence[str]) -> list[dict[str, Any]]:
             for panel in section.panels
             if (metrics := panel_metrics(panel, names))
             and matches(next(iter(panel.metrics)), next(iter(metrics)))
-            and not panel.stacked
         ]
         for section in SECTIONS
     }

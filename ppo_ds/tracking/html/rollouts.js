@@ -24,7 +24,7 @@ function klOf({ logprobs, ref_logprobs: reference }) {
 class Rollouts {
   constructor(runs) {
     this.runs = runs;
-    this.state = { query: "", low: null, high: null };
+    this.state = { query: "" };
     this.controls = h("div.rollout-controls");
     this.followed = h("div.followed.card", { hidden: true });
     this.status = h("p.faint.small", { role: "status" });
@@ -71,8 +71,6 @@ class Rollouts {
   drawControls() {
     const { state } = this;
     const runs = this.runs.flatMap((run, i) => (run.samples.rows.length ? [[i, run.name]] : []));
-    const bound = (key, label) => field("number", `Score ${label}`,
-      (text) => this.update({ [key]: text === "" ? null : Number(text) }), { step: "any", class: "score-bound", placeholder: label });
     const toggleFinish = (reason) => {
       if (!state.finish.delete(reason)) state.finish.add(reason);
       this.update({});
@@ -96,8 +94,6 @@ class Rollouts {
         field("search", "Search prompts and answers", (query) => this.update({ query }), { value: state.query }),
         this.finishes.length > 1 && this.finishes.map((reason) =>
           chip(reason, false, () => toggleFinish(reason), { dataset: { finish: reason } })),
-        this.keys.includes("score") &&
-          h("span.score-range.muted.small", "Score", bound("low", "at least"), bound("high", "at most")),
         h("span.narrow-only", select("Sort by", [["", "Sort by\u2026"], ...this.keys.map((key) => [key, COLUMNS[key]])], "",
           (key) => this.sortBy(key)))));
     if (!this.colourings.length) return;
@@ -117,12 +113,11 @@ class Rollouts {
 
   /** Returns the rows that pass all filters, in the chosen order. */
   selected() {
-    const { step, allSteps, query, finish, low, high, sort, descending, follow } = this.state;
+    const { step, allSteps, query, finish, sort, descending, follow } = this.state;
     const words = query.toLowerCase().split(/\s+/).filter(Boolean);
     const rows = this.rows.filter((row) => {
       if (follow !== null ? row.prompt_id !== follow : !allSteps && row.step !== step) return false;
       if (finish.size && !finish.has(row.finish)) return false;
-      if ((low !== null && !(row.score >= low)) || (high !== null && !(row.score <= high))) return false;
       const text = `${this.promptOf(row)}\n${row.response}`.toLowerCase();
       return words.every((word) => text.includes(word));
     });

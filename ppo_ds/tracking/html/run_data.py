@@ -12,13 +12,10 @@ from typing import Any
 import yaml
 
 from ppo_ds.errors import UserError
-from ppo_ds.tracking.catalogue import PANELS
 from ppo_ds.tracking.html.result import duration
 from ppo_ds.tracking.jsonl import read_events, read_metrics
 
 MAX_POINTS = 1000  # points of a curve
-MAX_STACK_POINTS = 300  # points of a stacked area
-MAX_LAYERS = 7  # named areas of a stack, besides "other"
 MAX_EVENTS = 500
 MAX_STEPS_OF_SAMPLES = 48  # steps whose samples are shown, for each split
 MAX_PROMPT = 6_000  # characters
@@ -55,7 +52,7 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
     section = settings.get("run")
     run = section if isinstance(section, dict) else {}
     seconds = [summary.get("wall_s") if ended else None, records[-1].get("time") if records else None]
-    first = first_evaluation(run_dir, files.get(HELD_OUT, []), settings, summary)
+    first = first_evaluation(run_dir, summary)
     return {
         "name": str(run.get("name") or run_dir.resolve().name),
         "directory": str(run_dir),
@@ -68,7 +65,6 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
         "settings": flattened(settings),
         "series": curves(records, first),
         "trainPrompts": train_prompts(summary) if ended else {},
-        "stacks": stacks(records),
         "events": events if len(events) <= MAX_EVENTS else [events[0], *events[1 - MAX_EVENTS :]],
         "samples": read_samples(files, sample_bytes),
     }
@@ -101,13 +97,10 @@ def current_events(events: Sequence[Record]) -> list[Record]:
 # -- evaluations ---------------------------------------------------------------------------------------------
 
 
-def first_evaluation(
-    run_dir: Path, files: Sequence[tuple[int, Path]], settings: Record, summary: Record
-) -> dict[str, float]:
+def first_evaluation(run_dir: Path, summary: Record) -> dict[str, float]:
     """Returns the held-out metrics before training, which metrics.jsonl does not have.
 
-    They are in the summary, or, if the run has not ended, in its newest checkpoint. Without both, the score
-    and the accuracy of stage=ppo are computed from the samples of step 0, ``files[0]``.
+    They are in the summary, or, if the run has not ended, in its newest checkpoint.
     """
     first = {
         f"{HELD_OUT}/{found[1].removeprefix('pair_')}": value
@@ -116,17 +109,10 @@ def first_evaluation(
     }
     if not first:
         states = sorted((run_dir / "checkpoints").glob("step_*/state.json"))
-        saved = read_json(states[-1]).get("state") if states else None
-        progress = saved.get("progress") if isinstance(saved, dict) else None
-        metrics = progress.get("first_eval") if isinstance(progress, dict) else None
-        first = metrics if isinstance(metrics, dict) else {}
-    if not first and settings.get("stage") == "ppo" and files and files[0][0] == 0:
-        rows, bound = read_rows(files[0][1]), flattened(settings).get("eval.correct_above")
-        scores = [row["score"] for row in rows if _is_number(row.get("score"))]
-        if rows and len(scores) == len(rows):
-            first = {f"{HELD_OUT}/score_mean": sum(scores) / len(scores)}
-            if _is_number(bound):
-                first[f"{HELD_OUT}/accuracy"] = sum(score > bound for score in scores) / len(scores)
+        content: Any = read_json(states[-1]) if states else {}
+        for key in ("state", "progress", "first_eval"):
+            content = content.get(key) if isinstance(content, dict) else None
+        first = content if isinstance(content, dict) else {}
     return {name: value for name, value in first.items() if _is_number(value)}
 
 
@@ -178,49 +164,6 @@ def thinned(values: Sequence[float], limit: int) -> Sequence[int]:
         inside = range(part * count // parts, (part + 1) * count // parts)
         kept |= {min(inside, key=values.__getitem__), max(inside, key=values.__getitem__)}
     return sorted(kept)
-
-
-def stacks(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Returns the stacked areas that have data: phases of a step, memory of the GPU, memory of the host."""
-    (times,) = (panel for panel in PANELS if panel.stacked)
-
-    def column(name: str) -> list[float]:
-        return [record[name] if _is_number(record.get(name)) else 0.0 for record in records]
-
-    phases = {label: column(name) for name, label in times.metrics.items()}
-    allocated, reserved = column("mem/alloc_peak_gb"), column("mem/reserved_peak_gb")
-    unused = [max(0.0, high - low) for high, low in zip(reserved, allocated, strict=True)]
-    gpu = {"allocated": allocated, "reserved, not allocated": unused}
-    areas = [
-        _stack("Phases of a step", "s", records, phases),
-        _stack("Peak memory of the GPU", "GiB", records, gpu),
-        _stack("Memory of the host", "GiB", records, {"resident": column("mem/host_rss_gb")}),
-    ]
-    return [area for area in areas if area["parts"]]
-
-
-def _stack(
-    title: str, unit: str, records: Sequence[Record], columns: dict[str, list[float]]
-) -> dict[str, Any]:
-    """Averages columns over equal parts of the records. All but the largest are summed as "other"."""
-    count = len(records)
-    parts = min(count, MAX_STACK_POINTS)
-    bounds = [(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
-    totals = {label: sum(values) for label, values in columns.items()}
-    largest = sorted(totals, key=lambda label: -totals[label])[:MAX_LAYERS]
-    layers = {label: values for label, values in columns.items() if label in largest and label != "other"}
-    rest = [values for label, values in columns.items() if label not in layers]
-    layers["other"] = [sum(values) for values in zip(*rest, strict=True)]
-    return {
-        "title": title,
-        "unit": unit,
-        "steps": [records[low]["step"] for low, _ in bounds],
-        "parts": {
-            label: [_rounded(sum(values[low:high]) / (high - low)) for low, high in bounds]
-            for label, values in layers.items()
-            if any(values)
-        },
-    }
 
 
 # -- samples -------------------------------------------------------------------------------------------------
@@ -286,8 +229,6 @@ def short_row(row: Record) -> Record:
     prompt, response = str(row.get("asked") or row.get("prompt", "")), str(row.get("response", ""))
     if len(response) > MAX_RESPONSE:  # the shortened response is shown without its turns
         short.pop("turns", None)
-    if "prompt_id" not in row and "prompt" in row:
-        short["prompt_id"] = str(row["prompt"])[:200]  # runs of older versions
     short["prompt"], short["response"] = _cut(prompt, MAX_PROMPT), _cut(response, MAX_RESPONSE)
     return {
         key: _cut(value, MAX_PROMPT) if isinstance(value, str) and key != "response" else value

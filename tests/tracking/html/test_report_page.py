@@ -6,7 +6,6 @@ Each test ends with the check that the console has no error and that nothing was
 import base64
 import io
 import json
-import re
 
 import matplotlib.image
 import pytest
@@ -102,11 +101,11 @@ def smooth_with(page, presses):
 def test_the_head_says_what_happened(page):
     assert page.text("h1") == "demo"
     assert page.text(".run-facts .badge") == "Finished"
-    assert "rose from 20.0 % to 80.0 %" in page.text(".lead")
+    assert page.text(".lead") == "The run finished all 20 steps in 4 min 12 s."
     assert page.texts(".figure .value")[0].replace("\u202f", " ") == "80 %+60 points"
     links = page.texts(".page-nav a")
     assert links == [
-        "Alarms", "Curves", "Reward over √KL", "Responses", "All metrics", "Time and memory", "Settings",
+        "Alarms", "Curves", "Reward over √KL", "Responses", "All metrics", "Settings",
     ]  # fmt: skip
     page.click(".page-nav a:last-child")
     page.wait_for("location.hash === '#settings'")
@@ -242,7 +241,7 @@ def test_all_metrics_are_explained_and_searched(page):
     page.wait_for("document.querySelectorAll('#metrics .metric-section:not([hidden])').length > 5")
 
 
-def test_reward_over_kl_and_stacked_areas(page):
+def test_reward_over_kl(page):
     page.move_to("#frontier .plot")
     drawn = "document.querySelector('#frontier .plot').chart.drawn"
     points = page.run(f"{drawn}.sorted.map(({{ x, y, age }}) => [x, y, age])")
@@ -253,17 +252,6 @@ def test_reward_over_kl_and_stacked_areas(page):
     page.move_to("#frontier .plot", x=0.5)
     tip = page.text("#frontier .tip").split()
     assert tip == ["Step", "10", "mean", "score", "0.5", "√KL", "1.732"]
-
-    phases = "#time .chart:nth-child(1)"
-    page.move_to(f"{phases} .plot")
-    tops = page.run(f"document.querySelector('{phases} .plot').chart.plot.data.map(values => values[3])")
-    assert tops == pytest.approx([4, 1.0, 1.6, 1.9, 2.0])
-    tip = page.text(f"{phases} .tip")
-    assert tip.startswith("Step") and ": 2 s" in tip
-    assert page.texts(f"{phases} .legend-entry") == [
-        "generation", "update of the actor", "update of the critic", "other",
-    ]  # fmt: skip
-    assert page.texts("#time h3") == ["Phases of a step", "Peak memory of the GPU", "Memory of the host"]
 
 
 def test_answers_are_sorted_filtered_and_searched(page):
@@ -280,9 +268,6 @@ def test_answers_are_sorted_filtered_and_searched(page):
     page.click('[data-finish="length"]')
     assert column(page, "finish") == ["length", "length"]
     page.click('[data-finish="length"]')
-    page.type('input[aria-label="Score at least"]', "0.5")
-    page.wait_for("document.querySelectorAll('tr.answer').length === 2")
-    page.type('input[aria-label="Score at least"]', "")
     page.type('.rollouts input[type="search"]', "COLOUR name")
     page.wait_for("document.querySelectorAll('tr.answer').length === 1")
     assert column(page, "prompt") == ["Name a colour."]
@@ -379,10 +364,8 @@ def test_settings_are_searched(page):
     assert not page.run("document.querySelector(\"tr[data-key='actor.model.path']\").offsetParent")
 
 
-def test_a_narrow_window_and_a_printed_page(show, tmp_path):
+def test_a_narrow_window(show, tmp_path):
     run_dir = make_ppo_run(tmp_path / "run")
-    with (run_dir / "config.yaml").open("a") as file:
-        file.write("extra:\n" + "".join(f"  key_{i}: {i}\n" for i in range(500)))
     page = show(run_dir, width=400)
     assert page.run("document.documentElement.scrollWidth") <= 400
     page.click("tr.answer:nth-of-type(1)")
@@ -392,12 +375,6 @@ def test_a_narrow_window_and_a_printed_page(show, tmp_path):
     page.move_to("tr.answer td.prompt")
     cell = "getComputedStyle(document.querySelector('tr.answer:hover td')).backgroundColor"
     assert page.run(cell) == "rgba(0, 0, 0, 0)"  # the row is coloured as a whole, without gaps
-    page.resize(1280, 900)
-    pdf = base64.b64decode(page.send("Page.printToPDF", printBackground=True)["data"])
-    assert pdf.startswith(b"%PDF") and len(pdf) > 20_000
-    # 500 settings need many more pages if they are not in columns
-    assert len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 9
-    assert page.run("getComputedStyle(document.querySelector('#time .grid')).display") == "grid"
 
 
 def test_several_runs_are_overlaid(show, tmp_path):
@@ -453,7 +430,6 @@ def test_other_stages(show, tmp_path, stage):
     assert page.count("tr.answer") == 1
     page.click("tr.answer")
     assert "subset" in page.text("tr.detail")
-    assert "does not record" in page.text("#alarms") or "did not record" in page.text("#alarms")
 
 
 def test_a_huge_answer_and_a_run_with_nothing_but_events(show, tmp_path):

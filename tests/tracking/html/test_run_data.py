@@ -6,10 +6,9 @@ import random
 import pytest
 
 from ppo_ds.errors import UserError
-from ppo_ds.tracking.html import run_data
 from ppo_ds.tracking.html.report import render_report, sections_of
-from ppo_ds.tracking.html.result import common_results, describe_result, duration, percent, result_of
-from ppo_ds.tracking.html.run_data import evenly, flattened, read_run, stacks, thinned
+from ppo_ds.tracking.html.result import common_results, duration, how_it_ended, result_of
+from ppo_ds.tracking.html.run_data import evenly, flattened, read_run, thinned
 from tests.tracking.html.runs import lines, make_ppo_run, ppo_metrics, sample
 
 
@@ -43,29 +42,6 @@ def test_a_complete_run(tmp_path):
     ]
     assert len(run["samples"]["prompts"]) == 4  # each prompt once
     assert run["samples"]["prompts"][rows[0]["prompt"]] == "What is 2 + 3?"  # asked, not the whole prompt
-    assert describe_result(run, running=False) == [
-        "The run finished all 20 steps in 4 min 12 s.",
-        "The share of correct responses to held-out prompts rose from 20.0 % to 80.0 %.",
-        "The policy is 12.0 nats per response away from the reference, with responses of 30.0 tokens; "
-        "one alarm fired.",
-    ]
-
-
-def test_phases_and_memory_are_stacked():
-    records = [ppo_metrics(step, 700) for step in range(1, 701)]
-    records[0]["time/eval"] = 700.0
-    times, gpu, host = stacks(records)
-    assert sum(sum(values) for values in times["parts"].values()) / 300 == pytest.approx(3.0, rel=0.2)
-    assert max(times["parts"]["evaluation"]) == 350.0 and times["parts"]["evaluation"][1] == 0.0
-    assert gpu["parts"] == {"allocated": [3.0] * 300, "reserved, not allocated": [1.0] * 300}
-    assert host["parts"] == {"resident": [0.7] * 300}
-    assert len(times["steps"]) == 300 and times["steps"][0] == 1
-
-
-def test_small_phases_are_summed(monkeypatch):
-    monkeypatch.setattr(run_data, "MAX_LAYERS", 2)
-    (times, _, _) = stacks([ppo_metrics(1, 1)])
-    assert times["parts"] == {"generation": [1.0], "update of the actor": [0.6], "other": [0.4]}
 
 
 @pytest.mark.parametrize("lost", ["summary.json", "config.yaml", "events.jsonl", "metrics.jsonl", "samples"])
@@ -78,9 +54,9 @@ def test_a_run_without_one_of_its_files_is_shown(tmp_path, lost):
         (run_dir / lost).unlink()
     run = read_run(run_dir)
     page = render_report([run])
-    assert "</html>" in page and all(isinstance(sentence, str) for sentence in run["sentences"])
+    assert "</html>" in page and run["ending"]
     if lost == "summary.json":
-        assert "or was killed; its last record is step 20 of 20" in run["sentences"][0]
+        assert "or was killed; its last record is step 20 of 20" in run["ending"]
     if lost == "config.yaml":
         assert (run["name"], run["stage"]) == ("run", "ppo")
 
@@ -99,24 +75,15 @@ def test_a_killed_run_with_files_that_were_cut_off(tmp_path):
     render_report([run])
 
 
-def test_the_evaluation_before_training_of_a_run_that_was_killed(tmp_path):
-    """It is read from the newest checkpoint, and without one computed from the samples of step 0."""
+def test_the_evaluation_before_training_of_a_run_that_was_killed_is_in_its_newest_checkpoint(tmp_path):
     run_dir = make_ppo_run(tmp_path / "run", summary=False)
-    scores = [0.0, 0.25, 1.0, 0.75]
-    rows = [sample(0, 0, tokens=False) | {"score": score} for score in scores]
-    lines(run_dir / "samples" / "eval_step_000000.jsonl", rows)
-    with (run_dir / "config.yaml").open("a") as file:
-        file.write("eval: {correct_above: 0.5}\n")
-    series = read_run(run_dir)["series"]
-    assert series["eval/score_mean"]["steps"] == [0, 10, 20] and series["eval/score_mean"]["values"][0] == 0.5
-    assert series["eval/accuracy"]["values"] == [0.5, 0.6, 0.8]
     for step, accuracy in ((10, 0.125), (20, 0.375)):
         state = {"state": {"progress": {"first_eval": {"eval/accuracy": accuracy, "eval/score_mean": None}}}}
         lines(run_dir / "checkpoints" / f"step_{step:06d}" / "state.json", [state])
     series = read_run(run_dir)["series"]
     assert series["eval/accuracy"]["values"][0] == 0.375 and series["eval/score_mean"]["steps"] == [10, 20]
     (run_dir / "checkpoints" / "step_000020" / "state.json").write_text('{"state": [')
-    assert read_run(run_dir)["series"]["eval/accuracy"]["values"][0] == 0.5  # damaged, so the samples again
+    assert read_run(run_dir)["series"]["eval/accuracy"]["steps"] == [10, 20]
 
 
 def test_alarms_of_repeated_steps_are_counted_once(tmp_path):
@@ -132,7 +99,6 @@ def test_alarms_of_repeated_steps_are_counted_once(tmp_path):
     assert [event["kind"] for event in run["events"] if event["kind"] != "alarm"] == [
         "warning", "resumed", "rolled_back", "ended",
     ]  # fmt: skip
-    assert describe_result(run, running=False)[2].endswith("; 4 alarms fired.")
 
 
 def make_run_without_held_out_prompts(run_dir):
@@ -145,9 +111,9 @@ def make_run_without_held_out_prompts(run_dir):
 
 
 def test_a_run_without_held_out_prompts_reports_on_training_prompts(tmp_path):
-    sentences = describe_result(read_run(make_run_without_held_out_prompts(tmp_path / "run")), running=False)
-    assert sentences[1] == "The mean score on training prompts rose from 1.50 to 2.50."
-    assert sentences[2].startswith("The policy is about 0 nats per response away from the reference;")
+    run = read_run(make_run_without_held_out_prompts(tmp_path / "run"))
+    result = result_of(run, *common_results([run]))
+    assert (result["label"], result["before"], result["after"]) == ("score on training prompts", 1.5, 2.5)
 
 
 def test_runs_are_compared_by_a_metric_that_all_of_a_stage_have(tmp_path):
@@ -156,7 +122,6 @@ def test_runs_are_compared_by_a_metric_that_all_of_a_stage_have(tmp_path):
     assert common_results([first, second]) == ["eval/accuracy"] * 2
     assert common_results([first, third]) == ["reward/score_mean"] * 2
     assert result_of(first, "reward/score_mean")["label"] == "mean score"
-    assert describe_result(first, running=False, metric="reward/score_mean")[1].startswith("The mean score")
     sft = third | {"stage": "sft", "series": {"sft/loss": {"steps": [1], "values": [2.0]}}}
     assert common_results([first, sft]) == ["eval/accuracy", "sft/loss"]
     assert common_results([first, third | {"series": {}, "trainPrompts": {}}]) == [None, None]
@@ -206,19 +171,7 @@ def test_values_that_are_null_or_of_a_wrong_type_are_left_out(tmp_path):
     run = read_run(tmp_path / "run")
     assert run["series"] == {"a/b": {"steps": [2], "values": [0.5]}}
     assert [row["response"] for row in run["samples"]["rows"]] == ["3", "", ""]
-    assert "no score and no loss" in describe_result(run, running=False)[1]
     render_report([run])
-
-
-def test_runs_of_older_versions_have_no_prompt_ids_and_no_events(tmp_path):
-    run_dir = make_ppo_run(tmp_path / "run", events=False)
-    row = sample(5, 1, tokens=False)
-    del row["prompt_id"], row["asked"], row["components"]
-    lines(run_dir / "samples" / "step_000005.jsonl", [row])
-    run = read_run(run_dir)
-    old = next(row for row in run["samples"]["rows"] if row["step"] == 5)
-    assert old["prompt_id"] == "User: Name a colour."
-    assert "events of this run were not recorded" in describe_result(run, running=False)[2]
 
 
 def test_a_page_is_bounded_in_size(tmp_path):
@@ -274,7 +227,7 @@ def test_what_is_no_run_directory(tmp_path, content):
 def test_how_a_run_ended(tmp_path, summary, running, sentence):
     run_dir = make_ppo_run(tmp_path / "run", steps=7, events=False)
     (run_dir / "summary.json").write_text(json.dumps(summary))
-    assert describe_result(read_run(run_dir), running=running)[0] == sentence
+    assert how_it_ended(read_run(run_dir), running) == sentence
 
 
 def test_the_summary_of_an_earlier_process_is_not_the_end(tmp_path):
@@ -291,39 +244,24 @@ def test_the_summary_of_an_earlier_process_is_not_the_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("records", "stage", "sentence"),
+    ("records", "stage", "label", "ends"),
     [
-        (
-            [{"sft/loss": 3.0}, {"sft/loss": 1.5}],
-            "sft",
-            "The training loss fell from 3.00 to 1.50 nats per token.",
-        ),
-        (
-            [{"eval/loss": 2.0}, {"eval/loss": 2.001}],
-            "sft",
-            "The held-out loss stayed at 2.00 nats per token.",
-        ),
-        (
-            [{"rm/accuracy": 0.5}],
-            "reward_model",
-            "The share of training pairs in the right order is 50.0 %; it was measured once.",
-        ),
-        (
-            [{"reward/score_mean": float(i)} for i in range(8)],
-            "ppo",
-            "The mean score of the responses rose from 0.500 to 6.50.",
-        ),
+        ([{"sft/loss": 3.0}, {"sft/loss": 1.5}], "sft", "training loss, nats per token", [3.0, 1.5]),
+        ([{"rm/accuracy": 0.5}], "reward_model", "training accuracy", [0.5, 0.5]),
+        # means over 2 of 8 steps
+        ([{"reward/score_mean": float(i)} for i in range(8)], "ppo", "mean score", [0.5, 6.5]),
     ],
 )
-def test_the_result_of_each_stage(tmp_path, records, stage, sentence):
+def test_the_result_of_each_stage(tmp_path, records, stage, label, ends):
     lines(tmp_path / "run" / "metrics.jsonl", [{"step": i + 1, **record} for i, record in enumerate(records)])
     (tmp_path / "run" / "config.yaml").write_text(f"stage: {stage}\n")
-    assert describe_result(read_run(tmp_path / "run"), running=False)[1] == sentence
+    run = read_run(tmp_path / "run")
+    result = result_of(run, *common_results([run]))
+    assert (result["label"], [result["before"], result["after"]]) == (label, ends)
 
 
 def test_formats():
     assert [duration(s) for s in (None, 6.64, 9.96, 252, 11_100, 187_200)] == [
         "an unknown time", "6.6 s", "10 s", "4 min 12 s", "3 h 5 min", "2 d 4 h",
     ]  # fmt: skip
-    assert percent(0.8425) == "84.3 %"
     assert flattened({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
