@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ppo_ds.errors import printable
 from ppo_ds.secrets import censored
@@ -23,7 +23,7 @@ START_TIMEOUT = 120.0  # seconds
 FINISH_TIMEOUT = 60.0  # seconds
 
 
-class Dashboard(Tracker, Protocol):
+class Dashboard(Tracker):
     """A tracker whose methods may raise, and may wait for a server."""
 
     name: str  # of the library, and of its extra in setup.cfg
@@ -31,9 +31,10 @@ class Dashboard(Tracker, Protocol):
     @property
     def finish_timeout(self) -> float:
         """The longest wait for ``finish`` in seconds."""
+        return FINISH_TIMEOUT
 
 
-class BackgroundTracker:
+class BackgroundTracker(Tracker):
     """Calls a dashboard in a thread; after its first failure, prints one warning line and drops it.
 
     Only ``start`` and ``finish`` wait for the dashboard, for a limited time. The dashboard gets metrics that

@@ -14,11 +14,10 @@ from ppo_ds.tracking.catalogue import STEP_LINE
 from ppo_ds.tracking.formatting import format_duration, format_number
 from ppo_ds.tracking.live import LiveView
 from ppo_ds.tracking.screen import Screen
-from ppo_ds.tracking.tracker import EventKind, Record
-from ppo_ds.types import Histogram
+from ppo_ds.tracking.tracker import EventKind, Record, Tracker
 
 
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """Prints the progress of a run on standard output."""
 
     def __init__(
@@ -80,9 +79,6 @@ class ConsoleTracker:
         """Shows an alarm in the live view. The run prints warnings and alarms as lines itself."""
         if kind == "alarm":
             self._view.alarm(step, text)
-
-    def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
-        """Does nothing: only dashboards show histograms."""
 
     def rewind(self, step: int) -> None:
         self._view.rewind(step)

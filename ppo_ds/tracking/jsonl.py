@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.storage.drafts import open_for_appending, write_file
-from ppo_ds.tracking.tracker import EventKind, Record
-from ppo_ds.types import Histogram
+from ppo_ds.tracking.tracker import EventKind, Record, Tracker
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Writes one line with a JSON object for each step.
 
     Each line is flushed, so that the records of all finished steps remain if the run is killed. Events are
@@ -49,9 +48,6 @@ class JsonlTracker:
         """The duration of the run in seconds when the checkpoint was written."""
         return float(self._last.get("time") or 0.0)
 
-    def start(self, config: dict[str, Any]) -> None:
-        """Writes nothing: run/record.py writes ``config.yaml``."""
-
     def log(self, step: int, metrics: Record) -> None:
         """Appends the line of a step; if the last line has the same step, replaces it."""
         replaces_last, self._last = step == self._last["step"], {"step": step, **metrics}
@@ -72,9 +68,6 @@ class JsonlTracker:
         seconds = round(time.monotonic() - self._started, 3)
         with open_for_appending(self._events_path) as file:
             file.write(_line({"step": step, "time": seconds, "kind": kind, "text": text}))
-
-    def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
-        """Does nothing: only dashboards show histograms."""
 
     def rewind(self, step: int) -> None:
         self._file.close()

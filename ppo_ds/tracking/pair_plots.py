@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
 from ppo_ds.storage.drafts import draft_file
-from ppo_ds.tracking.curves import COLOURS
+from ppo_ds.tracking.curves import COLOURS, set_labels
 
 POINTS = 2000  # most points of the scatter plot
 
@@ -38,12 +36,8 @@ def plot_pair_scores(
         accuracies: Accuracy of each subset; may be empty.
     """
     columns = 4 if accuracies else 3
-    figure = Figure(
-        figsize=(4.6 * columns, 3.7), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-    )
-    FigureCanvasAgg(figure)  # draws into memory, without a display
-    panels = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
-
+    figure = Figure(figsize=(4.6 * columns, 3.7), dpi=130, layout="constrained")
+    panels = figure.subplots(1, columns)
     _draw_margins(panels[0], differences)
     _draw_calibration(panels[1], calibration, f"{len(differences)} held-out pairs")
     _draw_lengths(panels[2], scores[:POINTS], lengths[:POINTS])
@@ -54,13 +48,13 @@ def plot_pair_scores(
 
 
 def _draw_margins(axes: Axes, differences: Sequence[float]) -> None:
-    _title(axes, "Margins", "score of preferred - score of rejected", "pairs")
+    set_labels(axes, "Margins", "score of preferred - score of rejected", "pairs")
     axes.hist([d for d in differences if d == d], bins=40, color=COLOURS[0])
     axes.axvline(0, color="black", linewidth=0.8)
 
 
 def _draw_calibration(axes: Axes, calibration: Sequence[tuple[float, float, int]], label: str) -> None:
-    _title(axes, "Calibration", "confidence of the model", "share of correct pairs")
+    set_labels(axes, "Calibration", "confidence of the model", "share of correct pairs")
     axes.plot([0.5, 1], [0.5, 1], color="black", linewidth=0.8, linestyle="--", label="calibrated")
     axes.plot(
         [confidence for confidence, _, _ in calibration],
@@ -75,7 +69,7 @@ def _draw_calibration(axes: Axes, calibration: Sequence[tuple[float, float, int]
 
 
 def _draw_lengths(axes: Axes, scores: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]]) -> None:
-    _title(axes, "Score against length", "tokens", "score")
+    set_labels(axes, "Score against length", "tokens", "score")
     for side, (label, colour) in enumerate(zip(("preferred", "rejected"), COLOURS, strict=True)):
         x, y = [pair[side] for pair in lengths], [pair[side] for pair in scores]
         axes.scatter(x, y, s=5, alpha=0.5, color=colour, label=label)
@@ -83,19 +77,10 @@ def _draw_lengths(axes: Axes, scores: Sequence[Sequence[float]], lengths: Sequen
 
 
 def _draw_accuracies(axes: Axes, accuracies: Mapping[str, float]) -> None:
-    _title(axes, "Accuracy by subset", "share of correct pairs", "")
+    set_labels(axes, "Accuracy by subset", "share of correct pairs", "")
     names = list(accuracies)
     axes.barh(range(len(names)), list(accuracies.values()), color=COLOURS[0])
     axes.set_yticks(range(len(names)), [name[:30] for name in names], fontsize=7)
     axes.axvline(0.5, color="black", linewidth=0.8, linestyle="--")
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-
-
-def _title(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_title(title, fontsize=11, fontweight="bold", loc="left")
-    axes.set_xlabel(x, fontsize=9)
-    axes.set_ylabel(y, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -8,12 +8,12 @@ from typing import Any
 
 import yaml
 
-from ppo_ds.tracking.background import FINISH_TIMEOUT
+from ppo_ds.tracking.background import Dashboard
 from ppo_ds.tracking.tracker import EventKind, Record
 from ppo_ds.types import Histogram
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Dashboard):
     """Writes event files to ``run_dir/tensorboard``.
 
     Steps that a resume or a rollback repeats replace the earlier ones: TensorBoard hides the values from the
@@ -21,7 +21,6 @@ class TensorBoardTracker:
     """
 
     name = "tensorboard"
-    finish_timeout = FINISH_TIMEOUT
 
     def __init__(self, run_dir: Path, *, resumed_at: int = 0):
         self._folder, self._resumed_at = str(run_dir / "tensorboard"), resumed_at

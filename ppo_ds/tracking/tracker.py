@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ppo_ds.secrets import censored, censored_tree
 from ppo_ds.types import Histogram, Metrics
@@ -14,8 +14,8 @@ Record = dict[str, float | None]  # metrics as written: None for values that wer
 EventKind = Literal["started", "resumed", "rolled_back", "warning", "alarm", "ended"]
 
 
-class Tracker(Protocol):
-    """A destination of metrics, samples and events.
+class Tracker:
+    """A destination of metrics, samples and events; a method that it does not override does nothing.
 
     Methods are called on rank 0 only, in the order start, log, samples and event, finish.
     """

@@ -8,12 +8,12 @@ from typing import Any
 
 from ppo_ds.config.sections.run import TrackioConfig
 from ppo_ds.storage.drafts import write_file
-from ppo_ds.tracking.background import FINISH_TIMEOUT, run_id
+from ppo_ds.tracking.background import Dashboard, run_id
 from ppo_ds.tracking.tracker import EventKind, Record
 from ppo_ds.types import Histogram
 
 
-class TrackioTracker:
+class TrackioTracker(Dashboard):
     """Logs to Trackio's local database, to a Hugging Face Space or to a Trackio server.
 
     Trackio identifies runs by their name. The name is therefore followed by an id, which is stored in
@@ -21,7 +21,6 @@ class TrackioTracker:
     """
 
     name = "trackio"
-    finish_timeout = FINISH_TIMEOUT
 
     def __init__(self, run_dir: Path, config: TrackioConfig, run_name: str):
         self._run_dir, self._config, self._run_name = run_dir, config, run_name
@@ -72,9 +71,6 @@ class TrackioTracker:
 
         if kind == "alarm":
             self._run.alert(title="alarm", text=text, level=trackio.AlertLevel.WARN, step=step)
-
-    def rewind(self, step: int) -> None:
-        """Does nothing: Trackio shows repeated steps twice."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         self._run.finish()

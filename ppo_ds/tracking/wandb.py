@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ppo_ds.config.sections.run import WandbConfig
 from ppo_ds.errors import printable
 from ppo_ds.storage.drafts import write_file
-from ppo_ds.tracking.background import FINISH_TIMEOUT, first_line, run_id, warn
+from ppo_ds.tracking.background import FINISH_TIMEOUT, Dashboard, first_line, run_id, warn
 from ppo_ds.tracking.tracker import EventKind, Record
 from ppo_ds.types import Histogram
 
@@ -18,10 +18,11 @@ UPLOAD_RATE = 10e6  # bytes per second: the slowest upload of a model that finis
 MAX_TITLE = 63  # characters of an alert's title
 
 
-class WandbTracker:
+class WandbTracker(Dashboard):
     """Logs to wandb in online or offline mode. In disabled mode no tracker is created.
 
-    The run id is stored in ``run_dir/wandb.id``, so that a resumed run continues the same wandb run.
+    The run id is stored in ``run_dir/wandb.id``, so that a resumed run continues the same wandb run, which
+    shows the steps that it repeats twice.
     """
 
     name = "wandb"
@@ -108,9 +109,6 @@ class WandbTracker:
         if kind == "alarm":
             # wandb drops a second alert with the same title within a minute
             self._run.alert(title=text[:MAX_TITLE], text=f"step {step}: {text}", level="WARN")
-
-    def rewind(self, step: int) -> None:
-        """Does nothing: wandb cannot remove steps, and shows repeated steps twice."""
 
     @property
     def finish_timeout(self) -> float:

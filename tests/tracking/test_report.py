@@ -6,10 +6,8 @@ import json
 import matplotlib.image
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from ppo_ds.tracking.catalogue import PANELS
-from ppo_ds.tracking.curves import _draw, _score_table, before_after, plot_curves
+from ppo_ds.tracking.curves import _score_table, before_after, plot_curves
 
 ALL = [
     "reward/score_mean", "reward/score_std", "eval/accuracy", "kl/ref_seq_mean", "kl/target", "policy/loss",
@@ -93,28 +91,6 @@ def test_the_values_before_the_run_are_step_0(tmp_path):
         if before is not None:
             assert np.corrcoef(rows, columns)[0, 1] < -0.99  # the line rises; row 0 is the top
     assert widths[0] > 300 and widths[1] < 20
-
-
-@pytest.mark.parametrize("prefix", ["reward", "eval"])
-def test_the_band_of_a_score_ends_where_the_scores_end(tmp_path, prefix):
-    """A 0/1 score has the band mean ± std, which would leave [0, 1]."""
-    limits = {"reward/score_min": 0.0, "reward/score_max": 1.0}
-    records = [
-        {"step": step, f"{prefix}/score_mean": mean, f"{prefix}/score_std": (mean * (1 - mean)) ** 0.5}
-        for step, mean in ((1, 0.1), (2, 0.5), (3, 0.9))
-    ]
-    figure = Figure()
-    panel = next(panel for panel in PANELS if f"{prefix}/score_mean" in panel.metrics)
-    for limited in (False, True):
-        axes = figure.add_subplot()
-        names = {name for record in records for name in record} - {"step"}
-        curves = {name: ([1, 2, 3], [record[name] for record in records]) for name in names}
-        _draw(axes, panel, curves | {name: ([1, 2, 3], [v] * 3) for name, v in limits.items() if limited})
-        edges = axes.collections[0].get_paths()[0].vertices[:, 1]
-        if limited:
-            assert (edges.min(), edges.max()) == (0.0, 1.0)
-        else:
-            assert edges.min() == pytest.approx(-0.2) and edges.max() == pytest.approx(1.2)
 
 
 @pytest.mark.parametrize("records", [[], [{"step": 1}], [{"step": 1, "policy/loss": None}]])

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.tracking.html.report import FILE_NAME, write_report
-from ppo_ds.tracking.tracker import EventKind, Record
-from ppo_ds.types import Histogram
+from ppo_ds.tracking.tracker import Record, Tracker
 
 log = logging.getLogger(__name__)
 SHARE = 100  # seconds between two reports, for each second that writing one takes
 
 
-class ReportTracker:
+class ReportTracker(Tracker):
     """Writes report.html after the first step, at the end, and in between at most 1 % of the time.
 
     It reads the files that JsonlTracker writes, so it comes after it in the list of trackers. A report that
@@ -29,24 +28,9 @@ class ReportTracker:
         self._next = clock()  # the earliest time of the next report
         self._warned = False
 
-    def start(self, config: dict[str, Any]) -> None:
-        """Does nothing: run/record.py writes ``config.yaml``."""
-
     def log(self, step: int, metrics: Record) -> None:
         if self._clock() >= self._next:
             self._write(running=True)
-
-    def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
-        """Does nothing: the report reads the files."""
-
-    def event(self, step: int, kind: EventKind, text: str) -> None:
-        """Does nothing: the report reads ``events.jsonl``."""
-
-    def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
-        """Does nothing: only dashboards show histograms."""
-
-    def rewind(self, step: int) -> None:
-        """Does nothing: the next report shows the steps that are left."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         self._write(running=False)
