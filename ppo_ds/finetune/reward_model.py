@@ -36,7 +36,6 @@ from ppo_ds.run.failure_dump import dump_failure, origin_of
 from ppo_ds.run.health import TooManySkips
 from ppo_ds.run.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
 from ppo_ds.run.stage import Evaluation, RunContext, StepResult
-from ppo_ds.tracking.pair_plots import plot_pair_scores
 from ppo_ds.types import PreferencePairs, to_device
 
 MEASURED = 1024  # training pairs whose scores give score_mean and score_std in a run without held-out data
@@ -199,22 +198,10 @@ class RewardModelTrainer:
         self.measured = {}  # after a rollback, other weights can have the same number of steps
 
     def export(self, run_dir: Path) -> None:
-        """Writes model/ and model_ema/ for AutoModelForSequenceClassification, and draws reward_model.png."""
+        """Writes model/ and model_ema/ for AutoModelForSequenceClassification."""
         self.export_weights(run_dir / "model", averaged=False)
         if self.update.ema is not None:
             self.export_weights(run_dir / "model_ema", averaged=True)
-        if self.held_out is None:
-            return
-        found = self.measure(averaged=self.evaluate_ema)
-        if self.context.world.is_main:
-            plot_pair_scores(
-                run_dir / "reward_model.png",
-                differences=found.differences.tolist(),
-                scores=found.scores.tolist(),
-                lengths=found.lengths.tolist(),
-                calibration=found.calibration(),
-                accuracies=found.accuracies(),
-            )
 
     def export_weights(self, folder: Path, *, averaged: bool) -> None:
         """Writes the weights or averaged weights, with the mean and standard deviation of their scores."""

@@ -68,7 +68,12 @@ def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
         line = "--" if name == "kl/target" else "o-" if len(curves[name][0]) < 60 else "-"
         label = panel.metrics[name]
         axes.plot(*curves[name], line, color=colour, markersize=2.5, linewidth=1.4, label=label)
-    set_labels(axes, panel.title, "step", panel.unit)
+    axes.set_title(panel.title, fontsize=11, fontweight="bold", loc="left")
+    axes.set_xlabel("step", fontsize=9)
+    axes.set_ylabel(panel.unit, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     if panel.percent:
         axes.set_ylim(-0.02, 1.02)
@@ -77,16 +82,6 @@ def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
         axes.set_ylim(bottom=0)
     if len(drawn) > 1:
         axes.legend(fontsize=8, frameon=False)
-
-
-def set_labels(axes: Axes, title: str, x: str, y: str) -> None:
-    """Sets the title and the labels of the axes, in the style of all images."""
-    axes.set_title(title, fontsize=11, fontweight="bold", loc="left")
-    axes.set_xlabel(x, fontsize=9)
-    axes.set_ylabel(y, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def before_after(

@@ -16,7 +16,6 @@ from ppo_ds.errors import UserError
 from ppo_ds.finetune.pair_scores import PairScores, pair_plan
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.value import expect_reward_model
-from ppo_ds.tracking.pair_plots import plot_pair_scores
 from tests.data.conftest import make_tokenizer
 from tests.finetune.preference_cases import (
     ENCODERS,
@@ -252,7 +251,7 @@ def test_normalize_needs_the_statistics_of_the_stage(tmp_path, tokenizer):
 # -- evaluation ----------------------------------------------------------------------------------------------
 
 
-def test_metrics_of_scores_by_hand(tmp_path):
+def test_metrics_of_scores_by_hand():
     scores = torch.tensor([[2.0, 0.0], [1.0, 1.0], [0.0, 1.0], [3.0, 0.0]])
     found = PairScores(scores, torch.tensor([[4, 2], [3, 3], [2, 3], [5, 2]]), ["a", None, "b", "b"])
     metrics = found.metrics()
@@ -268,12 +267,3 @@ def test_metrics_of_scores_by_hand(tmp_path):
     assert metrics["eval/length_corr"] == pytest.approx(
         float(torch.corrcoef(torch.stack([scores.flatten(), found.lengths.flatten().float()]))[0, 1])
     )
-    plot_pair_scores(
-        tmp_path / "reward_model.png",
-        differences=found.differences.tolist(),
-        scores=scores.tolist(),
-        lengths=found.lengths.tolist(),
-        calibration=found.calibration(),
-        accuracies=found.accuracies(),
-    )
-    assert (tmp_path / "reward_model.png").read_bytes()[1:4] == b"PNG"

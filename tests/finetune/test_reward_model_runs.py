@@ -113,14 +113,13 @@ def test_an_encoder_learns_the_same_on_two_ranks_with_sharded_weights(lab):
     assert lines[-1]["rm/loss"] < lines[0]["rm/loss"]
 
 
-def test_a_run_learns_evaluates_and_draws(same):
+def test_a_run_learns_and_evaluates(same):
     lines = metrics(same["one"])
     assert [line["step"] for line in lines if "eval/accuracy" in line] == [3, 6]
     last = lines[-1]
     assert last["rm/loss"] < lines[0]["rm/loss"] and last["eval/loss"] < lines[2]["eval/loss"]
     assert 0 <= last["eval/accuracy/easy"] <= 1
     assert last["episodes"] == 7 * STEPS and last["rm/epoch"] == pytest.approx(42 / 22)
-    assert (same["one"] / "reward_model.png").read_bytes()[1:4] == b"PNG"
     samples = (same["one"] / "samples" / "eval_step_000006.jsonl").read_text().splitlines()
     assert {"prompt", "rejected", "response", "score", "subset"} <= json.loads(samples[0]).keys()
 

@@ -28,7 +28,6 @@ ALLOWED = {
     ("ppo_ds/tools/pipeline.py", "copytree"): "into a draft directory",
     ("ppo_ds/tools/pipeline.py", "copy2"): "into a draft directory",
     ("ppo_ds/tools/pipeline.py", "link"): "into a draft directory",
-    ("ppo_ds/tracking/pair_plots.py", "savefig"): "to a draft",
     ("ppo_ds/tracking/curves.py", "savefig"): "to a draft",
 }
 WRITERS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
     return {
         "name": str(run.get("name") or run_dir.resolve().name),
         "directory": str(run_dir),
-        "stage": settings.get("stage") or guess_stage(records),
+        "stage": settings.get("stage", "ppo"),
         "plannedSteps": run.get("steps"),
         "summary": summary,
         "endedBy": ended,
@@ -269,11 +269,6 @@ def ended_by(summary: Record, records: Sequence[Record], events: Sequence[Record
     if not summary or older or kinds[-1:] not in ([], ["ended"]):
         return None
     return str(summary.get("exit_reason"))
-
-
-def guess_stage(records: Iterable[Record]) -> str:
-    names = {name.split("/")[0] for record in records for name in record}
-    return "sft" if "sft" in names else "reward_model" if "rm" in names else "ppo"
 
 
 def _is_number(value: Any) -> bool:
