@@ -13,8 +13,7 @@ is set. Options:
     --samples N           N sampled responses to each prompt, and pass@k; default: one greedy response
     --judge FILE.py:fn    a function that judges pairs of responses, besides the reward or instead of it
     --out DIR             where to write evaluation.json, .jsonl and .html; default: outputs/evaluation
-    --settings FILE       repeats the evaluation of a pipeline, from its evaluation_settings.json, and writes
-                          beside it; takes no other arguments
+    --names A,B,...       names of the models in the results; default: the last parts of their paths
 
 deepspeed, torchrun and plain python can start the program, with the same results for any number of ranks.
 docs/evaluation.md describes the results.
@@ -28,7 +27,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,7 @@ from launch.hub import use_caches_without_the_hub  # noqa: E402
 from launch.process import complain, prepare_environment, refuse, report, write_line  # noqa: E402
 from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
 from ppo_ds.config.checks.data import hub_names, looks_local  # noqa: E402
-from ppo_ds.config.schema import PPOConfig, from_tree, inherit, resolved  # noqa: E402
+from ppo_ds.config.schema import PPOConfig, resolved  # noqa: E402
 from ppo_ds.distributed.exit import exit_now  # noqa: E402
 from ppo_ds.errors import RunError, UserError, printable  # noqa: E402
 from ppo_ds.storage.drafts import write_file  # noqa: E402
@@ -64,7 +63,6 @@ class Evaluation:
     out: Path
     samples: int | None = None
     judge: str | None = None
-    from_pipeline: bool = False
 
 
 def main(argv: list[str]) -> int:
@@ -123,28 +121,23 @@ def run_evaluation(wanted: Evaluation, watch: Watchdog) -> None:
 def write_results(
     wanted: Evaluation, summary: dict[str, Any], rows: list[dict[str, Any]], speeds: dict[str, float]
 ) -> None:
-    """Writes the files and, unless a pipeline does so, prints the table.
-
-    A pipeline's file has no speeds, since it must be the same if the evaluation is repeated.
-    """
+    """Writes the files and prints the table."""
     from ppo_ds.tracking.html.comparison import comparison_page  # imports torch
 
-    if not wanted.from_pipeline:
-        paths = {model.name: str(model.adapter or model.path) for model in wanted.models}
-        summary = {"models": paths, **summary, "tokens_per_second": speeds}
+    paths = {model.name: str(model.adapter or model.path) for model in wanted.models}
+    summary = {"models": paths, **summary, "tokens_per_second": speeds}
     lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     write_file(wanted.out / "evaluation.jsonl", lines)
     write_file(wanted.out / "evaluation.html", comparison_page(summary, rows))
     write_file(wanted.out / RESULT, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    if not wanted.from_pipeline:
-        print("\n".join(map(printable, table(summary).split("\n"))))
-        print(f"\nside by side: {wanted.out / 'evaluation.html'}", flush=True)
+    print("\n".join(map(printable, table(summary).split("\n"))))
+    print(f"\nside by side: {wanted.out / 'evaluation.html'}", flush=True)
 
 
 def parse(argv: list[str]) -> Evaluation:
     """Reads the command line. Raises UserError, and SystemExit(0) after --help or --cfg."""
     parser = Parser(prog="launch/evaluate.py", add_help=False, allow_abbrev=False)
-    parser.add_argument("--settings", type=Path)
+    parser.add_argument("--names")
     parser.add_argument("--samples", type=int)
     parser.add_argument("--judge")
     parser.add_argument("--out", type=Path, default=Path("outputs", "evaluation"))
@@ -153,10 +146,6 @@ def parse(argv: list[str]) -> Evaluation:
     if options.help is not None:
         print(with_commands(__doc__) if is_main else "", end="")
         raise SystemExit(0)
-    if options.settings is not None:
-        if options.overrides or options.samples or options.judge:
-            raise UserError(f"--settings={options.settings}: takes no other arguments; remove them")
-        return read_settings(options.settings)
     if options.samples is not None and options.samples < 1:
         raise UserError(f"--samples={options.samples}: must be at least 1")
     if file := next((path for path in (options.out, *options.out.parents) if path.is_file()), None):
@@ -168,6 +157,11 @@ def parse(argv: list[str]) -> Evaluation:
             "outputs/base outputs/tuned data.path=... reward=...; see --help"
         )
     models = find_models(arguments, base)
+    if options.names is not None:
+        names = options.names.split(",")
+        if len({*names}) != len(models):
+            raise UserError(f"--names={options.names}: must be {len(models)} different names, one per model")
+        models = [replace(model, name=name) for model, name in zip(models, names, strict=True)]
     if options.judge is not None and len(models) == 1:
         raise UserError(
             f"--judge={options.judge}: compares two models; give another MODEL, or remove --judge"
@@ -202,32 +196,6 @@ def create_folder(out: Path) -> None:
         raise UserError(
             f"--out={out}: cannot be written ({error.strerror}); give another folder for the results"
         ) from error
-
-
-def read_settings(path: Path) -> Evaluation:
-    """Reads the evaluation_settings.json of a pipeline. All models get the tokenizer of its config."""
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        config, problems = from_tree(settings["config"])
-        given, rewards = settings["models"], settings["rewards"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"--settings={path}: cannot be read ({type(error).__name__}: {reason}); give the "
-            "evaluation_settings.json of a pipeline"
-        ) from error
-    if problems:
-        raise UserError(*(f"{path}: {line}" for line in problems.values()))
-    if not isinstance(config, PPOConfig):
-        raise UserError(
-            f"{path}: stage={config.stage}: an evaluation needs stage=ppo, whose sampling it uses"
-        )
-    config = inherit(config)
-    tokenizer = str(config.actor.model.path)
-    models = [
-        NamedModel(name, model, f"evaluation.models.{name}", tokenizer) for name, model in given.items()
-    ]
-    return Evaluation(config, models, rewards, path.parent, from_pipeline=True)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 launch/pipeline.py reads the pipeline's file and the command line, and checks the configs of all stages. This
 module starts the processes. It imports neither torch nor Hydra.
 
-pipeline.json in the pipeline's directory records the inputs that each stage has taken from earlier stages, as
-sha256 sums, and which stages are done. A stage that is done is not started again, unless its settings have
-changed. A stage that was stopped or killed resumes from its own checkpoint. A stage whose inputs have changed
-since it began is refused, because its checkpoint was trained with the old inputs.
+pipeline.json in the pipeline's directory records which jobs are done, and a sha256 sum of the models that the
+stages before each job had made when it began. A job that is done is not started again, unless its settings
+have changed. A stage that was stopped or killed resumes from its own checkpoint. A stage is refused if the
+models before it have changed since it began, because its checkpoint was trained with the old ones.
 """
 
 from __future__ import annotations
@@ -29,22 +29,11 @@ from ppo_ds.distributed.child_groups import ChildGroups
 from ppo_ds.distributed.launcher import reserved_port
 from ppo_ds.errors import UserError
 from ppo_ds.run.record import FINISHED, recorded_settings, recorded_steps
-from ppo_ds.storage.drafts import draft_directory, draft_file, remove_drafts, write_file
+from ppo_ds.storage.drafts import write_file
 from ppo_ds.storage.run_directory import DRY_RUN_MARKER, dry_run_directory
-from ppo_ds.tools.comparison import table
 
 RECORD = "pipeline.json"
 RESULT = "evaluation.json"
-SETTINGS = "evaluation_settings.json"  # what the evaluation reads
-PUBLISHED = ("model", "curves.png")  # results of the last stage that appear in the pipeline's directory too
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The summary.json of a run: why it has ended, and when the file was written."""
-
-    exit_reason: str
-    written: int  # in nanoseconds
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,6 @@ class Job:
     script: Path
     arguments: list[str]
     ranks: int
-    inputs: dict[str, Path]  # keys or names -> files and folders that earlier stages write
     config: Config | None = None  # of a stage
 
     @property
@@ -64,14 +52,14 @@ class Job:
         assert self.config is not None
         return Path(str(self.config.run.dir))
 
-    def summary(self) -> Summary | None:
-        """Reads the summary.json of a stage; returns None if there is none yet."""
+    def summary(self) -> tuple[str, int] | None:
+        """Reads the summary.json of a stage: why its run has ended, and when (ns); None without a summary."""
         if self.config is None:
             return None
         file = self.run_dir / "summary.json"
         try:
             reason = json.loads(file.read_text(encoding="utf-8"))["exit_reason"]
-            return Summary(str(reason), os.stat(file).st_mtime_ns)
+            return str(reason), os.stat(file).st_mtime_ns
         except (OSError, ValueError, TypeError, LookupError):
             return None
 
@@ -94,67 +82,70 @@ class Pipeline:
 
     name: str
     folder: Path
-    stages: list[Job]
-    evaluation: Job | None
+    jobs: list[Job]  # the stages and then the evaluation, if there is one
     dry_run: bool
 
 
 def run_pipeline(pipeline: Pipeline, groups: ChildGroups, say: Callable[[str], None]) -> int:
     """Runs the jobs that are not done and returns the exit code of the pipeline.
 
-    Raises UserError if a stage that has begun would continue with other inputs.
+    Raises UserError if a stage that has begun would continue with other models of the stages before it.
     """
-    jobs = [*pipeline.stages, *([pipeline.evaluation] if pipeline.evaluation else [])]
-    for number, job in enumerate(jobs, start=1):
-        title = f"{pipeline.name}: {job.name} ({number} of {len(jobs)})"
-        # dry runs are not recorded; each reads the files of earlier dry runs
-        inputs = {} if pipeline.dry_run else {key: digest(path) for key, path in job.inputs.items()}
-        if not pipeline.dry_run:
-            if is_done(job, pipeline.folder, inputs):
-                say(f"pipeline   {title}: is done")
-                continue
-            check_inputs(job, pipeline.folder, inputs)
-            write_record(pipeline.folder, job.name, inputs, done=False)
-        before = job.summary()
-        with reserved_port() as port:
-            command = job.command(port)
-            say(f"pipeline   {title}: {shlex.join(command)}")
-            code = groups.run(command)
-        after = job.summary()
-        reason = after.exit_reason if after is not None and after != before else None
-        finished = code == 0 and (pipeline.dry_run or job.config is None or reason in FINISHED)
-        if finished and not pipeline.dry_run:
-            write_record(pipeline.folder, job.name, inputs, done=True)
-        if groups.stop_signal is not None:
-            say(f"pipeline   {title}: stopped by {groups.stop_signal.name}; the same command continues")
-            return 130 if groups.interrupted else 143
-        if not finished:
-            return report_end(title, code, reason, say)
+    models = hashlib.sha256()  # of the stages so far
+    for number, job in enumerate(pipeline.jobs, start=1):
+        title = f"pipeline   {pipeline.name}: {job.name} ({number} of {len(pipeline.jobs)})"
+        if job.config is None:
+            models.update(json.dumps(job.arguments).encode())
+        inputs = models.hexdigest()
+        if pipeline.dry_run or not is_done(job, pipeline.folder, inputs):
+            code = run_job(job, pipeline, groups, inputs, title, say)
+            if code is not None:
+                return code
+        else:
+            say(f"{title}: is done")
+        if job.config is not None and not pipeline.dry_run:
+            add_files(models, job.run_dir / "model")
     if pipeline.dry_run:
         remove_dry_runs(pipeline)
-        return 0
-    publish(pipeline)
-    if pipeline.evaluation is not None:
-        say(table(json.loads((pipeline.folder / RESULT).read_text(encoding="utf-8"))))
     return 0
 
 
-def report_end(title: str, code: int, reason: str | None, say: Callable[[str], None]) -> int:
-    """Reports why a job has ended early, and returns the exit code of the pipeline."""
+def run_job(
+    job: Job, pipeline: Pipeline, groups: ChildGroups, inputs: str, title: str, say: Callable[[str], None]
+) -> int | None:
+    """Runs a job; returns the exit code of the pipeline if it ends with this job."""
+    if not pipeline.dry_run:  # dry runs are not recorded
+        check_inputs(job, pipeline.folder, inputs)
+        write_record(pipeline.folder, job.name, inputs, done=False)
+    before = job.summary()
+    with reserved_port() as port:
+        command = job.command(port)
+        say(f"{title}: {shlex.join(command)}")
+        code = groups.run(command)
+    after = job.summary()
+    reason = after[0] if after is not None and after != before else None
+    finished = code == 0 and (pipeline.dry_run or job.config is None or reason in FINISHED)
+    if finished and not pipeline.dry_run:
+        write_record(pipeline.folder, job.name, inputs, done=True)
+    if groups.stop_signal is not None:
+        say(f"{title}: stopped by {groups.stop_signal.name}; the same command continues")
+        return 130 if groups.interrupted else 143
+    if finished:
+        return None
     if code:
-        say(f"pipeline   {title}: ended with exit code {code}")
-        return code
-    if reason is None:
-        say(f"error: {title}: ended without a result although its exit code is 0; start the pipeline again")
+        say(f"{title}: ended with exit code {code}")
+    elif reason is None:
+        say(f"{title}: ended without a result although its exit code is 0; start the pipeline again")
         return 1
-    say(f"pipeline   {title}: ended early (exit_reason {reason}); the same command continues")
-    return 0
+    else:
+        say(f"{title}: ended early (exit_reason {reason}); the same command continues")
+    return code
 
 
 # -- the record of what is done -----------------------------------------------------------------------------
 
 
-def is_done(job: Job, folder: Path, inputs: dict[str, str | None]) -> bool:
+def is_done(job: Job, folder: Path, inputs: str) -> bool:
     """Returns whether a job needs no start: it is recorded as done, with the same inputs and settings.
 
     Such a stage is nevertheless started if ``run.resume`` is not auto, or if its result is missing. It then
@@ -170,25 +161,20 @@ def is_done(job: Job, folder: Path, inputs: dict[str, str | None]) -> bool:
         and before is not None
         and not changes(before, resolved(job.config))
         and summary is not None
-        and summary.exit_reason in FINISHED
+        and summary[0] in FINISHED
         and (job.run_dir / "model" / "config.json").is_file()
     )
 
 
-def check_inputs(job: Job, folder: Path, inputs: dict[str, str | None]) -> None:
-    """Raises UserError if a stage that has begun took other inputs from earlier stages than these."""
-    before = read_record(folder).get(job.name, {}).get("inputs", {})
+def check_inputs(job: Job, folder: Path, inputs: str) -> None:
+    """Raises UserError if a stage that has begun took other models from earlier stages than these."""
     if job.config is None or job.config.run.resume == "restart":
         return
-    run_dir = job.run_dir
-    changed = [key for key, value in inputs.items() if before.get(key, value) != value]
-    if changed and (recorded_steps(run_dir) or any((run_dir / "checkpoints").glob("step_*"))):
+    begun = recorded_steps(job.run_dir) or any((job.run_dir / "checkpoints").glob("step_*"))
+    if begun and read_record(folder).get(job.name, {}).get("inputs", inputs) != inputs:
         raise UserError(
-            *[
-                f"{job.name}:{key}={job.inputs[key]}: has changed since {run_dir} began; begin that stage "
-                f"anew with {job.name}:run.resume=restart, or choose another run.name"
-                for key in changed
-            ]
+            f"{job.name}: the model of an earlier stage has changed since {job.run_dir} began; begin this "
+            f"stage anew with {job.name}:run.resume=restart, or choose another run.name"
         )
 
 
@@ -206,57 +192,23 @@ def read_record(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def write_record(folder: Path, name: str, inputs: dict[str, str | None], done: bool) -> None:
+def write_record(folder: Path, name: str, inputs: str, done: bool) -> None:
     jobs = read_record(folder) | {name: {"inputs": inputs, "done": done}}
     write_file(folder / RECORD, json.dumps({"jobs": jobs}, indent=2) + "\n")
 
 
-def digest(path: Path) -> str | None:
-    """Returns the sha256 sum of a file, or of all files below a folder; None if there is nothing."""
-    if path.is_file():
-        with path.open("rb") as content:
-            return hashlib.file_digest(content, "sha256").hexdigest()
-    if not path.is_dir():
-        return None
-    total = hashlib.sha256()
-    for file in sorted(path.rglob("*")):
-        if file.is_file():
-            total.update(f"{file.relative_to(path)} {digest(file)}\n".encode())
-    return total.hexdigest()
-
-
-# -- results ------------------------------------------------------------------------------------------------
-
-
-def publish(pipeline: Pipeline) -> None:
-    """Puts the results of the last stage into the pipeline's directory too, as hard links where possible.
-
-    If an ordinary run has used the directory, its results are kept.
-    """
-    source, folder = pipeline.stages[-1].run_dir, pipeline.folder
-    if source == folder or (folder / "metrics.jsonl").exists():
-        return
-    for name in PUBLISHED:
-        remove_drafts(folder, name=name)
-        if (source / name).is_dir():
-            if digest(source / name) != digest(folder / name):
-                with draft_directory(folder / name) as draft:
-                    shutil.copytree(source / name, draft, copy_function=link_or_copy, dirs_exist_ok=True)
-        elif (source / name).is_file():
-            with draft_file(folder / name) as file:
-                file.write((source / name).read_bytes())
-
-
-def link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without hard links
-        shutil.copy2(source, target)
+def add_files(total: Any, folder: Path) -> None:
+    """Adds the names and the contents of all files below a folder to a hash."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            total.update(f"{path.relative_to(folder)} {digest}\n".encode())
 
 
 def remove_dry_runs(pipeline: Pipeline) -> None:
     """Removes the files of the dry runs, which were kept for later stages."""
-    for job in pipeline.stages:
+    for job in pipeline.jobs:
         folder = dry_run_directory(str(job.run_dir))
         if (folder / DRY_RUN_MARKER).exists():
             shutil.rmtree(folder, ignore_errors=True)

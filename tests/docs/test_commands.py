@@ -13,7 +13,7 @@ import pytest
 
 from launch.cli import find_folders, load_config, parse_options
 from launch.doctor import parse as parse_doctor
-from launch.pipeline_file import plan_pipeline
+from launch.pipeline import plan_pipeline
 from ppo_ds.errors import UserError
 from tests.docs.pages import ROOT, Block, blocks, name_of, pages, spans, words
 from tests.test_requirements import KEYS, is_setting

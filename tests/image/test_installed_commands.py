@@ -24,7 +24,6 @@ NOT_COMMANDS = {
     "composing",
     "help",
     "hub",
-    "pipeline_file",
     "process",
 }  # modules of launch/
 OTHERS = ("ppo_ds", "__editable__", "pip", "setuptools", "_distutils", "__pycache__")

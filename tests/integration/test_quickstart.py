@@ -68,8 +68,8 @@ def test_the_saved_model_is_the_one_that_was_measured(run):
     """Decoded by transformers, the saved model solves as many held-out sums as the run reports."""
     folder = run[0]
     model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder.parent / "model"),
-        AutoTokenizer.from_pretrained(folder.parent / "model"),
+        AutoModelForCausalLM.from_pretrained(folder / "model"),
+        AutoTokenizer.from_pretrained(folder / "model"),
     )
     heldout = folder.parent / "sft" / "start" / "heldout.jsonl"
     rows = [json.loads(line) for line in heldout.read_text().splitlines()]
@@ -109,8 +109,7 @@ def test_a_shortened_run_ends_no_worse_than_it_began(tmp_path):
 
 def test_what_is_left_behind(run):
     folder, output = run
-    for curves in (folder / "curves.png", folder.parent / "curves.png"):
-        assert curves.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (folder / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert AutoModelForSequenceClassification.from_pretrained(folder / "critic").config.num_labels == 1
     sample = json.loads((folder / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
     assert {"prompt", "response", "score", "kl", "length", "finish"} <= sample.keys()

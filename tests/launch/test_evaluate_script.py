@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from launch.evaluate import create_folder, main, parse
-from ppo_ds.config.schema import resolved
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from tests.config.commands import compose
@@ -62,20 +61,6 @@ def test_several_rewards_or_only_a_judge(models: list[str]) -> None:
     assert (found.rewards, found.judge) == ({}, "judge.py:prefer")
 
 
-def test_the_settings_of_a_pipeline_are_greedy_and_share_a_tokenizer(tmp_path: Path) -> None:
-    config = compose(
-        "actor.model.path=org/actor", "data.path=org/x", "rollout.prompts_per_step=4", "run.steps=1", *REWARD,
-        "sampling.max_new_tokens=8", "eval.greedy=false",
-    )  # fmt: skip
-    settings = {"config": resolved(config), "models": {"a": "x/y", "b": "z"}, "rewards": {"judge": {}}}
-    (tmp_path / "s.json").write_text(json.dumps(settings))
-    found = parse(["--settings", str(tmp_path / "s.json")])
-    assert [(one.name, one.path, one.tokenizer_path) for one in found.models] == [
-        ("a", "x/y", "org/actor"), ("b", "z", "org/actor")
-    ]  # fmt: skip
-    assert (found.samples, found.out, found.from_pipeline) == (None, tmp_path, True)
-
-
 def test_mistakes_are_one_line_each(models: list[str], tmp_path: Path) -> None:
     data = "data.path=held.jsonl"
     assert errors(data, *REWARD)[0].startswith("MODEL is missing: give one or more models to compare")
@@ -99,14 +84,11 @@ def test_mistakes_are_one_line_each(models: list[str], tmp_path: Path) -> None:
     [line] = errors(*trusted)
     assert line.startswith("actor.model.trust_remote_code=true: does not hold for the base model that")
     assert parse([*trusted, "actor.model.path=org/base"]).models[1].path == "org/base"
-    assert errors("base", "--settings", "s.json")[0].startswith("--settings=s.json: takes no other arguments")
-    (tmp_path / "s.json").write_text("{}")
-    assert errors("--settings", "s.json")[0].startswith(
-        "--settings=s.json: cannot be read (KeyError: 'config')"
-    )
-    assert errors("--settings", "gone.json")[0].startswith(
-        "--settings=gone.json: cannot be read (FileNotFound"
-    )
+    assert errors(*models, data, *REWARD, "--names", "a,a") == [
+        "--names=a,a: must be 2 different names, one per model"
+    ]
+    named = parse([*models, data, *REWARD, "--names", "a,b"]).models
+    assert [model.name for model in named] == ["a", "b"]
 
 
 def test_options_that_would_be_lost_are_refused(models: list[str], tmp_path: Path) -> None:
@@ -131,7 +113,7 @@ def test_help_names_all_options(capsys: pytest.CaptureFixture[str]) -> None:
         parse(["--help"])
     assert not end.value.code
     text = capsys.readouterr().out
-    assert all(option in text for option in ("--samples", "--judge", "--out", "--settings", "MODEL"))
+    assert all(option in text for option in ("--samples", "--judge", "--out", "--names", "MODEL"))
 
 
 def start() -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from launch.cli import CONF
 from launch.composing import Folders
-from launch.pipeline_file import plan_pipeline, visible_gpus
+from launch.pipeline import plan_pipeline, visible_gpus
 from ppo_ds.errors import UserError
 from ppo_ds.tools.pipeline import Job, Pipeline
 from tests.config.commands import MINIMAL, model_folder, problems
@@ -50,7 +50,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folders:
 
 
 def plan(folders: Folders, *arguments: str) -> Pipeline:
-    return plan_pipeline(folders, ["+pipeline=two", *arguments])[0]
+    return plan_pipeline(folders, ["+pipeline=two", *arguments])
 
 
 def complaints(folders: Folders, *arguments: str) -> list[str]:
@@ -60,31 +60,27 @@ def complaints(folders: Folders, *arguments: str) -> list[str]:
 
 
 def stages(folders: Folders, *arguments: str) -> tuple[Job, Job]:
-    first, second = plan(folders, *arguments).stages
+    first, second = plan(folders, *arguments).jobs[:2]
     assert first.config is not None and second.config is not None
     return first, second
 
 
 def test_stages_get_directories_ranks_and_the_results_of_earlier_stages(folders: Folders) -> None:
-    pipeline, settings = plan_pipeline(folders, ["+pipeline=two"])
-    first, second = pipeline.stages
+    pipeline = plan(folders)
+    first, second, evaluation = pipeline.jobs
     assert (pipeline.name, str(pipeline.folder)) == ("two", "outputs/two")
     assert [first.config.run.dir, second.config.run.dir] == ["outputs/two/first", "outputs/two/second"]
     assert [first.config.run.name, second.config.run.name] == ["two_first", "two_second"]
     assert (first.ranks, second.ranks) == (1, 2)
     assert second.config.actor.model.path == second.config.reference.model.path == "outputs/two/first/model"
-    assert first.inputs == {} and second.config.actor.model.revision is None
-    assert {key: str(path) for key, path in second.inputs.items()} == {
-        "actor.model.path": "outputs/two/first/model",
-        "data.path": "outputs/two/first/rows.jsonl",
-    }
+    assert second.config.actor.model.revision is None
     assert second.config.data.eval_path == first.config.data.path  # any key of an earlier stage
-    assert settings["models"] == {"base": "org/actor", "second": "outputs/two/second/model"}
-    assert settings["rewards"]["reward"]["path"] == "pkg.mod:score"
-    assert settings["rewards"]["judge"] == {"_target_": "ppo_ds.rewards.rules.LengthReward", "longest": 3}
-    assert settings["config"]["reward"]["path"] == "pkg.mod:score"
-    assert str(pipeline.evaluation.inputs["models.second"]) == "outputs/two/second/model"
-    assert pipeline.evaluation.ranks == 2
+    models = ["org/actor", "outputs/two/second/model"]
+    assert evaluation.arguments[:6] == ["--out", "outputs/two", "--names", "base,second", *models]
+    assert "actor.model.path=outputs/two/first/model" not in evaluation.arguments
+    judge = ["+reward@eval.rewards.judge=length", "eval.rewards.judge.longest=3"]
+    assert evaluation.arguments[-2:] == judge and "reward.path=pkg.mod:score" in evaluation.arguments
+    assert evaluation.ranks == 2
 
 
 def test_commands_of_one_and_of_several_ranks(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,18 +123,8 @@ def test_arguments_reach_all_stages_or_one(folders: Folders) -> None:
     assert [job.config.run.seed for job in (first, second)] == [5, 6]
     assert [job.config.actor.zero.stage for job in (first, second)] == [1, 1]
     assert [job.config.algo.kl.coef for job in (first, second)] == [0.3, 0.05]
-    assert (
-        plan_pipeline(folders, ["+pipeline=two", "evaluation:eval.max_prompts=7"])[1]["config"]["eval"][
-            "max_prompts"
-        ]
-        == 7
-    )
-
-
-def test_keys_that_the_evaluation_does_not_read_are_refused(folders: Folders) -> None:
-    for argument in ("run.steps=3", "algo.kl.coef=0.3", "critic.init=actor"):
-        [line] = complaints(folders, f"evaluation:{argument}")
-        assert line.startswith(f"evaluation:{argument}: the evaluation does not use this key; it reads actor")
+    assert plan(folders, "evaluation:eval.max_prompts=7").jobs[2].arguments[-3] == "eval.max_prompts=7"
+    assert plan(folders, "evaluation:ranks=1").jobs[2].ranks == 1
 
 
 def test_a_key_reaches_only_stages_that_know_it(folders: Folders, tmp_path: Path) -> None:
@@ -150,9 +136,7 @@ def test_a_key_reaches_only_stages_that_know_it(folders: Folders, tmp_path: Path
     given = ["algo.kl.coef=0.3", "algo=grpo", "sft.max_tokens=99", "actor.optim.lr=1e-3", "reward=length",
              "reward.longest=4", "rollout.samples_per_prompt=2",
              "data.max_prompt_tokens=77", "zero=stage3"]  # fmt: skip
-    pipeline, settings = plan_pipeline(folders, ["+pipeline=mixed", *given])
-    sft, ppo = (job.config for job in pipeline.stages)
-    assert settings is None and pipeline.evaluation is None
+    sft, ppo = (job.config for job in plan_pipeline(folders, ["+pipeline=mixed", *given]).jobs)
     assert (sft.stage, sft.sft.max_tokens, sft.actor.optim.lr) == ("sft", 99, 1e-3)
     assert (ppo.algo.kl.coef, ppo.actor.optim.lr, ppo.reward["longest"]) == (0.3, 1e-3, 4)
     assert ppo.algo.advantage.estimator == "grpo" and "path" not in ppo.reward
@@ -198,28 +182,16 @@ def test_a_stage_has_its_own_directory(folders: Folders, tmp_path: Path) -> None
     second = stages(folders, f"first:run.dir={done}")[1]
     assert second.config.actor.model.path == f"{done}/model"
     assert str(plan(folders, "run.name=other").folder) == "outputs/other"
-    assert plan(folders, "run.dir=here").stages[1].config.run.dir == "here/second"
-    for wrong in ("outputs/two", "outputs/two/first"):
-        (line,) = complaints(folders, f"second:run.dir={wrong}")
-        assert line.startswith(
-            f"second:run.dir={wrong}: is the directory of the pipeline or of another stage"
-        )
-
-
-def test_restart_is_for_one_stage(folders: Folders) -> None:
-    assert stages(folders, "second:run.resume=restart")[1].config.run.resume == "restart"
-    assert complaints(folders, "run.resume=restart")[0].startswith(
-        "run.resume=restart: would begin every stage"
-    )
+    assert plan(folders, "run.dir=here").jobs[1].config.run.dir == "here/second"
 
 
 def test_a_dry_run_reads_the_dry_runs_before_it_and_has_no_evaluation(folders: Folders) -> None:
     pipeline = plan(folders, "run.dry_run=true")
-    first, second = (job.config for job in pipeline.stages)
-    assert pipeline.dry_run and pipeline.evaluation is None
+    first, second = (job.config for job in pipeline.jobs)
+    assert pipeline.dry_run
     assert second.actor.model.path == "outputs/two/first_dry/model"
     assert second.data.path == "outputs/two/first_dry/rows.jsonl"
-    assert pipeline.stages[1].arguments[-1] == "run.dry_run=keep"
+    assert pipeline.jobs[1].arguments[-1] == "run.dry_run=keep"
     assert complaints(folders, "second:run.dry_run=true") == [
         "run.dry_run=true: is for all stages of a pipeline; remove the stage before it"
     ]
@@ -250,11 +222,11 @@ def test_a_pipeline_is_not_a_run() -> None:
 
 @pytest.mark.parametrize("name", Folders((CONF,)).options("pipeline"))
 def test_the_pipelines_of_the_repository_are_valid(name: str) -> None:
-    pipeline, settings = plan_pipeline(Folders((CONF,)), [f"+pipeline={name}", "ranks=2"])
-    run_dirs = {job.name: job.config.run.dir for job in pipeline.stages}
-    ppo = pipeline.stages[-1].config
+    *stages, evaluation = plan_pipeline(Folders((CONF,)), [f"+pipeline={name}", "ranks=2"]).jobs
+    run_dirs = {job.name: job.config.run.dir for job in stages}
+    ppo = stages[-1].config
     assert ppo.actor.model.path == ppo.reference.model.path == f"{run_dirs['sft']}/model"
-    assert ppo.critic.init == "auto" and list(settings["models"]) == ["base", "sft", "ppo"]
+    assert ppo.critic.init == "auto" and evaluation.arguments[3] == "base,sft,ppo"
     if "reward_model" in run_dirs:
         assert ppo.reward["model"]["path"] == f"{run_dirs['reward_model']}/model"
 
@@ -273,10 +245,10 @@ def test_an_unknown_pipeline(folders: Folders) -> None:
             ("data.eval_path=${stages.first.data.path}", "data.shuffle=false"),
             "second:data.eval_path is missing: the evaluation needs",
         ),
-        (("judge: [", "judge: [reward.path=x, "), "evaluation: "),
+        (("judge: [", "judge: [reward.lngest=x, "), "evaluation: "),
         (
-            ("evaluation:\n", "evaluation:\n  like: frist\n"),
-            "evaluation.like=frist: no such stage; did you mean",
+            ("${stages.second.run", "${stages.secnd.run"),
+            "evaluation.models: ${stages.secnd.run.dir}/model: no",
         ),
     ],
 )

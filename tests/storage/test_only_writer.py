@@ -25,9 +25,6 @@ ALLOWED = {
     ("ppo_ds/models/tiny.py", "save_pretrained"): "into a draft directory, or the new one of a dry run",
     ("ppo_ds/rollout/vllm.py", "TemporaryDirectory"): "the config that vLLM reads; no file of a run",
     ("ppo_ds/rollout/vllm.py", "save_pretrained"): "the same",
-    ("ppo_ds/tools/pipeline.py", "copytree"): "into a draft directory",
-    ("ppo_ds/tools/pipeline.py", "copy2"): "into a draft directory",
-    ("ppo_ds/tools/pipeline.py", "link"): "into a draft directory",
     ("ppo_ds/tracking/curves.py", "savefig"): "to a draft",
 }
 WRITERS = {

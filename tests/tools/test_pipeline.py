@@ -18,7 +18,7 @@ import yaml
 from ppo_ds.config.schema import resolved
 from ppo_ds.distributed.child_groups import ChildGroups
 from ppo_ds.errors import UserError
-from ppo_ds.tools.pipeline import Job, Pipeline, digest, run_pipeline
+from ppo_ds.tools.pipeline import Job, Pipeline, run_pipeline
 from tests.config.commands import MINIMAL, compose
 from tests.support.environment import ROOT, environment
 
@@ -31,9 +31,8 @@ def stage(folder: Path, name: str, *overrides: str, after: str | None = None) ->
     config = compose(*MINIMAL, f"run.dir={folder / name}", *overrides)
     settings = folder / f"{name}.yaml"
     settings.write_text(yaml.safe_dump(resolved(config)))
-    inputs = {"actor.model.path": folder / after / "model"} if after else {}
     read = str(folder / after / "model" / "config.json") if after else ""
-    return Job(name, FAKE, [str(folder / name), str(settings), read], 1, inputs, config)
+    return Job(name, FAKE, [str(folder / name), str(settings), read], 1, config)
 
 
 def pipeline_in(folder: Path, **overrides: list[str]) -> Pipeline:
@@ -42,7 +41,7 @@ def pipeline_in(folder: Path, **overrides: list[str]) -> Pipeline:
         stage(folder, "sft", *overrides.get("sft", [])),
         stage(folder, "ppo", *overrides.get("ppo", []), after="sft"),
     ]
-    return Pipeline("test", folder, stages, None, dry_run=False)
+    return Pipeline("test", folder, stages, dry_run=False)
 
 
 @pytest.fixture
@@ -67,10 +66,9 @@ def run(tmp_path: Path, groups: ChildGroups):
     return start
 
 
-def test_stages_run_in_order_once_and_the_last_result_is_published(tmp_path: Path, run) -> None:
+def test_stages_run_in_order_once(tmp_path: Path, run) -> None:
     assert run()[:2] == (0, ["sft", "ppo"])
     assert (tmp_path / "ppo" / "model" / "config.json").read_text() == "sft;ppo;"
-    assert (tmp_path / "model" / "config.json").read_text() == "sft;ppo;"
     code, started, lines = run()
     assert (code, started) == (0, []) and all(line.endswith("is done") for line in lines)
 
@@ -128,9 +126,13 @@ def test_a_stage_that_has_begun_is_refused_once_its_inputs_have_changed(tmp_path
     with pytest.raises(UserError) as caught:
         run()
     assert caught.value.problems == [
-        f"ppo:actor.model.path={tmp_path}/sft/model: has changed since {folder} began; begin that stage "
+        f"ppo: the model of an earlier stage has changed since {folder} began; begin this stage "
         "anew with ppo:run.resume=restart, or choose another run.name"
     ]
+    (tmp_path / "sft" / "model" / "config.json").rename(tmp_path / "sft" / "model" / "other.json")
+    with pytest.raises(UserError):  # names count too
+        run()
+    (tmp_path / "sft" / "model" / "other.json").rename(tmp_path / "sft" / "model" / "config.json")
     assert run(ppo=["run.resume=restart"])[:2] == (0, ["ppo"])
     assert (folder / "model" / "config.json").read_text() == "anotherppo;"
     assert run()[:2] == (0, [])
@@ -141,18 +143,6 @@ def test_a_damaged_record_is_one_line(tmp_path: Path, run) -> None:
     (tmp_path / "pipeline.json").write_text('{"jobs": ')
     with pytest.raises(UserError, match="pipeline.json: is damaged .*; delete it: "):
         run()
-
-
-def test_digest_depends_on_names_and_contents_only(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name / "inner").mkdir(parents=True)
-        (tmp_path / name / "inner" / "x").write_text("1")
-    assert digest(tmp_path / "a") == digest(tmp_path / "b") is not None
-    (tmp_path / "b" / "inner" / "x").rename(tmp_path / "b" / "x")
-    assert digest(tmp_path / "a") != digest(tmp_path / "b")
-    (tmp_path / "a" / "inner" / "x").write_text("2")
-    assert digest(tmp_path / "a" / "inner" / "x") != digest(tmp_path / "b" / "x")
-    assert digest(tmp_path / "nothing") is None
 
 
 # -- signals ------------------------------------------------------------------------------------------------
