@@ -55,6 +55,8 @@ def test_a_pipeline_that_is_killed_at_random_moments_ends_like_an_undisturbed_on
         json.loads((tmp_path / "outputs" / name / "evaluation.json").read_text())
         for name in ("undisturbed", "killed")
     ]
+    for result in results:
+        del result["tokens_per_second"], result["models"], result["data"]  # times and paths
     assert results[0] == results[1]
     if path := os.environ.get("PPO_DS_KILLS_FILE"):
         Path(path).write_text(json.dumps(figures, indent=1) + "\n")

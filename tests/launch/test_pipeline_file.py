@@ -247,8 +247,8 @@ def test_an_unknown_pipeline(folders: Folders) -> None:
         ),
         (("judge: [", "judge: [reward.lngest=x, "), "evaluation: "),
         (
-            ("${stages.second.run", "${stages.secnd.run"),
-            "evaluation.models: ${stages.secnd.run.dir}/model: no",
+            ("${stages.second.run", "${stages.x.run"),
+            "evaluation.models: ${stages.x.run.dir}/model: no",
         ),
     ],
 )
