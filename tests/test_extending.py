@@ -21,19 +21,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.cli import load_config
 from ppo_ds.algorithm.aggregation import BatchTotals, Share, token_mean
+from ppo_ds.algorithm.credit.keys import ADVANTAGE_ESTIMATORS, AdvantageConfig
 from ppo_ds.algorithm.credit.responses import CreditOptions, Estimate, Responses
+from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS, KLEstimatorEntry
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES, PPO, PolicyConfig
 from ppo_ds.algorithm.policy.ppo import ppo
 from ppo_ds.algorithm.policy.surrogate import PolicyTerms, TokenLoss
 from ppo_ds.assemble.generator import build_generator
 from ppo_ds.config.registry import (
-    ADVANTAGE_ESTIMATORS,
     DECODE_BACKENDS,
-    KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
-    AdvantageEstimatorEntry,
     DecodeBackendEntry,
-    KLEstimatorEntry,
     LossAggregationEntry,
 )
 from ppo_ds.config.schema import Config
@@ -130,8 +128,15 @@ def test_an_algorithm_of_existing_parts(folder: Path) -> None:
 
 
 def test_an_advantage_estimator(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = AdvantageEstimatorEntry(f"{__name__}.doubled_scores", "Twice the score.", needs_group=True)
-    monkeypatch.setitem(ADVANTAGE_ESTIMATORS, "doubled", entry)
+    monkeypatch.setitem(ADVANTAGE_ESTIMATORS, "doubled", AdvantageConfig)  # absent again after the test
+
+    class Doubled(AdvantageConfig):
+        """Twice the score."""
+
+        estimator: Literal["doubled"] = "doubled"
+        function = f"{__name__}.doubled_scores"
+        needs_group = True
+
     own = "advantage: { estimator: doubled, whiten: none }\nkl: { coef: 0 }\n"
     (folder / "algo" / "mine.yaml").write_text(own + "reward_shaping: { clip: null }\n")
     experience = run(folder, "mine").experience

@@ -12,12 +12,11 @@ from ppo_ds.algorithm.aggregation import seq_mean_token_mean, seq_mean_token_sum
 from ppo_ds.algorithm.credit.positions import ScorePosition
 from ppo_ds.algorithm.credit.responses import CreditOptions
 from ppo_ds.algorithm.credit.whitening import Whitening
-from ppo_ds.algorithm.kl.controllers import AdaptiveKLController, FixedKLController, ThresholdKLController
+from ppo_ds.algorithm.kl.controllers import FixedKLController
+from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS, KLConfig
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.assemble.shared import all_packed, training_steps
 from ppo_ds.config.registry import (
-    ADVANTAGE_ESTIMATORS,
-    KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
     has_own_weights,
     import_target,
@@ -30,7 +29,7 @@ from ppo_ds.config.schema import (
     rollout_size,
     value_position,
 )
-from ppo_ds.config.sections.algo import AlgoConfig, KLConfig
+from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
@@ -109,7 +108,7 @@ def experience_maker(
         shaper=ScoreShaper(algo.reward_shaping, world.sum),
         charged_kl=_kl_estimator(algo.kl) if algo.kl.place == "reward" else None,
         score_position=_score_position(algo),
-        estimate_advantages=resolve(ADVANTAGE_ESTIMATORS[algo.advantage.estimator]),
+        estimate_advantages=import_target(algo.advantage.function),
         credit=credit_options(config, world.sum),
         whitening=_whitening(algo),
         group_size=config.rollout.samples_per_prompt,
@@ -139,7 +138,7 @@ def kept_forwards(
 def credit_options(config: PPOConfig, reduce: Reduce) -> CreditOptions:
     """Returns the settings of the advantage estimators; ``reduce`` sums a tensor over all ranks."""
     algo, weights = config.algo, {}
-    if ADVANTAGE_ESTIMATORS[algo.advantage.estimator].needs_parts:
+    if algo.advantage.needs_parts:
         weights = {name: float(weight) for name, weight in reward_weights(config).items()}
     return CreditOptions(
         gae=algo.gae,
@@ -292,8 +291,7 @@ def parity_monitor(config: PPOConfig) -> ParityMonitor:
 def kl_controller(config: PPOConfig) -> FixedKLController:
     """Builds the controller of the KL coefficient."""
     kl = config.algo.kl
-    if kl.controller == "adaptive":
-        return AdaptiveKLController(kl.coef, kl.target, kl.horizon, kl.min_coef, kl.max_coef)
-    if kl.controller == "threshold":
-        return ThresholdKLController(kl.coef, kl.target, min_coef=kl.min_coef, max_coef=kl.max_coef)
-    return FixedKLController(kl.coef)
+    made: FixedKLController = import_target(kl.function)(
+        kl.coef, **{name: getattr(kl, name) for name in kl.takes}
+    )
+    return made

@@ -24,7 +24,7 @@ from ppo_ds.assemble.multi_turn import try_on_data, with_environment
 from ppo_ds.assemble.ppo_models import Models, estimate_memory, load_models, plan_generation
 from ppo_ds.assemble.preflight import preflight, try_functions
 from ppo_ds.assemble.shared import slow_dtypes
-from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, has_own_weights
+from ppo_ds.config.registry import has_own_weights
 from ppo_ds.config.schema import PPOConfig, all_rewards
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.warnings import warnings
@@ -198,7 +198,7 @@ def build_collector(
         "timer": context.timer,
         "check": context.stop.raise_if_stopped,
     }
-    if ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].needs_greedy:
+    if config.algo.advantage.needs_greedy:
         return GreedyRolloutCollector(
             group_size=config.rollout.samples_per_prompt, world=context.world, **components
         )

@@ -14,11 +14,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS
 from ppo_ds.config.reading import bounds, dotted_keys, section_of, unwrapped
 from ppo_ds.config.registry import (
-    ADVANTAGE_ESTIMATORS,
     DECODE_BACKENDS,
-    KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
     STAGES,
     Entry,
@@ -33,7 +32,6 @@ from ppo_ds.errors import UserError
 _ENTRIES: dict[str, Mapping[str, Entry]] = {
     "stage": STAGES,
     "rollout.backend": DECODE_BACKENDS,
-    "algo.advantage.estimator": ADVANTAGE_ESTIMATORS,
     "algo.kl.estimator": KL_ESTIMATORS,
     "algo.loss.agg": LOSS_AGGREGATIONS,
 }
@@ -83,7 +81,7 @@ def values() -> dict[str, dict[str, str]]:
     for key, section in sections_of(Config):
         if issubclass(section, Variants):
             tables[f"{key}.{section.tag}"] = {
-                name: first_line(variant) for name, variant in section.variants.items()
+                name: " ".join((variant.__doc__ or "").split()) for name, variant in section.variants.items()
             }
     return tables
 

@@ -24,36 +24,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class AdvantageEstimatorEntry(Entry):
-    """A function (Responses, CreditOptions) -> Estimate, see ppo_ds/algorithm/credit/responses.py."""
-
-    needs_critic: bool = field(default=False, kw_only=True)
-    needs_group: bool = field(default=False, kw_only=True)  # two or more responses per prompt
-    # needs_group, and the scores of the parts of reward=weighted instead of the total score
-    needs_parts: bool = field(default=False, kw_only=True)
-    needs_greedy: bool = field(default=False, kw_only=True)  # the score of a greedy response to each prompt
-    divides_by_std: bool = field(default=False, kw_only=True)  # whitening would divide a second time
-    divides_by_mean: bool = field(default=False, kw_only=True)  # needs scores that are not negative
-
-    @property
-    def action_levels(self) -> tuple[str, ...]:
-        """Supported values of algo.action_level. Estimators of per-token returns only support token."""
-        return ("token", "sequence") if self.needs_critic or self.needs_group else ("token",)
-
-
-@dataclass(frozen=True)
-class KLEstimatorEntry(Entry):
-    """An estimator of the KL to the reference, called as (logprobs, ref_logprobs) -> [B,R].
-
-    With algo.kl.clamp it also gets the keyword argument ``clamp``. Shapes: B responses, R response tokens.
-    """
-
-    # False if its value is that of another estimator and only the gradient differs
-    in_reward: bool = field(default=True, kw_only=True)
-    flaw_as_loss: str | None = field(default=None, kw_only=True)  # why it should not be used as a loss
-
-
-@dataclass(frozen=True)
 class LossAggregationEntry(Entry):
     """A function that aggregates the token losses of an optimizer step.
 
@@ -105,92 +75,6 @@ class StageEntry(Entry):
     # that depend on other keys are added in checks/evaluation.py.
     eval_metrics: tuple[str, ...] = field(default=("eval/score_mean",), kw_only=True)
 
-
-_CREDIT = "ppo_ds.algorithm.credit"
-_KL = "ppo_ds.algorithm.kl.estimators"
-
-ADVANTAGE_ESTIMATORS = {
-    "gae": AdvantageEstimatorEntry(
-        f"{_CREDIT}.gae.gae",
-        "Generalized advantage estimation with a critic (Schulman et al. 2016); at action_level=sequence, "
-        "score - V.",
-        needs_critic=True,
-    ),
-    "reinforce": AdvantageEstimatorEntry(
-        f"{_CREDIT}.returns.reinforce", "Discounted sum of future rewards, without a baseline."
-    ),
-    "remax": AdvantageEstimatorEntry(
-        f"{_CREDIT}.returns.remax",
-        "Discounted sum of future rewards minus the score of a greedy response to the prompt (Li et al. "
-        "2024).",
-        needs_greedy=True,
-    ),
-    "rloo": AdvantageEstimatorEntry(
-        f"{_CREDIT}.groups.rloo",
-        "Score minus the mean score of the other responses to the prompt (Ahmadian et al. 2024).",
-        needs_group=True,
-    ),
-    "grpo": AdvantageEstimatorEntry(
-        f"{_CREDIT}.groups.grpo",
-        "Score minus the group's mean, divided by its standard deviation (Shao et al. 2024).",
-        needs_group=True,
-        divides_by_std=True,
-    ),
-    "dr_grpo": AdvantageEstimatorEntry(
-        f"{_CREDIT}.groups.dr_grpo",
-        "Score minus the group's mean (Liu et al. 2025).",
-        needs_group=True,
-    ),
-    "lite_ppo": AdvantageEstimatorEntry(
-        f"{_CREDIT}.groups.lite_ppo",
-        "Score minus the group's mean, divided by the standard deviation of all scores (Lite PPO, arXiv "
-        "2508.08221).",
-        needs_group=True,
-        divides_by_std=True,
-    ),
-    "maxrl": AdvantageEstimatorEntry(
-        f"{_CREDIT}.groups.maxrl",
-        "Score minus the group's mean, divided by this mean (Tajwar et al. 2026).",
-        needs_group=True,
-        divides_by_mean=True,
-    ),
-    "gdpo": AdvantageEstimatorEntry(
-        f"{_CREDIT}.groups.gdpo",
-        "Several rewards, each normalized within the group as in grpo; their weighted sum is normalized over "
-        "the rollout (arXiv 2601.05242).",
-        needs_group=True,
-        needs_parts=True,
-        divides_by_std=True,
-    ),
-    "opo": AdvantageEstimatorEntry(
-        f"{_CREDIT}.groups.opo",
-        "Score minus the group's mean weighted by response length (Hao et al. 2025).",
-        needs_group=True,
-    ),
-}
-
-KL_ESTIMATORS = {
-    "k1": KLEstimatorEntry(
-        f"{_KL}.k1",
-        "log p - log p_ref: unbiased, signed.",
-        flaw_as_loss="has no gradient in expectation, so it does not limit the KL (use k2)",
-    ),
-    "abs": KLEstimatorEntry(
-        f"{_KL}.absolute",
-        "|log p - log p_ref|.",
-        flaw_as_loss="does not have the gradient of any KL (use k2)",
-    ),
-    "k2": KLEstimatorEntry(
-        f"{_KL}.k2",
-        "(log p - log p_ref)^2 / 2: its gradient is that of the reverse KL in expectation.",
-    ),
-    "k3": KLEstimatorEntry(
-        f"{_KL}.k3",
-        "exp(log p_ref - log p) - 1 + log p - log p_ref: unbiased, never negative.",
-    ),
-    "k1+": KLEstimatorEntry(f"{_KL}.k1_plus", "The value of k1 with the gradient of k2.", in_reward=False),
-    "k3+": KLEstimatorEntry(f"{_KL}.k3_plus", "The value of k3 with the gradient of k2.", in_reward=False),
-}
 
 LOSS_AGGREGATIONS = {
     "token_mean": LossAggregationEntry("ppo_ds.algorithm.aggregation.token_mean", "Mean over all tokens."),

@@ -19,7 +19,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from ppo_ds.config.reading import leaves, read
-from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, STAGES
+from ppo_ds.config.registry import STAGES
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.sections.data import DataConfig, PPODataConfig, RolloutConfig, SamplingConfig
 from ppo_ds.config.sections.finetune import RewardModelConfig, SFTConfig
@@ -333,7 +333,7 @@ def uses_reference(config: PPOConfig) -> bool:
 
 def learns_values(config: PPOConfig) -> bool:
     """Returns whether values are learned, by a critic or by a value head on the actor."""
-    return ADVANTAGE_ESTIMATORS[config.algo.advantage.estimator].needs_critic
+    return config.algo.advantage.needs_critic
 
 
 def has_critic(config: PPOConfig) -> bool:

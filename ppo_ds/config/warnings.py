@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
+from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS
 from ppo_ds.config.schema import (
     Config,
     PPOConfig,
@@ -73,7 +73,7 @@ def _mistakes(config: PPOConfig, hides_stops: bool) -> Iterator[str]:
     ppo_ds has these flaws as options so that the systems can be reproduced.
     """
     algo = config.algo
-    estimator, level = ADVANTAGE_ESTIMATORS[algo.advantage.estimator], algo.action_level
+    estimator, level = algo.advantage, algo.action_level
     flaw = KL_ESTIMATORS[algo.kl.estimator].flaw_as_loss
     if algo.kl.place == "loss" and flaw and algo.kl.coef > 0:
         yield f"kl.estimator={algo.kl.estimator} as a loss {flaw}"

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ppo_ds.algorithm.credit.keys import GAEConfig
 from ppo_ds.algorithm.credit.positions import ScorePosition
 from ppo_ds.algorithm.credit.responses import AdvantageEstimator, CreditOptions, Responses
 from ppo_ds.algorithm.credit.whitening import Whitening
 from ppo_ds.algorithm.kl.estimators import k3
+from ppo_ds.algorithm.rollout_is.keys import Bounded, NoWeights, RolloutISConfig
 from ppo_ds.algorithm.rollout_is.weights import rollout_is_weights
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.background.pending import Pending
-from ppo_ds.config.sections.algo import GAEConfig, RolloutISConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.ops.masked import masked_sum
 from ppo_ds.ppo.minibatches import all_gather_rows
@@ -78,7 +79,7 @@ class ExperienceMaker:
                 kl_penalty = kl_coef * self.charged_kl(logprobs, ref_logprobs)
             rewards = self.score_position.rewards(scores, kl_penalty, rollout)
             weights = torch.ones(mask.shape)
-            if self.rollout_is.kind != "none":
+            if isinstance(self.rollout_is, Bounded):
                 weights, _ = rollout_is_weights(logprobs, rollout.logprobs, mask, self.rollout_is)
             responses = Responses.of_rollout(
                 rollout, self.score_position, rewards, scores, values, self.group_size
@@ -129,7 +130,7 @@ class ExperienceMaker:
         if self.charged_kl is not None:
             return maker
         forwards = replace(maker.forwards, old_logprobs="update", reference=None)
-        return replace(maker, forwards=forwards, rollout_is=RolloutISConfig(kind="none"))
+        return replace(maker, forwards=forwards, rollout_is=NoWeights())
 
     def metrics(
         self,
@@ -150,22 +151,11 @@ class ExperienceMaker:
         for name in rollout.components[0]:
             component = torch.tensor([parts[name] for parts in rollout.components])
             sums.add_mean(f"reward/component/{name}_mean", component)
-        if self.rollout_is.kind != "none":
-            self.add_weight_metrics(sums, experience)
+        if isinstance(self.rollout_is, Bounded):
+            add_weight_metrics(sums, experience, self.rollout_is)
         sums.add_mean_and_std("adv", advantages, rollout.response_mask)
         sums.add_max("adv/max_abs", advantages.abs().max())
         return sums.reduced(self.world)
-
-    def add_weight_metrics(self, sums: MetricSums, experience: Experience) -> None:
-        """Adds the metrics of the importance weights of algo.rollout_is."""
-        mask, section = experience.response_mask, self.rollout_is
-        columns = experience.logprobs, experience.decode_logprobs
-        _, bounded = rollout_is_weights(*columns, mask, section)
-        sums.add_mean("parity/weight_mean", experience.weights, mask)
-        sums.add_mean("parity/weight_outside_frac", (bounded < section.low) | (bounded > section.high), mask)
-        # samples come from the decode backend, so d = log-prob of decoding - log-prob of training
-        decode_to_training = k3(experience.decode_logprobs, experience.logprobs)
-        sums.add_mean("parity/k3_token_mean", decode_to_training, mask)
 
     @torch.no_grad()
     def measure_kl(self, experience: Experience) -> Metrics:
@@ -183,6 +173,16 @@ class ExperienceMaker:
         sums.add_mean("kl/before_update", mine.logprobs - mine.ref_logprobs, mine.response_mask)
         sums.add_mean("kl/after_update", logprobs - mine.ref_logprobs, mine.response_mask)
         return sums.reduced(self.world)
+
+
+def add_weight_metrics(sums: MetricSums, experience: Experience, section: Bounded) -> None:
+    """Adds the metrics of the importance weights of algo.rollout_is."""
+    mask, sampled, trained = experience.response_mask, experience.decode_logprobs, experience.logprobs
+    _, bounded = rollout_is_weights(trained, sampled, mask, section)
+    sums.add_mean("parity/weight_mean", experience.weights, mask)
+    sums.add_mean("parity/weight_outside_frac", (bounded < section.low) | (bounded > section.high), mask)
+    # samples come from the decode backend, so d = log-prob of decoding - log-prob of training
+    sums.add_mean("parity/k3_token_mean", k3(sampled, trained), mask)
 
 
 def response_notes(rollout: ScoredRollout) -> tuple[dict[str, Any], ...] | None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.algorithm.kl.controllers import FixedKLController
+from ppo_ds.algorithm.kl.keys import ControlledKL
 from ppo_ds.config.schema import PPOConfig
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.engine.hybrid import HybridActor
@@ -124,7 +125,7 @@ class PPOTrainer:
                 samples_per_prompt=self.config.rollout.samples_per_prompt,
                 decoded_logprobs=algo.old_logprobs == "rollout",
             )
-            | ({} if algo.kl.controller == "fixed" else {"kl/target": algo.kl.target})
+            | ({"kl/target": algo.kl.target} if isinstance(algo.kl, ControlledKL) else {})
             | collected
             | made
             | learned
@@ -135,8 +136,9 @@ class PPOTrainer:
             metrics |= self.make_experience.measure_kl(experience)
 
         # 4. KL coefficient; without a reference the KL is NaN and the controller ignores it
-        unit = "seq" if algo.kl.unit == "sequence" else "token"
-        self.kl.update(metrics.get(f"kl/ref_{unit}_mean", math.nan), len(experience))
+        if isinstance(algo.kl, ControlledKL):
+            unit = "seq" if algo.kl.unit == "sequence" else "token"
+            self.kl.update(metrics.get(f"kl/ref_{unit}_mean", math.nan), len(experience))
 
         exceeded = self.kl_monitor.exceeded(metrics)
         ends_run = self.kl_monitor.stops

@@ -434,7 +434,10 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             "algo.old_logprobs=rollout: needs a limit that is enforced, since the update uses the decode "
             "backend's log-probs; set health.parity_action to stop",
         ),
-        (["algo.rollout_is.low=3"], "algo.rollout_is.low=3: must be at most algo.rollout_is.high=2"),
+        (
+            ["algo.rollout_is.kind=tis", "algo.rollout_is.low=3"],
+            "algo.rollout_is.low=3: must be at most algo.rollout_is.high=2",
+        ),
         (
             ["algo.reward_shaping.overlong_buffer=9"],
             "algo.reward_shaping.overlong_buffer=9: must be at most sampling.max_new_tokens=8",

@@ -11,35 +11,33 @@ import pytest
 import torch
 from torch import Tensor
 
+from ppo_ds.algorithm.credit.keys import ADVANTAGE_ESTIMATORS, AdvantageConfig, GAEConfig
 from ppo_ds.algorithm.credit.responses import CreditOptions
+from ppo_ds.algorithm.kl.keys import KL_CONTROLLERS, KL_ESTIMATORS, KLConfig
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES, MayLackLowerBound, PolicyConfig
 from ppo_ds.config import registry
 from ppo_ds.config.registry import (
-    ADVANTAGE_ESTIMATORS,
     DECODE_BACKENDS,
-    KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
     STAGES,
-    AdvantageEstimatorEntry,
     Entry,
     import_target,
     resolve,
 )
 from ppo_ds.config.schema import Config
-from ppo_ds.config.sections.algo import AdvantageConfig, GAEConfig, KLConfig, LossConfig
+from ppo_ds.config.sections.algo import LossConfig
 from ppo_ds.config.sections.data import RolloutConfig
 from tests.ops.by_name import policy_loss, responses, with_last_state
 
 TABLES: dict[str, Mapping[str, Entry]] = {
     name: table for name, table in vars(registry).items() if name.isupper() and isinstance(table, dict)
-}
+} | {"KL_ESTIMATORS": KL_ESTIMATORS}
 REWARDS = torch.tensor([[0.0, 1.0], [2.0, 4.0]])
 MASK = torch.ones(2, 2, dtype=torch.bool)
 
 
 def test_the_tables_of_parts() -> None:
     assert set(TABLES) == {
-        "ADVANTAGE_ESTIMATORS",
         "KL_ESTIMATORS",
         "LOSS_AGGREGATIONS",
         "DECODE_BACKENDS",
@@ -57,13 +55,13 @@ def test_every_target_can_be_imported_and_takes_its_options(table: str, name: st
     assert entry.description.endswith(".") and "\n" not in entry.description
 
 
-def estimated(entry: AdvantageEstimatorEntry, rewards: Tensor, **columns: object) -> Tensor:
+def estimated(entry: type[AdvantageConfig], rewards: Tensor, **columns: object) -> Tensor:
     """Calls an estimator of two responses to one prompt, whose rewards [2,2] are all at actions."""
     given = responses(
         with_last_state(rewards), with_last_state(MASK.bool()), groups=torch.zeros(2), **columns
     )
     options = CreditOptions(gae=GAEConfig(lam=1.0), part_weights={"a": 1.0, "b": 1.0})
-    return resolve(entry)(given, options).advantages
+    return import_target(entry.function)(given, options).advantages
 
 
 def test_estimators_are_called_with_what_they_need() -> None:
@@ -143,6 +141,7 @@ def test_the_config_accepts_exactly_the_names_of_the_tables() -> None:
         (AdvantageConfig, "estimator"): set(ADVANTAGE_ESTIMATORS),
         (PolicyConfig, "loss"): set(POLICY_LOSSES),
         (KLConfig, "estimator"): set(KL_ESTIMATORS),
+        (KLConfig, "controller"): set(KL_CONTROLLERS),
         (LossConfig, "agg"): set(LOSS_AGGREGATIONS),
         (RolloutConfig, "backend"): {"auto", *DECODE_BACKENDS},
     }

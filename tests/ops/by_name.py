@@ -18,13 +18,15 @@ from ppo_ds.algorithm.credit import gae, groups, positions
 from ppo_ds.algorithm.credit.responses import CreditOptions, Responses
 from ppo_ds.algorithm.credit.returns import reinforce, remax
 from ppo_ds.algorithm.credit.whitening import Whitening
+from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES, PolicyConfig
 from ppo_ds.algorithm.policy.surrogate import surrogate_loss
 from ppo_ds.algorithm.rollout_is import weights
+from ppo_ds.algorithm.rollout_is.keys import WEIGHTS
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.algorithm.value import loss as value
-from ppo_ds.config.registry import KL_ESTIMATORS, LOSS_AGGREGATIONS, import_target, resolve
-from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig, RolloutISConfig
+from ppo_ds.config.registry import LOSS_AGGREGATIONS, import_target, resolve
+from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig
 from ppo_ds.ops.masked import keep, masked_whiten
 from ppo_ds.ops.running import RunningMoments
 
@@ -99,12 +101,17 @@ def value_loss(values, old_values, returns, mask, *, clip=None, half=True, agg="
 
 
 def rollout_is_weights(old, rollout, mask, kind, low, high, level="token"):
-    section = RolloutISConfig(kind=kind, low=low, high=high, level=level)
-    return weights.rollout_is_weights(old, rollout, mask, section)[0]
+    return weights.rollout_is_weights(old, rollout, mask, is_section(kind, level, low=low, high=high))[0]
+
+
+def is_section(kind, level, **bounds):
+    """Makes the section algo.rollout_is; only some kinds have a level."""
+    levels = {"level": level} if "level" in WEIGHTS[kind].model_fields else {}
+    return WEIGHTS[kind](**levels, **bounds)
 
 
 def bounded_is_ratio(old, rollout, mask, kind, level="token"):
-    return weights.rollout_is_weights(old, rollout, mask, RolloutISConfig(kind=kind, level=level))[1]
+    return weights.rollout_is_weights(old, rollout, mask, is_section(kind, level))[1]
 
 
 # -- credit --------------------------------------------------------------------------------------------------

@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import pad
 
+from ppo_ds.algorithm.credit.keys import ADVANTAGE_ESTIMATORS
 from ppo_ds.algorithm.credit.positions import ScorePosition
 from ppo_ds.algorithm.credit.responses import CreditOptions, Responses
 from ppo_ds.algorithm.credit.whitening import Whitening
+from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS
+from ppo_ds.algorithm.rollout_is.keys import NoWeights
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.background.pending import Pending
-from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, resolve
-from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig, RolloutISConfig
+from ppo_ds.config.registry import import_target, resolve
+from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.model_outputs import ModelForwards
@@ -49,7 +52,7 @@ class Estimator:
 
     def __call__(self, rewards, values, scores, rollout):
         given = Responses.of_rollout(rollout, self.position, rewards, scores, values, self.group_size)
-        return resolve(ADVANTAGE_ESTIMATORS[self.name])(given, self.credit)
+        return import_target(ADVANTAGE_ESTIMATORS[self.name].function)(given, self.credit)
 
 
 def gae(level="token", position=None, place=ON_THE_LAST, gamma=1.0, lam=1.0, **changes):
@@ -141,7 +144,7 @@ def maker(world, reference=None, critic=None, **changes):
         estimate_advantages=gae(),
         whitening=AS_IT_IS,
         group_size=1,
-        rollout_is=RolloutISConfig(kind="none"),
+        rollout_is=NoWeights(),
         world=world,
         timer=timer,
         check=lambda: None,
@@ -149,7 +152,7 @@ def maker(world, reference=None, critic=None, **changes):
     forwards |= {name: changes.pop(name) for name in list(changes) if name in forwards}
     parts |= {"forwards": ModelForwards(**forwards)} | changes
     if isinstance(estimator := parts["estimate_advantages"], Estimator):
-        parts["estimate_advantages"] = resolve(ADVANTAGE_ESTIMATORS[estimator.name])
+        parts["estimate_advantages"] = import_target(ADVANTAGE_ESTIMATORS[estimator.name].function)
         parts |= {"credit": estimator.credit}
         parts |= {} if "group_size" in changes else {"group_size": estimator.group_size}
         parts |= {} if "score_position" in changes else {"score_position": estimator.position}

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from ppo_ds.algorithm.aggregation import seq_mean_token_mean, seq_mean_token_sum
+from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
-from ppo_ds.config.registry import KL_ESTIMATORS, LOSS_AGGREGATIONS, import_target, resolve
+from ppo_ds.config.registry import LOSS_AGGREGATIONS, import_target, resolve
 from ppo_ds.config.sections.algo import EntropyConfig, ValueConfig
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput

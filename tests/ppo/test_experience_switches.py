@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from ppo_ds.algorithm.credit.positions import ScorePosition
+from ppo_ds.algorithm.rollout_is.keys import WEIGHTS, RolloutISConfig
 from ppo_ds.assemble.algorithm import masked_stop_ids
 from ppo_ds.background.pending import Pending
-from ppo_ds.config.sections.algo import RolloutISConfig
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.experience import ExperienceMaker, mask_stops
 from ppo_ds.ppo.scoring import scores_of
@@ -183,7 +183,7 @@ def test_importance_weights_and_the_kl_are_those_of_the_policy_that_generated(wo
         yield
         actor.shift = 0.0
 
-    how = dict(rollout_is=RolloutISConfig(kind="tis", low=0.0, high=9.0), token_budget=8)
+    how = dict(rollout_is=WEIGHTS["tis"](low=0.0, high=9.0), token_budget=8)
     rollout = answers([2, 1], [1.0, 2.0], tokens=[[1, 2], [3]])
     make = maker(world, actor=actor, lagged=SimpleNamespace(swapped=lagged), **how)
     plain, made = maker(world, **how)(rollout, 0.5)[0], make(rollout, 0.5)[0]
@@ -294,7 +294,7 @@ def test_importance_weights(world):
     gaps = torch.tensor([[3.0, 1.5], [0.25, 1.0]]).log()
     rollout = replace(rollout, logprobs=torch.tensor([[-0.1, -0.2], [-0.3, 0.0]]) - gaps)
     weighed = {
-        kind: maker(world, rollout_is=RolloutISConfig(kind=kind, low=0.5, high=2.0))(rollout, 0.5)
+        kind: maker(world, rollout_is=WEIGHTS[kind]())(rollout, 0.5)
         for kind in ("none", "tis", "icepop", "seq_mask_tis")
     }
     mask = rollout.response_mask
@@ -310,7 +310,7 @@ def test_importance_weights(world):
         weighed["tis"][1]["parity/weight_mean"] == pytest.approx(4 / 3, abs=1e-6)
         and "parity/weight_mean" not in weighed["none"][1]
     )
-    wider, _ = maker(world, rollout_is=RolloutISConfig(kind="seq_mask_tis", low=0.5, high=2.2))(rollout, 0.5)
+    wider, _ = maker(world, rollout_is=WEIGHTS["seq_mask_tis"](low=0.5, high=2.2))(rollout, 0.5)
     assert [round(w, 4) for w in wider.weights[mask].tolist()] == [3, 1.5, 0]
 
 
@@ -340,7 +340,7 @@ def test_the_metrics_of_importance_weights(on_ranks, ranks, section, mean, outsi
         rollout = replace(
             rollout.select(mine).trimmed(), components=tuple(rollout.components[i] for i in mine.tolist())
         )
-        return maker(world, rollout_is=RolloutISConfig(**section))(rollout, 0.5)
+        return maker(world, rollout_is=RolloutISConfig.read(section))(rollout, 0.5)
 
     k3 = sum(w - 1 - math.log(w) for w in (3.0, 1.5, 0.25)) / 3
     for made, seen in on_ranks(ranks, work):

@@ -25,7 +25,7 @@ from tests.ppo.algo_cases import make_experience
 from tests.ppo.preset_runs import composed
 from tests.support.budgets import fixed_budgets
 
-NO_TOKENS = ("tracker.samples=2", "tracker.sample_tokens=0")
+SETTINGS = ("tracker.samples=2", "tracker.sample_tokens=0", "algo.kl.controller=adaptive")
 
 
 class Stream:
@@ -157,7 +157,7 @@ def stand_ins(world, tokenizer, monkeypatch):
         monkeypatch.setattr("ppo_ds.run.loop.write_report", lambda *_, **__: events.append("report"))
         monkeypatch.setattr("ppo_ds.ppo.trainer.prompt_notes", lambda *_: [])
         averaged = ["actor.ema.decay=0.5", "actor.ema.evaluate=true"] if ema else []
-        config = composed("standard", "run.steps=9", "run.seed=7", *NO_TOKENS, *averaged, *algo)
+        config = composed("standard", "run.steps=9", "run.seed=7", *SETTINGS, *averaged, *algo)
         events, prompts = [], Stream()
         services = context(world, stop)
         stage = PPOTrainer(

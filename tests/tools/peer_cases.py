@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ppo_ds.algorithm import aggregation  # noqa: E402
 from ppo_ds.algorithm.credit.gae import compute_gae  # noqa: E402
+from ppo_ds.algorithm.credit.keys import ADVANTAGE_ESTIMATORS  # noqa: E402
 from ppo_ds.algorithm.credit.positions import ScorePosition  # noqa: E402
 from ppo_ds.algorithm.credit.responses import CreditOptions, Responses  # noqa: E402
 from ppo_ds.algorithm.credit.returns import discounted_returns  # noqa: E402
@@ -654,7 +655,7 @@ def algorithm(kind, rewards, mask, scores, group_size, gamma=1.0):
     )
     padded = torch.nn.functional.pad(rewards, (0, 1))
     given = Responses.of_rollout(rollout, position, padded, scores, None, group_size)
-    estimate = registry.resolve(registry.ADVANTAGE_ESTIMATORS[kind])
+    estimate = registry.import_target(ADVANTAGE_ESTIMATORS[kind].function)
     found = estimate(given, CreditOptions(gae=GAEConfig(gamma=gamma)))
     return {"advantages": found.advantages}
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ppo_ds.algorithm.credit.keys import GAEConfig
 from ppo_ds.algorithm.credit.positions import ScorePosition
-from ppo_ds.config.sections.algo import GAEConfig
 from ppo_ds.ops.masked import Reduce, masked_sum, widen
 from ppo_ds.ops.sequences import broadcast_sequence
 from ppo_ds.types import ScoredRollout

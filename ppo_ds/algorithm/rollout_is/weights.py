@@ -7,57 +7,43 @@ each token that is compared with the bounds. W is w at level "token", the produc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ppo_ds.algorithm.policy.surrogate import clamped_log_ratio
-from ppo_ds.config.sections.algo import RolloutISConfig
+from ppo_ds.algorithm.rollout_is.keys import Bounded
+from ppo_ds.config.registry import import_target
 from ppo_ds.ops.masked import keep, masked_mean
 
-# (log w [B,T], 0 where mask = 0; mask; the section) -> weights and bounded ratio, [B,T] each
+# weights and bounded ratio, [B,T] each; log w is 0 where mask = 0
 Weights = tuple[Tensor, Tensor]
-WeightFunction = Callable[[Tensor, Tensor, RolloutISConfig], Weights]
 
 
-def truncate(log_weights: Tensor, mask: Tensor, section: RolloutISConfig) -> Weights:
+def truncate(log_weights: Tensor, mask: Tensor, section: Bounded) -> Weights:
     """Limits W to [low, high]."""
-    ratio = clamped_log_ratio(log_weights, mask, section.level, 20.0).exp()
+    ratio = clamped_log_ratio(log_weights, mask, section.unit, 20.0).exp()
     return ratio.clamp(section.low, section.high), ratio
 
 
-def mask_outside(log_weights: Tensor, mask: Tensor, section: RolloutISConfig) -> Weights:
+def mask_outside(log_weights: Tensor, mask: Tensor, section: Bounded) -> Weights:
     """Keeps W in [low, high], and sets it to 0 outside."""
-    ratio = clamped_log_ratio(log_weights, mask, section.level, 20.0).exp()
+    ratio = clamped_log_ratio(log_weights, mask, section.unit, 20.0).exp()
     return torch.where(_inside(ratio, section), ratio, 0.0), ratio
 
 
-def sequence_mask_tis(log_weights: Tensor, mask: Tensor, section: RolloutISConfig) -> Weights:
+def sequence_mask_tis(log_weights: Tensor, mask: Tensor, section: Bounded) -> Weights:
     """Keeps w, but sets it to 0 in responses whose geometric mean of w lies outside [low, high]."""
     mean = masked_mean(log_weights, mask, dim=1).exp()[:, None].expand_as(log_weights)
     return torch.where(_inside(mean, section), log_weights.clamp(-20.0, 20.0).exp(), 0.0), mean
 
 
-def _inside(ratio: Tensor, section: RolloutISConfig) -> Tensor:
+def _inside(ratio: Tensor, section: Bounded) -> Tensor:
     return (ratio >= section.low) & (ratio <= section.high)
 
 
-# tis and icepop are truncate and mask at the level of tokens, the only level that the config allows them
-KINDS: dict[str, WeightFunction] = {
-    "truncate": truncate,
-    "mask": mask_outside,
-    "tis": truncate,
-    "icepop": mask_outside,
-    "seq_mask_tis": sequence_mask_tis,
-}
-
-
 @torch.no_grad()
-def rollout_is_weights(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, section: RolloutISConfig
-) -> Weights:
+def rollout_is_weights(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, section: Bounded) -> Weights:
     """Computes the weights of `algo.rollout_is`, 0 where mask = 0, and the ratio that its bounds limit."""
     log_weights = keep(logprobs, mask) - keep(rollout_logprobs, mask)
-    weights, bounded = KINDS[section.kind](log_weights, mask, section)
+    weights, bounded = import_target(section.function)(log_weights, mask, section)
     return keep(weights, mask), bounded

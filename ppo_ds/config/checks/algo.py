@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS
+from ppo_ds.algorithm.rollout_is.keys import Bounded, Leveled
+from ppo_ds.config.registry import LOSS_AGGREGATIONS
 from ppo_ds.config.schema import (
     PPOConfig,
     has_critic,
@@ -51,41 +52,7 @@ def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
 
 def check_kl(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each conflict of the KL penalty and its controller."""
-    kl = config.algo.kl
-    if kl.controller == "threshold" and (kl.min_coef == 0 or kl.max_coef is None):
-        yield (
-            "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef (for "
-            "example 1e-4 and 10), or repeated halving takes the coefficient to 0"
-        )
-    if kl.controller != "fixed" and kl.coef == 0:
-        yield f"algo.kl.coef=0: must be above 0, since algo.kl.controller={kl.controller} multiplies it"
-    if kl.controller != "fixed" and kl.max_coef is not None and not kl.min_coef <= kl.coef <= kl.max_coef:
-        yield (
-            f"algo.kl.coef={kl.coef:g}: must lie between algo.kl.min_coef={kl.min_coef:g} and "
-            f"algo.kl.max_coef={kl.max_coef:g}"
-        )
-    if kl.controller != "fixed" and kl.max_coef is None and kl.coef < kl.min_coef:
-        yield f"algo.kl.coef={kl.coef:g}: must be at least algo.kl.min_coef={kl.min_coef:g}"
-    if kl.controller == "adaptive" and kl.horizon <= 0.2 * rollout_size(config):
-        yield (
-            f"algo.kl.horizon={kl.horizon:g}: one step of {rollout_size(config)} samples could take "
-            f"algo.kl.coef to 0; must be above {0.2 * rollout_size(config):g} (usual: 10000)"
-        )
-    if kl.controller != "fixed" and kl.place == "none":
-        yield (
-            f"algo.kl.controller={kl.controller}: changes a coefficient that algo.kl.place=none does not "
-            "use; set algo.kl.place to reward or loss"
-        )
-    if kl.clamp is not None and kl.place == "none":
-        yield (
-            f"algo.kl.clamp={kl.clamp:g}: limits a penalty that algo.kl.place=none does not compute; set "
-            "algo.kl.place to reward or loss, or algo.kl.clamp to null"
-        )
-    if kl.place == "reward" and not KL_ESTIMATORS[kl.estimator].in_reward:
-        yield (
-            f"algo.kl.estimator={kl.estimator}: differs from {kl.estimator[:-1]} only in its gradient, so "
-            f"it needs algo.kl.place=loss; in the reward use {kl.estimator[:-1]}"
-        )
+    yield from config.algo.kl.problems(rollout_size(config))
     if config.health.max_kl and not uses_reference(config):
         yield (
             f"health.max_kl={config.health.max_kl:g}: without a reference no KL is measured; set "
@@ -126,25 +93,21 @@ def check_loss(config: PPOConfig, ranks: int) -> Iterator[str]:
 def check_rollout_is(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each conflict of the importance weights for the decode backend."""
     weights, policy = config.algo.rollout_is, config.algo.policy
-    has_level = weights.kind in ("truncate", "mask")
-    if weights.level != "token" and not has_level:
-        yield (
-            f"algo.rollout_is.level={weights.level}: only used with algo.rollout_is.kind=truncate or mask "
-            f"(it is {weights.kind})"
-        )
-    if weights.kind != "none" and weights.level == "token" and config.algo.action_level == "sequence":
+    if not isinstance(weights, Bounded):
+        return
+    if weights.unit == "token" and config.algo.action_level == "sequence":
+        has_level = isinstance(weights, Leveled)
         other = ", or algo.rollout_is.level sequence or sequence_mean" if has_level else ""
         yield (
             f"algo.rollout_is.kind={weights.kind}: weights tokens, so algo.action_level must be token{other}"
         )
-    if weights.kind != "none" and weights.level == "token" and policy.response_ratio:
+    if weights.unit == "token" and policy.response_ratio:
         yield (
             f"algo.rollout_is.kind={weights.kind}: weights tokens, but algo.policy.loss={policy.loss} has "
             "one ratio per response, whose gradient reaches all of its tokens; use algo.rollout_is.kind="
             "truncate or mask with algo.rollout_is.level=sequence_mean or sequence"
         )
-    if weights.low > weights.high:
-        yield f"algo.rollout_is.low={weights.low:g}: must be at most algo.rollout_is.high={weights.high:g}"
+    yield from weights.problems()
 
 
 def check_old_logprobs(config: PPOConfig, ranks: int) -> Iterator[str]:
@@ -203,7 +166,7 @@ def check_values(config: PPOConfig, ranks: int) -> Iterator[str]:
     ):
         if is_set and (algo.action_level == "sequence" or no_values):
             yield f"algo.gae.{key}: only used with algo.action_level=token and algo.advantage.estimator=gae"
-    if algo.action_level not in ADVANTAGE_ESTIMATORS[estimator].action_levels:
+    if algo.advantage.gives_token_returns and algo.action_level != "token":
         yield (
             f"algo.advantage.estimator={estimator}: gives each token its own return, so "
             "algo.action_level must be token"
@@ -217,13 +180,13 @@ def check_values(config: PPOConfig, ranks: int) -> Iterator[str]:
 def check_scores(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each option with which scores are not what the estimator needs."""
     algo, estimator = config.algo, config.algo.advantage.estimator
-    if ADVANTAGE_ESTIMATORS[estimator].needs_greedy and algo.dynamic_sampling.enabled:
+    if algo.advantage.needs_greedy and algo.dynamic_sampling.enabled:
         yield (
             "algo.dynamic_sampling.enabled=true: cannot be combined with "
             f"algo.advantage.estimator={estimator}, which compares a response with the greedy one; set it to "
             "false"
         )
-    if ADVANTAGE_ESTIMATORS[estimator].divides_by_mean:
+    if algo.advantage.divides_by_mean:
         for key, value, off in _may_make_scores_negative(algo):
             yield (
                 f"algo.{key}={short(value)}: algo.advantage.estimator={estimator} divides by the mean score "
@@ -254,7 +217,7 @@ def _may_make_scores_negative(algo: AlgoConfig) -> Iterator[tuple[str, Any, str]
 def check_parts(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each option that an estimator of several rewards cannot use."""
     algo, estimator, shaping = config.algo, config.algo.advantage.estimator, config.algo.reward_shaping
-    if not ADVANTAGE_ESTIMATORS[estimator].needs_parts:
+    if not algo.advantage.needs_parts:
         return
     parts = len(reward_weights(config))
     if parts < 2:
@@ -315,7 +278,7 @@ def check_groups(config: PPOConfig, ranks: int) -> Iterator[str]:
     algo, n = config.algo, config.rollout.samples_per_prompt
     if n > 1:
         return
-    estimator = ADVANTAGE_ESTIMATORS[algo.advantage.estimator]
+    estimator = algo.advantage
     excludes_dynamic = estimator.needs_greedy or estimator.needs_parts  # which has a line of its own
     for key, value, needs in (
         ("algo.advantage.estimator", algo.advantage.estimator, estimator.needs_group),

@@ -7,69 +7,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ppo_ds.algorithm.credit.keys import AdvantageConfig, GAEConfig
+from ppo_ds.algorithm.kl.keys import KLConfig
 from ppo_ds.algorithm.policy.keys import PolicyConfig
-from ppo_ds.config.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGGREGATIONS
-from ppo_ds.config.types import Count, Fraction, Natural, NonNegative, Number, OneOf, Positive, Section
-
-
-class KLConfig(Section):
-    """KL penalty against the reference."""
-
-    place: Literal["reward", "loss", "none"] = Field("reward", description="Where the penalty is applied.")
-    estimator: Annotated[str, OneOf(KL_ESTIMATORS)] = Field("k1", description="Estimator of the KL.")
-    coef: NonNegative = Field(0.05, description="Coefficient of the penalty, or its initial value.")
-    clamp: Positive | None = Field(
-        None,
-        description="Limits the KL of each token to [-clamp, clamp]; beyond it the KL has no gradient, "
-        "except for k1+ and k3+; null: off.",
-    )
-    controller: Literal["fixed", "adaptive", "threshold"] = Field(
-        "fixed", description="How the coefficient changes with the measured KL."
-    )
-    target: Positive = Field(
-        6.0, description="KL that adaptive and threshold controllers aim at, in nats per algo.kl.unit."
-    )
-    horizon: Positive = Field(
-        10000.0,
-        description="Samples in which the adaptive controller changes the coefficient by about 20 % at most.",
-    )
-    unit: Literal["sequence", "token"] = Field(
-        "sequence", description="Unit of the KL that the controller reads."
-    )
-    min_coef: NonNegative = Field(0.0, description="Lower limit of the coefficient.")
-    max_coef: Positive | None = Field(None, description="Upper limit of the coefficient; null: none.")
-    after_update: bool = Field(
-        False, description="Measures the KL to the reference again after each update, with one more forward."
-    )
-
-
-class GAEConfig(Section):
-    """Generalized advantage estimation."""
-
-    gamma: Fraction = Field(1.0, description="Discount factor.")
-    lam: Fraction = Field(0.95, description="Lambda of the advantages.")
-    lam_critic: Fraction | None = Field(None, description="Lambda of the returns; null: algo.gae.lam.")
-    length_alpha: Positive | None = Field(
-        None,
-        description="Alpha of VAPO's lambda of the advantages, 1 - 1 / (alpha x number of tokens of the "
-        "response), at least 0; null: algo.gae.lam.",
-    )
-    bootstrap_truncated: bool = Field(
-        False,
-        description="Adds the value of the last state to a response cut at the length limit, instead of 0.",
-    )
-
-
-class AdvantageConfig(Section):
-    """Advantage estimator and whitening."""
-
-    estimator: Annotated[str, OneOf(ADVANTAGE_ESTIMATORS)] = Field("gae", description="Advantage estimator.")
-    whiten: Literal["batch", "none", "group", "minibatch"] = Field(
-        "batch",
-        description="Whitens advantages under the mask, over all ranks, per rollout (batch) or optimizer "
-        "step (minibatch); group: over the responses to one prompt.",
-    )
-    unbiased: bool = Field(False, description="Divides by n - 1 in the variance.")
+from ppo_ds.algorithm.rollout_is.keys import RolloutISConfig
+from ppo_ds.config.registry import LOSS_AGGREGATIONS
+from ppo_ds.config.types import Count, Natural, NonNegative, Number, OneOf, Positive, Section
 
 
 class ValueConfig(Section):
@@ -155,24 +98,6 @@ class RewardShapingConfig(Section):
     )
     overlong_factor: NonNegative = Field(1.0, description="Overlong penalty at the length limit.")
     length_penalty: Number = Field(0.0, description="Penalty per token, subtracted from the score.")
-
-
-class RolloutISConfig(Section):
-    """Importance weights for a decode backend whose log-probs differ from the training engine's."""
-
-    kind: Literal["none", "tis", "icepop", "seq_mask_tis", "truncate", "mask"] = Field(
-        "none",
-        description="truncate: weights limited to [low, high]; mask: 0 outside of it; both at "
-        "algo.rollout_is.level. tis, icepop: truncate, mask of tokens. seq_mask_tis: weights of tokens, 0 in "
-        "responses whose geometric mean is outside.",
-    )
-    level: Literal["token", "sequence", "sequence_mean"] = Field(
-        "token",
-        description="Unit of a weight of truncate and mask: a token, or a response with the product "
-        "(sequence) or the geometric mean (sequence_mean) of its tokens' weights.",
-    )
-    low: NonNegative = Field(0.5, description="Lower limit of the weights.")
-    high: Positive = Field(2.0, description="Upper limit of the weights.")
 
 
 class DynamicSamplingConfig(Section):

@@ -12,15 +12,16 @@ from functools import partial
 
 import torch
 
+from ppo_ds.algorithm.credit.keys import GAE
 from ppo_ds.algorithm.credit.positions import ScorePosition
 from ppo_ds.algorithm.credit.responses import CreditOptions
 from ppo_ds.algorithm.credit.whitening import Whitening
+from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS
 from ppo_ds.algorithm.policy.keys import PPO
+from ppo_ds.algorithm.rollout_is.keys import NoWeights
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.background.pending import Pending
 from ppo_ds.config.registry import (
-    ADVANTAGE_ESTIMATORS,
-    KL_ESTIMATORS,
     LOSS_AGGREGATIONS,
     import_target,
     resolve,
@@ -29,7 +30,6 @@ from ppo_ds.config.sections.algo import (
     EntropyConfig,
     GAEConfig,
     RewardShapingConfig,
-    RolloutISConfig,
     ValueConfig,
 )
 from ppo_ds.engine.frozen import FrozenModel
@@ -126,7 +126,7 @@ def make_experience(device: FakeCuda, forwards: int) -> None:
         metadata=({},) * count,
     )
     scores = Scores(torch.zeros(count), torch.zeros(count, width), {})
-    gae = resolve(ADVANTAGE_ESTIMATORS["gae"])
+    gae = import_target(GAE.function)
     position = ScorePosition("last_token", "trained")
     with one_rank(device) as world:
         policy = Policy(language_model("qwen2"), 0.7)
@@ -155,7 +155,7 @@ def make_experience(device: FakeCuda, forwards: int) -> None:
             credit=CreditOptions(gae=GAEConfig()),
             whitening=Whitening(over="batch", unbiased=False, level="token"),
             group_size=1,
-            rollout_is=RolloutISConfig(kind="none"),
+            rollout_is=NoWeights(),
             world=world,
             timer=timer,
             check=lambda: None,

@@ -1,0 +1,146 @@
+"""Defines the advantage estimators: the keys of algo.advantage and algo.gae, and the name of each function.
+
+An estimator is a function (Responses, CreditOptions) -> Estimate, see responses.py. To add one, write its
+function in any module that can be imported, and its class here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from ppo_ds.config.types import Fraction, OneOf, Positive, Section, Variants
+
+ADVANTAGE_ESTIMATORS: dict[str, type[AdvantageConfig]] = {}
+_HERE = "ppo_ds.algorithm.credit"
+
+
+class GAEConfig(Section):
+    """Generalized advantage estimation."""
+
+    gamma: Fraction = Field(1.0, description="Discount factor.")
+    lam: Fraction = Field(0.95, description="Lambda of the advantages.")
+    lam_critic: Fraction | None = Field(None, description="Lambda of the returns; null: algo.gae.lam.")
+    length_alpha: Positive | None = Field(
+        None,
+        description="Alpha of VAPO's lambda of the advantages, 1 - 1 / (alpha x number of tokens of the "
+        "response), at least 0; null: algo.gae.lam.",
+    )
+    bootstrap_truncated: bool = Field(
+        False,
+        description="Adds the value of the last state to a response cut at the length limit, instead of 0.",
+    )
+
+
+class AdvantageConfig(Variants):
+    """Advantage estimator and whitening."""
+
+    tag = "estimator"
+    variants = ADVANTAGE_ESTIMATORS
+    function: ClassVar[str]  # dotted name of the estimator
+    needs_critic: ClassVar[bool] = False
+    needs_group: ClassVar[bool] = False  # two or more responses per prompt
+    # needs_group, and the scores of the parts of reward=weighted instead of the total score
+    needs_parts: ClassVar[bool] = False
+    needs_greedy: ClassVar[bool] = False  # the score of a greedy response to each prompt
+    divides_by_std: ClassVar[bool] = False  # whitening would divide a second time
+    divides_by_mean: ClassVar[bool] = False  # needs scores that are not negative
+
+    estimator: Annotated[str, OneOf(ADVANTAGE_ESTIMATORS)] = Field("gae", description="Advantage estimator.")
+    whiten: Literal["batch", "none", "group", "minibatch"] = Field(
+        "batch",
+        description="Whitens advantages under the mask, over all ranks, per rollout (batch) or optimizer "
+        "step (minibatch); group: over the responses to one prompt.",
+    )
+    unbiased: bool = Field(False, description="Divides by n - 1 in the variance.")
+
+    @property
+    def gives_token_returns(self) -> bool:
+        """True if each token has its own return, so that algo.action_level must be token."""
+        return not (self.needs_critic or self.needs_group)
+
+
+class GAE(AdvantageConfig):
+    """Generalized advantage estimation with a critic (Schulman et al. 2016); at action_level=sequence,
+    score - V.
+    """
+
+    estimator: Literal["gae"] = "gae"
+    function = f"{_HERE}.gae.gae"
+    needs_critic = True
+
+
+class Reinforce(AdvantageConfig):
+    """Discounted sum of future rewards, without a baseline."""
+
+    estimator: Literal["reinforce"] = "reinforce"
+    function = f"{_HERE}.returns.reinforce"
+
+
+class ReMax(AdvantageConfig):
+    """Discounted sum of future rewards minus the score of a greedy response (Li et al. 2024)."""
+
+    estimator: Literal["remax"] = "remax"
+    function = f"{_HERE}.returns.remax"
+    needs_greedy = True
+
+
+class RLOO(AdvantageConfig):
+    """Score minus the mean score of the other responses to the prompt (Ahmadian et al. 2024)."""
+
+    estimator: Literal["rloo"] = "rloo"
+    function = f"{_HERE}.groups.rloo"
+    needs_group = True
+
+
+class GRPO(AdvantageConfig):
+    """Score minus the group's mean, divided by its standard deviation (Shao et al. 2024)."""
+
+    estimator: Literal["grpo"] = "grpo"
+    function = f"{_HERE}.groups.grpo"
+    needs_group = divides_by_std = True
+
+
+class DrGRPO(AdvantageConfig):
+    """Score minus the group's mean (Liu et al. 2025)."""
+
+    estimator: Literal["dr_grpo"] = "dr_grpo"
+    function = f"{_HERE}.groups.dr_grpo"
+    needs_group = True
+
+
+class LitePPO(AdvantageConfig):
+    """Score minus the group's mean, divided by the standard deviation of all scores (Lite PPO, arXiv
+    2508.08221).
+    """
+
+    estimator: Literal["lite_ppo"] = "lite_ppo"
+    function = f"{_HERE}.groups.lite_ppo"
+    needs_group = divides_by_std = True
+
+
+class MaxRL(AdvantageConfig):
+    """Score minus the group's mean, divided by this mean (Tajwar et al. 2026)."""
+
+    estimator: Literal["maxrl"] = "maxrl"
+    function = f"{_HERE}.groups.maxrl"
+    needs_group = divides_by_mean = True
+
+
+class GDPO(AdvantageConfig):
+    """Several rewards, each normalized within the group as in grpo; their weighted sum is normalized over the
+    rollout (arXiv 2601.05242).
+    """
+
+    estimator: Literal["gdpo"] = "gdpo"
+    function = f"{_HERE}.groups.gdpo"
+    needs_group = needs_parts = divides_by_std = True
+
+
+class OPO(AdvantageConfig):
+    """Score minus the group's mean weighted by response length (Hao et al. 2025)."""
+
+    estimator: Literal["opo"] = "opo"
+    function = f"{_HERE}.groups.opo"
+    needs_group = True
