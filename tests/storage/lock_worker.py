@@ -1,4 +1,4 @@
-"""Takes the lock of a run directory in a separate process: ``lock_worker.py RUN_DIR [START_TIME]``.
+"""Takes the lock of a run directory in a separate process: ``lock_worker.py RUN_DIR``.
 
 Prints "held" or the refusal, holds the lock until a line arrives on stdin, and releases it. Further lines on
 stdin: "ending" marks the lock, "fork" starts a child, "leave" ends the process without a release.
@@ -18,8 +18,6 @@ from ppo_ds.storage import run_lock  # noqa: E402
 
 
 def main() -> None:
-    if sys.argv[2:]:
-        time.sleep(max(0.0, float(sys.argv[2]) - time.time()))
     try:
         lock = run_lock.acquire(Path(sys.argv[1]), notice=lambda line: print(line, flush=True))
     except UserError as error:
@@ -33,6 +31,7 @@ def main() -> None:
                 print("marked", flush=True)
             case "fork":
                 if (child := os.fork()) == 0:
+                    lock.release()
                     time.sleep(1000)
                 print(child, flush=True)
             case "leave":

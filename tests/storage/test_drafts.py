@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,7 +13,6 @@ from ppo_ds.storage import drafts
 from ppo_ds.storage.drafts import (
     draft_directory,
     draft_file,
-    draft_path,
     open_for_appending,
     remove_drafts,
     write_file,
@@ -25,17 +23,14 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize(("data", "content"), [("aü\n", "aü\n".encode()), (b"\0\xff", b"\0\xff")])
+@pytest.mark.parametrize(
+    ("data", "content"), [("aü\n", "aü\n".encode()), (b"\0\xff", b"\0\xff"), ("\ud800", b"?")]
+)
 def test_a_file_is_replaced_as_a_whole(tmp_path, data, content):
     file = tmp_path / "a.txt"
     for _ in range(2):
         write_file(file, data)
         assert file.read_bytes() == content and names(tmp_path) == ["a.txt"]
-
-
-def test_a_lone_surrogate_is_written_as_a_question_mark(tmp_path):
-    write_file(tmp_path / "a", "\ud800")
-    assert (tmp_path / "a").read_text() == "?"
 
 
 def test_a_failure_leaves_the_old_file_and_no_draft(tmp_path):
@@ -76,10 +71,6 @@ def test_a_draft_does_not_open_what_is_there_under_its_name(tmp_path, monkeypatc
     with pytest.raises(FileExistsError), draft_directory(tmp_path / "run" / "a"):
         pass
     assert victim.read_text() == "mine"
-
-
-def test_names_of_drafts_cannot_be_guessed(tmp_path):
-    assert len({draft_path(tmp_path / "a") for _ in range(100)}) == 100
 
 
 def test_a_link_at_the_target_is_replaced_and_not_followed(tmp_path):
@@ -134,11 +125,8 @@ def test_modes_are_those_of_the_umask(tmp_path):
         open_for_appending(tmp_path / "c").close()
     finally:
         os.umask(before)
-    assert [oct(stat.S_IMODE((tmp_path / name).stat().st_mode)) for name in "abc"] == [
-        "0o640",
-        "0o750",
-        "0o640",
-    ]
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "abc"]
+    assert modes == [0o640, 0o750, 0o640]
 
 
 def test_only_drafts_are_removed_and_links_are_not_followed(tmp_path):
@@ -151,6 +139,8 @@ def test_only_drafts_are_removed_and_links_are_not_followed(tmp_path):
     inner = folder / ".tmp_b.txt_0123456789abcdef"
     inner.mkdir()
     (inner / "link").symlink_to(outside)
+    remove_drafts(folder, older_than=50)
+    assert len(names(folder)) == 2
     for kept in (".tmp_mine", "tmp_a_0123456789abcdef", ".tmp_a_0123456789abcdeX", "a"):
         (folder / kept).touch()
     remove_drafts(folder, name="b")
@@ -161,14 +151,6 @@ def test_only_drafts_are_removed_and_links_are_not_followed(tmp_path):
     remove_drafts(tmp_path / "absent")
     assert names(folder) == [".tmp_a_0123456789abcdeX", ".tmp_mine", "a", "tmp_a_0123456789abcdef"]
     assert names(outside) == ["x"]
-
-
-def test_recent_drafts_may_be_kept(tmp_path):
-    for name, age in ((".tmp_a_0123456789abcdef", 100), (".tmp_a_0123456789abcde0", 0)):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
-    remove_drafts(tmp_path, older_than=50)
-    assert names(tmp_path) == [".tmp_a_0123456789abcde0"]
 
 
 def test_appending_refuses_links_and_special_files(tmp_path):

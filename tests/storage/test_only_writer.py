@@ -27,37 +27,13 @@ ALLOWED = {
     ("ppo_ds/rollout/vllm.py", "save_pretrained"): "the same",
     ("ppo_ds/tracking/curves.py", "savefig"): "to a draft",
 }
-WRITERS = {
-    *(
-        "write_text",
-        "write_bytes",
-        "rename",
-        "renames",
-        "touch",
-        "fdopen",
-        "savefig",
-        "save_file",
-        "save_pretrained",
-    ),
-    *(
-        "symlink_to",
-        "hardlink_to",
-        "symlink",
-        "link",
-        "mkdtemp",
-        "mkstemp",
-        "NamedTemporaryFile",
-        "TemporaryFile",
-    ),
-    *("TemporaryDirectory", "FileHandler", "to_csv", "to_json", "to_parquet"),
-}
-OF_MODULES = {
-    "os.replace",
-    "os.open",
-    "torch.save",
-    "np.save",
-    "numpy.save",
-}  # dotted, because the last names are too common
+WRITERS = set(
+    "write_text write_bytes rename renames touch fdopen savefig save_file save_pretrained symlink_to "
+    "hardlink_to symlink link mkdtemp mkstemp NamedTemporaryFile TemporaryFile TemporaryDirectory "
+    "FileHandler to_csv to_json to_parquet".split()
+)
+# dotted, because the last names are too common
+OF_MODULES = {"os.replace", "os.open", "torch.save", "np.save", "numpy.save"}
 
 
 def writers(source: str) -> set[str]:
