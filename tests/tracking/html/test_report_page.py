@@ -412,13 +412,8 @@ def test_other_stages(show, tmp_path, stage):
     ]
     lines(tmp_path / "run" / "metrics.jsonl", records)
     (tmp_path / "run" / "config.yaml").write_text(f"stage: {stage}\nrun: {{steps: 4}}\n")
-    row = {
-        "prompt": "0: text",
-        "asked": "text",
-        "response": "preferred 1, rejected 0",
-        "score": 1.0,
-        "subset": "b",
-    }
+    texts = {"prompt": "0: text", "asked": "text", "response": "preferred 1, rejected 0"}
+    row = texts | {"score": 1.0, "subset": "b"}
     lines(tmp_path / "run" / "samples" / "eval_step_000004.jsonl", [row])
     page = show(tmp_path / "run")
     assert (

@@ -157,17 +157,10 @@ def test_each_metric_is_in_one_section():
 
 
 def test_values_that_are_null_or_of_a_wrong_type_are_left_out(tmp_path):
-    records = [
-        {"step": 1, "a/b": None},
-        {"step": 2, "a/b": 0.5},
-        {"step": 3, "a/b": "x"},
-        {"step": 4, "a/b": True},
-    ]
+    records = [{"step": i, "a/b": value} for i, value in enumerate((None, 0.5, "x", True), 1)]
     lines(tmp_path / "run" / "metrics.jsonl", records)
-    lines(
-        tmp_path / "run" / "samples" / "step_000001.jsonl",
-        [{"response": 3}, {}, {"prompt": None, "score": "good"}],
-    )
+    rows = [{"response": 3}, {}, {"prompt": None, "score": "good"}]
+    lines(tmp_path / "run" / "samples" / "step_000001.jsonl", rows)
     run = read_run(tmp_path / "run")
     assert run["series"] == {"a/b": {"steps": [2], "values": [0.5]}}
     assert [row["response"] for row in run["samples"]["rows"]] == ["3", "", ""]
@@ -200,34 +193,24 @@ def test_what_is_no_run_directory(tmp_path, content):
         read_run(folder)
 
 
+AT = "step 7 of 20"
+
+
 @pytest.mark.parametrize(
     ("summary", "running", "sentence"),
     [
-        ({"exit_reason": "signal"}, False, "The run was stopped by a signal at step 7 of 20, after 14 s."),
-        (
-            {"exit_reason": "stop_at_step"},
-            False,
-            "The run stopped at step 7 of 20 after 14 s, as run.stop_at_step asks.",
-        ),
-        (
-            {"exit_reason": "error", "error": "OSError: disk full"},
-            False,
-            "The run ended with an error after step 7 of 20 and 14 s: OSError: disk full.",
-        ),
-        ({"exit_reason": "newer"}, False, "The run ended with an error after step 7 of 20 and 14 s."),
-        ({"exit_reason": "done"}, True, "The run is in progress: step 7 of 20, 14 s after its start."),
-        (
-            {},
-            False,
-            "The run has not recorded its end, so it is still in progress or was killed; its last record is "
-            "step 7 of 20, 14 s after its start.",
-        ),
+        ({"exit_reason": "signal"}, False, f"was stopped by a signal at {AT}, after 14 s."),
+        ({"exit_reason": "stop_at_step"}, False, f"stopped at {AT} after 14 s, as run.stop_at_step asks."),
+        ({"exit_reason": "error", "error": "a: b"}, False, f"ended with an error after {AT} and 14 s: a: b."),
+        ({"exit_reason": "newer"}, False, f"ended with an error after {AT} and 14 s."),
+        ({"exit_reason": "done"}, True, f"is in progress: {AT}, 14 s after its start."),
+        ({}, False, f"still in progress or was killed; its last record is {AT}, 14 s after its start."),
     ],
-)
+)  # fmt: skip
 def test_how_a_run_ended(tmp_path, summary, running, sentence):
     run_dir = make_ppo_run(tmp_path / "run", steps=7, events=False)
     (run_dir / "summary.json").write_text(json.dumps(summary))
-    assert how_it_ended(read_run(run_dir), running) == sentence
+    assert how_it_ended(read_run(run_dir), running).endswith(sentence)
 
 
 def test_the_summary_of_an_earlier_process_is_not_the_end(tmp_path):
