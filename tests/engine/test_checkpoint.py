@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from ppo_ds.engine import rng as rng_module
 from ppo_ds.engine.checkpoint import checkpoints as checkpoint_module
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.checkpoint.files import CheckpointError, write_json, write_tensors
+from ppo_ds.engine.checkpoint.shards import FORMAT, read_index
+from ppo_ds.engine.checkpoint.state import model_bytes
 from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.errors import UserError
 from ppo_ds.storage.drafts import draft_path
@@ -411,6 +414,31 @@ def test_other_models_than_saved_are_refused(checkpoints: Checkpoints) -> None:
     path = checkpoints.save(1, {}, {})
     with pytest.raises(UserError, match="run.resume: .* this run trains actor"):
         checkpoints.load(path, {"actor": None})
+
+
+@pytest.mark.parametrize(
+    ("trained", "difference"),
+    [
+        (["a"], "it has b, which the model lacks .1 in all."),
+        (["a", "b", "c"], "it lacks c .1 in all."),
+    ],
+)
+def test_a_checkpoint_with_other_parameters_is_refused(
+    tmp_path: Path, trained: list[str], difference: str
+) -> None:
+    index = {"format": FORMAT, "shards": dict.fromkeys("ab", "shard-00000.safetensors")}
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(index))
+    assert read_index(file, ["b", "a"]) == index
+    with pytest.raises(UserError, match=f"^key: .* was saved from another model: {difference}"):
+        read_index(file, trained, key="key: ")
+
+
+def test_the_estimate_of_a_checkpoint_counts_weights_moments_and_buffers() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5, affine=False))
+    module[0].bias.requires_grad_(False)
+    # three fp32 numbers for each of 15 weights; two vectors of 5 and a counter of 8 bytes
+    assert model_bytes(SimpleNamespace(module=module)) == 3 * 4 * 15 + 2 * 4 * 5 + 8
 
 
 def draws() -> list[float]:
