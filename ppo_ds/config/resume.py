@@ -23,109 +23,36 @@ from ppo_ds.config.schema import Config
 from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.errors import UserError
 
-MUTABLE = (
-    *(
-        "run.name",
-        "run.dir",
-        "run.resume",
-        "run.resume_allow_changes",
-        "run.dry_run",
-        "run.stop_at_step",
-        "run.max_minutes",
-        "run.timeout_minutes",
-    ),
-    *(
-        "run.threads",
-        "run.matmul",
-        "run.verbose",
-        "rollout.environment.trial",
-        "rollout.environment.workers",
-        "memory.*",
-        "checkpoint.*",
-        "health.*",
-        "tracker.*",
-        "eval.*",
-        "data.eval_*",
-        "*.ema.evaluate",
-        "sft.samples",
-        "sft.sample_tokens",
-    ),
-    *(
-        "*.model.trust_remote_code",
-        "*.model.gradient_checkpointing",
-        "*.zero.offload_*",
-        "actor.zero.generation_gather",
-        "rollout.vllm.kv_cache_gb",
-        "rollout.vllm.sleep",
-        "reference.zero.*",
-    ),
+MUTABLE = tuple(
+    """
+    run.name run.dir run.resume run.resume_allow_changes run.dry_run run.stop_at_step run.max_minutes
+    run.timeout_minutes run.threads run.matmul run.verbose rollout.environment.trial
+    rollout.environment.workers memory.* checkpoint.* health.* tracker.* eval.* data.eval_* *.ema.evaluate
+    sft.samples sft.sample_tokens *.model.trust_remote_code *.model.gradient_checkpointing
+    *.zero.offload_* actor.zero.generation_gather rollout.vllm.kv_cache_gb rollout.vllm.sleep
+    reference.zero.*
+    """.split()
 )
-IMMUTABLE = (
-    "stage",
-    "run.seed",
-    *(
-        "*.model.path",
-        "*.model.revision",
-        "*.model.dtype",
-        "actor.zero.stage",
-        "critic.zero.stage",
-        "scorer.zero.stage",
-        "*.lora.rank",
-        "*.lora.alpha",
-        "*.lora.targets",
-    ),
-    *(
-        "*.ema.decay",
-        "critic.init",
-        "critic.share_trunk",
-        "rollout.prompts_per_step",
-        "rollout.samples_per_prompt",
-        "rollout.environment.arguments*",
-        "rollout.environment.max_turns",
-        "rollout.environment.path",
-        "data.*",
-        "prepare.*",
-    ),
-    *(
-        "algo.action_level",
-        "algo.old_policy",
-        "algo.old_logprobs",
-        "algo.epochs",
-        "algo.minibatch_size",
-        "algo.train_on_eos",
-        "algo.advantage.*",
-        "algo.policy.loss",
-        "algo.loss.agg",
-        "algo.rollout_is.kind",
-        "algo.rollout_is.level",
-    ),
-    *(
-        "algo.kl.place",
-        "algo.kl.estimator",
-        "algo.kl.controller",
-        "algo.kl.unit",
-        "algo.value.position",
-        "algo.value.next_state",
-    ),
-    *(
-        "algo.reward_shaping.score_position",
-        "algo.reward_shaping.normalize*",
-        "algo.dynamic_sampling.enabled",
-        "algo.ptx.batch_size",
-    ),
-    *("sft.batch_size", "sft.max_tokens", "sft.learn"),
-    *("reward_model.batch_size", "reward_model.max_tokens", "reward_model.margin", "reward_model.head_init"),
-    *("reward._target_", "reward.*._target_"),
+IMMUTABLE = tuple(
+    """
+    stage run.seed *.model.path *.model.revision *.model.dtype actor.zero.stage critic.zero.stage
+    scorer.zero.stage *.lora.rank *.lora.alpha *.lora.targets *.ema.decay critic.init critic.share_trunk
+    rollout.prompts_per_step rollout.samples_per_prompt rollout.environment.arguments*
+    rollout.environment.max_turns rollout.environment.path data.* prepare.* algo.action_level
+    algo.old_policy algo.old_logprobs algo.epochs algo.minibatch_size algo.train_on_eos algo.advantage.*
+    algo.policy.loss algo.loss.agg algo.rollout_is.kind algo.rollout_is.level algo.kl.place
+    algo.kl.estimator algo.kl.controller algo.kl.unit algo.value.position algo.value.next_state
+    algo.reward_shaping.score_position algo.reward_shaping.normalize* algo.dynamic_sampling.enabled
+    algo.ptx.batch_size sft.batch_size sft.max_tokens sft.learn reward_model.batch_size
+    reward_model.max_tokens reward_model.margin reward_model.head_init reward._target_ reward.*._target_
+    """.split()
 )
 # Sections that accept any keys.
-OPEN_SECTIONS = (
-    "reward",
-    "prepare",
-    "actor.deepspeed",
-    "critic.deepspeed",
-    "scorer.deepspeed",
-    "data.chat_template_kwargs",
-    "rollout.environment.arguments",
+OPEN_SECTIONS = tuple(
+    """
+    reward prepare actor.deepspeed critic.deepspeed scorer.deepspeed data.chat_template_kwargs
+    rollout.environment.arguments
+    """.split()
 )
 Settings = Mapping[str, Any]  # The result of schema.resolved, possibly read back from JSON or YAML.
 Change = tuple[str, Any, Any]  # key, old value, new value
