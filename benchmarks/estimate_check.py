@@ -84,8 +84,8 @@ class Estimator:
         from ppo_ds.planning.budgets import with_cpu_limits
         from ppo_ds.planning.run_memory import Hardware
         from ppo_ds.tools.doctor.ppo import plan_ppo
-        from ppo_ds.tools.doctor.rates import read_assumptions
         from ppo_ds.tools.doctor.report import Report
+        from ppo_ds.tools.doctor.step_time import read_assumptions
 
         step = parsed_step(options)
         self.config = with_cpu_limits(load_config(overrides(step)))
@@ -105,7 +105,7 @@ class Estimator:
 
     def estimate(self, measured: list[Any]) -> Times:
         """Returns the estimate with the mean of measured rates."""
-        from ppo_ds.tools.doctor.rates import Machine
+        from ppo_ds.tools.doctor.step_time import Machine
 
         means = {
             each.name: sum(getattr(device, each.name) for device in measured) / len(measured)

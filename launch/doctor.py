@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         prepare_environment(verbose=False)
         # imported only now, because it imports torch, which reads the environment
         from ppo_ds.tools.doctor.cluster import cluster_of
-        from ppo_ds.tools.doctor.rates import check_lengths, read_assumptions
+        from ppo_ds.tools.doctor.step_time import check_lengths, read_assumptions
 
         cluster = cluster_of(options.gpu, options.gpus, options.nodes, options.gpu_mem)
         assumed = read_assumptions(options.assume, cluster.gpu_memory is not None)

@@ -16,8 +16,7 @@ from ppo_ds.engine.trained import LRSchedule
 from ppo_ds.engine.zero import deepspeed_config, new_node_groups
 from ppo_ds.errors import UserError
 from ppo_ds.models.lora import adapter_parameters, add_adapters
-from ppo_ds.models.policy import sharded_loading
-from ppo_ds.models.rope import rope_length_limit
+from ppo_ds.models.policy import rope_length_limit, sharded_loading
 
 T = TypeVar("T")
 

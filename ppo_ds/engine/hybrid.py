@@ -35,8 +35,7 @@ from ppo_ds.engine.layerwise_generation import layer_by_layer
 from ppo_ds.engine.memory_budget import GIB, MemoryBudget, describe_plan, free_bytes, plan_generation
 from ppo_ds.engine.optimizer_offload import OptimizerOffload
 from ppo_ds.engine.trained import TrainedModel, whole_numel
-from ppo_ds.models.checkpoint_names import checkpoint_tensors
-from ppo_ds.models.lora import PlainWeight, plain_weights
+from ppo_ds.models.lora import PlainWeight, checkpoint_tensors, plain_weights
 
 # A context in which an inference engine generates with the given weights, by their names in a checkpoint.
 Engine = Callable[[Iterator[tuple[str, Tensor]]], AbstractContextManager[None]]

@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from ppo_ds.config.text import show
@@ -232,3 +233,30 @@ def _merged(layer: LoraLayer, base: Tensor, down: Tensor, up: Tensor) -> Tensor:
     """Computes W + alpha / rank * B A in fp32."""
     change = layer.scaling[ADAPTER] * (up.float() @ down.float())
     return (base.float() + (change.T if layer.fan_in_fan_out else change)).to(base.dtype)
+
+
+def checkpoint_tensors(lm: PreTrainedModel, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yields weights of ``lm`` with the names and the layout that ``lm.save_pretrained`` writes.
+
+    ``tensors`` must contain all weights of a decoder layer or none of them.
+    """
+    yield from revert_weight_conversion(lm, tensors).items()
+
+
+def checkpoint_names(lm: PreTrainedModel) -> set[str]:
+    """Returns the names that ``checkpoint_tensors`` yields for all weights of ``lm`` without adapters."""
+    shapes = {
+        weight.name: getattr(weight.base, "ds_shape", weight.base.shape) for weight in plain_weights(lm)
+    }
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return {name for name, _ in checkpoint_tensors(lm, tensors)}
+
+
+def tied_names(lm: PreTrainedModel) -> dict[str, list[str]]:
+    """Returns the further names of each weight that ``lm`` uses in several places, such as a tied head."""
+    first: dict[int, str] = {}
+    others: dict[str, list[str]] = {}
+    for name, parameter in lm.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            others.setdefault(first[id(parameter)], []).append(name)
+    return others

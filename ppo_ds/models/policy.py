@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from ppo_ds.compute.linear_logprobs import LabelStatistics
@@ -27,8 +27,7 @@ from ppo_ds.models.lora import (
     save_adapter,
 )
 from ppo_ds.models.neftune import EmbeddingNoise, noisy_embeddings
-from ppo_ds.models.packable import PackableModel
-from ppo_ds.models.packed_attention import layout_forward
+from ppo_ds.models.packed_attention import PackableModel, layout_forward
 from ppo_ds.models.value import zeroed_head
 from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits, mean_logprobs_from_logits
 from ppo_ds.storage.drafts import draft_directory
@@ -269,3 +268,26 @@ def unsharded_twin(lm: nn.Module, device: torch.device) -> nn.Module:
     twin.eval()
     twin.generation_config = lm.generation_config
     return twin
+
+
+def rope_length_limit(config: PreTrainedConfig) -> tuple[str, int] | None:
+    """Returns the type of RoPE and the row length up to which its frequencies are constant.
+
+    Returns None if they are constant for all lengths.
+
+    For a longer row "longrope" switches to its other set of frequencies and "dynamic" scales them, for the
+    whole batch at once. The log-probs of a row would then depend on the other rows of its batch. They would
+    also differ between decoding, where rows end one by one, and training.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    # some families have parameters for each kind of layer
+    kinds: list[dict[str, Any]] = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    found = []
+    for kind in kinds:
+        name = str(kind.get("rope_type", "default"))
+        if name == "longrope":
+            found.append((int(kind["original_max_position_embeddings"]), name))
+        elif "dynamic" in name:
+            found.append((int(text.max_position_embeddings), name))
+    return min(found)[::-1] if found else None

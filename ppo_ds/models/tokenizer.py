@@ -10,10 +10,14 @@ from __future__ import annotations
 import copy
 import os
 import re
+import resource
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jinja2
@@ -32,11 +36,14 @@ from ppo_ds.models.loading import (
     refuse_links,
     refuse_names_of_files_elsewhere,
 )
-from ppo_ds.models.template_limits import CHARACTERS, rendering_limits
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 SENTENCEPIECE = "run: pip install -c constraints.txt -e '.[sentencepiece]'"
 TOKENIZER_FILE = "tokenizer.json"
+# limits of rendering a chat template, which is a program from a model's folder
+CHARACTERS = 10_000_000  # maximum length of a rendered chat, about 2.5 million tokens
+SECONDS = 10.0  # maximum CPU time; most templates take less than a millisecond
+BYTES = 2 * 1024**3  # maximum memory that all threads of the process may allocate meanwhile
 NEEDED = "the folder needs tokenizer.json and tokenizer_config.json"
 
 
@@ -294,3 +301,43 @@ def _generation_end_ids(path: str, revision: str | None, key: str) -> tuple[int,
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+
+@contextmanager
+def rendering_limits() -> Iterator[None]:
+    """Raises TimeoutError or MemoryError inside the block if a template exceeds the limits.
+
+    The time limit applies in the main thread only and is checked between the operations of the template. The
+    memory limit applies on Linux only.
+    """
+    limits, in_main_thread = resource.getrlimit(resource.RLIMIT_AS), _is_main_thread()
+    before = None
+    try:
+        if in_main_thread:
+            before = signal.signal(signal.SIGVTALRM, _time_is_over)
+            signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+        _limit_memory(limits)
+        yield
+    finally:
+        if in_main_thread:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _limit_memory(limits: tuple[int, int]) -> None:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # not Linux
+        return
+    most = pages * os.sysconf("SC_PAGE_SIZE") + BYTES
+    if all(limit == resource.RLIM_INFINITY or most < limit for limit in limits):
+        resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+
+
+def _time_is_over(signum: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"took more than {SECONDS:.0f} s")

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers.models.deberta_v2 import modeling_deberta_v2
 
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
-from ppo_ds.models import deberta
 from ppo_ds.models.layout import Layout, make_layout
 from ppo_ds.models.loading import (
     code_arguments,
@@ -35,8 +35,7 @@ from ppo_ds.models.loading import (
     weight_names,
 )
 from ppo_ds.models.lora import merged_state, without_adapters
-from ppo_ds.models.packable import PackableModel
-from ppo_ds.models.packed_attention import layout_forward
+from ppo_ds.models.packed_attention import PackableModel, layout_forward
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.types import to_device
 
@@ -115,7 +114,7 @@ class ScoreModel(PackableModel):
         self._positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
         self._types = "token_type_ids" in inspect.signature(model.forward).parameters
         if model.config.model_type == "deberta-v2":
-            deberta.avoid_upload()
+            modeling_deberta_v2.make_log_bucket_position = log_bucket_positions  # for the whole process
         if self.is_decoder and isinstance(model.score, nn.Linear):
             linear = model.score  # its parameters, sharded under ZeRO-3, move to the new head
             model.score = ScoreHead(
@@ -393,3 +392,17 @@ def can_start_critic(section: ModelConfig, tokenizer: Tokenizer, *, key: str = "
         return False
     own = load_tokenizer(section.path, section.revision, section.trust_remote_code, key=key)
     return own.hf.get_vocab() == tokenizer.hf.get_vocab()
+
+
+def log_bucket_positions(relative_pos: Tensor, bucket_size: int, max_position: int) -> Tensor:
+    """Computes what ``make_log_bucket_position`` of transformers computes.
+
+    transformers makes a constant on the CPU and copies it to the device of ``relative_pos``. On a GPU the
+    host would wait for this copy in every forward.
+    """
+    middle = bucket_size // 2
+    near = (relative_pos < middle) & (relative_pos > -middle)
+    distance = torch.where(near, middle - 1, relative_pos.abs())
+    scale = torch.log(torch.tensor((max_position - 1) / middle))
+    far = torch.ceil(torch.log(distance / middle) / scale * (middle - 1)) + middle
+    return torch.where(distance <= middle, relative_pos.type_as(far), far * torch.sign(relative_pos))

@@ -38,7 +38,7 @@ from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import beat, counting
 from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.errors import UserError
-from ppo_ds.models.checkpoint_names import checkpoint_names, tied_names
+from ppo_ds.models.lora import checkpoint_names, tied_names
 from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
 from ppo_ds.rollout.vllm_support import INSTALL, sleep_level
 from ppo_ds.types import Prompts, Rollout

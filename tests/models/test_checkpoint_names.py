@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
 from ppo_ds.engine.hybrid import by_layer
-from ppo_ds.models.checkpoint_names import checkpoint_tensors, tied_names
-from ppo_ds.models.lora import add_adapters, plain_weights
+from ppo_ds.models.lora import add_adapters, checkpoint_tensors, plain_weights, tied_names
 from tests.support.models import SIZES
 
 CONFIGS = {

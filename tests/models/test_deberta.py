@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.deberta_v2 import modeling_deberta_v2
 
-from ppo_ds.models.deberta import log_bucket_positions
+from ppo_ds.models.value import log_bucket_positions
 
 
 @pytest.fixture(scope="module")

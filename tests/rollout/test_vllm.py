@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from ppo_ds.config.sections.data import VLLMConfig
 from ppo_ds.errors import UserError
-from ppo_ds.models.checkpoint_names import checkpoint_names
+from ppo_ds.models.lora import checkpoint_names
 from ppo_ds.rollout.vllm import CHECK_EVERY, VLLMGenerator
 from tests.support import fake_vllm
 

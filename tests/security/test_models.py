@@ -11,7 +11,7 @@ import pytest
 
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
-from ppo_ds.models import template_limits
+from ppo_ds.models import tokenizer as tokenizer_module
 from ppo_ds.models.loading import ATTENTION, attention, load_config
 from ppo_ds.models.policy import load_policy
 from ppo_ds.models.tokenizer import load_tokenizer
@@ -133,8 +133,8 @@ DOUBLED = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x =
     ],
 )
 def test_a_template_is_limited_in_length_memory_and_time(folder, monkeypatch, template, words):
-    monkeypatch.setattr(template_limits, "SECONDS", 2.0)
-    monkeypatch.setattr(template_limits, "BYTES", 2**28)
+    monkeypatch.setattr(tokenizer_module, "SECONDS", 2.0)
+    monkeypatch.setattr(tokenizer_module, "BYTES", 2**28)
     tokenizer, start = load_tokenizer(str(folder), chat_template=template + "{{ '' }}"), time.monotonic()
     with pytest.raises(UserError) as caught:
         tokenizer.render_chat(CHAT)

@@ -18,9 +18,8 @@ from ppo_ds.planning.ppo_memory import Models, estimate
 from ppo_ds.planning.run_memory import Hardware
 from ppo_ds.tools.doctor.gpus import GPUS
 from ppo_ds.tools.doctor.model_shapes import plan_models
-from ppo_ds.tools.doctor.rates import Machine, read_assumptions
 from ppo_ds.tools.doctor.report import Report
-from ppo_ds.tools.doctor.step_time import PhaseTime, PPOTime
+from ppo_ds.tools.doctor.step_time import Machine, PhaseTime, PPOTime, read_assumptions
 from tests.config.commands import compose
 from tests.support.hub_models import hub_folders
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import published
 from launch.cli import CONF
-from ppo_ds.tools.doctor.time_report import phase_lines
+from ppo_ds.tools.doctor.step_time import phase_lines
 from tests.support.hub_models import hub_folders
 from tests.tools.scaling_rows import phases_of, planned, rows
 

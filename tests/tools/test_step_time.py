@@ -18,17 +18,18 @@ from ppo_ds.planning.run_memory import Estimate, FrozenModel
 from ppo_ds.planning.vllm_memory import VllmMemory
 from ppo_ds.tools.doctor.cluster import Cluster, cluster_of
 from ppo_ds.tools.doctor.gpus import GPUS, Device, find_gpu, recognized
-from ppo_ds.tools.doctor.rates import Machine, read_assumptions
 from ppo_ds.tools.doctor.step_time import (
     HOST,
     LAUNCHES,
     LINKS,
     MEMORY,
     DecodeWork,
+    Machine,
     Passes,
     PPOTime,
     decode_work,
     passes_over,
+    read_assumptions,
     response_lengths,
 )
 from ppo_ds.tools.doctor.suggest import with_setting
@@ -272,11 +273,11 @@ def test_assumptions_of_the_command_line() -> None:
     assert read_assumptions([], on_gpu=False)["mfu"] != default["mfu"]
     for setting, problem in (
         ("mfuu=1", "--assume mfuu=1: no such assumption; there are mfu, forward"),
-        ("mfu=2", "--assume mfu=2: must be at most 1, and above 0"),
-        ("mfu=0", "must be at most 1, and above 0"),
-        ("overlap=1.5", "--assume overlap=1.5: must be from 0 to 1"),
-        ("kernels=many", "--assume kernels=many: must be a number above 0"),
-        ("decode", "--assume decode: must be at most 1, and above 0"),
+        ("mfu=2", "--assume mfu=2: must be above 0 and at most 1"),
+        ("mfu=0", "must be above 0 and at most 1"),
+        ("overlap=1.5", "--assume overlap=1.5: must be at least 0 and at most 1"),
+        ("kernels=many", "--assume kernels=many: must be above 0 and at most 1e+09"),
+        ("decode", "--assume decode: must be above 0 and at most 1"),
     ):
         with pytest.raises(UserError) as raised:
             read_assumptions([setting], on_gpu=True)

@@ -13,14 +13,12 @@ from ppo_ds.assemble.preflight import check_engine_package
 from ppo_ds.compute import matmul
 from ppo_ds.config.schema import Config, PPOConfig, main_model_path, trained_models
 from ppo_ds.engine.memory_budget import GIB, cpu_memory, format_bytes
-from ppo_ds.planning.budgets import automatic, resolve, used_budgets, with_numbers
+from ppo_ds.planning.budgets import resolve, with_numbers
 from ppo_ds.planning.run_memory import USABLE, Estimate, Hardware
 from ppo_ds.tools.doctor.cluster import Cluster, cpu_device
 from ppo_ds.tools.doctor.finetune import batch_line, plan_finetuning
 from ppo_ds.tools.doctor.gpus import GPUS
-from ppo_ds.tools.doctor.plan import Plan
 from ppo_ds.tools.doctor.ppo import plan_ppo
-from ppo_ds.tools.doctor.rates import Assumptions, Machine
 from ppo_ds.tools.doctor.report import (
     Report,
     check_disk,
@@ -28,8 +26,8 @@ from ppo_ds.tools.doctor.report import (
     free_disk,
     versions,
 )
-from ppo_ds.tools.doctor.suggest import format_settings, suggest_larger_budgets, suggest_reductions
-from ppo_ds.tools.doctor.time_report import time_report
+from ppo_ds.tools.doctor.step_time import Assumptions, Machine, Plan, time_report
+from ppo_ds.tools.doctor.suggest import format_settings, suggest_reductions
 
 MAX_REDUCTIONS = 8  # maximum number of suggestions that are printed
 
@@ -53,7 +51,6 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
         make_plan: Callable[..., Plan | None] = plan_ppo if config.stage == "ppo" else plan_finetuning
         plan = make_plan(config, hardware, report)
     usable = usable_memory(hardware, per_node)
-    fixed = [name for name in used_budgets(config) if name not in automatic(config)]
     lines: list[str] = []
     if plan is not None:
         budgets = resolve(config, plan.estimate, usable, hardware.on_gpu)
@@ -76,7 +73,7 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
     print(_table(found))
     print("\n".join(lines), end="\n" if lines else "")
     print(f"work       up to {plan.flops / 1e12:,.3g} TFLOP per step over all ranks")
-    fits = _print_fit(config, plan, hardware, usable, found, fixed)
+    fits = _print_fit(config, plan, hardware, usable, found)
     machine = _machine(config, plan, cluster, assumed)
     if machine is None:
         print(f"time       not estimated: name the GPU by --gpu; the table has {', '.join(GPUS)}")
@@ -129,19 +126,12 @@ def usable_memory(hardware: Hardware, per_node: int) -> int:
     return max(0, hardware.usable)
 
 
-def _print_fit(
-    config: Config, plan: Plan, hardware: Hardware, usable: int, found: Estimate, fixed: list[str]
-) -> bool:
-    """Prints whether the estimate fits into memory, and config changes that help; returns whether it fits.
-
-    ``fixed`` are the token budgets that are not auto.
-    """
+def _print_fit(config: Config, plan: Plan, hardware: Hardware, usable: int, found: Estimate) -> bool:
+    """Prints whether the estimate fits into memory, and config changes that help; returns whether it fits."""
     where = "available for tensors" if hardware.on_gpu else "per rank on this machine"
     room = f"{format_bytes(usable)} {where}"
     if found.peak <= usable:
-        larger = suggest_larger_budgets(config, plan.estimate, usable, fixed)
-        spare = f"; enough is left for any one of: {format_settings(larger)}" if larger else ""
-        print(f"fits       {format_bytes(found.peak)} of {room}{spare}")
+        print(f"fits       {format_bytes(found.peak)} of {room}")
         return True
     print(f"too much   {format_bytes(found.peak)} in {found.peak_phase}, of {room}")
     single, combined, peak = suggest_reductions(config, plan.estimate, usable)

@@ -14,9 +14,8 @@ from ppo_ds.models.size import planned_shape
 from ppo_ds.planning.finetune_memory import batch_of, estimate_finetuning
 from ppo_ds.planning.run_memory import BYTES, Hardware
 from ppo_ds.tools.doctor.model_shapes import describe_shape
-from ppo_ds.tools.doctor.plan import STATE_BYTES, Plan
 from ppo_ds.tools.doctor.report import Report
-from ppo_ds.tools.doctor.step_time import FinetuneTime
+from ppo_ds.tools.doctor.step_time import STATE_BYTES, FinetuneTime, Plan
 
 # stage -> functions that read the data (config) -> (tokenizer, training rows, held-out rows) and describe it
 READERS = {

@@ -28,9 +28,8 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.planning.ppo_memory import Models, estimate
 from ppo_ds.planning.run_memory import BYTES, Hardware
 from ppo_ds.tools.doctor.model_shapes import plan_models
-from ppo_ds.tools.doctor.plan import STATE_BYTES, Plan
 from ppo_ds.tools.doctor.report import Report
-from ppo_ds.tools.doctor.step_time import PPOTime
+from ppo_ds.tools.doctor.step_time import STATE_BYTES, Plan, PPOTime
 
 MEAN_OF = 1000  # prompts whose mean length is taken
 

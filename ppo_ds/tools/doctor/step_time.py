@@ -4,8 +4,9 @@ Phases have the names of the trainer's time/* metrics. The estimate is that of t
 rank with the longest response of the step, for which the other ranks wait. A phase is bound by the resource
 that would take longest if nothing overlapped.
 
-The estimate leaves out reward functions and models with their own code, texts of algo.ptx, averaged weights,
-the exchange of experience, the recording of CUDA graphs, and all work of Python that a GPU does not wait for.
+The efficiencies assumed for GPUs were never measured on one. Those for CPUs were calibrated with the
+workloads W1 and W2 (docs/scaling.md). Reward functions, models with their own code, texts of algo.ptx,
+averaged weights, the exchange of experience and the recording of CUDA graphs are left out.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
 
 from ppo_ds.compute.batching import padded_tokens, plan_forwards
 from ppo_ds.compute.sizes import Shape, causal_pairs, decode_bytes, forward_flops
 from ppo_ds.config.schema import (
+    Config,
     PPOConfig,
     TextConfig,
     TrainedConfig,
@@ -31,13 +35,148 @@ from ppo_ds.config.schema import (
     uses_reference,
 )
 from ppo_ds.engine.zero import RANKS_16_BIT_SUM
+from ppo_ds.errors import UserError
 from ppo_ds.planning.forwards import old_logprobs_source
 from ppo_ds.planning.model_memory import FP32, kv_cache_bytes
 from ppo_ds.planning.ppo_memory import Models
 from ppo_ds.planning.run_memory import BYTES, Estimate, FrozenModel
 from ppo_ds.planning.vllm_memory import BATCHED_TOKENS, SEQUENCES, kv_heads
 from ppo_ds.rollout.continuous_batch import PREFILL_TOKENS, fast_batch_size
-from ppo_ds.tools.doctor.rates import Machine
+from ppo_ds.tools.doctor.gpus import Device
+
+# -- the machine ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """A number that --assume can set. Without a default it is absent unless it is set."""
+
+    default: float | None
+    description: str
+    most: float = 1e9
+    on_cpu: float | None = None  # the default on a CPU, where each kernel costs a call from Python
+
+
+OPTIONS = {
+    "mfu": Option(0.4, "of the peak FLOP/s in updates, recomputed forwards included", 1, 0.75),
+    "forward": Option(0.5, "of the peak FLOP/s in forwards over whole rows, prefill included", 1, 0.8),
+    "decode": Option(0.6, "of the memory bandwidth in decode steps", 1, 0.35),
+    "decode_mfu": Option(0.4, "of the peak FLOP/s in decode steps", 1, 0.75),
+    "adam": Option(0.6, "of the memory bandwidth in optimizer steps", 1, 0.5),
+    "links": Option(0.7, "of the bandwidth of NVLink, PCIe and the network", 1),
+    "overlap": Option(0.5, "of the shorter of computation and ZeRO-3's gathers, hidden by the other", 1, 0.0),
+    "kernels": Option(40, "kernels of a decoder layer in a forward"),
+    "launch_us": Option(8, "microseconds of the host for each kernel, without CUDA graphs", on_cpu=18),
+    "graph_us": Option(1.5, "microseconds between two kernels of a CUDA graph"),
+    "collective_us": Option(40, "microseconds of a collective, besides its transfer"),
+    "host_gb": Option(20, "GB/s of CPU memory for each rank in offloaded optimizer steps"),
+    "disk_gb": Option(1, "GB/s of all ranks together for checkpoints"),
+    "network_gb": Option(None, "GB/s of the network for each GPU, instead of the table's"),
+    "prompt": Option(None, "tokens of a prompt on average"),
+    "response": Option(None, "tokens of a response on average, instead of the maximum"),
+}
+Assumptions = Mapping[str, float]  # by the names in OPTIONS
+MAX_LENGTHS = {  # stage -> mean lengths that it uses, and the keys of their maxima
+    "ppo": {"prompt": "data.max_prompt_tokens", "response": "sampling.max_new_tokens"},
+    "sft": {"prompt": "sft.max_tokens"},
+    "reward_model": {"prompt": "reward_model.max_tokens"},
+}
+
+
+def read_assumptions(settings: Iterable[str], on_gpu: bool) -> Assumptions:
+    """Returns the defaults with ``settings`` (NAME=VALUE) applied; raises UserError for wrong settings."""
+    values = {name: option.default for name, option in OPTIONS.items() if option.default is not None}
+    if not on_gpu:
+        values |= {name: option.on_cpu for name, option in OPTIONS.items() if option.on_cpu is not None}
+    problems = []
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if name not in OPTIONS:
+            problems.append(f"--assume {setting}: no such assumption; there are {', '.join(OPTIONS)}")
+            continue
+        most = OPTIONS[name].most
+        if not 0 <= value <= most or (value == 0 and name != "overlap"):
+            least = "at least 0" if name == "overlap" else "above 0"
+            problems.append(f"--assume {setting}: must be {least} and at most {most:g}")
+        values[name] = value
+    if problems:
+        raise UserError(*problems)
+    return values
+
+
+def check_lengths(assumed: Assumptions, config: Config) -> None:
+    """Raises UserError if a mean length is assumed that is above the maximum of the config."""
+    problems = []
+    for name, key in MAX_LENGTHS[config.stage].items():
+        value, most = assumed.get(name), attrgetter(key)(config)
+        if value is not None and value > most:
+            problems.append(
+                f"--assume {name}={value:g}: must be at most {key}={most}; lower it or raise {key}"
+            )
+    if problems:
+        raise UserError(*problems)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a run, and the efficiencies that are assumed for them."""
+
+    device: Device
+    assumed: Assumptions
+    ranks: int
+    per_node: int
+    on_gpu: bool
+    tf32: bool = False
+
+    def products(self, flops: float, dtype: str, share: float) -> float:
+        """Returns the seconds of matrix products on one rank, at a share of the peak."""
+        return flops / (self.device.flops(dtype, self.tf32) * share)
+
+    def memory(self, size: float, share: float) -> float:
+        """Returns the seconds of reading or writing bytes of the device's memory."""
+        return size / (self.device.bandwidth * 1e9 * share)
+
+    def launches(self, layers: float, microseconds: float) -> float:
+        """Returns the seconds between the kernels of ``layers`` decoder layers."""
+        return layers * self.assumed["kernels"] * microseconds / 1e6
+
+    def gather(self, size: float, collectives: float = 1, group: int | None = None) -> float:
+        """Returns the seconds in which every rank of a group receives the rest of ``size`` bytes.
+
+        The ranks hold equal shares. A reduce-scatter takes as long. ``group`` is the number of consecutive
+        ranks that hold all shares; the default is all ranks. A node receives what other nodes hold through
+        the network adapters of all its GPUs, and its GPUs exchange it over the node's links at the same time
+        (NCCL's rings).
+        """
+        group = group or self.ranks
+        if group == 1:
+            return 0.0
+        local = min(group, self.per_node)
+        nodes = -(-group // local)
+        inside = size * (group - 1) / group / self.device.node_link if local > 1 else 0.0
+        network = self.assumed.get("network_gb") or self.device.network
+        across = size * (nodes - 1) / nodes / (local * network)
+        latency = collectives * self.assumed["collective_us"] / 1e6
+        return max(inside, across) / (1e9 * self.assumed["links"]) + latency
+
+    def host_copy(self, size: float) -> float:
+        """Returns the seconds of copying bytes between a GPU and CPU memory."""
+        return size / (self.device.host_link * 1e9 * self.assumed["links"])
+
+    def host_memory(self, size: float) -> float:
+        """Returns the seconds of reading or writing bytes of CPU memory on one rank."""
+        return size / (self.assumed["host_gb"] * 1e9)
+
+    def disk(self, size: float) -> float:
+        """Returns the seconds of writing bytes by all ranks together."""
+        return size / (self.assumed["disk_gb"] * 1e9)
+
+
+# -- the phases of a step --------------------------------------------------------------------------------
 
 # resources that can bound a phase
 COMPUTE, MEMORY, LINKS = "compute", "memory bandwidth", "links"
@@ -459,3 +598,92 @@ def decode_work(prompts: Sequence[int], responses: Sequence[int], slots: int) ->
         while live and live[0][0] == now:
             heapq.heappop(live)
     return DecodeWork(now, row_steps, contexts)
+
+
+# -- the report ------------------------------------------------------------------------------------------
+
+STATE_BYTES = 12  # bytes per trained parameter in a checkpoint: an fp32 weight and two moments
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Inputs of the diagnosis of a run whose models could be read."""
+
+    estimate: Callable[[Any], Estimate]  # for this config, or for one with other memory settings
+    step_time: Callable[[Any, Machine, Estimate], StepTime]
+    main: Shape  # of the model whose sizes the rates of a CPU are measured with
+    evaluated: int  # prompts, rows or pairs of one evaluation
+    flops: int  # of one step over all ranks
+    checkpoint: int  # bytes of one checkpoint
+    export: int  # bytes of the models that the run exports
+
+
+def time_report(config: Config, plan: Plan, machine: Machine, memory: Estimate) -> str:
+    """Returns lines on the seconds of each phase, what bounds them, the whole run, and the assumptions."""
+    step_time = plan.step_time(config, machine, memory)
+    phases = step_time.phases()
+    step = sum(phase.seconds for phase in phases.values())
+    lines = ["time       estimated, in seconds", *phase_lines(phases)]
+    total = (config.run.steps or 0) * step
+    saves = _checkpoints(config, step)
+    if plan.checkpoint and saves:
+        each = machine.disk(plan.checkpoint)
+        total += saves * each
+        lines.append(_row("checkpoint", _seconds(each), "", f"disk; {saves:.0f} in the run"))
+    evaluations = 2 + (config.run.steps or 0) // config.eval.every if config.eval.every else 2
+    if plan.evaluated:
+        evaluation = step_time.evaluation(plan.evaluated)
+        total += evaluations * evaluation.seconds
+        lines.append(
+            _row("eval", _seconds(evaluation.seconds), "", f"{evaluation.bound}; {evaluations} in the run")
+        )
+    if config.run.steps is not None:
+        hours = total / 3600
+        cost = f", {hours * machine.ranks:,.1f} GPU-hours" if machine.on_gpu else ""
+        lines.append(f"run        {config.run.steps} steps: {hours:,.1f} hours{cost}")
+    return "\n".join([*lines, *_assumptions(machine)])
+
+
+def phase_lines(phases: Mapping[str, PhaseTime]) -> list[str]:
+    """Returns the table of the phases of a step, and what bounds them."""
+    step = sum(phase.seconds for phase in phases.values())
+    lines = [_row("phase", "seconds", "share", "bound by")]
+    for name, phase in phases.items():
+        detail = f": {phase.detail}" if phase.detail else ""
+        share = f"{100 * phase.seconds / step:.0f} %"
+        lines.append(_row(name, _seconds(phase.seconds), share, phase.bound + detail))
+    longest = max(phases, key=lambda name: phases[name].seconds)
+    return [*lines, _row("step", _seconds(step), "", f"mostly {longest}, by {phases[longest].bound}")]
+
+
+def _checkpoints(config: Config, step: float) -> float:
+    """Returns the number of checkpoints of the run: by steps, by minutes, and at its end."""
+    steps, settings = config.run.steps or 0, config.checkpoint
+    if settings.every == 0:
+        return 0
+    by_steps = steps / settings.every if settings.every else 1
+    return max(by_steps, steps * step / (60 * settings.minutes) if settings.minutes else 0)
+
+
+def _assumptions(machine: Machine) -> list[str]:
+    """Returns lines with the rates of the device and every assumed number."""
+    device, assumed = machine.device, machine.assumed
+    where = "never measured on one" if machine.on_gpu else "from W1 and W2"
+    lines = [
+        f"rates      {device.name}: {device.bf16:,.4g} TFLOPS in 16 bits, {device.fp32:,.4g} in fp32; GB/s: "
+        f"{device.bandwidth:,.4g} memory, {device.node_link:.4g} in the node, {device.host_link:.4g} to the "
+        f"CPU, {device.network:.4g} network; {device.source}",
+        f"assumed    {where}; set by --assume NAME=VALUE ...",
+    ]
+    return lines + [
+        f"  {name:<14}{format(assumed[name], 'g') if name in assumed else '-':>6}  {option.description}"
+        for name, option in OPTIONS.items()
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3f}"
+
+
+def _row(name: str, seconds: str, share: str, bound: str) -> str:
+    return f"  {name:<14}{seconds:>10}{share:>8}   {bound}"

@@ -1,11 +1,11 @@
-"""Suggests config changes that make a run fit into the memory of a GPU, or that use memory that is left.
+"""Suggests config changes that make a run fit into the memory of a GPU.
 
 The changes are evaluated with the memory estimate; nothing is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ppo_ds.config.schema import (
@@ -25,7 +25,6 @@ from ppo_ds.planning.run_memory import Estimate
 
 Setting = tuple[str, Any]
 WORTHWHILE = 0.98  # a single change is suggested only if it reduces the peak below this share
-MAX_DOUBLINGS = 6
 SMALL_BUCKET = 50_000_000  # elements; still large enough to use the bandwidth between GPUs
 
 
@@ -122,29 +121,6 @@ def _role_reductions(role: TrainedConfig) -> Iterator[Setting]:
         yield "model.gradient_checkpointing", True
     if zero.stage and "reduce_bucket_size" not in role.deepspeed.get("zero_optimization", {}):
         yield "deepspeed.zero_optimization.reduce_bucket_size", SMALL_BUCKET
-
-
-def suggest_larger_budgets(
-    config: Config, estimate: Callable[[Any], Estimate], usable: int, budgets: Iterable[str]
-) -> list[Setting]:
-    """Doubles each of ``budgets`` separately while the peak fits ``usable``, and returns the new values.
-
-    A budget is doubled at most MAX_DOUBLINGS times. Budgets whose doubling would not make any
-    forward larger are left out.
-    """
-    larger = []
-    for key in budgets:
-        tokens, best = used_budgets(config)[key], None
-        before = estimate(config)
-        for _ in range(MAX_DOUBLINGS):
-            tokens *= 2
-            after = estimate(with_setting(config, f"memory.{key}", tokens))
-            if after.peak > usable or after.phases == before.phases:
-                break
-            best, before = tokens, after
-        if best is not None:
-            larger.append((f"memory.{key}", best))
-    return larger
 
 
 def format_settings(settings: list[Setting]) -> str:
