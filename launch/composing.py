@@ -7,9 +7,7 @@ directory or flags. Hydra only parses and composes; ppo_ds checks types, unknown
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -43,22 +41,6 @@ WITHOUT_EVALUATION = {
     "eval.patience": None,
     "checkpoint.keep_best": False,
     "checkpoint.best_by": None,
-}
-# Names that are neither options nor similar to the option that they mean.
-USUAL_NAMES = {
-    ("algo", "ppo"): "standard",
-    ("algo", "reinforce"): "reinforce_pp",
-    ("algo", "reinforce++"): "reinforce_pp",
-    ("experiment", "ppo"): "rlhf",
-    ("experiment", "lora"): "rlhf_70b_lora",
-    ("reward", "rm"): "model",
-    ("reward", "reward_model"): "model",
-    ("reward", "python"): "function",
-    ("reward", "http"): "remote",
-    ("reward", "mix"): "weighted",
-    ("reward", "math"): "numeric",
-    **{("zero", str(stage)): f"stage{stage}" for stage in range(4)},
-    **{("zero", f"zero{stage}"): f"stage{stage}" for stage in range(4)},
 }
 EXAMPLES = Path(str(files("ppo_ds"))) / "examples"
 # ${example:FILE} in a config is the absolute path of a data file of the package.
@@ -249,27 +231,14 @@ def _in_order(
             chosen[place] = bare if place in in_list or deletes else f"+{bare}"
             options, value = folders.options(group), override.value()
             for name in () if deletes else value if isinstance(value, list) else [value]:
-                if str(name).removesuffix(".yaml") not in options:
+                if str(name) not in options:
                     wrong.append(
                         f"{argument}: no such {group}; available: "
-                        f"{', '.join(options)}{other_option(group, str(name), options)}"
+                        f"{', '.join(options)}{did_you_mean(str(name), options)}"
                     )
     if wrong:  # further checks would report problems that only follow from the wrong group
         raise UserError(*problems, *wrong)
     return [*sorted(chosen.values(), key=lambda text: not text.startswith("+experiment=")), *keys]
-
-
-def other_option(group: str, name: str, options: list[str]) -> str:
-    """Returns ``; did you mean x?`` for the option or the keys that a user of ``group=name`` may mean."""
-    if group == "reward" and re.search(r"\.py$|.:\w+$", name):
-        path = name if ":" in name else f"{name}:FUNCTION"
-        return f"; did you mean reward=function reward.path={path}?"
-    if "/" in name and group.partition("@")[0] in ("reward", "model"):  # a Hub id or a folder
-        keys = "reward=model reward.model.path" if group == "reward" else "actor.model.path"
-        return f"; did you mean {keys}={name}?"
-    usual = USUAL_NAMES.get((group, name.lower()))
-    close = [usual] if usual in options else get_close_matches(name.lower(), options, n=1, cutoff=0.6)
-    return f"; did you mean {group}={close[0]}?" if close else ""
 
 
 def resolve_config(composed: DictConfig) -> dict[str, Any]:
@@ -284,23 +253,10 @@ def resolve_config(composed: DictConfig) -> dict[str, Any]:
             tree.run.name = tree.stage
         if tree.run.get("dir") is None:
             tree.run.dir = default_dir("${run.name}")
-    problems = list(_broken_interpolations(tree))
-    if problems:
-        raise UserError(*problems)
-    plain: Any = OmegaConf.to_container(tree, resolve=True)
+    try:
+        plain: Any = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(
+            f"{error.full_key}: {str(error).splitlines()[0]}; correct the interpolation"
+        ) from None
     return plain
-
-
-def _broken_interpolations(node: Any, prefix: str = "") -> Iterator[str]:
-    """Yields a line for each interpolation that cannot be resolved."""
-    names = node.keys() if isinstance(node, DictConfig) else range(len(node))
-    for name in names:
-        key = f"{prefix}{name}" if isinstance(node, DictConfig) else f"{prefix.rstrip('.')}[{name}]"
-        try:
-            child = node[name] if not OmegaConf.is_missing(node, name) else None
-        except OmegaConfBaseException as error:
-            raw = OmegaConf.to_container(node, resolve=False)[name]
-            yield f"{key}={raw}: {str(error).splitlines()[0]}"
-            continue
-        if OmegaConf.is_config(child):
-            yield from _broken_interpolations(child, f"{key}.")

@@ -19,7 +19,6 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 from launch.cli import Parser  # noqa: E402
 from launch.process import complain, prepare_environment, warn_about  # noqa: E402
-from ppo_ds.config.chat_template import template_text  # noqa: E402
 from ppo_ds.errors import UserError, printable  # noqa: E402
 
 
@@ -67,11 +66,6 @@ def command_line() -> Parser:
         action="store_true",
         help="run the Python code of models that the run's config trusts",
     )
-    parser.add_argument(
-        "--chat-template",
-        metavar="FILE",
-        help="use this Jinja template; needed for checkpoints of older versions whose config names a file",
-    )
     return parser
 
 
@@ -93,7 +87,6 @@ def main(argv: list[str]) -> int:
             options.out,
             force=options.force,
             trust_remote_code=options.trust_remote_code,
-            chat_template=options.chat_template and template_text(options.chat_template),
             name=options.push,
             adapter=options.adapter,
         )

@@ -192,48 +192,24 @@ def finish(folder: Path, about: dict[str, Any]) -> None:
     write_file(folder / DONE, json.dumps(about, indent=2) + "\n")
 
 
-def _check(
-    *,
-    max_operand: int,
-    heldout: int,
-    hidden_size: int,
-    heads: int,
-    seed: int,
-    min_operand: int = 0,
-    validation: int | None = None,
-    **others: float,
-) -> None:
+def _check(seed: int, min_operand: int = 0, **above_0: Any) -> None:
     """Raises UserError if the arguments do not define a valid task and model."""
-    sizes: dict[str, float | None] = {
-        "max_operand": max_operand,
-        "heldout": heldout,
-        "validation": validation,
-        "hidden_size": hidden_size,
-        "heads": heads,
-        **others,
-    }
-    wrong = [
-        f"prepare.{name}={value}: must be above 0"
-        for name, value in sizes.items()
-        if value is not None and value <= 0
-    ]
+    wrong = [f"prepare.{name}={value}: must be above 0" for name, value in above_0.items() if not 0 < value]
     if wrong:
         raise UserError(*wrong)
-    if min_operand < 0:
-        raise UserError(f"prepare.min_operand={min_operand}: must not be negative")
-    if max_operand < min_operand:
-        raise UserError(f"prepare.max_operand={max_operand}: must be at least min_operand={min_operand}")
-    sums = (max_operand - min_operand + 1) ** 2
-    if heldout + (validation or 0) >= sums:
-        used = f"heldout={heldout}" + (f" and validation={validation}" if validation else "")
-        wrong.append(f"prepare.max_operand={max_operand}: all {sums} sums are used by {used}; raise it")
-    if hidden_size % (2 * heads):
-        wrong.append(
-            f"prepare.hidden_size={hidden_size}: must be a multiple of {2 * heads}, twice "
+    largest, heads = above_0["max_operand"], above_0["heads"]
+    sums = (largest - min_operand + 1) ** 2
+    if not 0 <= min_operand <= largest:
+        raise UserError(f"prepare.min_operand={min_operand}: must be from 0 to max_operand={largest}")
+    if above_0["heldout"] + above_0.get("validation", 0) >= sums:
+        raise UserError(
+            f"prepare.max_operand={largest}: all {sums} sums are used by heldout={heldout}; raise it"
+        )
+    if above_0["hidden_size"] % (2 * heads):
+        raise UserError(
+            f"prepare.hidden_size={above_0['hidden_size']}: must be a multiple of {2 * heads}, twice "
             f"prepare.heads={heads}"
         )
-    if wrong:
-        raise UserError(*wrong)
 
 
 def problems(max_operand: int, seed: int, min_operand: int = 0) -> list[Row]:

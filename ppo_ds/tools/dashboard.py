@@ -8,11 +8,12 @@ responses. The library wandb-workspaces comes with the extra ``dashboards``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from ppo_ds.errors import UserError
-from ppo_ds.tracking.catalogue import METRICS, PANELS, SECTIONS, Metric, Panel, find, matches
+from ppo_ds.tools.metrics_page import in_words
+from ppo_ds.tracking.catalogue import PANELS, SECTIONS, Metric, Panel, find, matches
 
 # prefix -> histograms that PPO logs for dashboards, with the titles of their panels
 HISTOGRAMS = {
@@ -96,38 +97,11 @@ def _line_plot(panel: Panel) -> Any:
 
 
 def pattern_of(family: str) -> str:
-    """Returns a regular expression for the metrics of a family, such as ``eval/<name>_mean``.
-
-    Like ``panel_metrics``, it leaves out the names of other metrics, such as eval/score_mean.
-    """
-    before, after = re.split(r"<\w+>", family)
-    known = [name for name in METRICS if "<" not in name and matches(family, name)]
-    return f"^{before}{_other_than([name[len(before) : len(name) - len(after)] for name in known])}{after}$"
-
-
-def _other_than(texts: Sequence[str]) -> str:
-    """Returns a regular expression for all texts but ``texts`` and the empty one.
-
-    It has no lookahead, since wandb does not document whether its expressions allow it.
-    """
-    starts = {text[0]: [other[1:] for other in texts if other[:1] == text[0]] for text in texts if text}
-    if not starts:
-        return ".+"
-    longer = [f"{start}{_other_than(rests)}" for start, rests in starts.items()]
-    ends = [start for start, rests in starts.items() if "" not in rests]
-    return "(?:" + "|".join([f"[^{''.join(starts)}].*", *longer, *ends]) + ")"
+    """Returns a regular expression for the metrics of a family, such as ``eval/<name>_mean``."""
+    return "^" + re.sub(r"<\w+>", ".+", family) + "$"
 
 
 def _healthy_range(panel: Panel) -> str:
     """Returns the healthy range of the panel's first metric for its title, since wandb draws no bands."""
     metric = find(next(iter(panel.metrics)))
-    if metric is None or metric.healthy is None:
-        return ""
-    match metric.healthy:
-        case (None, high):
-            return f" (healthy: at most {high:g})"
-        case (low, None):
-            return f" (healthy: at least {low:g})"
-        case (low, high):
-            return f" (healthy: {low:g} to {high:g})"
-    return ""
+    return "" if metric is None or metric.healthy is None else f" (healthy: {in_words(metric.healthy)})"

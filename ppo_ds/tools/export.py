@@ -74,7 +74,6 @@ def export(
     *,
     force: bool = False,
     trust_remote_code: bool = False,
-    chat_template: str | None = None,
     name: str | None = None,
     adapter: bool = False,
 ) -> Path:
@@ -86,7 +85,6 @@ def export(
     Args:
         force: Replaces ``out`` if it is a model folder.
         trust_remote_code: Runs the Python code of models that the checkpoint's config trusts.
-        chat_template: A Jinja template that replaces the template of the checkpoint's config.
         name: The name on the Hub for the model card, if the model will be uploaded.
         adapter: Raises UserError, and writes nothing, if the model has no adapter.
 
@@ -94,7 +92,7 @@ def export(
         The path of the exported folder.
     """
     out = target_folder(checkpoint, role, out, force)
-    config = read_config(checkpoint, role, trust_remote_code, chat_template)
+    config = read_config(checkpoint, role, trust_remote_code)
     tokenizer, module = initial_model(config, role, checkpoint)
     model, copy = (main_model(checkpoint), "ema") if role == "ema" else (role, None)
     # stage=reward_model stores the settings of its export, which follow from its data
@@ -142,9 +140,7 @@ def target_folder(checkpoint: Path, role: str, out: Path | None, force: bool) ->
     return out
 
 
-def read_config(
-    checkpoint: Path, role: str, trust_remote_code: bool, chat_template: str | None
-) -> TextConfig:
+def read_config(checkpoint: Path, role: str, trust_remote_code: bool) -> TextConfig:
     """Returns the config of the checkpoint's run.
 
     Raises UserError if a file of the checkpoint is damaged or is a link to a file elsewhere, if the
@@ -162,23 +158,13 @@ def read_config(
         roles = ", ".join(name for name in held if name in FOLDERS)
         raise UserError(f"--role={role}: {checkpoint} has no such weights; it holds {roles}")
     settings = state.get("settings")
-    if settings is None:
-        raise UserError(
-            f"{checkpoint}: was written by an older version, without settings; resume the run and export "
-            "its next checkpoint"
-        )
     # the run directory may have been moved since the checkpoint was written
     try:
         settings = moved_paths(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/")
     except (LookupError, TypeError) as error:
         raise UserError(f"{checkpoint}: its settings have no run.dir; export another checkpoint") from error
-    return config_of_settings(
-        settings,
-        checkpoint / "state.json",
-        trust_remote_code=trust_remote_code,
-        chat_template=chat_template,
-        kind=TextConfig,
-    )
+    file = checkpoint / "state.json"
+    return config_of_settings(settings, file, trust_remote_code=trust_remote_code, kind=TextConfig)
 
 
 def moved_paths(value: Any, old: str, new: str) -> Any:

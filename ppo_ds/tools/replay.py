@@ -71,11 +71,10 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PPOConfig:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{folder}: its config.yaml cannot be read: {error}") from error
     config = config_of_settings(
-        tree, file, trust_remote_code=trust_remote_code, chat_template="", kind=PPOConfig
+        tree, file, trust_remote_code=trust_remote_code, with_template=False, kind=PPOConfig
     )
     return replace(
         config,
-        data=replace(config.data, chat_template=None),
         actor=replace(config.actor, zero=replace(config.actor.zero, **ONE_RANK), deepspeed={}),
         critic=replace(config.critic, zero=replace(config.critic.zero, **ONE_RANK), deepspeed={}),
     )

@@ -24,15 +24,15 @@ def config_of_settings(
     file: Path,
     *,
     trust_remote_code: bool,
-    chat_template: str | None = None,
+    with_template: bool = True,
     kind: type[ConfigT],
 ) -> ConfigT:
     """Builds and checks a Config from the settings that were read from ``file``.
 
     Raises UserError for invalid settings and for a chat template that is the path of a file. Unless
     ``trust_remote_code`` is true, it also raises UserError for a model, reward models included, that runs its
-    own Python code. ``chat_template`` replaces the template of the settings. Settings of other
-    stages than those of ``kind`` are refused.
+    own Python code. Without ``with_template`` the chat template is left out. Settings of other stages than
+    those of ``kind`` are refused.
     """
     if not isinstance(settings, dict) or not is_plain(settings):
         raise UserError(f"{file}: holds no settings, which are nested mappings with text as keys")
@@ -51,13 +51,12 @@ def config_of_settings(
                 f"{file}: {key}=true runs Python code of {key.rpartition('.')[0]}.path; read that code, then "
                 "repeat with --trust-remote-code"
             )
-    if chat_template is not None:
-        return replace(config, data=replace(config.data, chat_template=chat_template))
+    if not with_template:
+        return replace(config, data=replace(config.data, chat_template=None))
     if config.data.chat_template is not None and not is_template(config.data.chat_template):
         raise UserError(
-            f"{file}: data.chat_template={config.data.chat_template}: names a file, as older versions wrote "
-            "it, but a checkpoint may not choose files of this machine; read that file, then repeat with "
-            "--chat-template FILE"
+            f"{file}: data.chat_template={config.data.chat_template}: names a file, but a checkpoint "
+            "may not choose files of this machine; replace the path by the text of that file"
         )
     return config
 

@@ -156,7 +156,7 @@ def test_reward_is_one_for_the_correct_text_only() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"max_operand": 5}, "prepare.max_operand=5: all 36 sums are used by heldout=20 and validation=20"),
+        ({"max_operand": 5}, "prepare.max_operand=5: all 36 sums are held out; raise it"),
         ({"hidden_size": 30, "heads": 4}, "prepare.hidden_size=30: must be a multiple of 8"),
         (
             {"validation": 0, "layers": -1},
@@ -225,10 +225,10 @@ def test_stages_start_from_the_same_untrained_model_again(stages: Path, tmp_path
     ("changed", "said"),
     [
         ({"wrong_labels": 0.5}, "prepare.wrong_labels=0.5: must be at least 0 and below 0.5"),
-        ({"min_operand": 10}, "prepare.max_operand=9: must be at least min_operand=10"),
-        ({"heldout": 100}, "prepare.max_operand=9: all 100 sums are used by heldout=100; raise it"),
+        ({"min_operand": 10}, "prepare.min_operand=10: must be from 0 to max_operand=9"),
+        ({"heldout": 100}, "prepare.max_operand=9: all 100 sums are held out; raise it"),
         ({"pairs": 0}, "prepare.pairs=0: must be above 0"),
-        ({"min_operand": -1}, "prepare.min_operand=-1: must not be negative"),
+        ({"min_operand": -1}, "prepare.min_operand=-1: must be from 0 to max_operand=9"),
     ],
 )
 def test_invalid_arguments_of_stages_are_user_errors(

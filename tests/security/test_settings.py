@@ -202,12 +202,8 @@ def test_a_chat_template_of_a_checkpoint_is_not_a_file_of_this_machine(tmp_path,
     write_checkpoint(run / STEP, trained(run / "start"), settings)
     assert export.main([str(run)]) == 2
     (line,) = error_of(capsys)
-    assert f"data.chat_template={secret}: names a file" in line and "--chat-template FILE" in line
+    assert f"data.chat_template={secret}: names a file" in line and "replace the path" in line
     assert not (run / "exports").exists()
-
-    (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    assert export.main([str(run), "--chat-template", str(tmp_path / "chat.jinja")]) == 0
-    assert load_tokenizer(str(run / "exports" / "step_000002" / "model")).hf.chat_template == TEMPLATE
 
 
 def test_a_chat_template_of_a_checkpoint_may_be_text(tmp_path):

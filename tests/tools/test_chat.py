@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +268,18 @@ def test_all_arguments_are_checked_before_a_model_is_loaded(
     (tmp_path / "two" / "config.json").write_text("{")
     with pytest.raises(UserError, match="two"):
         load()
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_loaded_models_are_sampled_or_greedy_and_base_models_are_announced(
+    tmp_path: Path, greedy: bool
+) -> None:
+    tokenizer, said = tiny.character_tokenizer("abcsu|"), []
+    tiny.save(partner().policy.lm, tokenizer, tmp_path / "one")
+    wanted = parse([str(tmp_path / "one"), "sampling.top_p=0.5", *["--greedy"] * greedy])
+    world = ThreadWorld(0, 1, threading.Barrier(1), [None])
+    (one,) = load_partners(
+        wanted.config, world, wanted.models, with_reward=False, greedy=wanted.greedy, note=said.append
+    )
+    assert one.sampling == (one.sampling.as_greedy() if greedy else replace(one.sampling, top_p=0.5))
+    assert said[-1].startswith("one has no chat template: it continues each message as plain text")
