@@ -202,9 +202,7 @@ def _check(seed: int, min_operand: int = 0, **above_0: Any) -> None:
     if not 0 <= min_operand <= largest:
         raise UserError(f"prepare.min_operand={min_operand}: must be from 0 to max_operand={largest}")
     if above_0["heldout"] + above_0.get("validation", 0) >= sums:
-        raise UserError(
-            f"prepare.max_operand={largest}: all {sums} sums are used by heldout={heldout}; raise it"
-        )
+        raise UserError(f"prepare.max_operand={largest}: all {sums} sums are held out; raise it")
     if above_0["hidden_size"] % (2 * heads):
         raise UserError(
             f"prepare.hidden_size={above_0['hidden_size']}: must be a multiple of {2 * heads}, twice "

@@ -217,7 +217,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         ([str(tmp_path / "none")], "none: no such folder"),
         ([models[0], "sampling.top_k=x"], "^sampling.top_k=x: must be a whole number"),
         ([models[0], "actor.model.revision=v1"], "^actor.model.revision=v1: a chat loads the newest"),
-        ([models[0], "reward=lenght"], "lenght: no such reward.*did you mean reward=length"),
+        ([models[0], "reward=lenght"], "lenght: no such reward.*did you mean length"),
     ):
         with pytest.raises(UserError, match=line):
             parse(arguments)
