@@ -72,67 +72,30 @@ def test_another_number_of_ranks_is_named_in_both_directions() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "key", "old", "new"),
-    [
-        ("actor.zero.stage=2", "actor.zero.stage=3", "actor.zero.stage", "2", "3"),
-        ("critic.zero.stage=1", "critic.zero.stage=0", "critic.zero.stage", "1", "0"),
-        ("actor.model.path=org/a", "actor.model.path=org/b", "actor.model.path", "org/a", "org/b"),
-        (
-            "reference.model.path=org/a",
-            "reference.model.path=org/b",
-            "reference.model.path",
-            "org/a",
-            "org/b",
-        ),
-        ("actor.lora.rank=4", "actor.lora.rank=8", "actor.lora.rank", "4", "8"),
-        ("critic.init=auto", "critic.init=actor", "critic.init", "auto", "actor"),
-        (
-            "rollout.prompts_per_step=16",
-            "rollout.prompts_per_step=32",
-            "rollout.prompts_per_step",
-            "16",
-            "32",
-        ),
-        ("algo.minibatch_size=16", "algo.minibatch_size=8", "algo.minibatch_size", "16", "8"),
-        ("algo.epochs=2", "algo.epochs=1", "algo.epochs", "2", "1"),
-        (
-            "algo.old_logprobs=recompute",
-            "algo.old_logprobs=rollout",
-            "algo.old_logprobs",
-            "recompute",
-            "rollout",
-        ),
-        (
-            "algo.rollout_is.kind=mask",
-            "algo.rollout_is.kind=truncate",
-            "algo.rollout_is.kind",
-            "mask",
-            "truncate",
-        ),
-        ("run.seed=0", "run.seed=1", "run.seed", "0", "1"),
-        ("data.path=org/a", "data.path=org/b", "data.path", "org/a", "org/b"),
-        ("data.max_prompt_tokens=512", "data.max_prompt_tokens=256", "data.max_prompt_tokens", "512", "256"),
-        ("algo.kl.estimator=k1", "algo.kl.estimator=k2", "algo.kl.estimator", "k1", "k2"),
-        (
-            "algo.reward_shaping.normalize=none",
-            "algo.reward_shaping.normalize=running",
-            "algo.reward_shaping.normalize",
-            "none",
-            "running",
-        ),
-        (
-            "algo.advantage.estimator=gae",
-            "algo.advantage.estimator=reinforce",
-            "algo.advantage.estimator",
-            "gae",
-            "reinforce",
-        ),
-    ],
-)
-def test_what_matters_is_refused_with_both_values_and_the_remedies(
-    before: str, now: str, key: str, old: str, new: str
-) -> None:
+REFUSED = """
+actor.zero.stage 2 3
+critic.zero.stage 1 0
+actor.model.path org/a org/b
+reference.model.path org/a org/b
+actor.lora.rank 4 8
+critic.init auto actor
+rollout.prompts_per_step 16 32
+algo.minibatch_size 16 8
+algo.epochs 2 1
+algo.old_logprobs recompute rollout
+algo.rollout_is.kind mask truncate
+run.seed 0 1
+data.path org/a org/b
+data.max_prompt_tokens 512 256
+algo.kl.estimator k1 k2
+algo.reward_shaping.normalize none running
+algo.advantage.estimator gae reinforce
+"""
+
+
+@pytest.mark.parametrize(("key", "old", "new"), [row.split() for row in REFUSED.split("\n") if row])
+def test_what_matters_is_refused_with_both_values_and_the_remedies(key: str, old: str, new: str) -> None:
+    before, now = f"{key}={old}", f"{key}={new}"
     with pytest.raises(UserError) as refused:
         check_resume(stored(before), settings(now), CHECKPOINT)
     (line,) = refused.value.problems
@@ -181,39 +144,17 @@ def test_what_may_change_is_named() -> None:
     ]
 
 
+SILENT = """
+run.name=other run.dir=elsewhere run.stop_at_step=1 run.max_minutes=3 run.timeout_minutes=4
+run.threads=1 run.verbose=true memory.train_tokens=99 memory.layout=padded checkpoint.every=3
+checkpoint.minutes=0.5 checkpoint.keep_last=1 health.max_skips=1 eval.greedy=false tracker.samples=0
+tracker.wandb.mode=offline actor.zero.offload_optimizer=true reference.zero.stage=3
+actor.model.gradient_checkpointing=true data.eval_path=org/heldout run.resume_allow_changes=[data]
+"""
+
+
 def test_what_changes_no_number_changes_silently() -> None:
-    now = settings(
-        *(
-            "run.name=other",
-            "run.dir=elsewhere",
-            "run.stop_at_step=1",
-            "run.max_minutes=3",
-            "run.timeout_minutes=4",
-            "run.threads=1",
-            "run.verbose=true",
-        ),
-        *(
-            "memory.train_tokens=99",
-            "memory.layout=padded",
-            "checkpoint.every=3",
-            "checkpoint.minutes=0.5",
-            "checkpoint.keep_last=1",
-            "health.max_skips=1",
-            "eval.greedy=false",
-        ),
-        *(
-            "tracker.samples=0",
-            "tracker.wandb.mode=offline",
-            "actor.zero.offload_optimizer=true",
-            "reference.zero.stage=3",
-        ),
-        *(
-            "actor.model.gradient_checkpointing=true",
-            "data.eval_path=org/heldout",
-            "run.resume_allow_changes=[data]",
-        ),
-    )
-    assert check_resume(stored(), now, CHECKPOINT) == []
+    assert check_resume(stored(), settings(*SILENT.split()), CHECKPOINT) == []
 
 
 def test_paths_below_the_run_directory_move_with_it() -> None:

@@ -6,11 +6,16 @@ function in any module that can be imported, and its class here.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ppo_ds.config.text import short
 from ppo_ds.config.types import Fraction, OneOf, Positive, Section, Variants
+
+if TYPE_CHECKING:
+    from ppo_ds.config.sections.algo import AlgoConfig
 
 ADVANTAGE_ESTIMATORS: dict[str, type[AdvantageConfig]] = {}
 _HERE = "ppo_ds.algorithm.credit"
@@ -45,7 +50,7 @@ class AdvantageConfig(Variants):
     needs_parts: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = False  # the score of a greedy response to each prompt
     divides_by_std: ClassVar[bool] = False  # whitening would divide a second time
-    divides_by_mean: ClassVar[bool] = False  # needs scores that are not negative
+    why: ClassVar[str] = ""  # the reason of ``excluded``, a relative clause
 
     estimator: Annotated[str, OneOf(ADVANTAGE_ESTIMATORS)] = Field("gae", description="Advantage estimator.")
     whiten: Literal["batch", "none", "group", "minibatch"] = Field(
@@ -59,6 +64,33 @@ class AdvantageConfig(Variants):
     def gives_token_returns(self) -> bool:
         """True if each token has its own return, so that algo.action_level must be token."""
         return not (self.needs_critic or self.needs_group)
+
+    def problems(self, algo: AlgoConfig) -> Iterator[str]:
+        """Yields an error line for each key of ``algo`` that the estimator cannot be combined with."""
+        chosen = f"algo.advantage.estimator={self.estimator}"
+        if self.gives_token_returns and algo.action_level != "token":
+            yield f"{chosen}: gives each token its own return, so algo.action_level must be token"
+        for key, value, off in self.excluded(algo):
+            line = f"algo.{key}={short(value)}: cannot be combined with {chosen}"
+            yield f"{line}, {self.why}; set it to {off}"
+
+    def excluded(self, algo: AlgoConfig) -> Iterator[tuple[str, Any, str]]:
+        """Yields key, value and remedy of each setting of ``algo`` that the estimator excludes."""
+        yield from ()
+
+
+def changes_of_scores(algo: AlgoConfig) -> Iterator[tuple[str, Any, str]]:
+    """Yields key, value and remedy of each setting that changes the scores of the reward."""
+    shaping = algo.reward_shaping
+    settings: list[tuple[str, Any, Any, str]] = [
+        ("kl.place", algo.kl.place if algo.kl.place == "reward" else None, None, "loss or none"),
+        ("reward_shaping.clip", shaping.clip, None, "null"),
+        ("reward_shaping.normalize", shaping.normalize, "none", "none"),
+        ("reward_shaping.missing_eos", shaping.missing_eos, None, "null"),
+        ("reward_shaping.overlong_buffer", shaping.overlong_buffer, None, "null"),
+        ("reward_shaping.length_penalty", shaping.length_penalty, 0, "0"),
+    ]
+    return ((key, value, remedy) for key, value, off, remedy in settings if value != off)
 
 
 class GAE(AdvantageConfig):
@@ -84,6 +116,11 @@ class ReMax(AdvantageConfig):
     estimator: Literal["remax"] = "remax"
     function = f"{_HERE}.returns.remax"
     needs_greedy = True
+    why = "which compares a response with the greedy one"
+
+    def excluded(self, algo: AlgoConfig) -> Iterator[tuple[str, Any, str]]:
+        if algo.dynamic_sampling.enabled:
+            yield "dynamic_sampling.enabled", True, "false"
 
 
 class RLOO(AdvantageConfig):
@@ -125,7 +162,19 @@ class MaxRL(AdvantageConfig):
 
     estimator: Literal["maxrl"] = "maxrl"
     function = f"{_HERE}.groups.maxrl"
-    needs_group = divides_by_mean = True
+    needs_group = True
+    why = "which divides by the mean score of a group, and this can make it 0 or negative"
+
+    def excluded(self, algo: AlgoConfig) -> Iterator[tuple[str, Any, str]]:
+        shaping = algo.reward_shaping
+        sign = 1 if shaping.missing_eos == "subtract" else -1
+        harmless = {
+            "reward_shaping.clip": True,
+            "reward_shaping.missing_eos": sign * shaping.missing_eos_value <= 0,
+            "reward_shaping.overlong_buffer": shaping.overlong_factor == 0,
+            "reward_shaping.length_penalty": shaping.length_penalty < 0,
+        }
+        return (setting for setting in changes_of_scores(algo) if not harmless.get(setting[0]))
 
 
 class GDPO(AdvantageConfig):
@@ -136,6 +185,12 @@ class GDPO(AdvantageConfig):
     estimator: Literal["gdpo"] = "gdpo"
     function = f"{_HERE}.groups.gdpo"
     needs_group = needs_parts = divides_by_std = True
+    why = "which uses the parts of the reward, not its total score"
+
+    def excluded(self, algo: AlgoConfig) -> Iterator[tuple[str, Any, str]]:
+        yield from changes_of_scores(algo)
+        if algo.dynamic_sampling.enabled:
+            yield "dynamic_sampling.enabled", True, "false"
 
 
 class OPO(AdvantageConfig):

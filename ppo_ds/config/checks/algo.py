@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from ppo_ds.algorithm.rollout_is.keys import Bounded, Leveled
 from ppo_ds.config.registry import LOSS_AGGREGATIONS
@@ -15,8 +14,6 @@ from ppo_ds.config.schema import (
     rollout_size,
     uses_reference,
 )
-from ppo_ds.config.sections.algo import AlgoConfig
-from ppo_ds.config.text import short
 
 
 def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
@@ -166,87 +163,21 @@ def check_values(config: PPOConfig, ranks: int) -> Iterator[str]:
     ):
         if is_set and (algo.action_level == "sequence" or no_values):
             yield f"algo.gae.{key}: only used with algo.action_level=token and algo.advantage.estimator=gae"
-    if algo.advantage.gives_token_returns and algo.action_level != "token":
-        yield (
-            f"algo.advantage.estimator={estimator}: gives each token its own return, so "
-            "algo.action_level must be token"
-        )
     if config.critic.share_trunk and no_values:
         yield (
             f"critic.share_trunk=true: algo.advantage.estimator={estimator} learns no values; set it to false"
         )
 
 
-def check_scores(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each option with which scores are not what the estimator needs."""
-    algo, estimator = config.algo, config.algo.advantage.estimator
-    if algo.advantage.needs_greedy and algo.dynamic_sampling.enabled:
+def check_estimator(config: PPOConfig, ranks: int) -> Iterator[str]:
+    """Yields an error line for each setting that the advantage estimator cannot be combined with."""
+    advantage = config.algo.advantage
+    yield from advantage.problems(config.algo)
+    if advantage.needs_parts and (parts := len(reward_weights(config))) < 2:
         yield (
-            "algo.dynamic_sampling.enabled=true: cannot be combined with "
-            f"algo.advantage.estimator={estimator}, which compares a response with the greedy one; set it to "
-            "false"
+            f"algo.advantage.estimator={advantage.estimator}: normalizes the parts of a reward one by "
+            f"one; set reward=weighted with two or more parts whose weight is not 0 (it has {parts})"
         )
-    if algo.advantage.divides_by_mean:
-        for key, value, off in _may_make_scores_negative(algo):
-            yield (
-                f"algo.{key}={short(value)}: algo.advantage.estimator={estimator} divides by the mean score "
-                f"of a group, which this can make 0 or negative; set it to {off}"
-            )
-
-
-def _may_make_scores_negative(algo: AlgoConfig) -> Iterator[tuple[str, Any, str]]:
-    """Yields key, value and remedy of each option with which scores of 0 and 1 can become negative."""
-    shaping = algo.reward_shaping
-    lowered = {
-        "subtract": shaping.missing_eos_value > 0,
-        "set": shaping.missing_eos_value < 0,
-        "scale": shaping.missing_eos_value < 0,
-    }
-    if algo.kl.place == "reward":
-        yield "kl.place", algo.kl.place, "none"
-    if shaping.normalize != "none":
-        yield "reward_shaping.normalize", shaping.normalize, "none"
-    if shaping.missing_eos is not None and lowered[shaping.missing_eos]:
-        yield "reward_shaping.missing_eos", shaping.missing_eos, "null"
-    if shaping.overlong_buffer is not None and shaping.overlong_factor:
-        yield "reward_shaping.overlong_buffer", shaping.overlong_buffer, "null"
-    if shaping.length_penalty > 0:
-        yield "reward_shaping.length_penalty", shaping.length_penalty, "0"
-
-
-def check_parts(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each option that an estimator of several rewards cannot use."""
-    algo, estimator, shaping = config.algo, config.algo.advantage.estimator, config.algo.reward_shaping
-    if not algo.advantage.needs_parts:
-        return
-    parts = len(reward_weights(config))
-    if parts < 2:
-        yield (
-            f"algo.advantage.estimator={estimator}: normalizes the parts of a reward one by one; set "
-            f"reward=weighted with two or more parts whose weight is not 0 (it has {parts})"
-        )
-    if algo.dynamic_sampling.enabled:
-        yield (
-            "algo.dynamic_sampling.enabled=true: keeps prompts by the total score, but "
-            f"algo.advantage.estimator={estimator} uses the parts of the reward; set it to false"
-        )
-    for key, value, off in (
-        ("kl.place", algo.kl.place, None if algo.kl.place != "reward" else "loss or none"),
-        ("reward_shaping.clip", shaping.clip, "null" if shaping.clip else None),
-        ("reward_shaping.normalize", shaping.normalize, "none" if shaping.normalize != "none" else None),
-        ("reward_shaping.missing_eos", shaping.missing_eos, "null" if shaping.missing_eos else None),
-        (
-            "reward_shaping.overlong_buffer",
-            shaping.overlong_buffer,
-            "null" if shaping.overlong_buffer else None,
-        ),
-        ("reward_shaping.length_penalty", shaping.length_penalty, "0" if shaping.length_penalty else None),
-    ):
-        if off is not None:
-            yield (
-                f"algo.{key}={short(value)}: changes the total score, but "
-                f"algo.advantage.estimator={estimator} uses the parts of the reward; set it to {off}"
-            )
 
 
 def check_critic_training(config: PPOConfig, ranks: int) -> Iterator[str]:
