@@ -7,14 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks.busy import Trainer, next_step, parsed, table
+from benchmarks.busy import parsed, table
 from tests.support.environment import ROOT, environment
-
-
-def test_settings_of_the_command_line():
-    assert parsed([]).setting == [("runtime", {"GOMP_SPINCOUNT": "300000"}), ("ppo_ds", {})]
-    given = parsed(["W0", "--setting", "a:X=1,Y=b=c", "--setting", "b"]).setting
-    assert given == [("a", {"X": "1", "Y": "b=c"}), ("b", {})]
 
 
 @pytest.mark.parametrize(
@@ -31,19 +25,6 @@ def test_what_cannot_be_measured_is_refused(words, said, capsys):
         parsed(words)
     assert left.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_the_output_of_a_trainer_that_ended_is_shown(tmp_path):
-    (tmp_path / "short").write_text("first\nthe reason\n")
-    with subprocess.Popen(
-        [sys.executable, "-c", "raise SystemExit(3)"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        process.wait()
-        with pytest.raises(SystemExit, match="the reason\nerror: the trainer short ended with exit code 3"):
-            next_step(Trainer(process, tmp_path / "short"))
 
 
 def test_ratios_are_medians_over_rounds():

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import equal_learning
 from benchmarks.equal_learning import (
     GRPO,
     PPO,
@@ -24,7 +23,6 @@ from benchmarks.equal_learning import (
     complete,
     expected_score,
     kl_and_length,
-    parsed,
     table,
 )
 from benchmarks.equal_learning_ours import overrides
@@ -184,14 +182,6 @@ def write_run(folder: Path, trainer: str, seed: int, **changed) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("changed", [{"lr": 1.0}, {"max_operand": 49}])
-def test_a_run_with_other_settings_is_not_reused(changed, tmp_path: Path, monkeypatch) -> None:
-    run_dir = write_run(tmp_path, "ours", 0, **changed)
-    monkeypatch.setattr(equal_learning, "prepare_start", lambda *_: pytest.fail("the start was replaced"))
-    with pytest.raises(SystemExit, match=f"{run_dir} has a run with other settings"):
-        equal_learning.main(["--quick", "--folder", str(tmp_path), "--algorithms", "ppo", "--seeds", "0"])
-
-
 def test_results_have_all_complete_runs_with_equal_settings(tmp_path: Path) -> None:
     for trainer, seed in (("trl", 1), ("ours", 10), ("ours", 2)):
         write_run(tmp_path, trainer, seed)
@@ -200,20 +190,6 @@ def test_results_have_all_complete_runs_with_equal_settings(tmp_path: Path) -> N
     found = complete(tmp_path, quick=True)
     assert [run_dir.name for run_dir, _, _ in found] == ["ppo_ours_2", "ppo_ours_10", "ppo_trl_1"]
     assert [(settings.seed, settings.steps) for _, settings, _ in found] == [(2, 2), (10, 2), (1, 2)]
-
-
-def test_tiny_runs_have_a_folder_of_their_own() -> None:
-    assert [parsed(words).folder.name for words in ([], ["--quick"])] == [
-        "equal_learning",
-        "equal_learning_quick",
-    ]
-
-
-def test_a_python_without_trl_is_refused(capsys) -> None:
-    with pytest.raises(SystemExit) as left:
-        parsed(["--trl-python", "missing/python"])
-    assert left.value.code == 2
-    assert "missing/python: cannot be started" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_scores_are_compared_within_a_kl() -> None:

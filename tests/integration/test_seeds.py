@@ -65,7 +65,6 @@ ENCODER = ("reward.model.path={encoder}",)
 # arguments that replace models and data, and the number of steps if the whole run would take long
 CASES: dict[str, tuple[str, ...]] = {
     "zysnlp": ENCODER,
-    "zysnlp_strict": ("algo=zysnlp_strict", "run.epochs=1", *ENCODER),
     "sequence_kl": ("data.path={chats}", "run.steps=1", *ENCODER),
     "n_plus": ("data.path={chats}", "run.steps=1", *ENCODER),
     "deepspeed_chat": ("data.path={chats}", "run.steps=1", "run.epochs=null", "reward.model.path={decoder}"),
@@ -84,7 +83,6 @@ CASES: dict[str, tuple[str, ...]] = {
 # tutorial. The others: 4 or 1 passes over one minibatch in each step.
 UPDATES = {
     "zysnlp": 120,
-    "zysnlp_strict": 40,
     "sequence_kl": 4,
     "n_plus": 4,
     "deepspeed_chat": 1,
@@ -97,8 +95,7 @@ def runs(stand_ins, tmp_path_factory, rank_server):
     root = tmp_path_factory.mktemp("seeds")
     cases = {}
     for name, more in CASES.items():
-        experiment = name.removesuffix("_strict")
-        arguments = [f"+experiment={experiment}", f"run.dir={root / name}", "actor.model.path={brief}", *more]
+        arguments = [f"+experiment={name}", f"run.dir={root / name}", "actor.model.path={brief}", *more]
         cases[name] = [argument.format(**stand_ins) for argument in arguments]
     return root, together(rank_server, root, cases)
 

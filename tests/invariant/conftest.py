@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.invariant import invariant_assets
-from tests.invariant.invariant_cases import CORE, MORE_ON_TWO_RANKS, ON_ONE_RANK, ON_TWO_RANKS
+from tests.invariant.invariant_cases import CORE, ON_ONE_RANK, ON_TWO_RANKS
 from tests.invariant.invariant_runs import Case, Launches
 from tests.support.ranks import RankServer
 
@@ -29,10 +29,3 @@ def runs(
     launches.launch(1, wanted(1, ON_ONE_RANK))  # records the rollouts that all others replay
     launches.launch(2, wanted(2, ON_TWO_RANKS))
     return launches
-
-
-@pytest.fixture(scope="session")
-def more_runs(runs: Launches) -> Launches:
-    """Adds the stages that only some tests use."""
-    runs.launch(2, MORE_ON_TWO_RANKS, name="more")
-    return runs

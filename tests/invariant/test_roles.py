@@ -139,10 +139,3 @@ def test_what_is_saved_is_what_was_trained(runs: Launches, name: str) -> None:
     dtype = torch.bfloat16 if "bf16" in name else torch.float32
     check_export(runs[name], tied="tied" in name, dtype=dtype)
     check_exported_critic(runs[name], dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2])
-@torch.no_grad()
-def test_tied_embeddings_are_saved_on_the_other_stages(more_runs: Launches, stage: int) -> None:
-    check_export(more_runs[f"more/zero{stage} tied"], tied=True, dtype=torch.float32)
