@@ -126,7 +126,7 @@ def respond(
         if comparable and (model is first or model.name in comparable):
             budget = config.memory.score_tokens
             if budget == "auto":
-                longest = max(readers[name].longest for name in (first.name, *comparable))
+                longest = max(reader.longest for reader in readers.values())
                 budget = largest_scoring(world, [(shape_of(policy.lm), config.actor.model.dtype)], longest)
             if model is not first:
                 found[model.name].logprobs = logprobs_of(frozen, rollouts, budget)

@@ -253,6 +253,22 @@ def test_log_ratios_are_those_of_plain_forwards(folder: Path, world) -> None:
     assert found.summary["kl"]["name"] == "log ratio" and "no estimate" in found.summary["kl"]["estimator"]
 
 
+def test_the_budget_of_log_probs_fits_the_longest_prompt_of_all_models(
+    folder: Path, world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, longest = tiny.character_tokenizer("abc"), []
+    tokenizer.hf.chat_template = "ccc{{ messages[0]['content'] }}"
+    tiny.save(AutoModelForCausalLM.from_pretrained(folder / "base"), tokenizer, tmp_path / "chat")
+    monkeypatch.setattr(
+        "ppo_ds.tools.responses.largest_scoring", lambda *arguments: longest.append(arguments[2]) or 999
+    )
+    config = config_of(folder)
+    models = [named("base", folder / "base", str(folder / "base"))]
+    models.append(named("chat", tmp_path / "chat", str(tmp_path / "chat")))
+    evaluate(config, world, models, {"reward": config.reward})
+    assert longest == [len("ccc") + max(map(len, PROMPTS)) + LIMIT] * 2
+
+
 def test_a_model_compared_with_itself_ties(folder: Path, world) -> None:
     config = config_of(folder, "sampling.top_k=2")
     models = [named(name, folder / "tuned", str(folder / "tuned")) for name in ("one", "two")]
