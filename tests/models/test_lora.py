@@ -181,10 +181,6 @@ def test_a_critic_trains_its_head_whole(tmp_path):
     assert all(critic.model.score.weight is not parameter for parameter in adapter_parameters(critic))
 
 
-def test_a_rank_above_the_width_is_fine(tmp_path):
-    assert logits(adapt(policy_of(saved(tmp_path, "llama")).lm, rank=40)).isfinite().all()
-
-
 # -- forward and backward --------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 """Tests the policy on tiny random causal LMs of each family.
 
-The independent reference is the forward of transformers on one unpadded row at a time.
+Log-probs, entropy and values of each row are compared in test_layout.py.
 """
 
 import json
@@ -84,63 +84,6 @@ def batch():
     return ids, mask
 
 
-def unpadded_log_softmax(lm, ids, mask, temperature=1.0):
-    """Returns the log-probs [r,V] at the response tokens of each row, and these tokens.
-
-    It uses no padding, no slices and no position ids.
-    """
-    for i, (p, r) in enumerate(LENGTHS):
-        row = ids[i][mask[i]]
-        with torch.no_grad():
-            logits = lm(input_ids=row[None]).logits[0].double() / temperature
-        yield torch.log_softmax(logits[p - 1 : p - 1 + r], dim=-1), row[p:]
-
-
-# -- log-probs and entropy -------------------------------------------------------------------------
-
-
-@EVERY
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_and_entropy_are_those_of_each_row_without_padding(tmp_path, batch, family, temperature):
-    folder = saved(tmp_path, family)
-    policy = load(folder, temperature).eval()
-    logprobs, entropy, *_ = policy(*batch, R, with_entropy=True)
-    assert logprobs.shape == entropy.shape == (3, R) and logprobs.dtype == entropy.dtype == torch.float32
-    for i, (table, response) in enumerate(unpadded_log_softmax(reference(folder), *batch, temperature)):
-        expected = table.gather(1, response[:, None])[:, 0]
-        assert (logprobs[i, : len(response)] - expected).abs().max() < 1e-5
-        assert (entropy[i, : len(response)] + (table.exp() * table).sum(1)).abs().max() < 1e-5
-    assert policy(*batch, R)[1] is None
-
-
-@EVERY
-def test_the_response_slice_is_that_of_the_full_logits(tmp_path, family):
-    """For unpadded rows, the slice holds positions P-1 to P+R-2 of the full logits."""
-    folder = saved(tmp_path, family)
-    ids = torch.randint(4, V, (2, 7), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        table = torch.log_softmax(reference(folder)(input_ids=ids).logits, dim=-1)
-    for width in (1, 3, 6):
-        start = 7 - width
-        expected = table[:, start - 1 : -1].gather(2, ids[:, start:, None])[..., 0]
-        logprobs, *_ = load(folder).eval()(ids, torch.ones_like(ids, dtype=torch.bool), width)
-        torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
-
-
-def test_the_head_runs_on_the_response_places_alone(tmp_path, batch):
-    policy = load(saved(tmp_path, "llama"))
-    given = []
-    policy.lm.lm_head.register_forward_hook(lambda module, args, output: given.append(args[0].shape))
-    policy(*batch, R)
-    policy(*batch, R)
-    responses = (sum(r for _, r in LENGTHS), 16)
-    assert given == [
-        (1, 1, 16),
-        responses,
-        responses,
-    ]  # the first forward finds the head with a single position
-
-
 @EVERY
 def test_dropout_of_the_folder_has_no_effect_in_train_mode(tmp_path, batch, family):
     folder = saved(tmp_path, family)
@@ -149,18 +92,6 @@ def test_dropout_of_the_folder_has_no_effect_in_train_mode(tmp_path, batch, fami
     torch.manual_seed(3)
     first, second = policy(*batch, R)[0], policy(*batch, R)[0]
     assert torch.equal(first, second) and torch.equal(first, policy.eval()(*batch, R)[0])
-
-
-def test_bf16_logits_are_widened_before_the_softmax(tmp_path, batch):
-    policy = load(saved(tmp_path, "llama"), dtype="bf16").eval()
-    ids, mask = batch
-    logprobs, entropy, *_ = policy(ids, mask, R, with_entropy=True)
-    position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        logits = policy.lm(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids).logits
-    assert logits.dtype == torch.bfloat16 and logprobs.dtype == entropy.dtype == torch.float32
-    expected = torch.log_softmax(logits.float(), -1)[:, P - 1 : -1].gather(2, ids[:, P:, None])[..., 0]
-    assert (logprobs - expected)[mask[:, P:]].abs().max() < 1e-5
 
 
 # -- gradient checkpointing ------------------------------------------------------------------------

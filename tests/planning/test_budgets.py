@@ -26,7 +26,6 @@ from ppo_ds.planning.budgets import (
     known_budgets,
     largest,
     resolve,
-    with_numbers,
     write_record,
 )
 from ppo_ds.planning.run_memory import CONTEXT, Estimate, Hardware
@@ -221,11 +220,6 @@ def test_a_record_of_too_little_memory_overrides_the_checkpoint(tmp_path: Path) 
     assert known_budgets(compose(*MINIMAL), tmp_path, None, 2) == ({}, {}, [])
     (tmp_path / RECORD).write_text(json.dumps({"train_tokens": {"before": "x"}}))
     assert known_budgets(compose(*MINIMAL), tmp_path, None, 2) == ({}, {}, [])
-
-
-def test_numbers_are_set_by_name() -> None:
-    memory = with_numbers(compose(*MINIMAL), {"train_tokens": 5}).memory
-    assert (memory.train_tokens, memory.score_tokens) == (5, "auto")
 
 
 def test_scores_in_the_background_are_cancelled_before_the_reward_is_repeated() -> None:

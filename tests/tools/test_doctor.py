@@ -41,7 +41,6 @@ from ppo_ds.planning.model_memory import (
     decode_bytes_bound,
     head_backward_bytes,
     head_forward_bytes,
-    kv_cache_bytes,
     output_bytes,
     sampling_bytes,
     static_decode_bytes,
@@ -130,17 +129,6 @@ def test_engine_memory_by_zero_stage(
     assert (found.gradients + found.bucket, found.host) == (update, host)
 
 
-def test_static_decode_bytes_by_hand() -> None:
-    assert (
-        kv_cache_bytes(SMALL, 10, 2) == 10 * 2 * 2 * 2 * 2
-    )  # 10 tokens, 2 layers, key and value, 2 numbers of 2 bytes
-    # 3 rows of 8 tokens: the cache, and 20 logits of each row, once in bf16 and three times in fp32
-    assert (
-        static_decode_bytes(SMALL, tokens=24, length=8, rows=3, prefill=4, waiting=False, each=2, logit=14)
-        == 24 * 16 + 3 * 20 * 14
-    )
-
-
 def test_logits_by_hand() -> None:
     # logits, fp32 copies, log-probs, probabilities; on a GPU, logits of 16-bit weights are in fp32 too
     assert [output_bytes(each, on_gpu) for each in (2, 4) for on_gpu in (False, True)] == [2, 4, 4, 4]
@@ -148,7 +136,7 @@ def test_logits_by_hand() -> None:
     # Filtered logits and a mask. For top_p, the copy, log-probs, logits / temperature, sorted logits, their
     # softmax and its running sum in fp32, and the order in int64.
     assert (sampling_bytes(50, 1.0), sampling_bytes(0, 0.9)) == (12 + 5, 6 * 4 + 8)
-    by_hand = 24 * 16 + 3 * 20 * 36  # the cache of the test above; 20 logits of each of 3 rows
+    by_hand = 24 * 16 + 3 * 20 * 36  # 24 tokens of 16 bytes in the cache; 20 logits of each of 3 rows
     arguments = {"tokens": 24, "length": 8, "rows": 3, "prefill": 4, "waiting": False, "each": 2}
     assert static_decode_bytes(SMALL, **arguments, logit=output_bytes(2, True) + 32) == by_hand
     with_prefill, without = (decode_bytes_bound(SMALL, 24, 3, 2, logit) for logit in (36, 0))
