@@ -68,6 +68,21 @@ def names(source: str) -> set[str]:
 
 
 @cache
+def defined() -> set[str]:
+    """Returns the names that the package defines, with those of parameters, and its string constants."""
+    found = set()
+    for file in ROOT.glob("ppo_ds/**/*.py"):
+        source = file.read_text(encoding="utf-8")
+        found |= names(source)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.arg):
+                found.add(node.arg)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+@cache
 def reward_keys() -> set[str]:
     """Returns the keys of all rewards in conf/reward, with those of the sections that they take."""
     found = set()
@@ -149,8 +164,7 @@ def exists(span: str) -> bool:
     if "/" in span or ".py" in span:
         return is_place(span)
     options = [path.stem for path in (ROOT / "conf").glob("*/*.yaml")]
-    word = re.compile(rf"\b{re.escape(span)}\b")
-    return all(is_key(name) for name in expanded(span)) or span in options or bool(word.search(SOURCES))
+    return all(is_key(name) for name in expanded(span)) or span in options or span in defined()
 
 
 def test_the_page_has_all_requirements() -> None:

@@ -30,9 +30,8 @@ Tree = dict[str, Any]
 
 ADAPTED = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
 
-CASES: dict[str, Tree] = {  # ZeRO 0 to 3, fp32 and bf16, tied and untied weights, an average, adapters
+CASES: dict[str, Tree] = {  # ZeRO 0, 2 and 3, fp32 and bf16, tied and untied weights, an average, adapters
     "zero0": {"stage": 0, "model": "tied"},
-    "zero1": {"stage": 1, "dtype": "bf16"},
     "zero2": {"stage": 2, "dtype": "bf16", "model": "tied", "actor": {"ema": {"decay": 0.9}}},
     "zero3": {"stage": 3},
     "lora": {"stage": 3, "dtype": "bf16", "actor": {**ADAPTED, "ema": {"decay": 0.9}}, "critic": ADAPTED},
