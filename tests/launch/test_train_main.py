@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from launch import process, train
-from ppo_ds.config.schema import resolved
 from ppo_ds.distributed.exit import run_exit_actions
 from ppo_ds.distributed.gpus import AMD
 from ppo_ds.errors import UserError
@@ -25,7 +24,7 @@ from ppo_ds.rewards.base import Responses, RewardError, TextReward
 from ppo_ds.rewards.function import FunctionReward
 from ppo_ds.rewards.remote import RemoteReward
 from ppo_ds.storage.run_lock import RunLock
-from tests.config.commands import MINIMAL, compose
+from tests.config.commands import MINIMAL
 from tests.support.environment import SET_BY_LAUNCHERS
 
 
@@ -214,12 +213,12 @@ def environment_at_import(folder: Path, script: str, *arguments: str, **given: s
 
 def test_settings_of_the_gpu_are_made_before_torch_is_imported(tmp_path: Path) -> None:
     """Checks both programs whose ranks use GPUs; launch/pipeline.py starts each stage as one of them."""
-    settings = tmp_path / "settings.json"
-    config = resolved(compose(*MINIMAL))
-    settings.write_text(json.dumps({"config": config, "models": {}, "rewards": {}}))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "held.jsonl").write_text('{"prompt": "a"}\n')
     for script, arguments in (
         ("train.py", [*MINIMAL, "run.dir=run"]),
-        ("evaluate.py", ["--settings", str(settings)]),
+        ("evaluate.py", ["model", "data.path=held.jsonl", "reward=function", "reward.path=pkg.mod:score"]),
     ):
         env = environment_at_import(tmp_path, script, *arguments)
         assert env["TORCH_CUDNN_SDPA_DEPRIORITIZED"] == "1"
