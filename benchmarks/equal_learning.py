@@ -24,10 +24,7 @@ from statistics import mean
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:] = [
-    str(HERE.parent),
-    *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE),
-]
+sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from benchmarks.options import count, trl_problem  # noqa: E402
 

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:] = [
-    str(HERE.parent),
-    *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE),
-]
+sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 
 def main(argv: list[str]) -> None:

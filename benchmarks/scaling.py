@@ -25,10 +25,7 @@ from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:] = [
-    str(HERE.parent),
-    *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE),
-]
+sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 from benchmarks.options import count  # noqa: E402
 from benchmarks.workloads import WORKLOADS  # noqa: E402

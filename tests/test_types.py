@@ -12,11 +12,7 @@ from ppo_ds.types import Experience, Prompts, Rollout, Scores, Sequences
 
 P, R = 4, 3
 # ids from 90 on are arbitrary values in the padding
-IDS = [
-    [91, 92, 11, 12, 21, 22, 93],
-    [31, 32, 33, 34, 41, 94, 95],
-    [96, 97, 98, 51, 61, 62, 63],
-]
+IDS = [[91, 92, 11, 12, 21, 22, 93], [31, 32, 33, 34, 41, 94, 95], [96, 97, 98, 51, 61, 62, 63]]
 PROMPTS, ANSWERS = [2, 4, 1], [2, 1, 3]  # lengths
 
 

@@ -16,19 +16,8 @@ from ppo_ds.algorithm.kl.controllers import FixedKLController
 from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS, KLConfig
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.assemble.shared import all_packed, training_steps
-from ppo_ds.config.registry import (
-    LOSS_AGGREGATIONS,
-    has_own_weights,
-    import_target,
-    resolve,
-)
-from ppo_ds.config.schema import (
-    PPOConfig,
-    learns_values,
-    reward_weights,
-    rollout_size,
-    value_position,
-)
+from ppo_ds.config.registry import LOSS_AGGREGATIONS, has_own_weights, import_target, resolve
+from ppo_ds.config.schema import PPOConfig, learns_values, reward_weights, rollout_size, value_position
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
@@ -54,13 +43,7 @@ from ppo_ds.ppo.losses import (
 )
 from ppo_ds.ppo.model_outputs import ModelForwards
 from ppo_ds.ppo.parity import BOUNDS, ParityMonitor
-from ppo_ds.ppo.transforms import (
-    Transform,
-    whitened,
-    with_selected,
-    with_top_entropy,
-    without_truncated,
-)
+from ppo_ds.ppo.transforms import Transform, whitened, with_selected, with_top_entropy, without_truncated
 from ppo_ds.run.stage import RunContext, StepContext
 from ppo_ds.types import Sequences
 

@@ -10,12 +10,7 @@ from pathlib import Path
 from ppo_ds.assemble.data import Inputs
 from ppo_ds.assemble.multi_turn import with_environment
 from ppo_ds.assemble.ppo_models import Models
-from ppo_ds.config.schema import (
-    PPOConfig,
-    reference_is_base,
-    rollout_size,
-    uses_reference,
-)
+from ppo_ds.config.schema import PPOConfig, reference_is_base, rollout_size, uses_reference
 from ppo_ds.data.prompts import eval_batches
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.ppo.evaluation import Evaluator

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppo_ds.assemble.algorithm import (
-    Horizon,
-)
+from ppo_ds.assemble.algorithm import Horizon
 from ppo_ds.assemble.data import Inputs
 from ppo_ds.assemble.downloads import models_to_download
 from ppo_ds.assemble.reward_models import RewardModels, build_reward

@@ -14,13 +14,7 @@ from ppo_ds.config.schema import Config, main_model_path
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.errors import UserError
-from ppo_ds.run.record import (
-    begins_anew,
-    finish_move,
-    names_to_move,
-    open_run_directory,
-    recorded_settings,
-)
+from ppo_ds.run.record import begins_anew, finish_move, names_to_move, open_run_directory, recorded_settings
 from ppo_ds.storage.shared_directory import probe, sees_probe
 from ppo_ds.tracking.banner import Banner
 

@@ -16,13 +16,7 @@ from pydantic.fields import FieldInfo
 
 from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS
 from ppo_ds.config.reading import bounds, dotted_keys, section_of, unwrapped
-from ppo_ds.config.registry import (
-    DECODE_BACKENDS,
-    LOSS_AGGREGATIONS,
-    STAGES,
-    Entry,
-    import_target,
-)
+from ppo_ds.config.registry import DECODE_BACKENDS, LOSS_AGGREGATIONS, STAGES, Entry, import_target
 from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import arguments_of
 from ppo_ds.config.text import did_you_mean, show

@@ -73,8 +73,7 @@ class Config(Variants):
     tracker: TrackerConfig
     eval: EvalConfig
     prepare: dict[Any, Any] | None = Field(
-        None,
-        description="A function that creates models or data, in its `dir`, before anything is loaded.",
+        None, description="A function that creates models or data, in its `dir`, before anything is loaded."
     )
 
     @classmethod

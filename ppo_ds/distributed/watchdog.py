@@ -195,8 +195,7 @@ class Watchdog:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                 self._poll_peers()  # if rank 0 is on this machine, this reports its death
                 self._exit(
-                    "stopped because rank 0 failed (its store, which all ranks use, no longer answers)",
-                    1,
+                    "stopped because rank 0 failed (its store, which all ranks use, no longer answers)", 1
                 )
         if failure is not None:
             self._handle_failure(failure)

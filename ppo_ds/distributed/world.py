@@ -229,11 +229,7 @@ def open_local_store(timeout: timedelta) -> dist.TCPStore | None:
             agent.set(port_key, str(port))
     elif agent is not None:
         port = int(agent.get(port_key))
-    os.environ |= {
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }
+    os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     return store
 
 
@@ -259,10 +255,7 @@ def join_process_group(on_gpu: bool, timeout: timedelta) -> None:
 
 
 def connect(
-    timeout_minutes: float,
-    verbose: bool = False,
-    threads: int | None = None,
-    deterministic: bool = False,
+    timeout_minutes: float, verbose: bool = False, threads: int | None = None, deterministic: bool = False
 ) -> World:
     """Joins the other ranks over NCCL on GPUs and over gloo on CPUs.
 

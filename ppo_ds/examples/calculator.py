@@ -18,15 +18,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.errors import UserError
-from ppo_ds.examples.sums import (
-    IGNORED,
-    begin,
-    finish,
-    is_complete,
-    one_thread,
-    warm_start,
-    write_jsonl,
-)
+from ppo_ds.examples.sums import IGNORED, begin, finish, is_complete, one_thread, warm_start, write_jsonl
 from ppo_ds.models import tiny
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.storage.drafts import draft_directory

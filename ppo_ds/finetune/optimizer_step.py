@@ -45,10 +45,7 @@ class OptimizerStep:
     cost: UpdateCost
 
     def __call__(
-        self,
-        batch: Any,
-        micros: Sequence[Micro],
-        compute_loss: Callable[[Micro], tuple[Tensor, Parts]],
+        self, batch: Any, micros: Sequence[Micro], compute_loss: Callable[[Micro], tuple[Tensor, Parts]]
     ) -> Metrics:
         """Makes one optimizer step and returns its metrics over all ranks. A collective.
 

@@ -229,9 +229,7 @@ def static_decode_bytes(
     slots, prompt_cache = kv_cache_bytes(shape, tokens, each), kv_cache_bytes(shape, prefill, each)
     prefilling = prompt_cache + inference_activation_bytes(shape, prefill, length, each)
     return max(
-        slots + rows * shape.vocabulary * logit,
-        slots + (prefilling if waiting else prompt_cache),
-        prefilling,
+        slots + rows * shape.vocabulary * logit, slots + (prefilling if waiting else prompt_cache), prefilling
     )
 
 

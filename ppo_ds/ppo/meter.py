@@ -8,14 +8,7 @@ from ppo_ds.compute.sizes import causal_pairs, decode_bytes
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.run.performance import (
-    Capacity,
-    UpdateCost,
-    measured_capacity,
-    memory,
-    throughput,
-    update_cost,
-)
+from ppo_ds.run.performance import Capacity, UpdateCost, measured_capacity, memory, throughput, update_cost
 from ppo_ds.types import Experience, Metrics
 
 

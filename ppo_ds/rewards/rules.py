@@ -21,14 +21,7 @@ from torch import Tensor
 from ppo_ds.config.types import Count, Must, Natural, NonNegative
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.rewards.base import (
-    Responses,
-    RewardError,
-    TextReward,
-    check_tags_decodable,
-    quoted,
-    tag_pair,
-)
+from ppo_ds.rewards.base import Responses, RewardError, TextReward, check_tags_decodable, quoted, tag_pair
 from ppo_ds.rewards.numbers import Number, reference_number, stated_number
 from ppo_ds.types import Row
 

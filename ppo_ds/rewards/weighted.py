@@ -61,8 +61,7 @@ class WeightedReward:
     def __init__(
         self,
         parts: Annotated[
-            dict[str, Part],
-            Must(bool, "one part or more, as NAME: {weight: 1, reward: {_target_: ...}}"),
+            dict[str, Part], Must(bool, "one part or more, as NAME: {weight: 1, reward: {_target_: ...}}")
         ],
         *,
         tokenizer: Tokenizer,

@@ -72,11 +72,7 @@ class Saver:
         if (due or best) and (again or self.saved_step != step):
             with self.context.timer("checkpoint"):
                 self.last_checkpoint = self.checkpoints.save(
-                    step,
-                    self.stage.models,
-                    self.state_dict(),
-                    best=best,
-                    copies=self.stage.weight_copies,
+                    step, self.stage.models, self.state_dict(), best=best, copies=self.stage.weight_copies
                 )
             self.saved_step = step
             self.start_interval(clock)

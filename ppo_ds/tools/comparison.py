@@ -92,11 +92,7 @@ def compare(scores: Mapping[str, Values], texts: Mapping[str, Texts] | None = No
         },
         "against_first": {
             name: dict(
-                zip(
-                    ("won", "tied", "lost"),
-                    outcomes(*pair(name, names[0])).mean(0).tolist(),
-                    strict=True,
-                )
+                zip(("won", "tied", "lost"), outcomes(*pair(name, names[0])).mean(0).tolist(), strict=True)
             )
             for name in names[1:]
         },

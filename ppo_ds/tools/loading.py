@@ -36,11 +36,7 @@ def revision_of(config: PPOConfig, path: str) -> str | None:
 
 def model_section(config: PPOConfig, model: NamedModel) -> ModelConfig:
     """Returns the settings that a model is loaded with: those of actor.model, with its own path."""
-    own = {
-        "path": model.path,
-        "revision": revision_of(config, model.path),
-        "gradient_checkpointing": False,
-    }
+    own = {"path": model.path, "revision": revision_of(config, model.path), "gradient_checkpointing": False}
     return ModelConfig(**config.actor.model.model_dump() | own)
 
 

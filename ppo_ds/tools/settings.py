@@ -20,12 +20,7 @@ ConfigT = TypeVar("ConfigT", bound=TextConfig)
 
 
 def config_of_settings(
-    settings: Any,
-    file: Path,
-    *,
-    trust_remote_code: bool,
-    with_template: bool = True,
-    kind: type[ConfigT],
+    settings: Any, file: Path, *, trust_remote_code: bool, with_template: bool = True, kind: type[ConfigT]
 ) -> ConfigT:
     """Builds and checks a Config from the settings that were read from ``file``.
 

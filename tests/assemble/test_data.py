@@ -42,10 +42,7 @@ def test_the_counts_of_rows_are_reported():
     assert (
         inputs.notes(None)
         == inputs.notes(9)
-        == [
-            "held out   held.jsonl: 9 prompts",
-            "texts      texts.jsonl: 5 texts, 1 truncated",
-        ]
+        == ["held out   held.jsonl: 9 prompts", "texts      texts.jsonl: 5 texts, 1 truncated"]
     )
     assert inputs.notes(6)[0] == (
         "held out   held.jsonl: 9 prompts; the first 6 are evaluated (eval.max_prompts)"

@@ -61,10 +61,7 @@ def test_rope_that_depends_on_the_longest_row_is_limited(rope):
     ids = torch.arange(32).view(2, 16) % 20
     # The bound is exact: a row of 6 tokens has the same log-probs beside a row of 16 tokens, but not beside a
     # longer one.
-    for longest, same in (
-        (16, True),
-        (30, False),
-    ):
+    for longest, same in ((16, True), (30, False)):
         mask = torch.ones(2, longest, dtype=torch.bool)
         mask[0, 6:] = False
         wide = torch.nn.functional.pad(ids, (0, longest - 16), value=3)

@@ -172,10 +172,7 @@ def test_whatever_would_end_a_run_later_is_an_error(body: str, problem: str, tri
 
 @pytest.mark.parametrize(
     ("steps", "problem"),
-    [
-        ("[0.5] if text else []", None),
-        ("[0.5]", "returned 1 step rewards for a response of 0 steps (row 1,"),
-    ],
+    [("[0.5] if text else []", None), ("[0.5]", "returned 1 step rewards for a response of 0 steps (row 1,")],
 )
 def test_step_rewards_are_tried_too(steps: str, problem: str | None, trial: Trial) -> None:
     line = trial.run(f"def score(p, r, rows):\n    return [{steps} for text in r]")

@@ -12,11 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_ds.assemble.algorithm import (
-    experience_maker,
-    kl_controller,
-    masked_stop_ids,
-)
+from ppo_ds.assemble.algorithm import experience_maker, kl_controller, masked_stop_ids
 from ppo_ds.assemble.evaluation import build_evaluator
 from ppo_ds.assemble.ppo import build_sampling
 from ppo_ds.assemble.shared import eval_weights

@@ -184,10 +184,7 @@ def test_distance_to_the_limits():
         found, steps, sizes, epochs=[2.0], limits=Limits(gemm_flops_per_s=444.0, bytes_per_s=1000.0), ranks=1
     )
     # 444 FLOPs in 2 of 4 seconds; phases that did not run are not listed
-    assert reached["mfu"] == {
-        "time/generate": 0.5,
-        "time/step": 0.25,
-    }
+    assert reached["mfu"] == {"time/generate": 0.5, "time/step": 0.25}
     # the first token of a response comes from the prompt's forward
     assert reached["decode_bandwidth_fraction"] == 0.0
     assert "50.0 %" in table(found | reached | {"workload": "W0", "machine": {}})
@@ -318,10 +315,7 @@ def test_a_comparison_without_trl_reports_its_requirements(capsys):
         (["--ranks", "2"], "--against plain"),
         (["--against", "trl", "--trl-python", "x", "--ranks", "2"], "--against plain"),
         (["--against", "plain", "--trl-python", "x"], "--against trl"),
-        (
-            ["--against", "trl", "--trl-python", "x", "--trl-micro-rows", "3"],
-            "does not divide the 16",
-        ),
+        (["--against", "trl", "--trl-python", "x", "--trl-micro-rows", "3"], "does not divide the 16"),
         (["--against", "plain", "--cpu-seconds", "--threads", "1"], "--cpu-seconds cannot"),
     ],
 )

@@ -34,19 +34,10 @@ def test_a_plan_worked_by_hand():
     # order by total length: row 4 (29), row 1 (8), then rows 0, 2 and 3 (4 each)
     plan = plan_microbatches(prompts, responses, 16)
     # rows 1 and 0 cost 2 * (4 + 4) = 16, which fits; with row 2 they would cost 24
-    assert [rows.tolist() for rows in plan] == [
-        [4],
-        [1, 0],
-        [2, 3],
-    ]
+    assert [rows.tolist() for rows in plan] == [[4], [1, 0], [2, 3]]
     plan = plan_microbatches(prompts, responses, 16, at_least=4)
     # the most expensive group of several rows, with cost 16, is split
-    assert [rows.tolist() for rows in plan] == [
-        [4],
-        [1],
-        [0],
-        [2, 3],
-    ]
+    assert [rows.tolist() for rows in plan] == [[4], [1], [0], [2, 3]]
     assert [rows.tolist() for rows in plan_microbatches(prompts, responses, 1)] == [[4], [1], [0], [2], [3]]
 
 
@@ -102,12 +93,7 @@ def test_forwards_worked_by_hand():
     # 2 * 300 exceeds 599
     assert [rows.tolist() for rows in plan_forwards(total, 599)] == [[1], [2], [0, 3], [4]]
     # the most expensive group is split in halves
-    assert [rows.tolist() for rows in plan_forwards(total, 1000, at_least=4)] == [
-        [1],
-        [2],
-        [0, 3],
-        [4],
-    ]
+    assert [rows.tolist() for rows in plan_forwards(total, 1000, at_least=4)] == [[1], [2], [0, 3], [4]]
     # packed: the budget counts real tokens only
     assert [rows.tolist() for rows in plan_forwards(total, 800, packed=True)] == [[1, 2, 0, 3, 4]]
     assert [rows.tolist() for rows in plan_forwards(total, 690, packed=True)] == [[1, 2, 0], [3, 4]]

@@ -251,10 +251,7 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             ["algo.kl.clamp=10", "algo.kl.place=none"],
             "algo.kl.clamp=10: limits a penalty that algo.kl.place=none does not compute",
         ),
-        (
-            ["health.max_kl=2", "algo.kl.place=none"],
-            "health.max_kl=2: without a reference no KL is measured",
-        ),
+        (["health.max_kl=2", "algo.kl.place=none"], "health.max_kl=2: without a reference no KL is measured"),
         (
             [ADAPTIVE, "algo.kl.place=none"],
             "algo.kl.controller=adaptive: changes a coefficient that algo.kl.place=none does not use",
@@ -477,10 +474,7 @@ SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=gr
             ["algo.value.warmup_steps=2"],
             "algo.value.warmup_steps=2: leaves no step that trains the actor; must be below run.steps=2",
         ),
-        (
-            [SHARED, GRPO, PAIRS],
-            "critic.share_trunk=true: algo.advantage.estimator=grpo learns no values",
-        ),
+        ([SHARED, GRPO, PAIRS], "critic.share_trunk=true: algo.advantage.estimator=grpo learns no values"),
         ([SHARED, "actor.lora.rank=4"], "critic.share_trunk=true: cannot be used with actor.lora.rank"),
         (
             [GRPO],

@@ -64,10 +64,7 @@ SCORER = ("+experiment=reward_model", "scorer.model.path=org/scorer", "data.path
             [*EVALUATED, "+reward@eval.rewards.score=exact_match"],
             "eval.rewards.score: must be a name of letters, digits, _ and - other than score and resp_len",
         ),
-        (
-            [*MINIMAL, "+reward@eval.rewards.right=exact_match"],
-            "eval.rewards=right: score responses to held",
-        ),
+        ([*MINIMAL, "+reward@eval.rewards.right=exact_match"], "eval.rewards=right: score responses to held"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_loaded(arguments: list[str], line: str) -> None:

@@ -270,10 +270,7 @@ class Drawing(Section):
 def test_a_section_with_variants(tree: Any, lines: list[str] | None) -> None:
     drawing, found = read(Drawing, {"shape": tree})
     if lines is None:
-        lines = [
-            "shape.colr=1: no such key; did you mean shape.color?",
-            "shape.width=0: must be above 0",
-        ]
+        lines = ["shape.colr=1: no such key; did you mean shape.color?", "shape.width=0: must be above 0"]
     assert list(found.values()) == lines
     assert type(drawing.shape) is Shape.variant_of(tree)
 

@@ -16,14 +16,7 @@ from ppo_ds.algorithm.credit.responses import CreditOptions
 from ppo_ds.algorithm.kl.keys import KL_CONTROLLERS, KL_ESTIMATORS, KLConfig
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES, MayLackLowerBound, PolicyConfig
 from ppo_ds.config import registry
-from ppo_ds.config.registry import (
-    DECODE_BACKENDS,
-    LOSS_AGGREGATIONS,
-    STAGES,
-    Entry,
-    import_target,
-    resolve,
-)
+from ppo_ds.config.registry import DECODE_BACKENDS, LOSS_AGGREGATIONS, STAGES, Entry, import_target, resolve
 from ppo_ds.config.schema import Config
 from ppo_ds.config.sections.algo import LossConfig
 from ppo_ds.config.sections.data import RolloutConfig
@@ -37,12 +30,7 @@ MASK = torch.ones(2, 2, dtype=torch.bool)
 
 
 def test_the_tables_of_parts() -> None:
-    assert set(TABLES) == {
-        "KL_ESTIMATORS",
-        "LOSS_AGGREGATIONS",
-        "DECODE_BACKENDS",
-        "STAGES",
-    }
+    assert set(TABLES) == {"KL_ESTIMATORS", "LOSS_AGGREGATIONS", "DECODE_BACKENDS", "STAGES"}
 
 
 @pytest.mark.parametrize(

@@ -13,23 +13,10 @@ import pytest
 import yaml
 
 from ppo_ds.config.reading import dotted_keys
-from ppo_ds.config.resume import (
-    IMMUTABLE,
-    MUTABLE,
-    changes,
-    check_resume,
-    ranks_line,
-    unknown_names,
-)
+from ppo_ds.config.resume import IMMUTABLE, MUTABLE, changes, check_resume, ranks_line, unknown_names
 from ppo_ds.config.schema import Config, resolved
 from ppo_ds.errors import UserError
-from ppo_ds.run.record import (
-    UNFINISHED,
-    begins_anew,
-    finish_move,
-    names_to_move,
-    open_run_directory,
-)
+from ppo_ds.run.record import UNFINISHED, begins_anew, finish_move, names_to_move, open_run_directory
 from tests.config.commands import MINIMAL, complaints, compose
 
 CHECKPOINT = Path("outputs/ppo/checkpoints/step_000010")

@@ -19,15 +19,7 @@ class Engine(Section):
 
 
 class Machine:
-    def __init__(
-        self,
-        path: str,
-        batch: Count = 8,
-        ratio: Fraction | None = None,
-        *,
-        tokenizer,
-        world=None,
-    ):
+    def __init__(self, path: str, batch: Count = 8, ratio: Fraction | None = None, *, tokenizer, world=None):
         self.given = (path, batch, ratio, tokenizer, world)
 
 

@@ -195,7 +195,4 @@ def test_problems_of_all_sets_are_reported_together(jsonl, tokenizer, part):
     assert [
         len(source)
         for source in collect_user_errors([make(0, part("a", 2).path), make(1, part("b", 3).path)])
-    ] == [
-        2,
-        3,
-    ]
+    ] == [2, 3]

@@ -263,10 +263,7 @@ def test_a_system_message(source, byte_tokenizer):
         "<system>own<eos><user>hi<eos><assistant>",
     ]
     # reward models read the messages
-    assert batch.metadata[0]["messages"] == [
-        {"role": "system", "content": "be brief"},
-        USER,
-    ]
+    assert batch.metadata[0]["messages"] == [{"role": "system", "content": "be brief"}, USER]
     assert (
         ids_of(batch)[0]
         == byte_tokenizer().encode_many(

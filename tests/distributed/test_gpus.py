@@ -62,7 +62,7 @@ def test_a_gpu_that_this_torch_cannot_use_is_an_error_of_one_line(
     assert error.value.problems == [
         "torch 2.13.0+cpu cannot use the GPU of this machine (/dev/nvidia0): this torch is a CPU build; "
         "install a torch that fits the GPU's driver, give a container its GPUs (docker run --gpus all), "
-        "or set DS_ACCELERATOR=cpu to train on the CPU",
+        "or set DS_ACCELERATOR=cpu to train on the CPU"
     ]
 
 
@@ -142,9 +142,6 @@ def test_a_slurm_job_without_gpus_on_a_gpu_machine_is_refused(
 
 
 def test_expandable_segments_are_not_used_under_wsl(monkeypatch: pytest.MonkeyPatch) -> None:
-    for release, expected in (
-        ("5.15.167.4-microsoft-standard-WSL2", False),
-        ("6.8.0-45-generic", True),
-    ):
+    for release, expected in (("5.15.167.4-microsoft-standard-WSL2", False), ("6.8.0-45-generic", True)):
         monkeypatch.setattr(gpus.platform, "release", lambda release=release: release)
         assert gpus.supports_expandable_segments() is expected

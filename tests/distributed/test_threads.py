@@ -36,10 +36,7 @@ def test_ranks_bound_to_cores_by_a_launcher_keep_those() -> None:
     bound = [Cores("a", frozenset(range(4)), math.inf), Cores("a", frozenset(range(4, 8)), math.inf)]
     assert [share(rank, bound, None) for rank in range(2)] == [Threads(4, 8, 2)] * 2
     # rank 0 has 1 + 1 + 1/2 + 1/2 cores, rank 1 has 1/2 + 1/2
-    partly = [
-        Cores("a", frozenset({0, 1, 2, 3}), math.inf),
-        Cores("a", frozenset({2, 3}), math.inf),
-    ]
+    partly = [Cores("a", frozenset({0, 1, 2, 3}), math.inf), Cores("a", frozenset({2, 3}), math.inf)]
     assert [share(rank, partly, None).each for rank in range(2)] == [3, 1]
 
 

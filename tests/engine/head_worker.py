@@ -54,10 +54,7 @@ def load(
 ) -> Policy:
     policy = load_policy(
         ModelConfig(
-            path=str(folder),
-            dtype=dtype,
-            attn_implementation="eager",
-            gradient_checkpointing=checkpointing,
+            path=str(folder), dtype=dtype, attn_implementation="eager", gradient_checkpointing=checkpointing
         ),
         temperature=0.7,
         value_head=value_head,

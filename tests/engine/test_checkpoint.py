@@ -101,9 +101,7 @@ def test_consolidated_weights_have_the_keys_and_ties_of_the_module(found: dict) 
         assert case["keys"] and case["tied"] and case["dtypes"] and case["shapes"], case
 
 
-def test_a_full_disk_on_one_rank_is_an_error_on_all_and_keeps_the_previous_checkpoint(
-    found: dict,
-) -> None:
+def test_a_full_disk_on_one_rank_is_an_error_on_all_and_keeps_the_previous_checkpoint(found: dict) -> None:
     (case,) = [case for case in found["two"] if case["case"] == "whole run"]
     assert len(case["full"]) == 2 and len(set(case["full"])) == 1, case
     assert "rank 1" in case["full"][0] and "step_000006 was not written" in case["full"][0], case
@@ -415,10 +413,7 @@ def test_other_models_than_saved_are_refused(checkpoints: Checkpoints) -> None:
 
 @pytest.mark.parametrize(
     ("trained", "difference"),
-    [
-        (["a"], "it has b, which the model lacks .1 in all."),
-        (["a", "b", "c"], "it lacks c .1 in all."),
-    ],
+    [(["a"], "it has b, which the model lacks .1 in all."), (["a", "b", "c"], "it lacks c .1 in all.")],
 )
 def test_a_checkpoint_with_other_parameters_is_refused(
     tmp_path: Path, trained: list[str], difference: str

@@ -97,45 +97,15 @@ def test_neither_inference_copy_nor_cache_is_in_memory_during_training(found: di
     [
         (6, 3, 5, True, GenerationPlan(gather_once=True, offload_states=False)),  # needs 9 of 9
         # needs 10 of 9, and 5 can be offloaded
-        (
-            6,
-            4,
-            5,
-            True,
-            GenerationPlan(gather_once=True, offload_states=True),
-        ),
+        (6, 4, 5, True, GenerationPlan(gather_once=True, offload_states=True)),
         # on a CPU, offloading frees nothing
-        (
-            6,
-            4,
-            5,
-            False,
-            GenerationPlan(gather_once=False, offload_states=False),
-        ),
+        (6, 4, 5, False, GenerationPlan(gather_once=False, offload_states=False)),
         # whole weights need 15 of 14; one layer and 3 fit without offloading
-        (
-            12,
-            3,
-            5,
-            True,
-            GenerationPlan(gather_once=False, offload_states=False),
-        ),
+        (12, 3, 5, True, GenerationPlan(gather_once=False, offload_states=False)),
         # layer by layer, and still 10 of 9
-        (
-            12,
-            8,
-            5,
-            True,
-            GenerationPlan(gather_once=False, offload_states=True),
-        ),
+        (12, 8, 5, True, GenerationPlan(gather_once=False, offload_states=True)),
         # no states can be offloaded, as with offload_optimizer
-        (
-            6,
-            4,
-            0,
-            True,
-            GenerationPlan(gather_once=False, offload_states=False),
-        ),
+        (6, 4, 0, True, GenerationPlan(gather_once=False, offload_states=False)),
     ],
 )
 def test_auto_by_memory_budget(

@@ -37,10 +37,7 @@ def test_demonstrations_by_hand() -> None:
     tokenizer = tiny.character_tokenizer(calculator.CHARACTERS)
     ids, labels = calculator.encode([{"prompt": "1+2=", "answer": "3"}] * 2, tokenizer, [True, False])
     no = IGNORED
-    assert ids.tolist() == [
-        [4, 13, 5, 14, 15, 4, 13, 5, 1, 16, 6, 14, 6, 1],
-        [4, 13, 5, 14, 6, 1, *[0] * 8],
-    ]
+    assert ids.tolist() == [[4, 13, 5, 14, 15, 4, 13, 5, 1, 16, 6, 14, 6, 1], [4, 13, 5, 14, 6, 1, *[0] * 8]]
     assert labels.tolist() == [
         [no, no, no, no, 15, 4, 13, 5, 1, no, no, no, 6, 1],
         [no, no, no, no, 6, 1, *[no] * 8],

@@ -62,10 +62,7 @@ class StubModel(TrainedModel):
         self.world, self.steps, self.settings = world, step, {}
         self._weights_replaced, self._refresh_weights = False, None
         self.engine = SimpleNamespace(
-            module=module,
-            optimizer=optimizer,
-            basic_optimizer=optimizer,
-            zero_optimization_stage=lambda: 0,
+            module=module, optimizer=optimizer, basic_optimizer=optimizer, zero_optimization_stage=lambda: 0
         )
 
     def content(self) -> list[Any]:

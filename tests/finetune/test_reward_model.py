@@ -52,11 +52,7 @@ def case(tmp_path, tokenizer):
 def save(scorer, folder, tokenizer, source, **settings):
     """Exports a scorer as the stage does."""
     pad_id = padding_token(tokenizer, [source]) if scorer.is_decoder else tokenizer.pad_id
-    scorer.save(
-        folder,
-        settings={"score_template": source.template, **settings},
-        pad_id=pad_id,
-    )
+    scorer.save(folder, settings={"score_template": source.template, **settings}, pad_id=pad_id)
     tokenizer.with_padding(pad_id).save(folder)
     return str(folder)
 

@@ -237,11 +237,7 @@ def test_a_dry_run_on_two_ranks(start: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "stage", "model"),
-    [
-        ("deepspeed", "sft", "model"),
-        ("python", "reward_model", "bert"),
-    ],
+    ("launcher", "stage", "model"), [("deepspeed", "sft", "model"), ("python", "reward_model", "bert")]
 )
 def test_a_dry_run_of_the_other_stages(start: Path, launcher: str, stage: str, model: str) -> None:
     role = {"sft": "actor", "reward_model": "scorer"}[stage]

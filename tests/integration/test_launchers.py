@@ -25,10 +25,7 @@ def metrics(folder: Path):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_each_launcher_starts_the_same_program(launcher, tmp_path):
     done = launch(launcher, *SMALL, "run.steps=2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -81,13 +81,7 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 # Optimizer steps by hand. zysnlp: 3 passes over 8 prompts x 2 responses, 5 x 16 / 2 per pass, the 120 of the
 # tutorial. The others: 4 or 1 passes over one minibatch in each step.
-UPDATES = {
-    "zysnlp": 120,
-    "sequence_kl": 4,
-    "n_plus": 4,
-    "deepspeed_chat": 1,
-    "minimind": 5,
-}
+UPDATES = {"zysnlp": 120, "sequence_kl": 4, "n_plus": 4, "deepspeed_chat": 1, "minimind": 5}
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,7 @@ from ppo_ds.types import Row
 CHARACTERS = "abcdefghijklmnop"
 # The end token, "a" and "b". With three stop tokens of 19 tokens, answers of one token and answers that never
 # end are both common.
-STOPS = [
-    1,
-    3,
-    4,
-]
+STOPS = [1, 3, 4]
 PROMPTS = [
     "a",
     "abcdefghijklmnopabcdefgh",

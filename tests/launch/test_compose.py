@@ -17,9 +17,7 @@ from tests.config.commands import MINIMAL, complaints, compose, model_folder
 
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
 # keys that an experiment leaves to the user
-BRING = {
-    "grpo": {"data.path": "org/problems"},
-}
+BRING = {"grpo": {"data.path": "org/problems"}}
 
 
 GROUPS = {"rlhf_70b_lora": 8}  # ranks that generate together
@@ -288,11 +286,7 @@ def test_one_line_for_each_mistake(argument: str, line: str) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "suggestion"),
-    [
-        ("algo=grop", "grpo"),
-        ("tracker=wnadb", "wandb"),
-        ("--data.path=x.jsonl", "data.path=x.jsonl"),
-    ],
+    [("algo=grop", "grpo"), ("tracker=wnadb", "wandb"), ("--data.path=x.jsonl", "data.path=x.jsonl")],
 )
 def test_what_a_user_may_have_meant_is_suggested(argument: str, suggestion: str) -> None:
     lines = complaints(*MINIMAL, argument)

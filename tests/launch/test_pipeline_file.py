@@ -246,10 +246,7 @@ def test_an_unknown_pipeline(folders: Folders) -> None:
             "second:data.eval_path is missing: the evaluation needs",
         ),
         (("judge: [", "judge: [reward.lngest=x, "), "evaluation: "),
-        (
-            ("${stages.second.run", "${stages.x.run"),
-            "evaluation.models: ${stages.x.run.dir}/model: no",
-        ),
+        (("${stages.second.run", "${stages.x.run"), "evaluation.models: ${stages.x.run.dir}/model: no"),
     ],
 )
 def test_mistakes_of_the_evaluation(

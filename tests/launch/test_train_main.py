@@ -272,10 +272,7 @@ def start_on_a_gpu_machine(folder: Path, *arguments: str, **given: str) -> subpr
     tool.chmod(0o755)
     hidden = (*SET_BY_LAUNCHERS, *AMD, "DS_ACCELERATOR")
     clean = {name: value for name, value in os.environ.items() if name not in hidden}
-    paths = {
-        "PYTHONPATH": str(folder / "modules"),
-        "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}",
-    }
+    paths = {"PYTHONPATH": str(folder / "modules"), "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
     return subprocess.run(
         [sys.executable, train.__file__, *MINIMAL, "run.dir=run", *arguments],
         cwd=folder,

@@ -153,10 +153,7 @@ def test_a_wrong_config_is_refused_before_anything_heavy_is_imported(tmp_path: P
 
 @pytest.mark.parametrize(
     "environment",
-    [
-        {},
-        pytest.param({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, marks=pytest.mark.slow),
-    ],
+    [{}, pytest.param({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, marks=pytest.mark.slow)],
     ids=["plain python", "rank 0"],
 )
 def test_a_second_start_in_a_run_directory_is_refused_before_anything_is_imported_or_touched(

@@ -29,12 +29,7 @@ from tests.support.fp32_products import fp32_products
 from tests.support.models import SIZES
 
 V, T, R = 50, 9, 5
-SMALL = dict(
-    vocab_size=V,
-    **SIZES,
-    initializer_range=0.3,
-    pad_token_id=0,
-)
+SMALL = dict(vocab_size=V, **SIZES, initializer_range=0.3, pad_token_id=0)
 GROUPED = SMALL | dict(num_key_value_heads=1)
 LINEAR = {
     "llama": lambda: LlamaConfig(**GROUPED, tie_word_embeddings=False),

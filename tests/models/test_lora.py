@@ -37,11 +37,7 @@ from ppo_ds.rollout.hf import generate
 from tests.support.models import SIZES
 
 V = 60
-SMALL = dict(
-    vocab_size=V,
-    **SIZES,
-    initializer_range=0.3,
-)
+SMALL = dict(vocab_size=V, **SIZES, initializer_range=0.3)
 FAMILIES = {
     "llama": lambda: LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=False),
     "qwen2": lambda: Qwen2Config(**SMALL, num_key_value_heads=1, tie_word_embeddings=True),

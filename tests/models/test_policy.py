@@ -28,11 +28,7 @@ from ppo_ds.rollout.hf import generate
 from tests.support.models import SIZES
 
 V = 60
-SMALL = dict(
-    vocab_size=V,
-    **SIZES,
-    initializer_range=0.5,
-)
+SMALL = dict(vocab_size=V, **SIZES, initializer_range=0.5)
 GROUPED = SMALL | dict(num_key_value_heads=1)
 FAMILIES = {
     "llama": lambda: LlamaConfig(**GROUPED, attention_dropout=0.1, tie_word_embeddings=False),

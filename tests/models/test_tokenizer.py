@@ -173,8 +173,7 @@ def test_arguments_that_no_template_takes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("named", "pad", "bound"),
-    [(None, "<pad>", 259), ([300, 7], "<pad>", 301), (None, None, 259)],
+    ("named", "pad", "bound"), [(None, "<pad>", 259), ([300, 7], "<pad>", 301), (None, None, 259)]
 )
 def test_ids_are_below(tmp_path, named, pad, bound):
     """The tokenizer has 259 tokens; the generation config may name an end token beyond them."""

@@ -36,11 +36,7 @@ from ppo_ds.models.value import can_start_critic, load_critic, load_reward_model
 from tests.support.models import SIZES
 from tests.support.ports import reserved_port
 
-SMALL = dict(
-    vocab_size=60,
-    **SIZES,
-    initializer_range=0.5,
-)
+SMALL = dict(vocab_size=60, **SIZES, initializer_range=0.5)
 DECODERS = {
     "llama": lambda: LlamaConfig(**SMALL, num_key_value_heads=1, attention_dropout=0.5),
     "qwen2": lambda: Qwen2Config(**SMALL, num_key_value_heads=1, attention_dropout=0.5),

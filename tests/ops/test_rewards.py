@@ -153,11 +153,7 @@ KL = torch.tensor([[1.0, 2.0, float("nan")], [3.0, 4.0, 5.0], [float("inf")] * 3
 
 def test_token_rewards_worked_by_hand():
     # an empty row gets zeros, not NaN
-    expected = [
-        [-0.5, 9.0, 0.0],
-        [-1.5, -2.0, 17.5],
-        [0.0, 0.0, 0.0],
-    ]
+    expected = [[-0.5, 9.0, 0.0], [-1.5, -2.0, 17.5], [0.0, 0.0, 0.0]]
     assert token_rewards(SCORES, MASK, KL, 0.5).tolist() == expected
     scores = torch.tensor([10.0, 20.0, 30.0])
     expected = [[-0.5, -1.0, 10.0], [-1.5, -2.0, 17.5], [30.0, 0.0, 0.0]]

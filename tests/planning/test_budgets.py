@@ -52,10 +52,7 @@ def estimated(config: Config, offloads_above: int = 10**9) -> Estimate:
 
 
 def numbers(
-    *arguments: str,
-    room: int,
-    on_gpu: bool = True,
-    estimate: Callable[[Config], Estimate] = estimated,
+    *arguments: str, room: int, on_gpu: bool = True, estimate: Callable[[Config], Estimate] = estimated
 ) -> dict[str, int]:
     return resolve(compose(*MINIMAL, *arguments), estimate, RESIDENT + room, on_gpu).numbers
 
@@ -67,11 +64,7 @@ def test_budgets_fill_the_memory_up_to_their_limits() -> None:
         "score_tokens": 48 * 1024,
         "train_tokens": 4 * 1024,
     }
-    assert numbers(room=10**12) == {
-        "rollout_tokens": 100_000,
-        "score_tokens": 65536,
-        "train_tokens": 32768,
-    }
+    assert numbers(room=10**12) == {"rollout_tokens": 100_000, "score_tokens": 65536, "train_tokens": 32768}
     assert numbers(room=10**12, on_gpu=False) == CPU_LIMITS
     assert numbers(room=5 * 10**6, on_gpu=False) == CPU_LIMITS | {"train_tokens": 4096}
     # one row, if nothing fits

@@ -153,11 +153,7 @@ def test_the_bootstrap_value_of_a_truncated_response():
     [
         ("prompt_last", [0, 0, 0, 0, None], [0.1, 0.2, 0.3, 0.4]),
         # the last response fills the width, so its last token is in the last column
-        (
-            "response_last",
-            [2, 1, 2, 3, None],
-            [0.3, 0.4, 0.9, 1.6],
-        ),
+        ("response_last", [2, 1, 2, 3, None], [0.3, 0.4, 0.9, 1.6]),
     ],
 )
 @pytest.mark.parametrize("where", ["last_token", "next_token"])

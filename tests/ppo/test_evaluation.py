@@ -83,11 +83,7 @@ def test_by_hand(world, tokenizer):
     )
     assert [
         (row["prompt"], row["response"], row["score"], row["length"], row["finish"]) for row in found.rows
-    ] == [
-        ("p1", "a", 0.5, 1, "stop"),
-        ("p2", "aa", 1.0, 2, "length"),
-        ("p5", "aaaaa", 2.5, 5, "stop"),
-    ]
+    ] == [("p1", "a", 0.5, 1, "stop"), ("p2", "aa", 1.0, 2, "length"), ("p5", "aaaaa", 2.5, 5, "stop")]
 
 
 def test_more_rewards_are_measured_beside_the_first(world, tokenizer):

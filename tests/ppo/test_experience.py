@@ -47,10 +47,7 @@ def test_by_hand(world, rollout):
     assert rounded(experience.ref_logprobs) == [[-0.3, -0.4, 0], [-0.5, -0.6, -0.7]]
     assert torch.equal(experience.old_logprobs, experience.logprobs)
     # V of the state before each token and of the last state
-    assert rounded(experience.values) == [
-        [1, 2, 6, 0],
-        [3, 4, 5, 6],
-    ]
+    assert rounded(experience.values) == [[1, 2, 6, 0], [3, 4, 5, 6]]
     assert rounded(experience.rewards) == [[-0.1, 0.9, 0, 0], [-0.1, -0.1, -2.1, 0]]
     assert rounded(experience.returns) == [[0.8, 0.9, 0, 0], [-2.3, -2.2, -2.1, 0]]
     assert experience.value_mask.tolist() == [[True, True, False, False], [True, True, True, False]]

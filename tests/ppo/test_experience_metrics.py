@@ -18,12 +18,7 @@ def experience():
 def test_by_hand(experience):
     seen = describe(experience, kl_coef=0.3, samples_per_prompt=2)
     # k3 is e^-d - 1 + d for d = 0.5, -0.2, 0.5 and 0.9
-    k3 = [
-        math.exp(-0.5) - 0.5,
-        math.exp(0.2) - 1.2,
-        math.exp(-0.5) - 0.5,
-        math.exp(-0.9) - 0.1,
-    ]
+    k3 = [math.exp(-0.5) - 0.5, math.exp(0.2) - 1.2, math.exp(-0.5) - 0.5, math.exp(-0.9) - 0.1]
     assert seen == pytest.approx(
         {
             "reward/score_mean": 1.5,

@@ -89,10 +89,7 @@ def spoiled(rows, number, places, *names):
 def test_each_column_is_checked_under_its_mask(rows, name, number):
     assert first_nonfinite(rows) is None
     # row 6 is a response of five tokens
-    assert first_nonfinite(spoiled(rows, number, (6, 1), name)) == (
-        COLUMNS[name],
-        6,
-    )
+    assert first_nonfinite(spoiled(rows, number, (6, 1), name)) == (COLUMNS[name], 6)
     if name != "scores":
         # row 2 is a response of one token: later positions are not checked
         assert first_nonfinite(spoiled(rows, number, (2, 3), name)) is None
@@ -185,11 +182,7 @@ def test_actor_and_critic_skip_together(world, rows, inject, place):
     seen, actor, critic = learned(world, rows, average=average, health=health)
     same((actor, critic), by_hand(rows, left_out=2))
     # the fourth step was finite, which resets the count of skips
-    assert (actor.steps, critic.steps, len(followed)) == (
-        3,
-        3,
-        3,
-    ) and health.skips == 0
+    assert (actor.steps, critic.steps, len(followed)) == (3, 3, 3) and health.skips == 0
     assert (
         seen["health/skipped_steps"] == 1.0
         and math.isnan(seen["policy/grad_norm"])

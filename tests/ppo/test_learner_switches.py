@@ -118,16 +118,7 @@ def test_the_critic_learns_the_states_that_are_trained(on_ranks, rows, ranks, bu
     The loss is a mean over all trained states.
     """
     # trained states of each row; the responses have 2, 6, 1, 3, 4, 1, 5 and 2 tokens
-    taken = [
-        [0],
-        [0, 6],
-        [0, 1],
-        [],
-        [4],
-        [0, 1],
-        [1, 2, 3],
-        [2],
-    ]
+    taken = [[0], [0, 6], [0, 1], [], [4], [0, 1], [1, 2, 3], [2]]
     mask, returns = (
         torch.zeros_like(rows.value_mask),
         torch.randn(rows.returns.shape, generator=torch.Generator().manual_seed(5)),
@@ -288,8 +279,7 @@ def test_truncated_responses_are_in_no_loss(on_ranks, rows, agg, ranks, budget):
     rows = replace(rows, finished=finished)
     expected = by_hand(rows, epochs=1, mask_truncated=True, **settings)
     for seen, *engines in on_ranks(
-        ranks,
-        lambda world: learned(world, rows, epochs=1, mask_truncated=True, budget=budget, **settings),
+        ranks, lambda world: learned(world, rows, epochs=1, mask_truncated=True, budget=budget, **settings)
     ):
         same(engines, expected)
         assert seen["value/mean"] == seen["value/mean"] and seen["policy/loss"] != 0

@@ -14,10 +14,7 @@ from tests.ppo.learner_cases import policy_terms, value_objective
 
 # Two responses, the first of two tokens and the second of one token; the padding holds arbitrary values.
 # The values are log pi - log pi_old: the ratio of the first response is e^0.3, and of the second e^-0.1.
-DIFFERENCES = [
-    [0.1, 0.2],
-    [-0.1],
-]
+DIFFERENCES = [[0.1, 0.2], [-0.1]]
 ADVANTAGES = [[1.0, 1.0], [-2.0]]
 FROM_REFERENCE = [[0.5, -0.2], [1.0]]  # log pi - log pi_ref
 

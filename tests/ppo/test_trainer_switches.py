@@ -66,10 +66,7 @@ def test_pretraining_metrics_are_in_the_first_line_only(loop):
     run.fit()
     first, second = run.tracker.metrics[1], run.tracker.metrics[2]
     # the metrics of the second pretraining rollout
-    assert (first["value/pretrain_loss"], first["value/pretrain_explained_var"]) == (
-        2.0,
-        0.5,
-    )
+    assert (first["value/pretrain_loss"], first["value/pretrain_explained_var"]) == (2.0, 0.5)
     assert first["value/loss"] == 3.0 and not any("pretrain" in name for name in second)
 
 
@@ -154,10 +151,7 @@ def test_evaluation_uses_the_average(loop):
     assert around == ["to the average", "evaluate", "back"] * 3
     for i, event in enumerate(events):
         # only the evaluation uses the average
-        assert event != "evaluate" or (events[i - 1], events[i + 1]) == (
-            "to the average",
-            "back",
-        )
+        assert event != "evaluate" or (events[i - 1], events[i + 1]) == ("to the average", "back")
 
 
 @pytest.mark.parametrize("unit", ["sequence", "token"])

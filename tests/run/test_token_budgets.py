@@ -162,10 +162,7 @@ def test_a_phase_that_cannot_be_repeated_ends_the_run_and_records_half_the_budge
         budgets, said = fixed_budgets(world, train_tokens=100), []
         budgets.record = lambda budget: said.append((budget.name, budget.halved_from, budget.tokens))
         for _ in range(2):
-            with (
-                pytest.raises(RunError) as failure,
-                budgets.ending(budgets.train, "the update"),
-            ):
+            with pytest.raises(RunError) as failure, budgets.ending(budgets.train, "the update"):
                 raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
             said.append(str(failure.value))
         return said

@@ -116,8 +116,6 @@ class ToyStage:
 def main(argv: list[str]) -> int:
     """Runs launch/train.py with this stage added."""
     STAGES["toy"] = StageEntry(
-        "tests.run.toy_stage.ToyStage",
-        "Least squares.",
-        heldout={"score_mean": "eval/score_mean"},
+        "tests.run.toy_stage.ToyStage", "Least squares.", heldout={"score_mean": "eval/score_mean"}
     )
     return launch.train.main(argv)

@@ -10,13 +10,7 @@ import sys
 import pytest
 
 from ppo_ds.storage import drafts
-from ppo_ds.storage.drafts import (
-    draft_directory,
-    draft_file,
-    open_for_appending,
-    remove_drafts,
-    write_file,
-)
+from ppo_ds.storage.drafts import draft_directory, draft_file, open_for_appending, remove_drafts, write_file
 
 
 def names(folder):

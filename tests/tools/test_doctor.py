@@ -54,12 +54,7 @@ from ppo_ds.tools.doctor.finetune import plan_finetuning
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.ppo import plan_ppo
 from ppo_ds.tools.doctor.report import Report, check_host
-from ppo_ds.tools.doctor.suggest import (
-    format_settings,
-    suggest_reductions,
-    with_setting,
-    with_settings,
-)
+from ppo_ds.tools.doctor.suggest import format_settings, suggest_reductions, with_setting, with_settings
 from tests.config.commands import MINIMAL, compose
 
 WORKER = Path(__file__).with_name("memory_worker.py")
@@ -285,11 +280,7 @@ def test_generation_memory_of_a_sharded_actor() -> None:
 def test_memory_of_an_engine_with_its_own_weights() -> None:
     config = with_settings(
         plan("actor.zero.stage=3"),
-        [
-            ("rollout.backend", "vllm"),
-            ("rollout.vllm.tensor_parallel", 2),
-            ("rollout.vllm.kv_cache_gb", 1),
-        ],
+        [("rollout.backend", "vllm"), ("rollout.vllm.tensor_parallel", 2), ("rollout.vllm.kv_cache_gb", 1)],
     )
     shapes = Models(BIG, None, None, {}, 0)
     found = {

@@ -9,13 +9,7 @@ import pytest
 from launch.cli import CONF
 from ppo_ds.config.schema import Config, reward_models
 from ppo_ds.models.tokenizer import load_tokenizer
-from ppo_ds.planning.budgets import (
-    GPU_LIMITS,
-    MAX_DECODED_ROWS,
-    STEP,
-    resolve,
-    with_numbers,
-)
+from ppo_ds.planning.budgets import GPU_LIMITS, MAX_DECODED_ROWS, STEP, resolve, with_numbers
 from ppo_ds.planning.ppo_memory import estimate
 from ppo_ds.planning.run_memory import Estimate, Hardware
 from ppo_ds.tools.doctor.model_shapes import plan_models

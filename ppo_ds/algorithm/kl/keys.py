@@ -46,8 +46,7 @@ KL_ESTIMATORS = {
         "(log p - log p_ref)^2 / 2: its gradient is that of the reverse KL in expectation.",
     ),
     "k3": KLEstimatorEntry(
-        f"{_HERE}.estimators.k3",
-        "exp(log p_ref - log p) - 1 + log p - log p_ref: unbiased, never negative.",
+        f"{_HERE}.estimators.k3", "exp(log p_ref - log p) - 1 + log p - log p_ref: unbiased, never negative."
     ),
     "k1+": KLEstimatorEntry(
         f"{_HERE}.estimators.k1_plus", "The value of k1 with the gradient of k2.", in_reward=False
@@ -137,8 +136,7 @@ class AdaptiveKL(ControlledKL):
     function = f"{_HERE}.controllers.AdaptiveKLController"
     takes = ("target", "horizon", "min_coef", "max_coef")
     horizon: Positive = Field(
-        10000.0,
-        description="Samples in which the controller changes the coefficient by about 20 % at most.",
+        10000.0, description="Samples in which the controller changes the coefficient by about 20 % at most."
     )
 
     def problems(self, samples: int) -> Iterator[str]:

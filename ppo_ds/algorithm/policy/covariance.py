@@ -50,11 +50,7 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def clip_cov_tokens(
-    logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    generator: torch.Generator,
-    policy: Any,
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator, policy: Any
 ) -> Tensor:
     """Selects a random ``cov_frac`` of all tokens among those whose covariance is in (cov_low, cov_high).
 
@@ -70,11 +66,7 @@ def clip_cov_tokens(
 
 
 def kl_cov_tokens(
-    logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    generator: torch.Generator,
-    policy: Any,
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator, policy: Any
 ) -> Tensor:
     """Selects the ``cov_frac`` of all tokens, at least one, with the largest covariance.
 

@@ -183,10 +183,7 @@ def check_estimator(config: PPOConfig, ranks: int) -> Iterator[str]:
 def check_critic_training(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each critic-only phase without a critic, or without a later actor update."""
     value, estimator = config.algo.value, config.algo.advantage.estimator
-    for key, steps in (
-        ("warmup_steps", value.warmup_steps),
-        ("pretrain_rollouts", value.pretrain_rollouts),
-    ):
+    for key, steps in (("warmup_steps", value.warmup_steps), ("pretrain_rollouts", value.pretrain_rollouts)):
         if steps and not learns_values(config):
             yield (
                 f"algo.value.{key}={steps}: algo.advantage.estimator={estimator} has no critic to train; "
@@ -214,11 +211,7 @@ def check_groups(config: PPOConfig, ranks: int) -> Iterator[str]:
     for key, value, needs in (
         ("algo.advantage.estimator", algo.advantage.estimator, estimator.needs_group),
         ("algo.advantage.whiten", "group", algo.advantage.whiten == "group"),
-        (
-            "algo.dynamic_sampling.enabled",
-            "true",
-            algo.dynamic_sampling.enabled and not excludes_dynamic,
-        ),
+        ("algo.dynamic_sampling.enabled", "true", algo.dynamic_sampling.enabled and not excludes_dynamic),
     ):
         if needs:
             yield (

@@ -33,8 +33,7 @@ class VLLMConfig(Section):
         1, description="Ranks that share one copy of the weights; they generate their responses together."
     )
     kv_cache_gb: Positive | None = Field(
-        None,
-        description="GiB of the KV cache on each rank; null: enough for memory.rollout_tokens.",
+        None, description="GiB of the KV cache on each rank; null: enough for memory.rollout_tokens."
     )
     sleep: Annotated[int | str, OneOf((0, 1, 2), also=("auto",))] = Field(
         "auto",

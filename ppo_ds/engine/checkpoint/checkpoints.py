@@ -45,13 +45,7 @@ from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError, printable
-from ppo_ds.storage.drafts import (
-    draft_path,
-    fsync,
-    publish_directory,
-    remove_drafts,
-    write_file,
-)
+from ppo_ds.storage.drafts import draft_path, fsync, publish_directory, remove_drafts, write_file
 
 log = logging.getLogger(__name__)
 # weight copy -> config key that switches it on; {} is the first of the trained models

@@ -19,13 +19,7 @@ from ppo_ds.tools.doctor.cluster import Cluster, cpu_device
 from ppo_ds.tools.doctor.finetune import batch_line, plan_finetuning
 from ppo_ds.tools.doctor.gpus import GPUS
 from ppo_ds.tools.doctor.ppo import plan_ppo
-from ppo_ds.tools.doctor.report import (
-    Report,
-    check_disk,
-    check_host,
-    free_disk,
-    versions,
-)
+from ppo_ds.tools.doctor.report import Report, check_disk, check_host, free_disk, versions
 from ppo_ds.tools.doctor.step_time import Assumptions, Machine, Plan, time_report
 from ppo_ds.tools.doctor.suggest import format_settings, suggest_reductions
 

@@ -14,12 +14,7 @@ from ppo_ds.assemble.data import (
     describe_rows,
     stop_ids,
 )
-from ppo_ds.assemble.preflight import (
-    check_engine_model,
-    check_rewards,
-    check_vocabularies,
-    try_functions,
-)
+from ppo_ds.assemble.preflight import check_engine_model, check_rewards, check_vocabularies, try_functions
 from ppo_ds.compute.sizes import Shape, causal_pairs, forward_flops
 from ppo_ds.config.schema import PPOConfig, all_rewards, rollout_size
 from ppo_ds.config.targets import bind

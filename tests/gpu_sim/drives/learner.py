@@ -21,17 +21,8 @@ from ppo_ds.algorithm.policy.keys import PPO
 from ppo_ds.algorithm.rollout_is.keys import NoWeights
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.background.pending import Pending
-from ppo_ds.config.registry import (
-    LOSS_AGGREGATIONS,
-    import_target,
-    resolve,
-)
-from ppo_ds.config.sections.algo import (
-    EntropyConfig,
-    GAEConfig,
-    RewardShapingConfig,
-    ValueConfig,
-)
+from ppo_ds.config.registry import LOSS_AGGREGATIONS, import_target, resolve
+from ppo_ds.config.sections.algo import EntropyConfig, GAEConfig, RewardShapingConfig, ValueConfig
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.models.packed_attention import may_pack
 from ppo_ds.models.policy import Policy
