@@ -64,7 +64,8 @@ def test_wrong_arguments_are_refused(loaded):
 @pytest.mark.parametrize(
     ("step", "problem"),
     [
-        ("1 / 0", "raised ZeroDivisionError: division by zero at "),
+        ("1 / 0", "raised ZeroDivisionError: division by zero at FILE:"),
+        ("(_ for _ in ()).throw(ValueError('a\\n  b'))", "raised ValueError: a b at FILE:"),
         ("None", "returned 'None' (NoneType), which is not (feedback, reward, done)"),
         ("__import__('threading').Event().wait()", "gave no result within 0.5 s"),
     ],
@@ -74,7 +75,8 @@ def test_the_trial_call_finds_errors(tmp_path, tokenizer, step, problem):
     (tmp_path / f"mine{len(step)}.py").write_text(code)
     path = f"{tmp_path}/mine{len(step)}.py:Mine"
     line = refused(lambda: try_environment(path, {}, 0.5, {"prompt_text": "1="}, tokenizer))
-    assert line.startswith(f"rollout.environment.path={path}: {problem}")
+    file = path.removesuffix(":Mine")
+    assert line.startswith(f"rollout.environment.path={path}: {problem.replace('FILE', file)}")
     assert line.endswith(
         ", in a call before the start with the answer 'This is a trial response.'; correct the class, or "
         "skip this call with rollout.environment.trial=false"

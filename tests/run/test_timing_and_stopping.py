@@ -403,7 +403,7 @@ def test_the_clock_of_rank_0_is_that_of_all_ranks(on_ranks, monkeypatch):
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once_unless_a_launcher_forwarded_it(listening, monkeypatch):
-    clock = iter([100.0, 100.5, 103.0])
+    clock = iter([100.0, 100.5, 102.2])  # the limit of two seconds is counted from the first
     (stop,) = listening()
     monkeypatch.setattr("ppo_ds.run.stopping.time.monotonic", lambda: next(clock))
     os.kill(os.getpid(), signal.SIGINT)
