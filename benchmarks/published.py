@@ -35,7 +35,7 @@ from ppo_ds.planning.budgets import resolve, with_numbers  # noqa: E402
 from ppo_ds.planning.ppo_memory import Models, estimate  # noqa: E402
 from ppo_ds.planning.run_memory import FrozenModel, Hardware  # noqa: E402
 from ppo_ds.tools.doctor.gpus import GPUS  # noqa: E402
-from ppo_ds.tools.doctor.step_time import Machine, PhaseTime, PPOTime, read_assumptions  # noqa: E402  # noqa: E402
+from ppo_ds.tools.doctor.step_time import Machine, PhaseTime, PPOTime, read_assumptions  # noqa: E402
 
 GIB = 2**30
 

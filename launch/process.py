@@ -1,4 +1,4 @@
-"""What the commands share: messages to the user, exit codes, the lock of a directory, the environment.
+"""Holds what the commands share: messages to the user, exit codes, the lock of a directory, the environment.
 
 Nothing here imports torch before ``prepare_environment`` has set the variables that torch reads.
 """

@@ -83,7 +83,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Shown:
-    """How the console shows a metric."""
+    """Tells how the console shows a metric."""
 
     metric: str
     label: str

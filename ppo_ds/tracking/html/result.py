@@ -1,4 +1,4 @@
-"""How a run ended, and the metric that is its result."""
+"""Describes how a run ended, and the metric that is its result."""
 
 from __future__ import annotations
 
