@@ -44,13 +44,15 @@ def main(argv: list[str]) -> int:
         prepare_environment(verbose=False)
         # imported only now, because it imports torch, which reads the environment
         from ppo_ds.tools.doctor.cluster import cluster_of
-        from ppo_ds.tools.doctor.step_time import check_lengths, read_assumptions
 
         cluster = cluster_of(options.gpu, options.gpus, options.nodes, options.gpu_mem)
-        assumed = read_assumptions(options.assume, cluster.gpu_memory is not None)
         config = load_config(overrides, world_size=cluster.ranks)
-        check_lengths(assumed, config)
         use_caches_without_the_hub(hub_names(config), seconds=5.0)
+        # imported only now, because it imports huggingface_hub, which reads the environment too
+        from ppo_ds.tools.doctor.step_time import check_lengths, read_assumptions
+
+        assumed = read_assumptions(options.assume, cluster.gpu_memory is not None)
+        check_lengths(assumed, config)
     except UserError as error:
         return complain(error)
     # imported only here, because it imports deepspeed and transformers, which takes seconds

@@ -36,6 +36,7 @@ CHECKS: dict[Check, type[Config]] = {
     reward.check_reward: PPOConfig,
     reward.check_environment_reward: PPOConfig,
     reward.check_shaping_of_turns: PPOConfig,
+    reward.check_prepare: Config,
     algo.check_kl: PPOConfig,
     algo.check_policy_loss: PPOConfig,
     algo.check_loss: PPOConfig,

@@ -57,6 +57,10 @@ SCORER = ("+experiment=reward_model", "scorer.model.path=org/scorer", "data.path
         ),
         ([*SFT, SHORT], "eval.rewards.short._target_=ppo_ds.rewards.rules.LengthReward: stage=sft does not"),
         (
+            [*EVALUATED, SHORT, "eval.rewards.short.shorter=4"],
+            "eval.rewards.short.shorter=4: no such key; did you mean eval.rewards.short.shortest?",
+        ),
+        (
             [*EVALUATED, "eval.rewards.short.shortest=4"],
             "eval.rewards.short._target_ is missing: add the reward as +reward@eval.rewards.short=GROUP",
         ),

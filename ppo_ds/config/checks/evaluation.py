@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from ppo_ds.config.registry import STAGES
 from ppo_ds.config.schema import Config, PPOConfig, TextConfig, best_metric
+from ppo_ds.config.signatures import misused_targets
 from ppo_ds.config.text import did_you_mean, show
 
 TAKEN = ("score", "resp_len")  # eval/score_mean and eval/resp_len_mean have another meaning
@@ -57,6 +58,7 @@ def check_eval_rewards(config: PPOConfig, ranks: int) -> Iterator[str]:
             )
         if not section.get("_target_"):
             yield f"{key}._target_ is missing: add the reward as +reward@{key}=GROUP, such as length or model"
+        yield from misused_targets(section, key)
     if config.eval.rewards and not config.data.eval_path:
         names = ",".join(config.eval.rewards)
         yield f"eval.rewards={show(names)}: score responses to held-out prompts; set data.eval_path"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo_ds.config.schema import ENVIRONMENT_REWARD, PPOConfig, all_rewards, uses_environment
+from ppo_ds.config.schema import ENVIRONMENT_REWARD, Config, PPOConfig, all_rewards, uses_environment
+from ppo_ds.config.signatures import misused_targets
 
 
 def check_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line if no reward is chosen."""
+    """Yields an error line if no reward is chosen, and for each argument that ppo_ds's own rewards refuse."""
     if config.reward and not config.reward.get("_target_"):
         yield (
             "reward._target_ is missing: choose a kind of reward first (reward=model, reward=function, "
             "...; --help lists them)"
         )
+    yield from misused_targets(config.reward, "reward")
 
 
 def check_environment_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
@@ -41,3 +43,8 @@ def check_shaping_of_turns(config: PPOConfig, ranks: int) -> Iterator[str]:
             f"algo.reward_shaping.missing_eos={shaping.missing_eos}: does not apply to the rewards of turns, "
             "which are all scores of reward=environment; set it to subtract or null"
         )
+
+
+def check_prepare(config: Config, ranks: int) -> Iterator[str]:
+    """Yields an error line for each argument that ppo_ds's own `prepare` functions do not accept."""
+    yield from misused_targets(config.prepare or {}, "prepare")

@@ -1,0 +1,97 @@
+"""Checks the arguments of ppo_ds's own targets against the signatures in their source files.
+
+Importing a reward imports torch, which takes seconds. Its source is parsed instead, so that a mistake in the
+arguments is reported together with all others and before anything is imported. Other targets are checked when
+they are imported (targets.py), and so is every value whose annotation this module cannot evaluate.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import create_model
+
+from ppo_ds.config.registry import import_target
+from ppo_ds.config.targets import checked_as, read_arguments
+from ppo_ds.config.types import Section
+from ppo_ds.errors import UserError
+
+OWN = "ppo_ds."
+TORCH_FREE = "ppo_ds.config."  # these modules do not import torch, so annotations may be imported from them
+
+
+def misused_targets(section: dict[str, Any], key: str) -> Iterator[str]:
+    """Yields an error line for each unknown, missing or mistyped argument of ppo_ds targets, at any depth."""
+    target = str(section.get("_target_"))
+    if target.startswith(OWN):
+        try:
+            read_arguments(declared_arguments(target), section, key)
+        except UserError as error:
+            yield from error.problems
+        except (ImportError, AttributeError, ValueError) as error:
+            yield f"{key}._target_={target}: cannot be imported ({error}); must be package.module.name"
+    for name, inner in section.items():
+        if isinstance(inner, dict):
+            yield from misused_targets(inner, f"{key}.{name}")
+
+
+def declared_arguments(target: str) -> type[Section]:
+    """Makes a section whose keys are the positional parameters of a function or class of ppo_ds.
+
+    Raises ImportError or AttributeError if the module does not define it.
+    """
+    module, _, name = target.rpartition(".")
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"No module named {module!r}")
+    source = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    definition = _named(source.body, name)
+    if definition is None:
+        raise AttributeError(f"module {module!r} has no function or class {name!r}")
+    names: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
+    for node in source.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(TORCH_FREE):
+            names |= {one.name: import_target(f"{node.module}.{one.name}") for one in node.names}
+    fields: dict[str, Any] = {
+        parameter: (checked_as(_type(annotation, names)), ... if required else None)
+        for parameter, annotation, required in _parameters(definition)
+    }
+    return create_model(name, __base__=Section, **fields)
+
+
+def _parameters(definition: ast.FunctionDef | ast.ClassDef) -> list[tuple[str, ast.expr | None, bool]]:
+    """Returns name, annotation and whether it is required of each parameter; a class may be a dataclass."""
+    if isinstance(definition, ast.ClassDef):
+        init = _named(definition.body, "__init__")
+        if init is None:
+            fields = [one for one in definition.body if isinstance(one, ast.AnnAssign)]
+            return [(ast.unparse(one.target), one.annotation, one.value is None) for one in fields]
+        return _parameters(init)[1:]
+    arguments = definition.args
+    required = len(arguments.args) - len(arguments.defaults)
+    return [(one.arg, one.annotation, i < required) for i, one in enumerate(arguments.args)]
+
+
+def _named(body: list[ast.stmt], name: str) -> ast.FunctionDef | ast.ClassDef | None:
+    """Returns the function or class called ``name`` among the statements, or None."""
+    definitions = [one for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef)]
+    return next((one for one in definitions if one.name == name), None)
+
+
+def _type(annotation: ast.expr | None, names: dict[str, Any]) -> Any:
+    """Returns the type that an annotation means, or Any if unknown; ``names`` maps known names to types."""
+    match annotation:
+        case ast.Name(id=name):
+            return names.get(name, Any)
+        case ast.Constant(value=None):
+            return type(None)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _type(left, names) | _type(right, names)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+            return Literal[ast.literal_eval(choices)]
+        case _:
+            return Any
