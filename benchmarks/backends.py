@@ -24,11 +24,11 @@ sys.path[:] = [
 import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from ppo_ds.config.sections.data import VLLMConfig  # noqa: E402
 from ppo_ds.distributed.exit import exit_now  # noqa: E402
 from ppo_ds.distributed.world import connect  # noqa: E402
 from ppo_ds.models.tiny import character_tokenizer  # noqa: E402
 from ppo_ds.rollout.base import Generator, SamplingParams  # noqa: E402
+from ppo_ds.rollout.keys import VLLMConfig  # noqa: E402
 from ppo_ds.rollout.static import StaticGenerator  # noqa: E402
 from ppo_ds.rollout.vllm import VLLMGenerator  # noqa: E402
 from ppo_ds.types import Prompts  # noqa: E402

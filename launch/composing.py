@@ -21,9 +21,10 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from ppo_ds.commands.entry_points import command
-from ppo_ds.config.reading import dotted_keys, leaves, with_defaults
+from ppo_ds.config.reading import dotted_keys, with_defaults
 from ppo_ds.config.schema import Config, default_dir
 from ppo_ds.config.text import did_you_mean
+from ppo_ds.config.types import leaves
 from ppo_ds.errors import UserError
 
 # Groups whose options set keys of every stage. Keys that the stage of a run does not use are left out.

@@ -24,7 +24,6 @@ from launch.cli import load_config  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
 from launch.process import complain, prepare_environment, refuse, report, take_lock, write_line  # noqa: E402
 from ppo_ds.config.checks.data import hub_names  # noqa: E402
-from ppo_ds.config.registry import has_own_weights  # noqa: E402
 from ppo_ds.config.schema import PPOConfig  # noqa: E402
 from ppo_ds.distributed.exit import exit_now, on_exit, run_with_timeout  # noqa: E402
 from ppo_ds.distributed.launcher import check_port  # noqa: E402
@@ -46,7 +45,7 @@ def main(argv: list[str]) -> int:
         if config.run.dry_run:
             os.environ |= CPU_ONLY
         screen = open_screen()
-        own_pool = isinstance(config, PPOConfig) and has_own_weights(config.rollout.backend)
+        own_pool = isinstance(config, PPOConfig) and config.rollout.own_weights
         prepare_environment(config.run.verbose, trains=True, fixed_segments=own_pool)
         use_caches_without_the_hub(hub_names(config))
     except UserError as error:

@@ -20,20 +20,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.cli import load_config
-from ppo_ds.algorithm.aggregation import BatchTotals, Share, token_mean
 from ppo_ds.algorithm.credit.keys import ADVANTAGE_ESTIMATORS, AdvantageConfig
 from ppo_ds.algorithm.credit.responses import CreditOptions, Estimate, Responses
 from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS, KLEstimatorEntry
+from ppo_ds.algorithm.loss.aggregation import BatchTotals, Share, token_mean
+from ppo_ds.algorithm.loss.keys import LOSS_AGGREGATIONS, LossConfig
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES, PPO, PolicyConfig
 from ppo_ds.algorithm.policy.ppo import ppo
 from ppo_ds.algorithm.policy.surrogate import PolicyTerms, TokenLoss
 from ppo_ds.assemble.generator import build_generator
-from ppo_ds.config.registry import (
-    DECODE_BACKENDS,
-    LOSS_AGGREGATIONS,
-    DecodeBackendEntry,
-    LossAggregationEntry,
-)
 from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import bind
 from ppo_ds.models.policy import Policy
@@ -43,6 +38,7 @@ from ppo_ds.ppo.collector import RolloutCollector
 from ppo_ds.ppo.scoring import scored
 from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rollout.base import SamplingParams
+from ppo_ds.rollout.keys import BACKENDS, RolloutConfig
 from ppo_ds.types import Prompts, Rollout, ScoredRollout
 from tests.ppo.conftest import ThreadWorld
 from tests.ppo.preset_runs import WIDTH, Run, gradient_of, make_and_learn
@@ -174,8 +170,14 @@ def test_a_kl_estimator(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loss_aggregation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = LossAggregationEntry(f"{__name__}.doubled_mean", "Twice the mean.")
-    monkeypatch.setitem(LOSS_AGGREGATIONS, "doubled", entry)
+    monkeypatch.setitem(LOSS_AGGREGATIONS, "doubled", LossConfig)  # absent again after the test
+
+    class Doubled(LossConfig):
+        """Twice the mean."""
+
+        agg: Literal["doubled"] = "doubled"
+        function = f"{__name__}.doubled_mean"
+
     common = "advantage: { estimator: dr_grpo, whiten: none }\n"
     (folder / "algo" / "mine.yaml").write_text(common + "loss: { agg: doubled }\n")
     (folder / "algo" / "usual.yaml").write_text(common)
@@ -301,8 +303,14 @@ def test_a_decode_backend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
             return rollouts[-1]
 
     monkeypatch.setattr("tests.rollout.plain_backend.PlainGenerator", Recording)
-    entry = DecodeBackendEntry("tests.rollout.plain_backend.PlainGenerator", "Decodes without a cache.")
-    monkeypatch.setitem(DECODE_BACKENDS, "mine", entry)
+    monkeypatch.setitem(BACKENDS, "mine", RolloutConfig)  # absent again after the test
+
+    class Mine(RolloutConfig):
+        """Decodes without a cache."""
+
+        backend: Literal["mine"] = "mine"
+        generator = "tests.rollout.plain_backend.PlainGenerator"
+
     rewarded = ("algo=grpo", "reward=function", f"reward.path={folder}/scores.py:lengths")
     (folder / "scores.py").write_text(OWN_REWARDS)
     rollout, notes = collected(config(folder, *rewarded, "rollout.backend=mine"))

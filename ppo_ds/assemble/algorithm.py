@@ -8,15 +8,16 @@ from functools import partial
 
 from torch import Tensor
 
-from ppo_ds.algorithm.aggregation import seq_mean_token_mean, seq_mean_token_sum, token_mean
 from ppo_ds.algorithm.credit.positions import ScorePosition
 from ppo_ds.algorithm.credit.responses import CreditOptions
 from ppo_ds.algorithm.credit.whitening import Whitening
 from ppo_ds.algorithm.kl.controllers import FixedKLController
 from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS, KLConfig
+from ppo_ds.algorithm.loss.aggregation import seq_mean_token_mean, seq_mean_token_sum, token_mean
+from ppo_ds.algorithm.loss.keys import TokenSumNorm
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.assemble.shared import all_packed, training_steps
-from ppo_ds.config.registry import LOSS_AGGREGATIONS, has_own_weights, import_target, resolve
+from ppo_ds.config.registry import import_target
 from ppo_ds.config.schema import PPOConfig, learns_values, reward_weights, rollout_size, value_position
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.distributed.world import World
@@ -147,7 +148,7 @@ def masked_stop_ids(
 
 def _kl_estimator(kl: KLConfig) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns the estimator of algo.kl, which takes the log-probs of the policy and of the reference."""
-    estimator = resolve(KL_ESTIMATORS[kl.estimator])
+    estimator = import_target(KL_ESTIMATORS[kl.estimator].target)
     return estimator if kl.clamp is None else partial(estimator, clamp=kl.clamp)
 
 
@@ -194,7 +195,8 @@ def learner(
 ) -> Learner:
     """Builds the Learner of a run."""
     algo = config.algo
-    aggregation = resolve(LOSS_AGGREGATIONS[algo.loss.agg])
+    aggregation = import_target(algo.loss.function)
+    norm = algo.loss.norm if isinstance(algo.loss, TokenSumNorm) else None
     return Learner(
         actor=actor,
         critic=critic,
@@ -205,7 +207,7 @@ def learner(
         # responses, whatever algo.loss.agg is.
         value=ValueObjective(algo.value, token_mean if algo.action_level == "sequence" else aggregation),
         ptx=None if ptx_texts is None else PtxObjective(algo.ptx.coef, ptx_texts),
-        norm=algo.loss.norm or config.sampling.max_new_tokens,
+        norm=norm or config.sampling.max_new_tokens,
         schedule=Schedule(algo.epochs, algo.minibatch_size or rollout_size(config), algo.target_kl),
         token_budget=int(config.memory.train_tokens),
         packed=all_packed(actor, critic),
@@ -239,7 +241,7 @@ def policy_terms(config: PPOConfig, actor: TrainedModel) -> tuple[Term, ...]:
     policy loss unless each of its tokens has the loss of the whole response.
     """
     algo, policy = config.algo, config.algo.policy
-    agg = policy_agg = resolve(LOSS_AGGREGATIONS[algo.loss.agg])
+    agg = policy_agg = import_target(algo.loss.function)
     if algo.action_level == "sequence":
         agg = seq_mean_token_sum
         policy_agg = seq_mean_token_sum if policy.sums_over_tokens else seq_mean_token_mean
@@ -267,7 +269,7 @@ def parity_monitor(config: PPOConfig) -> ParityMonitor:
         highest,
         stops=health.parity_action == "stop",
         old_from_rollout=config.algo.old_logprobs == "rollout",
-        own_weights=has_own_weights(config.rollout.backend),
+        own_weights=config.rollout.own_weights,
     )
 
 

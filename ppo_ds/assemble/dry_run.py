@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.commands.entry_points import command
-from ppo_ds.config.registry import STAGES, has_own_weights, import_target
+from ppo_ds.config.registry import STAGES, import_target
 from ppo_ds.config.schema import Config, PPOConfig, from_tree, resolved, reward_models
-from ppo_ds.config.sections.data import VLLMConfig
 from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import save_shrunk
@@ -53,8 +52,8 @@ def dry_run_config(config: PPOConfig, ranks: int) -> Config:
     new_tokens = min(sampling["max_new_tokens"], MAX_NEW_TOKENS)
 
     tree["rollout"] |= {"prompts_per_step": prompts, "samples_per_prompt": samples}
-    if has_own_weights(config.rollout.backend):  # a dry run uses the CPU, for which vLLM may not be built
-        tree["rollout"] |= {"backend": "auto", "vllm": VLLMConfig().model_dump()}
+    if tree["rollout"].pop("vllm", None):  # a dry run uses the CPU, for which vLLM may not be built
+        tree["rollout"]["backend"] = "auto"
     sampling |= {"max_new_tokens": new_tokens, "min_new_tokens": min(sampling["min_new_tokens"], new_tokens)}
     if data["long_prompts"] != "drop":  # a lower limit would drop more prompts than the real run does
         data["max_prompt_tokens"] = min(data["max_prompt_tokens"], MAX_PROMPT_TOKENS)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ppo_ds.assemble.data import Inputs
-from ppo_ds.config.registry import DECODE_BACKENDS, has_own_weights, import_target, resolve
+from ppo_ds.config.registry import import_target
 from ppo_ds.config.schema import PPOConfig
 from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.distributed.world import World, seed_everything
@@ -19,6 +19,7 @@ from ppo_ds.models.size import shape_of
 from ppo_ds.planning.vllm_memory import engine_memory
 from ppo_ds.ppo.parity import PARITY_ROWS, Gap, ParityError, disagreement, parity_gap
 from ppo_ds.rollout.base import Generator, SamplingParams
+from ppo_ds.rollout.keys import BACKENDS, VLLM
 from ppo_ds.run.token_budgets import TokenBudget
 from ppo_ds.tracking.banner import titled
 from ppo_ds.types import Prompts, Rollout
@@ -43,7 +44,7 @@ class Backends:
 
     def refusal(self, name: str) -> str | None:
         """Returns the reason why a backend cannot decode the actor on some rank, or None. A collective."""
-        target = DECODE_BACKENDS[name].refusal
+        target = BACKENDS[name].refusal
         if target is None:
             return None
         with self.actor.generation_mode():
@@ -58,11 +59,14 @@ class Backends:
             "lockstep_max": self.actor.lockstep_max,
             "should_stop": self.should_stop,
         }
-        if not has_own_weights(name):
-            return resolve(DECODE_BACKENDS[name])(**arguments)
+        make = import_target(BACKENDS[name].generator)
+        if not isinstance(self.config.rollout, VLLM):
+            generator: Generator = make(**arguments)
+            return generator
         if name not in self.made:  # an engine takes long to start; its cache does not change with the budget
             arguments |= {"longest": self.longest, "temperature": self.sampling.temperature}
-            self.made[name] = connected_engine(self.config, self.world, self.actor, arguments)
+            start = partial(make, **arguments, settings=self.config.rollout.vllm)
+            self.made[name] = connected_engine(self.config, self.world, self.actor, self.longest, start)
         return self.made[name]
 
     def gap_of(self, name: str) -> Gap:
@@ -100,7 +104,7 @@ def build_generator(
     draws random numbers.
     """
     asked, backends = config.rollout.backend, Backends(config, world, inputs, actor, sampling, should_stop)
-    auto = [name for name, entry in DECODE_BACKENDS.items() if entry.in_auto]
+    auto = [name for name, backend in BACKENDS.items() if backend.in_auto]
     choice = choose_backend(
         auto if asked == "auto" else (asked,),
         refusal=backends.refusal,
@@ -116,23 +120,18 @@ def build_generator(
 
 
 def connected_engine(
-    config: PPOConfig, world: World, actor: HybridActor, arguments: dict[str, Any]
-) -> Generator:
-    """Starts the decode backend with weights of its own and connects the actor to it. A collective."""
-    settings, lm, group = config.rollout.vllm, actor.module.lm, None
-    on_gpu = world.device.type == "cuda"
-    memory = engine_memory(config, shape_of(lm), lm.dtype.itemsize, arguments["longest"], on_gpu)
+    config: PPOConfig, world: World, actor: HybridActor, longest: int, start: Callable[..., Any]
+) -> Any:
+    """Starts the decode backend with weights of its own and connects the actor to it. A collective.
+
+    ``start`` constructs it; ``longest`` is the number of tokens of the longest sequence.
+    """
+    lm, on_gpu = actor.module.lm, world.device.type == "cuda"
+    memory = engine_memory(config, shape_of(lm), lm.dtype.itemsize, longest, on_gpu)
     assert memory is not None
-    if settings.tensor_parallel > 1:
-        group = Subgroup(world, settings.tensor_parallel)
-
-    def start() -> Any:
-        return resolve(DECODE_BACKENDS[config.rollout.backend])(
-            **arguments, settings=settings, kv_cache=memory.kv_cache, group=group
-        )
-
+    group = Subgroup(world, memory.group) if memory.group > 1 else None
     with fork_rng(world), actor.generation_mode():  # the start of an engine seeds all random generators
-        engine = world.on_all(start)
+        engine = world.on_all(partial(start, kv_cache=memory.kv_cache, group=group))
     actor.connect(engine.loaded)
     return engine
 

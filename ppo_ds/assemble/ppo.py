@@ -24,7 +24,6 @@ from ppo_ds.assemble.multi_turn import try_on_data, with_environment
 from ppo_ds.assemble.ppo_models import Models, estimate_memory, load_models, plan_generation
 from ppo_ds.assemble.preflight import preflight, try_functions
 from ppo_ds.assemble.shared import slow_dtypes
-from ppo_ds.config.registry import has_own_weights
 from ppo_ds.config.schema import PPOConfig, all_rewards
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.warnings import warnings
@@ -119,7 +118,7 @@ def generation(
         budgets.rollout,
         rebuilt_on_change(backend, make_backend, budgets.rollout),
         what="generation",
-        repeatable=not (models.actor.lockstep or has_own_weights(config.rollout.backend)),
+        repeatable=not (models.actor.lockstep or config.rollout.own_weights),
     )
     return with_environment(config, world, inputs.tokenizer, generator, stop.raise_if_stopped), gap
 

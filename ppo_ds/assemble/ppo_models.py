@@ -29,7 +29,6 @@ from ppo_ds.planning.ppo_memory import decoding_bytes, estimate
 from ppo_ds.planning.run_memory import Estimate, Hardware
 from ppo_ds.planning.run_memory import FrozenModel as FrozenShape
 from ppo_ds.planning.vllm_memory import engine_memory, synced_bytes
-from ppo_ds.rollout.vllm_support import sleep_level
 from ppo_ds.run.stage import RunContext
 from ppo_ds.types import Reward
 
@@ -152,7 +151,7 @@ def plan_generation(config: PPOConfig, actor: HybridActor, critic: TrainedModel 
         needed = decoding_bytes(config, shape, each, rows, length, on_gpu)
     else:
         synced = synced_bytes(shape, each, actor.zero_stage == 3)
-        needed = max(engine.awake, engine.loading(sleep_level(config.rollout.vllm.sleep, on_gpu), synced))
+        needed = max(engine.awake, engine.loading(synced))
     line = actor.plan_generation(
         generation_gather=zero.generation_gather,
         offload_states=zero.offload_states,

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from ppo_ds.assemble.data import Inputs, read_inputs
 from ppo_ds.assemble.roles import CLASSIFIER
 from ppo_ds.config.checks.data import is_prepared
-from ppo_ds.config.registry import has_own_weights
 from ppo_ds.config.schema import PPOConfig, all_rewards, reward_models, uses_reference
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
@@ -25,7 +24,8 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import reward_errors_as_user_errors
 from ppo_ds.rewards.model import check_reward_model
 from ppo_ds.rewards.user_function import load_function
-from ppo_ds.rollout.vllm_support import model_problem, package_problem, parallel_problem, sleep_problem
+from ppo_ds.rollout.keys import VLLM
+from ppo_ds.rollout.vllm_support import model_problem, package_problem, parallel_problem
 from ppo_ds.types import Row
 
 CHAT_SCORER = "ppo_ds.rewards.get_score.get_score_reward"
@@ -117,17 +117,17 @@ def check_vocabularies(config: PPOConfig, tokenizer: Tokenizer) -> None:
 
 def check_engine_package(config: PPOConfig) -> None:
     """Raises UserError if the run needs vLLM and this machine has none, or a version that was not tested."""
-    if has_own_weights(config.rollout.backend) and (problem := package_problem()):
+    if isinstance(config.rollout, VLLM) and (problem := package_problem()):
         raise UserError(f"rollout.backend={config.rollout.backend}: {problem}; or use rollout.backend=auto")
 
 
 def check_engine_model(config: PPOConfig, on_gpu: bool) -> None:
     """Raises UserError if vLLM cannot decode the actor or divide it among a tensor-parallel group."""
     rollout, key = config.rollout, "actor.model.path"
-    if not has_own_weights(rollout.backend):
+    if not isinstance(rollout, VLLM):
         return
-    if problem := sleep_problem(rollout.vllm.sleep, on_gpu):
-        raise UserError(f"rollout.vllm.sleep={rollout.vllm.sleep}: {problem}")
+    if rollout.vllm.sleep_level(on_gpu) and not on_gpu:
+        raise UserError(f"rollout.vllm.sleep={rollout.vllm.sleep}: vLLM cannot sleep on a CPU; use auto or 0")
     found, where = config_of(config.actor.model, key), f"{key}={config.actor.model.path}"
     if problem := model_problem(found, on_gpu):
         raise UserError(f"rollout.backend={rollout.backend}: {problem}; use rollout.backend=auto ({where})")

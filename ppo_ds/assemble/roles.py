@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from ppo_ds.assemble.engines import Needs, add_lora, frozen_engine, trained_engine
-from ppo_ds.config.registry import has_own_weights
 from ppo_ds.config.schema import PPOConfig, reference_is_base
 from ppo_ds.config.sections.models import ActorConfig, ModelConfig
 from ppo_ds.distributed.world import World
@@ -86,7 +85,7 @@ def build_actor(
         needs.check(policy, config.actor.model.path, "actor.model.path")
         return policy
 
-    copy = None if has_own_weights(config.rollout.backend) else unsharded_twin
+    copy = None if config.rollout.own_weights else unsharded_twin
     make = partial(HybridActor, make_inference_copy=copy, timer=timed)
     return trained_engine(load, make, config.actor, "actor", world, optimizer_steps)
 

@@ -11,7 +11,7 @@ from ppo_ds.assemble.banner import checkpoint_times, resumed
 from ppo_ds.assemble.downloads import models_to_download
 from ppo_ds.assemble.start import on_main, open_start
 from ppo_ds.compute import matmul
-from ppo_ds.config.registry import STAGES, resolve
+from ppo_ds.config.registry import STAGES, import_target
 from ppo_ds.config.schema import (
     OPEN_PARTS,
     Config,
@@ -167,7 +167,7 @@ def build_loop(
 ) -> Run:
     """Builds the stage of ``config.stage`` and the loop that trains it. A collective."""
     entry = STAGES[config.stage]
-    stage = resolve(entry)(config, context)
+    stage = import_target(entry.target)(config, context)
     saver = Saver(
         context=context,
         stage=stage,

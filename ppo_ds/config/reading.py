@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from ppo_ds.config.text import show
-from ppo_ds.config.types import RANGE, Section, Variants
+from ppo_ds.config.types import RANGE, Section, Variants, leaves
 
 T = TypeVar("T", bound=Section)
 Problems = dict[str, str]  # full key -> line
@@ -80,8 +80,10 @@ def _own_keys(
             kept[name], below = _own_keys(inner, kept[name], full, variant, inside)
             lines |= below
         elif own is None and others and variant is not None:
-            value = kept.pop(name) if section_of(others[0]) else _checked(others[0], kept.pop(name))[0]
-            default = others[0].get_default(call_default_factory=True)
+            value, inner = kept.pop(name), section_of(others[0])
+            if not inner:
+                value = _checked(others[0], value)[0]
+            default = with_defaults(inner, {}) if inner else others[0].get_default(call_default_factory=True)
             lines |= {f"{full}#{i}": line for i, line in enumerate(variant.foreign(full, value, default))}
     return kept, found or lines
 
@@ -161,15 +163,6 @@ def dotted_keys(section: type[Section], prefix: str = "") -> list[str]:
         inner = section_of(field)
         keys += [full, *(dotted_keys(inner, full) if inner else [])]
     return keys
-
-
-def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields the path and the value of every key at or below ``path``; an empty mapping is a value."""
-    if isinstance(value, Mapping) and value:
-        for name, item in value.items():
-            yield from leaves(item, (*path, name))
-    else:
-        yield path, value
 
 
 # ---- messages

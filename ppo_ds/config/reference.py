@@ -16,19 +16,14 @@ from pydantic.fields import FieldInfo
 
 from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS
 from ppo_ds.config.reading import bounds, dotted_keys, section_of, unwrapped
-from ppo_ds.config.registry import DECODE_BACKENDS, LOSS_AGGREGATIONS, STAGES, Entry, import_target
+from ppo_ds.config.registry import STAGES, Entry, import_target
 from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import arguments_of
 from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.config.types import OneOf, Section, Variants
 from ppo_ds.errors import UserError
 
-_ENTRIES: dict[str, Mapping[str, Entry]] = {
-    "stage": STAGES,
-    "rollout.backend": DECODE_BACKENDS,
-    "algo.kl.estimator": KL_ESTIMATORS,
-    "algo.loss.agg": LOSS_AGGREGATIONS,
-}
+_ENTRIES: dict[str, Mapping[str, Entry]] = {"stage": STAGES, "algo.kl.estimator": KL_ESTIMATORS}
 
 _HEAD = """\
 # Configuration reference

@@ -1,53 +1,24 @@
 """Lists the parts that a config chooses by name, with their requirements and the location of their code.
 
 The tables import neither torch nor the code that they name, so a config is checked before anything is loaded.
-The config checks, `--help` and docs/config.md use the tables; `resolve` imports a part when a run is built.
+The config checks, `--help` and docs/config.md use the tables; a part is imported when a run is built.
 To add a part, write it in any module that can be imported, and add one entry here.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A named part: a dotted ``target`` and the keyword arguments that select its variant."""
+    """A named part: the dotted name of its code, and its description."""
 
     target: str  # package.module.name
     description: str
-    options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
-
-
-@dataclass(frozen=True)
-class LossAggregationEntry(Entry):
-    """A function that aggregates the token losses of an optimizer step.
-
-    It is called as (loss [B,T], mask [B,T], totals) -> ppo_ds.algorithm.aggregation.Share.
-    """
-
-    needs_norm: bool = field(default=False, kw_only=True)  # True if it divides by algo.loss.norm
-
-
-@dataclass(frozen=True)
-class DecodeBackendEntry(Entry):
-    """A class that implements `ppo_ds.rollout.base.Generator`, which documents its constructor and call.
-
-    `rollout.backend=auto` tries the backends with ``in_auto`` in the order of the table.
-    """
-
-    # Dotted name of a function (model, number of tokens of the longest sequence) that returns the reason why
-    # the backend cannot decode the model, or None. It is called with the model in memory. Without a function
-    # the backend decodes every model that the checks before loading accept (assemble/preflight.py).
-    refusal: str | None = field(default=None, kw_only=True)
-    # True once the backend was measured to be faster than the backends below it in the table
-    in_auto: bool = field(default=False, kw_only=True)
-    # True if the backend has weights of its own, which it receives at each switch to generation
-    own_weights: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -75,40 +46,6 @@ class StageEntry(Entry):
     # that depend on other keys are added in checks/evaluation.py.
     eval_metrics: tuple[str, ...] = field(default=("eval/score_mean",), kw_only=True)
 
-
-LOSS_AGGREGATIONS = {
-    "token_mean": LossAggregationEntry("ppo_ds.algorithm.aggregation.token_mean", "Mean over all tokens."),
-    "seq_mean_token_mean": LossAggregationEntry(
-        "ppo_ds.algorithm.aggregation.seq_mean_token_mean",
-        "Mean over responses of the mean over their tokens.",
-    ),
-    "seq_mean_token_sum": LossAggregationEntry(
-        "ppo_ds.algorithm.aggregation.seq_mean_token_sum", "Mean over responses of the sum over their tokens."
-    ),
-    "token_sum_norm": LossAggregationEntry(
-        "ppo_ds.algorithm.aggregation.token_sum_norm",
-        "Sum over all tokens, divided by a constant per response.",
-        needs_norm=True,
-    ),
-}
-
-# rollout.backend=auto tries the backends in this order; the one that was measured to be fastest comes first.
-DECODE_BACKENDS = {
-    "static": DecodeBackendEntry(
-        "ppo_ds.rollout.static.StaticGenerator",
-        "A preallocated key-value cache of fixed shape, with CUDA graphs on a GPU.",
-        refusal="ppo_ds.rollout.decoding.refusal",
-        in_auto=True,
-    ),
-    "hf": DecodeBackendEntry(
-        "ppo_ds.rollout.hf.HFGenerator", "transformers' generate; supports every model.", in_auto=True
-    ),
-    "vllm": DecodeBackendEntry(
-        "ppo_ds.rollout.vllm.VLLMGenerator",
-        "vLLM in the trainer's process, with weights of its own (rollout.vllm).",
-        own_weights=True,
-    ),
-}
 
 STAGES = {
     "ppo": StageEntry(
@@ -153,17 +90,6 @@ STAGES = {
         ),
     ),
 }
-
-
-def has_own_weights(backend: str) -> bool:
-    """Returns whether the decode backend of a config has weights of its own; ``auto`` never chooses it."""
-    return backend in DECODE_BACKENDS and DECODE_BACKENDS[backend].own_weights
-
-
-def resolve(entry: Entry) -> Callable[..., Any]:
-    """Imports the callable that a table entry names and binds the entry's options to it."""
-    target = import_target(entry.target)
-    return partial(target, **entry.options) if entry.options else target
 
 
 def import_target(path: str) -> Any:

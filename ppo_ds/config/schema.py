@@ -18,10 +18,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from ppo_ds.config.reading import leaves, read
+from ppo_ds.config.reading import read
 from ppo_ds.config.registry import STAGES
 from ppo_ds.config.sections.algo import AlgoConfig
-from ppo_ds.config.sections.data import DataConfig, PPODataConfig, RolloutConfig, SamplingConfig
+from ppo_ds.config.sections.data import DataConfig, PPODataConfig, SamplingConfig
 from ppo_ds.config.sections.finetune import RewardModelConfig, SFTConfig
 from ppo_ds.config.sections.models import (
     ActorConfig,
@@ -45,7 +45,8 @@ from ppo_ds.config.sections.run import (
     TrackerConfig,
 )
 from ppo_ds.config.text import show
-from ppo_ds.config.types import OneOf, Variants, replace
+from ppo_ds.config.types import OneOf, Variants, leaves, replace
+from ppo_ds.rollout.keys import RolloutConfig
 
 TrainedConfig = ActorConfig | CriticConfig | ScorerConfig
 ConfigT = TypeVar("ConfigT", bound="Config")

@@ -95,19 +95,31 @@ class Variants(Section):
 
     @classmethod
     def foreign(cls, key: str, value: Any, default: Any) -> Iterator[str]:
-        """Yields an error line for a key that this variant lacks, unless it has its default."""
+        """Yields an error line for each key at or below ``key`` that is not at its default."""
         section, _, name = key.rpartition(".")
-        if value != default:
-            yield (
-                f"{key}={short(value)}: only used with {section}.{cls.tag}={' or '.join(cls.users(name))} "
-                f"(it is {cls.model_fields[cls.tag].default}); set it to {short(default)}"
-            )
+        users, defaults = " or ".join(cls.users(name)), dict(leaves(default))
+        for path, item in leaves(value):
+            usual = defaults.get(path)
+            if item != usual:
+                yield (
+                    f"{'.'.join((key, *path))}={short(item)}: only used with {section}.{cls.tag}={users} "
+                    f"(it is {cls.model_fields[cls.tag].default}); set it to {short(usual)}"
+                )
 
 
 def replace(section: SectionT, **values: Any) -> SectionT:
     """Copies a section with new values, like `dataclasses.replace`. The new values are not validated."""
     assert values.keys() <= type(section).model_fields.keys(), f"no such keys: {values}"
     return section.model_copy(update=values)
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the path and the value of every key at or below ``path``; an empty mapping is a value."""
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from leaves(item, (*path, str(name)))
+    else:
+        yield path, value
 
 
 def refuse(message: str, *, whole_line: bool = False) -> NoReturn:

@@ -96,8 +96,8 @@ class TrainedModel:
     """Wraps a module in a DeepSpeed engine (ZeRO 0 to 3).
 
     The caller divides losses by the totals of the whole optimizer step and multiplies them by the number of
-    ranks (algorithm/aggregation.py). DeepSpeed averages gradients over ranks; its own division by the number
-    of accumulation steps is switched off. The result is the exact gradient of the global mean for any
+    ranks (algorithm/loss/aggregation.py). DeepSpeed averages gradients over ranks; its own division by the
+    number of accumulation steps is switched off. The result is the exact gradient of the global mean for any
     number of ranks and micro-batches.
     """
 

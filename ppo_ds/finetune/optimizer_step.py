@@ -21,7 +21,7 @@ from ppo_ds.run.stage import RunContext
 from ppo_ds.types import Metrics
 
 Micro = TypeVar("Micro")
-Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see algorithm/aggregation.py
+Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see algorithm/loss/aggregation.py
 
 
 @dataclass(frozen=True)

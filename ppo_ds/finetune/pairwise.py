@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ppo_ds.algorithm.aggregation import mean_parts
+from ppo_ds.algorithm.loss.aggregation import mean_parts
 
 
 def pairwise_loss(

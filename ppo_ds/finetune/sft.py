@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_ds.algorithm.aggregation import BatchTotals, aggregate, batch_totals, token_mean
+from ppo_ds.algorithm.loss.aggregation import BatchTotals, aggregate, batch_totals, token_mean
 from ppo_ds.config.sections.finetune import SFTConfig
 from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
 from ppo_ds.data.fingerprint import Fingerprint

@@ -28,7 +28,6 @@ from ppo_ds.planning.run_memory import (
 from ppo_ds.planning.vllm_memory import VllmMemory, engine_memory, synced_bytes
 from ppo_ds.rollout.continuous_batch import COLUMNS, PREFILL_TOKENS, fast_batch_size
 from ppo_ds.rollout.graphs import KEPT_GRAPHS
-from ppo_ds.rollout.vllm_support import sleep_level
 
 # Executable CUDA graph of a decode step, besides its tensors: by vLLM's pull requests 11349 and 22897, 6 to
 # 28 MiB.
@@ -76,7 +75,6 @@ class PPOMemory(RunMemory):
         self.rows = rollout_size(config) // hardware.ranks
         _, shape, each = self._role("actor")
         self.vllm = engine_memory(config, shape, each, self.length, hardware.on_gpu)
-        self.sleep = sleep_level(config.rollout.vllm.sleep, hardware.on_gpu)
 
     def estimate(self) -> Estimate:
         ranks, on_gpu = self.hardware.ranks, self.hardware.on_gpu
@@ -90,8 +88,8 @@ class PPOMemory(RunMemory):
         if self.config.algo.old_policy == "lagged":
             resident["lagged"] = self.copy_of("actor")
         if self.vllm is not None:
-            resident["vllm"] = self.vllm.between(self.sleep)
-            host += self.vllm.host(self.sleep) if on_gpu else 0
+            resident["vllm"] = self.vllm.between
+            host += self.vllm.host if on_gpu else 0
         rest = sum(resident.values())
         phases = {"loading": self.loading()}
         phases |= {name: rest + more for name, more in self._scoring().items()}
@@ -200,14 +198,14 @@ class PPOMemory(RunMemory):
         between two phases.
         """
         _, shape, each = self._role("actor")
-        between = engine.between(self.sleep)
-        loaded = engine.loading(self.sleep, synced_bytes(shape, each, self.config.actor.zero.stage == 3))
+        between = engine.between
+        loaded = engine.loading(synced_bytes(shape, each, self.config.actor.zero.stage == 3))
         plan, moved = self._plan(rest, decoding=max(engine.awake, loaded) - between)
         phases["switch"] = rest - moved + loaded - between
         phases["generate"] = rest - moved + engine.awake - between
-        group = self.config.rollout.vllm.tensor_parallel
-        held = f"vLLM's weights divided among {group} ranks" if group > 1 else "vLLM's weights on each rank"
-        asleep = f"; asleep in training, level {self.sleep}" if self.sleep else ""
+        divided = f"divided among {engine.group} ranks" if engine.group > 1 else "on each rank"
+        held = f"vLLM's weights {divided}"
+        asleep = f"; asleep in training, level {engine.sleep}" if engine.sleep else ""
         return f"{held}{asleep}{'; optimizer states offloaded' if plan.offload_states else ''}", False, moved
 
     def _plan(

@@ -12,6 +12,7 @@ from ppo_ds.compute.sizes import Shape
 from ppo_ds.config.schema import PPOConfig
 from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.planning.model_memory import FP32, kv_cache_bytes, sampling_bytes
+from ppo_ds.rollout.keys import VLLM
 
 GIB = 2**30
 
@@ -35,29 +36,31 @@ class VllmMemory:
     kv_cache: int
     activations: int  # at most, of a prefill or of sampling
     kept: int  # CUDA graphs and the communicator, which stay in memory while the engine sleeps
+    group: int = 1  # ranks that share the weights
+    sleep: int = 0  # level between two generation phases, see VLLMConfig
+    eager: bool = False  # decodes without CUDA graphs
 
     @property
     def awake(self) -> int:
         """Bytes during generation."""
         return self.weights + self.kv_cache + self.activations + self.kept
 
-    def loading(self, sleep: int, synced: int) -> int:
+    def loading(self, synced: int) -> int:
         """Returns the bytes while new weights arrive, for which ``synced`` further bytes are needed.
 
         A sleeping engine allocates its KV cache afterwards.
         """
-        return self.weights + self.kept + synced + (0 if sleep else self.kv_cache)
+        return self.weights + self.kept + synced + (0 if self.sleep else self.kv_cache)
 
-    def between(self, sleep: int) -> int:
-        """Returns the bytes between two generation phases, by sleep level.
+    @property
+    def between(self) -> int:
+        """Bytes between two generation phases: sleep levels 1 and 2 free the weights and the KV cache."""
+        return self.kept + (0 if self.sleep else self.weights + self.kv_cache)
 
-        Levels 1 and 2 free the weights and the KV cache. Level 0 does not sleep and frees neither.
-        """
-        return self.kept + (0 if sleep else self.weights + self.kv_cache)
-
-    def host(self, sleep: int) -> int:
-        """Returns the bytes of CPU memory that the engine takes while it sleeps: level 1 copies weights."""
-        return self.weights if sleep == 1 else 0
+    @property
+    def host(self) -> int:
+        """Bytes of CPU memory that the engine takes while it sleeps: level 1 copies weights."""
+        return self.weights if self.sleep == 1 else 0
 
 
 def kv_heads(shape: Shape) -> int:
@@ -117,10 +120,10 @@ def engine_memory(
         each: Bytes per weight.
         longest: Tokens of the longest prompt with its response.
     """
-    settings, sampling = config.rollout.vllm, config.sampling
-    if config.rollout.backend != "vllm":
+    rollout, sampling = config.rollout, config.sampling
+    if not isinstance(rollout, VLLM):
         return None
-    group = settings.tensor_parallel
+    settings, group = rollout.vllm, rollout.vllm.tensor_parallel
     if settings.kv_cache_gb is not None:
         cache = int(settings.kv_cache_gb * GIB)
     else:
@@ -132,6 +135,9 @@ def engine_memory(
         kv_cache=cache,
         activations=vllm_activation_bytes(shape, group, each, sampling_bytes(sampling.top_k, sampling.top_p)),
         kept=graphs + (COMMUNICATOR if on_gpu and group > 1 else 0),
+        group=group,
+        sleep=settings.sleep_level(on_gpu),
+        eager=settings.enforce_eager,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_ds.algorithm.aggregation import BatchTotals, batch_totals
+from ppo_ds.algorithm.loss.aggregation import BatchTotals, batch_totals
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.distributed.world import World

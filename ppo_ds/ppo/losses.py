@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ppo_ds.algorithm.aggregation import Aggregation, BatchTotals, aggregate, token_mean
+from ppo_ds.algorithm.loss.aggregation import Aggregation, BatchTotals, aggregate, token_mean
 from ppo_ds.algorithm.policy.keys import PolicyConfig
 from ppo_ds.algorithm.policy.selection import off_policy_tokens
 from ppo_ds.algorithm.policy.surrogate import PolicyLoss, surrogate_loss
@@ -19,7 +19,7 @@ from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ops.masked import keep, sum_and_count
 from ppo_ds.types import Experience, Sequences
 
-Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see algorithm/aggregation.py
+Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see algorithm/loss/aggregation.py
 
 
 class Term(Protocol):

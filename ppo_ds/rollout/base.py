@@ -33,7 +33,7 @@ class SamplingParams:
 class Generator(Protocol):
     """Decode backend: continues prompts with the current policy, inside the actor's generation mode.
 
-    The classes in the table DECODE_BACKENDS are constructed with these keyword arguments:
+    The classes that rollout/keys.py names are constructed with these keyword arguments:
 
     lm            function that returns the transformers model to decode with. Each call of the backend calls
         it. The model can run forwards, but its weights cannot be read or saved: they may be sharded, and LoRA

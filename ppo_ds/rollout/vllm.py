@@ -33,14 +33,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_ds.config.sections.data import VLLMConfig
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import beat, counting
 from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.errors import UserError
 from ppo_ds.models.lora import checkpoint_names, tied_names
 from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
-from ppo_ds.rollout.vllm_support import INSTALL, sleep_level
+from ppo_ds.rollout.keys import VLLMConfig
+from ppo_ds.rollout.vllm_support import INSTALL
 from ppo_ds.types import Prompts, Rollout
 
 CHECK_EVERY = 16  # steps between two exchanges of stop requests in a tensor-parallel group
@@ -95,7 +95,7 @@ class VLLMGenerator:
         self.group = group
         self.should_stop = should_stop
         self.temperature = temperature
-        self.sleep = sleep_level(settings.sleep, on_gpu)
+        self.sleep = settings.sleep_level(on_gpu)
         self._asleep = False
         self._names, self._tied = checkpoint_names(model), tied_names(model)
         self._llm = start_engine(

@@ -64,20 +64,6 @@ def model_problem(config: PreTrainedConfig, on_gpu: bool) -> str | None:
     return None
 
 
-def sleep_problem(setting: int | str, on_gpu: bool) -> str | None:
-    """Returns why the engine cannot sleep as rollout.vllm.sleep says, or None if it can."""
-    if sleep_level(setting, on_gpu) and not on_gpu:
-        return "vLLM cannot sleep on a CPU; use auto or 0"
-    return None
-
-
-def sleep_level(setting: int | str, on_gpu: bool) -> int:
-    """Resolves rollout.vllm.sleep. The weights are always sent again, so auto frees them on a GPU."""
-    if setting == "auto":
-        return 2 if on_gpu else 0
-    return int(setting)
-
-
 def parallel_problem(heads: int, keys: int, inner: int, tensor_parallel: int) -> str | None:
     """Returns why vLLM cannot divide a model among this many ranks and which numbers fit; None if it can.
 

@@ -20,7 +20,7 @@ class MetricSums:
     """Accumulates masked means and maxima that are exact over ranks and micro-batches.
 
     Sums and counts are added up; means are never averaged. The shape of a part determines how it is reduced,
-    as in algorithm/aggregation.py: [2] is (sum, count), [5] moments of an explained variance, 0-dim a
+    as in algorithm/loss/aggregation.py: [2] is (sum, count), [5] moments of an explained variance, 0-dim a
     maximum. Every rank must add the same names in the same order; ``reduced`` is a collective.
     """
 

@@ -19,7 +19,7 @@ from ppo_ds.assemble.data import build_compared, stop_ids
 from ppo_ds.assemble.multi_turn import with_environment
 from ppo_ds.assemble.ppo import build_sampling
 from ppo_ds.compute.batching import plan_forwards
-from ppo_ds.config.registry import DECODE_BACKENDS, has_own_weights, import_target, resolve
+from ppo_ds.config.registry import import_target
 from ppo_ds.config.schema import Config, PPOConfig
 from ppo_ds.data.prompts import PromptSource
 from ppo_ds.distributed.world import World, seed_everything
@@ -33,6 +33,7 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.planning.budgets import largest_decoding, largest_scoring
 from ppo_ds.ppo.minibatches import scatter_tokens
 from ppo_ds.rollout.base import Generator
+from ppo_ds.rollout.keys import BACKENDS
 from ppo_ds.run.microbatches import forward_rows
 from ppo_ds.tools.loading import hub_models, load_decoder, tokenizer_of
 from ppo_ds.tools.model_argument import NamedModel
@@ -209,7 +210,7 @@ def generate(
     if budget == "auto":
         rows = max(len(batch.prompts) for batch in reader.batches)
         budget = largest_decoding(config, world, shape_of(policy.lm), reader.longest, rows)
-    backend: Generator = resolve(DECODE_BACKENDS[name])(
+    backend: Generator = import_target(BACKENDS[name].generator)(
         lm=lambda: policy.lm,
         tokenizer=reader.tokenizer,
         token_budget=budget,
@@ -234,11 +235,11 @@ def choose_backend(config: PPOConfig, policy: Policy, longest: int) -> str:
     """Returns the name of the decode backend; raises UserError if the one in the config refuses the model."""
     asked = config.rollout.backend
     names = [asked]
-    if asked == "auto" or has_own_weights(asked):  # such a backend needs the trained model's engine
-        names = [name for name, entry in DECODE_BACKENDS.items() if entry.in_auto]
+    if asked == "auto" or config.rollout.own_weights:  # such a backend needs the trained model's engine
+        names = [name for name, backend in BACKENDS.items() if backend.in_auto]
     reasons = []
     for name in names:
-        refusal = DECODE_BACKENDS[name].refusal
+        refusal = BACKENDS[name].refusal
         reason = import_target(refusal)(policy.lm, longest) if refusal else None
         if reason is None:
             return name

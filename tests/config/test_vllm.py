@@ -17,12 +17,17 @@ def test_what_vllm_supports_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
-    [("tensor_parallel", "2"), ("kv_cache_gb", "1.5"), ("sleep", "1"), ("enforce_eager", "true")],
+    ("setting", "value", "usual"),
+    [
+        ("tensor_parallel", "2", "1"),
+        ("kv_cache_gb", "1.5", "null"),
+        ("sleep", "1", "auto"),
+        ("enforce_eager", "true", "false"),
+    ],
 )
-def test_settings_without_the_backend_are_refused(setting: str, value: str) -> None:
+def test_settings_without_the_backend_are_refused(setting: str, value: str, usual: str) -> None:
     assert complaints(*MINIMAL, f"rollout.vllm.{setting}={value}", ranks=2) == [
-        f"rollout.vllm.{setting}={value}: only used with rollout.backend=vllm (it is auto)"
+        f"rollout.vllm.{setting}={value}: only used with rollout.backend=vllm (it is auto); set it to {usual}"
     ]
 
 

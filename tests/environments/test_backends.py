@@ -6,13 +6,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_ds.config.registry import DECODE_BACKENDS, resolve
-from ppo_ds.config.sections.data import VLLMConfig
+from ppo_ds.config.registry import import_target
 from ppo_ds.ppo.minibatches import concatenate
+from ppo_ds.rollout.keys import BACKENDS, VLLMConfig
 from tests.environments.conftest import END, Scripted, sampling_of
 from tests.ppo.conftest import ThreadWorld
 from tests.support import fake_vllm
 from tests.support.threads import run_threads
+
+NAMES = [name for name in BACKENDS if name != "auto"]
 
 
 class Echo:
@@ -43,15 +45,13 @@ def decode(generator_of, lm, tokenizer, monkeypatch):
     fake_vllm.install(monkeypatch)
 
     def run(name, prompts, sampling):
-        entry = DECODE_BACKENDS[name]
+        entry, make = BACKENDS[name], import_target(BACKENDS[name].generator)
         arguments = {"lm": lambda: lm, "tokenizer": tokenizer, "token_budget": 400}
         arguments |= {"lockstep_max": None, "should_stop": lambda: False}
         if not entry.own_weights:
-            return generator_of(Echo, resolve(entry)(**arguments))(prompts, sampling)
+            return generator_of(Echo, make(**arguments))(prompts, sampling)
         with torch.random.fork_rng():
-            backend = resolve(entry)(
-                **arguments, settings=VLLMConfig(), kv_cache=2**20, longest=64, temperature=1.0
-            )
+            backend = make(**arguments, settings=VLLMConfig(), kv_cache=2**20, longest=64, temperature=1.0)
         with backend.loaded(iter(lm.named_parameters())):
             return generator_of(Echo, backend)(prompts, sampling)
 
@@ -62,7 +62,7 @@ def decode(generator_of, lm, tokenizer, monkeypatch):
 STOPS = tuple(range(END, 19, 2))
 
 
-@pytest.mark.parametrize("name", DECODE_BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_log_probs_are_those_of_one_forward_over_the_whole_response(decode, lm, prompts_of, name):
     """No token is encoded again: the ids, in one forward, give the log-probs with which they were drawn."""
     torch.manual_seed(1)
@@ -79,7 +79,7 @@ def test_the_log_probs_are_those_of_one_forward_over_the_whole_response(decode, 
     assert "done" in rollout.episode_ends
 
 
-@pytest.mark.parametrize("name", [name for name in DECODE_BACKENDS if name != "hf"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "hf"])
 def test_all_backends_give_the_same_greedy_responses(decode, prompts_of, name):
     prompts = prompts_of("1+2=", "12+345=", "9=", "+")
     sampling = sampling_of(30, stop_token_ids=STOPS).as_greedy()

@@ -7,15 +7,15 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ppo_ds.assemble.run import build_run
-from ppo_ds.config.registry import DECODE_BACKENDS, DecodeBackendEntry
 from ppo_ds.config.validation import validated
+from ppo_ds.rollout.keys import RolloutConfig
 from ppo_ds.run import final_report
 from tests.faults.worlds_worker import config
 from tests.rollout.plain_backend import PlainGenerator
@@ -60,6 +60,20 @@ class StaleGenerator(CopyingGenerator):
     left_out = LEFT_OUT
 
 
+class Copying(RolloutConfig):
+    """Decodes with a copy."""
+
+    backend: Literal["copying"] = "copying"
+    generator = f"{__name__}.CopyingGenerator"
+
+
+class Stale(RolloutConfig):
+    """Decodes with a copy of which a layer is left out."""
+
+    backend: Literal["stale"] = "stale"
+    generator = f"{__name__}.StaleGenerator"
+
+
 def train(root: Path, case: str, run_dir: Path, backend: str) -> str:
     """Trains, or continues the run in ``run_dir``, and returns why the run ended."""
     stage, algo = CASES[case]
@@ -82,8 +96,6 @@ def train(root: Path, case: str, run_dir: Path, backend: str) -> str:
 def main() -> None:
     root = Path(sys.argv[1])
     final_report.plot_curves = lambda *_, **__: False  # a plot takes a second, and no test reads it
-    for name, backend in (("copying", CopyingGenerator), ("stale", StaleGenerator)):
-        DECODE_BACKENDS[name] = DecodeBackendEntry(f"{__name__}.{backend.__name__}", "Decodes with a copy.")
     for case in CASES:
         assert train(root, case, root / case / "stale", "stale") == "max_parity"
     assert train(root, "rollout", root / "rollout" / "stale", "copying") == "done"  # continues the run

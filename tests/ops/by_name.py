@@ -13,26 +13,27 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ppo_ds.algorithm import aggregation
 from ppo_ds.algorithm.credit import gae, groups, positions
 from ppo_ds.algorithm.credit.responses import CreditOptions, Responses
 from ppo_ds.algorithm.credit.returns import reinforce, remax
 from ppo_ds.algorithm.credit.whitening import Whitening
 from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS
+from ppo_ds.algorithm.loss import aggregation
+from ppo_ds.algorithm.loss.keys import LOSS_AGGREGATIONS
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES, PolicyConfig
 from ppo_ds.algorithm.policy.surrogate import surrogate_loss
 from ppo_ds.algorithm.rollout_is import weights
 from ppo_ds.algorithm.rollout_is.keys import WEIGHTS
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.algorithm.value import loss as value
-from ppo_ds.config.registry import LOSS_AGGREGATIONS, import_target, resolve
+from ppo_ds.config.registry import import_target
 from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig
 from ppo_ds.ops.masked import keep, masked_whiten
 from ppo_ds.ops.running import RunningMoments
 
 
 def agg_of(name: Any) -> aggregation.Aggregation:
-    return resolve(LOSS_AGGREGATIONS[name]) if isinstance(name, str) else name
+    return import_target(LOSS_AGGREGATIONS[name].function) if isinstance(name, str) else name
 
 
 def aggregate(loss, mask, mode="token_mean", totals=None):
@@ -40,7 +41,7 @@ def aggregate(loss, mask, mode="token_mean", totals=None):
 
 
 def approx_kl(logprobs, ref_logprobs, estimator="k1", clamp=None):
-    return resolve(KL_ESTIMATORS[estimator])(logprobs, ref_logprobs, clamp)
+    return import_target(KL_ESTIMATORS[estimator].target)(logprobs, ref_logprobs, clamp)
 
 
 def kl_loss(logprobs, ref_logprobs, mask, estimator="k2", agg="token_mean", totals=None, clamp=None):

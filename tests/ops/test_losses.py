@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ppo_ds.algorithm.aggregation import BatchTotals, Share, batch_totals
+from ppo_ds.algorithm.loss.aggregation import BatchTotals, Share, batch_totals
 from ppo_ds.ops.masked import keep
 from ppo_ds.ops.moments import explained_variance
 from ppo_ds.ops.sequences import next_token_mask

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_ds.algorithm.aggregation import BatchTotals
 from ppo_ds.algorithm.credit.gae import compute_gae
+from ppo_ds.algorithm.loss.aggregation import BatchTotals
 from ppo_ds.ops.masked import masked_whiten
 from ppo_ds.ops.sequences import next_token_mask
 from tests.ops.by_name import (

@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 
-from ppo_ds.algorithm.aggregation import batch_totals
 from ppo_ds.algorithm.credit.gae import compute_gae
 from ppo_ds.algorithm.credit.returns import discounted_returns
+from ppo_ds.algorithm.loss.aggregation import batch_totals
 from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits, sequence_logprobs
 from ppo_ds.ops.masked import masked_mean, masked_mean_var, masked_whiten
 from tests.ops.by_name import (

@@ -19,7 +19,8 @@ from ppo_ds.planning.vllm_memory import (
     vllm_cache_tokens,
     vllm_weight_bytes,
 )
-from ppo_ds.rollout.vllm_support import parallel_problem, sleep_level
+from ppo_ds.rollout.keys import VLLMConfig
+from ppo_ds.rollout.vllm_support import parallel_problem
 from ppo_ds.tools.doctor.suggest import with_settings
 from tests.config.commands import MINIMAL, compose
 
@@ -80,10 +81,10 @@ def test_activations_of_a_prefill_and_of_sampling() -> None:
 
 
 def test_sleeping_frees_weights_and_cache() -> None:
-    memory = VllmMemory(weights=1000, kv_cache=200, activations=30, kept=4)
-    assert memory.awake == 1234
-    assert [memory.between(level) for level in (0, 1, 2)] == [1204, 4, 4]
-    assert [memory.host(level) for level in (0, 1, 2)] == [0, 1000, 0]
+    levels = [VllmMemory(weights=1000, kv_cache=200, activations=30, kept=4, sleep=i) for i in range(3)]
+    assert {memory.awake for memory in levels} == {1234}
+    assert [memory.between for memory in levels] == [1204, 4, 4]
+    assert [memory.host for memory in levels] == [0, 1000, 0]
 
 
 def test_a_cache_has_room_for_one_row_of_the_group() -> None:
@@ -94,8 +95,8 @@ def test_a_cache_has_room_for_one_row_of_the_group() -> None:
 
 
 def test_the_engine_sleeps_deeply_on_a_gpu() -> None:
-    assert [sleep_level(setting, True) for setting in ("auto", 0, 1, 2)] == [2, 0, 1, 2]
-    assert sleep_level("auto", False) == 0
+    assert [VLLMConfig(sleep=setting).sleep_level(True) for setting in ("auto", 0, 1, 2)] == [2, 0, 1, 2]
+    assert VLLMConfig().sleep_level(False) == 0
 
 
 @pytest.mark.parametrize(

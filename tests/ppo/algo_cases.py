@@ -14,7 +14,7 @@ from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS
 from ppo_ds.algorithm.rollout_is.keys import NoWeights
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.background.pending import Pending
-from ppo_ds.config.registry import import_target, resolve
+from ppo_ds.config.registry import import_target
 from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.experience import ExperienceMaker
@@ -68,7 +68,7 @@ def critic_free(kind, gamma=1.0, group_size=1, place=ON_THE_LAST, reduce=None):
 
 
 def kl_estimator(name):
-    return resolve(KL_ESTIMATORS[name])
+    return import_target(KL_ESTIMATORS[name].target)
 
 
 class Stub:

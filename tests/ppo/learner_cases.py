@@ -6,10 +6,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from ppo_ds.algorithm.aggregation import seq_mean_token_mean, seq_mean_token_sum
 from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS
+from ppo_ds.algorithm.loss.aggregation import seq_mean_token_mean, seq_mean_token_sum
+from ppo_ds.algorithm.loss.keys import LOSS_AGGREGATIONS
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
-from ppo_ds.config.registry import LOSS_AGGREGATIONS, import_target, resolve
+from ppo_ds.config.registry import import_target
 from ppo_ds.config.sections.algo import EntropyConfig, ValueConfig
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
@@ -177,7 +178,7 @@ def policy_terms(**changes):
     made = POLICY | changes
     variant = POLICY_LOSSES[made["kind"]]
     keys = {name: made[name] for name in CLIP if name in variant.model_fields} | made["keys"]
-    agg = policy_agg = resolve(LOSS_AGGREGATIONS[made["agg"]])
+    agg = policy_agg = import_target(LOSS_AGGREGATIONS[made["agg"]].function)
     if made["level"] == "sequence":
         agg = seq_mean_token_sum
         policy_agg = seq_mean_token_sum if variant.sums_over_tokens else seq_mean_token_mean
@@ -188,7 +189,7 @@ def policy_terms(**changes):
         EntropyTerm(entropy, agg),
     ]
     if made["kl_in_loss"]:
-        terms.append(ReferenceKLTerm(resolve(KL_ESTIMATORS[made["kl_estimator"]]), agg))
+        terms.append(ReferenceKLTerm(import_target(KL_ESTIMATORS[made["kl_estimator"]].target), agg))
     if made["aux_coef"]:
         terms.append(LoadBalancingTerm(made["aux_coef"]))
     if made["positive_nll"]:
@@ -200,7 +201,7 @@ def value_objective(**changes):
     """Makes a value objective from the settings VALUE with these changes."""
     made = VALUE | changes
     section = ValueConfig(**{name: made[name] for name in ("clip", "half", "coef")})
-    return ValueObjective(section, resolve(LOSS_AGGREGATIONS[made["agg"]]))
+    return ValueObjective(section, import_target(LOSS_AGGREGATIONS[made["agg"]].function))
 
 
 def learner(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.algorithm.aggregation import batch_totals
+from ppo_ds.algorithm.loss.aggregation import batch_totals
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.losses import PtxObjective, actor_loss
 from tests.ppo.algo_cases import RUBBISH

@@ -1,22 +1,26 @@
-"""Tests of the contract of decode backends, which every entry of DECODE_BACKENDS passes.
+"""Tests of the contract of decode backends, which every backend passes.
 
 The expected responses come from a model whose next token the test determines, or from a loop of plain
 forwards. The expected log-probs come from plain forwards. ``plain``, the example of a backend, is tested too.
 The number of forwards of ranks in lockstep is tested in the files of the single backends.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_ds.config.registry import DECODE_BACKENDS, DecodeBackendEntry, import_target, resolve
-from ppo_ds.config.sections.data import VLLMConfig
+from ppo_ds.config.registry import import_target
+from ppo_ds.rollout.keys import BACKENDS, VLLMConfig
 from tests.support import fake_vllm
 
 V, EOS, UNKNOWN = 40, 1, 2
 LIMITS = [9, 12, 4, 12, 1, 7]
-EXAMPLE = DecodeBackendEntry("tests.rollout.plain_backend.PlainGenerator", "The example of a backend.")
-ENTRIES = {**DECODE_BACKENDS, "plain": EXAMPLE}
+EXAMPLE = SimpleNamespace(
+    generator="tests.rollout.plain_backend.PlainGenerator", own_weights=False, refusal=None
+)
+ENTRIES = {name: backend for name, backend in BACKENDS.items() if name != "auto"} | {"plain": EXAMPLE}
 pytestmark = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 
 
@@ -38,9 +42,9 @@ def decode(tokenizer):
         arguments = {"lm": lambda: lm, "tokenizer": texts, "token_budget": budget}
         arguments |= {"lockstep_max": None, "should_stop": should_stop}
         if not entry.own_weights:
-            return resolve(entry)(**arguments)(prompts, sampling)
+            return import_target(entry.generator)(**arguments)(prompts, sampling)
         with torch.random.fork_rng():  # the start of an engine seeds all generators
-            generator = resolve(entry)(
+            generator = import_target(entry.generator)(
                 **arguments,
                 settings=VLLMConfig(),
                 kv_cache=2**20,

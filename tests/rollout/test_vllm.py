@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from ppo_ds.config.sections.data import VLLMConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.lora import checkpoint_names
+from ppo_ds.rollout.keys import VLLMConfig
 from ppo_ds.rollout.vllm import CHECK_EVERY, VLLMGenerator
 from tests.support import fake_vllm
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig, MixtralConfig
 
 from ppo_ds.rollout import vllm_support
-from ppo_ds.rollout.vllm_support import is_tested, model_problem, package_problem, sleep_problem
+from ppo_ds.rollout.vllm_support import is_tested, model_problem, package_problem
 
 
 @pytest.fixture
@@ -63,9 +63,3 @@ def test_models(tmp_path):
     assert model_problem(small, on_gpu=True) is model_problem(experts, on_gpu=True) is None
     own = llama(auto_map={"AutoModelForCausalLM": "modeling.Mine"})
     assert all("code of its own" in model_problem(own, on_gpu) for on_gpu in (True, False))
-
-
-@pytest.mark.parametrize(("setting", "works"), [("auto", True), (0, True), (1, False), (2, False)])
-def test_sleep(setting, works):
-    assert (sleep_problem(setting, on_gpu=False) is None) is works
-    assert sleep_problem(setting, on_gpu=True) is None

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_ds.config.sections.data import VLLMConfig
 from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.distributed.world import World, connect
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
 from ppo_ds.rollout.base import SamplingParams
+from ppo_ds.rollout.keys import VLLMConfig
 from ppo_ds.rollout.vllm import VLLMGenerator
 from ppo_ds.types import Prompts, Rollout
 from tests.engine.rank_results import on_all_ranks

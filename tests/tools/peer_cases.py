@@ -31,7 +31,6 @@ import torch
 torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ppo_ds.algorithm import aggregation  # noqa: E402
 from ppo_ds.algorithm.credit.gae import compute_gae  # noqa: E402
 from ppo_ds.algorithm.credit.keys import ADVANTAGE_ESTIMATORS  # noqa: E402
 from ppo_ds.algorithm.credit.positions import ScorePosition  # noqa: E402
@@ -39,6 +38,7 @@ from ppo_ds.algorithm.credit.responses import CreditOptions, Responses  # noqa: 
 from ppo_ds.algorithm.credit.returns import discounted_returns  # noqa: E402
 from ppo_ds.algorithm.credit.whitening import Whitening  # noqa: E402
 from ppo_ds.algorithm.kl import controllers  # noqa: E402
+from ppo_ds.algorithm.loss import aggregation  # noqa: E402
 from ppo_ds.compute import linear_logprobs as lin  # noqa: E402
 from ppo_ds.config import registry  # noqa: E402
 from ppo_ds.config.sections.algo import GAEConfig  # noqa: E402

@@ -32,7 +32,6 @@ from ppo_ds.tools.doctor.step_time import (
     read_assumptions,
     response_lengths,
 )
-from ppo_ds.tools.doctor.suggest import with_setting
 from tests.config.commands import MINIMAL, compose
 
 DEVICE = Device("toy", 80, 1e-9, 5e-10, 1e-9, 1e-6, 1e-6, 5e-7, 1e-7, 2, "none")
@@ -127,9 +126,9 @@ def test_a_step_by_hand() -> None:
 
 
 def test_generation_by_an_engine_by_hand() -> None:
-    engine = VllmMemory(weights=0, kv_cache=4 * 5 * 32, activations=0, kept=0)  # 4 rows of 5 tokens
+    engine = VllmMemory(weights=0, kv_cache=4 * 5 * 32, activations=0, kept=0, group=2)  # 4 rows of 5 tokens
     memory = replace(WHOLE, vllm=engine)
-    found = time_of(with_setting(config(), "rollout.vllm.tensor_parallel", 2), memory).phases()["generate"]
+    found = time_of(config(), memory).phases()["generate"]
     # Both ranks generate 4 rows together. Prefill: 12 tokens, 24 pairs: 28608 + 1536 FLOPs. Decoding: 8
     # tokens that read 28 positions: 19072 + 1792 + 1280 FLOPs. Each rank does half of them.
     compute = 30_144 / 2 / 500 + 22_144 / 2 / 250
@@ -147,8 +146,10 @@ def test_generation_by_an_engine_by_hand() -> None:
 
 
 def test_an_engine_decodes_as_many_rows_as_its_cache_holds() -> None:
-    memory = replace(WHOLE, vllm=VllmMemory(weights=0, kv_cache=3 * 5 * 32 - 1, activations=0, kept=0))
-    found = time_of(with_setting(config(), "rollout.vllm.tensor_parallel", 2), memory).phases()["generate"]
+    memory = replace(
+        WHOLE, vllm=VllmMemory(weights=0, kv_cache=3 * 5 * 32 - 1, activations=0, kept=0, group=2)
+    )
+    found = time_of(config(), memory).phases()["generate"]
     assert found.detail.startswith("4 decode steps of ") and "2 rows of 2 rank(s)" in found.detail
 
 

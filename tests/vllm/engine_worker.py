@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ppo_ds.config.sections.data import VLLMConfig
 from ppo_ds.distributed.world import connect
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.rollout.base import SamplingParams
+from ppo_ds.rollout.keys import VLLMConfig
 from ppo_ds.rollout.static import StaticGenerator
 from ppo_ds.rollout.vllm import VLLMGenerator
 from ppo_ds.types import Prompts, Rollout

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ppo_ds.algorithm.aggregation import Aggregation, BatchTotals, aggregate, loss_parts, mean_parts
 from ppo_ds.algorithm.kl.estimators import k3
+from ppo_ds.algorithm.loss.aggregation import Aggregation, BatchTotals, aggregate, loss_parts, mean_parts
 from ppo_ds.ops.logprobs import sequence_logprobs
 from ppo_ds.ops.masked import keep, masked_mean
 

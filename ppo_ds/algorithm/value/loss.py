@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_ds.algorithm.aggregation import Aggregation, BatchTotals, aggregate, loss_parts, mean_parts
+from ppo_ds.algorithm.loss.aggregation import Aggregation, BatchTotals, aggregate, loss_parts, mean_parts
 from ppo_ds.ops.masked import keep
 from ppo_ds.ops.moments import explained_variance_moments
 

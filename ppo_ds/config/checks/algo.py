@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppo_ds.algorithm.rollout_is.keys import Bounded, Leveled
-from ppo_ds.config.registry import LOSS_AGGREGATIONS
 from ppo_ds.config.schema import (
     PPOConfig,
     has_critic,
@@ -65,11 +64,6 @@ def check_policy_loss(config: PPOConfig, ranks: int) -> Iterator[str]:
 def check_loss(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each loss or reward-shaping option that another key rules out."""
     algo, limit = config.algo, config.sampling.max_new_tokens
-    if algo.loss.norm is not None and not LOSS_AGGREGATIONS[algo.loss.agg].needs_norm:
-        yield (
-            f"algo.loss.norm={algo.loss.norm}: only used with algo.loss.agg=token_sum_norm "
-            f"(it is {algo.loss.agg})"
-        )
     if algo.positive_nll.above and not algo.positive_nll.coef:
         yield (
             f"algo.positive_nll.above={algo.positive_nll.above:g}: only used with algo.positive_nll.coef "

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo_ds.config.registry import has_own_weights
 from ppo_ds.config.schema import PPOConfig
-from ppo_ds.config.sections.data import VLLMConfig
 from ppo_ds.config.text import show
+from ppo_ds.rollout.keys import VLLM
 
 TEMPERATURES = (0.01, 2.0)  # vLLM changes lower temperatures and refuses higher ones
 
 
 def check_vllm(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each setting that vLLM does not support or that only vLLM uses."""
-    rollout, settings = config.rollout, config.rollout.vllm
-    if not has_own_weights(rollout.backend):
-        for name, field in VLLMConfig.model_fields.items():
-            if (value := getattr(settings, name)) != field.default:
-                yield (
-                    f"rollout.vllm.{name}={show(value)}: only used with rollout.backend=vllm "
-                    f"(it is {rollout.backend})"
-                )
+    """Yields an error line for each setting that vLLM does not support."""
+    if not isinstance(config.rollout, VLLM):
         return
+    settings = config.rollout.vllm
     # a dry run, which decodes without vLLM, may have fewer ranks
     if ranks % settings.tensor_parallel and not config.run.dry_run:
         fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)

@@ -3,16 +3,16 @@
 A preset in conf/algo/ sets the keys in which it differs from the defaults.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from ppo_ds.algorithm.credit.keys import AdvantageConfig, GAEConfig
 from ppo_ds.algorithm.kl.keys import KLConfig
+from ppo_ds.algorithm.loss.keys import LossConfig
 from ppo_ds.algorithm.policy.keys import PolicyConfig
 from ppo_ds.algorithm.rollout_is.keys import RolloutISConfig
-from ppo_ds.config.registry import LOSS_AGGREGATIONS
-from ppo_ds.config.types import Count, Natural, NonNegative, Number, OneOf, Positive, Section
+from ppo_ds.config.types import Count, Natural, NonNegative, Number, Positive, Section
 
 
 class ValueConfig(Section):
@@ -52,23 +52,6 @@ class EntropyConfig(Section):
     coef: NonNegative = Field(0.0, description="Coefficient of the entropy bonus.")
     kind: Literal["exact", "sample"] = Field(
         "exact", description="exact: entropy of the whole distribution; sample: -log p of the sampled token."
-    )
-
-
-class LossConfig(Section):
-    """Aggregation of the losses over a whole optimizer step, on all ranks."""
-
-    agg: Annotated[str, OneOf(LOSS_AGGREGATIONS)] = Field(
-        "token_mean", description="How the losses of tokens become one number."
-    )
-    norm: Count | None = Field(
-        None,
-        description="Tokens per response in the divisor of token_sum_norm; null: sampling.max_new_tokens.",
-    )
-    mask_truncated: bool = Field(
-        False,
-        description="Excludes responses cut at the length limit from all losses (DAPO's overlong filtering); "
-        "their scores still count in baselines and in whitening.",
     )
 
 

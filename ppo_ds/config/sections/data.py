@@ -1,61 +1,11 @@
-"""Defines the sections of data and generation: prompts, rollouts and sampling."""
+"""Defines the sections of data and sampling."""
 
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Le
 from pydantic import Field
 
-from ppo_ds.config.registry import DECODE_BACKENDS
-from ppo_ds.config.types import Count, Natural, Number, OneOf, Positive, Section, Text
-
-
-class EnvironmentConfig(Section):
-    """Environment of multi-turn responses: it answers each turn of the policy until the episode is done."""
-
-    path: Text | None = Field(
-        None,
-        description="Class of the environment, as pkg.mod:Class or file.py:Class; null: responses have a "
-        "single turn.",
-    )
-    arguments: dict[Any, Any] = Field({}, description="Keyword arguments of the class.")
-    max_turns: Count = Field(8, description="Limit on the turns of the policy in one response.")
-    timeout_seconds: Positive = Field(60.0, description="Time limit of one call of reset or step.")
-    workers: Count = Field(8, description="Simultaneous calls of environments on each rank.")
-    trial: bool = Field(
-        True, description="Tries the environment on one row of the data before models are loaded."
-    )
-
-
-class VLLMConfig(Section):
-    """Settings of rollout.backend=vllm; they have no effect with other backends."""
-
-    tensor_parallel: Count = Field(
-        1, description="Ranks that share one copy of the weights; they generate their responses together."
-    )
-    kv_cache_gb: Positive | None = Field(
-        None, description="GiB of the KV cache on each rank; null: enough for memory.rollout_tokens."
-    )
-    sleep: Annotated[int | str, OneOf((0, 1, 2), also=("auto",))] = Field(
-        "auto",
-        description="During training, 0: weights and cache stay on the GPU; 1: weights move to CPU memory; "
-        "2: both are freed; auto: 2 on a GPU, 0 on a CPU.",
-    )
-    enforce_eager: bool = Field(
-        False, description="Decodes without compilation and CUDA graphs; always so on a CPU."
-    )
-
-
-class RolloutConfig(Section):
-    """Number of responses in a PPO step, and the decode backend that generates them."""
-
-    prompts_per_step: Count = Field(description="Number of prompts in one PPO step, over all ranks.")
-    samples_per_prompt: Count = Field(1, description="Responses to each prompt.")
-    backend: Annotated[str, OneOf(DECODE_BACKENDS, also=("auto",))] = Field(
-        "auto",
-        description="Decode backend; auto: the fastest that supports the model and agrees with training.",
-    )
-    environment: EnvironmentConfig
-    vllm: VLLMConfig
+from ppo_ds.config.types import Count, Natural, Number, Positive, Section, Text
 
 
 class SamplingConfig(Section):

@@ -404,7 +404,7 @@ class PPOTime(StepTime):
         """
         shape, dtype, each = self.actor.shape, self.actor.dtype, self.actor.each
         machine, assumed, rollout, engine = self.machine, self.assumed, self.config.rollout, self.memory.vllm
-        group = rollout.vllm.tensor_parallel if engine else 1
+        group = engine.group if engine else 1
         rows = [response for response in responses for _ in range(group)]
         slots = self.slots(len(rows))
         work = decode_work([self.prompt] * len(rows), rows, slots)
@@ -421,7 +421,7 @@ class PPOTime(StepTime):
         weights = decode_bytes(shape, work.steps, 0, each) / group
         cache = decode_bytes(shape, 0, work.contexts, each) / min(group, kv_heads(shape))
         read = machine.memory(weights + cache, assumed["decode"])
-        eager = rollout.vllm.enforce_eager if engine else self.memory.layerwise or rollout.backend == "hf"
+        eager = engine.eager if engine else self.memory.layerwise or rollout.backend == "hf"
         graphs = machine.on_gpu and not eager
         between = assumed["graph_us"] if graphs else assumed["launch_us"]
         launches = machine.launches(work.steps * (shape.layers + HEAD_LAYERS), between)
@@ -453,14 +453,14 @@ class PPOTime(StepTime):
         These are the gathers of weights layer by layer, or the all-reduces of tensor parallelism, two in each
         layer. An all-reduce is a reduce-scatter and a gather of the hidden states.
         """
-        shape, group = self.actor.shape, self.config.rollout.vllm.tensor_parallel
-        if self.memory.vllm is None:
+        shape, engine = self.actor.shape, self.memory.vllm
+        if engine is None:
             return forwards * self.gather(self.actor) if self.memory.layerwise else 0.0
-        if group == 1:
+        if engine.group == 1:
             return 0.0
         size = 2 * shape.layers * tokens * shape.hidden * self.actor.each
         latency = 2 * shape.layers * forwards * self.assumed["collective_us"] / 1e6
-        return 2 * self.machine.gather(size, collectives=0, group=group) + latency
+        return 2 * self.machine.gather(size, collectives=0, group=engine.group) + latency
 
     def slots(self, rows: int) -> int:
         """Returns the number of responses that are decoded at the same time, as the backend does."""
@@ -468,7 +468,7 @@ class PPOTime(StepTime):
         if engine is None:  # continuous_batch.py
             tokens, most = int(self.config.memory.rollout_tokens), fast_batch_size(rows)
         else:
-            shards = min(self.config.rollout.vllm.tensor_parallel, kv_heads(self.actor.shape))
+            shards = min(engine.group, kv_heads(self.actor.shape))
             tokens = engine.kv_cache * shards // kv_cache_bytes(self.actor.shape, 1, self.actor.each)
             most = SEQUENCES
         return max(1, min(tokens // length, most, rows))

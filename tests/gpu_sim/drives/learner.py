@@ -17,11 +17,12 @@ from ppo_ds.algorithm.credit.positions import ScorePosition
 from ppo_ds.algorithm.credit.responses import CreditOptions
 from ppo_ds.algorithm.credit.whitening import Whitening
 from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS
+from ppo_ds.algorithm.loss.keys import LOSS_AGGREGATIONS
 from ppo_ds.algorithm.policy.keys import PPO
 from ppo_ds.algorithm.rollout_is.keys import NoWeights
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.background.pending import Pending
-from ppo_ds.config.registry import LOSS_AGGREGATIONS, import_target, resolve
+from ppo_ds.config.registry import import_target
 from ppo_ds.config.sections.algo import EntropyConfig, GAEConfig, RewardShapingConfig, ValueConfig
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.models.packed_attention import may_pack
@@ -44,14 +45,14 @@ WIDTH = 12  # tokens of a row, so that a budget of 2 * WIDTH makes micro-batches
 
 
 def policy_terms(kl: bool = True) -> tuple[Term, ...]:
-    agg = resolve(LOSS_AGGREGATIONS["token_mean"])
+    agg = import_target(LOSS_AGGREGATIONS["token_mean"].function)
     policy = PolicyTerm(import_target(PPO.function), PPO(), "token", agg)
-    kl_term = (ReferenceKLTerm(resolve(KL_ESTIMATORS["k3"]), agg),) if kl else ()
+    kl_term = (ReferenceKLTerm(import_target(KL_ESTIMATORS["k3"].target), agg),) if kl else ()
     return policy, EntropyTerm(EntropyConfig(), agg), *kl_term
 
 
 def value_objective() -> ValueObjective:
-    return ValueObjective(ValueConfig(), resolve(LOSS_AGGREGATIONS["token_mean"]))
+    return ValueObjective(ValueConfig(), import_target(LOSS_AGGREGATIONS["token_mean"].function))
 
 
 def texts() -> Iterator[Sequences]:
@@ -140,7 +141,7 @@ def make_experience(device: FakeCuda, forwards: int) -> None:
             forwards=forwards_of_models,
             masked_stop_ids=(),
             shaper=ScoreShaper(RewardShapingConfig(), world.sum),
-            charged_kl=resolve(KL_ESTIMATORS["k1"]),
+            charged_kl=import_target(KL_ESTIMATORS["k1"].target),
             score_position=position,
             estimate_advantages=gae,
             credit=CreditOptions(gae=GAEConfig()),

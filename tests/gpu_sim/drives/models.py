@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from ppo_ds.algorithm.aggregation import batch_totals
+from ppo_ds.algorithm.loss.aggregation import batch_totals
 from ppo_ds.models.packed_attention import may_pack
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel

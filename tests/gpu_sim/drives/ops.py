@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ppo_ds.algorithm.aggregation import BatchTotals
 from ppo_ds.algorithm.credit.gae import compute_gae
+from ppo_ds.algorithm.loss.aggregation import BatchTotals
+from ppo_ds.algorithm.loss.keys import LOSS_AGGREGATIONS
 from ppo_ds.compute.linear_logprobs import KEPT, linear_statistics
-from ppo_ds.config.registry import LOSS_AGGREGATIONS
 from ppo_ds.finetune.pairwise import pairwise_loss
 from ppo_ds.ops.logprobs import (
     entropy_from_logits,

@@ -1,0 +1,111 @@
+"""Defines the section rollout, and the decode backends by their names.
+
+To add a backend, write a class that implements `ppo_ds.rollout.base.Generator`, and a class here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ppo_ds.config.types import Count, OneOf, Positive, Section, Text, Variants
+
+BACKENDS: dict[str, type[RolloutConfig]] = {}
+
+
+class EnvironmentConfig(Section):
+    """Environment of multi-turn responses: it answers each turn of the policy until the episode is done."""
+
+    path: Text | None = Field(
+        None,
+        description="Class of the environment, as pkg.mod:Class or file.py:Class; null: responses have a "
+        "single turn.",
+    )
+    arguments: dict[Any, Any] = Field({}, description="Keyword arguments of the class.")
+    max_turns: Count = Field(8, description="Limit on the turns of the policy in one response.")
+    timeout_seconds: Positive = Field(60.0, description="Time limit of one call of reset or step.")
+    workers: Count = Field(8, description="Simultaneous calls of environments on each rank.")
+    trial: bool = Field(
+        True, description="Tries the environment on one row of the data before models are loaded."
+    )
+
+
+class RolloutConfig(Variants):
+    """Number of responses in a PPO step, and the decode backend that generates them."""
+
+    tag = "backend"
+    variants = BACKENDS
+    # Dotted name of a class that implements `ppo_ds.rollout.base.Generator`, which documents its constructor
+    generator: ClassVar[str]
+    # Dotted name of a function (model, number of tokens of the longest sequence) that returns the reason why
+    # the backend cannot decode the model, or None. It is called with the model in memory. Without a function
+    # the backend decodes every model that the checks before loading accept (assemble/preflight.py).
+    refusal: ClassVar[str | None] = None
+    # True once the backend was measured to be faster than the backends below it. auto tries these in order.
+    in_auto: ClassVar[bool] = False
+    # True if the backend has weights of its own, which it receives at each switch to generation
+    own_weights: ClassVar[bool] = False
+
+    prompts_per_step: Count = Field(description="Number of prompts in one PPO step, over all ranks.")
+    samples_per_prompt: Count = Field(1, description="Responses to each prompt.")
+    backend: Annotated[str, OneOf(BACKENDS)] = Field(
+        "auto",
+        description="Decode backend; auto: the fastest that supports the model and agrees with training.",
+    )
+    environment: EnvironmentConfig
+
+
+class Auto(RolloutConfig):
+    """The first of the next two that can decode the model and agrees with training."""
+
+    backend: Literal["auto"] = "auto"
+
+
+class Static(RolloutConfig):
+    """A preallocated key-value cache of fixed shape, with CUDA graphs on a GPU."""
+
+    backend: Literal["static"] = "static"
+    generator = "ppo_ds.rollout.static.StaticGenerator"
+    refusal = "ppo_ds.rollout.decoding.refusal"
+    in_auto = True
+
+
+class HF(RolloutConfig):
+    """transformers' generate; supports every model."""
+
+    backend: Literal["hf"] = "hf"
+    generator = "ppo_ds.rollout.hf.HFGenerator"
+    in_auto = True
+
+
+class VLLMConfig(Section):
+    """Settings of rollout.backend=vllm."""
+
+    tensor_parallel: Count = Field(
+        1, description="Ranks that share one copy of the weights; they generate their responses together."
+    )
+    kv_cache_gb: Positive | None = Field(
+        None, description="GiB of the KV cache on each rank; null: enough for memory.rollout_tokens."
+    )
+    sleep: Annotated[int | str, OneOf((0, 1, 2), also=("auto",))] = Field(
+        "auto",
+        description="During training, 0: weights and cache stay on the GPU; 1: weights move to CPU memory; "
+        "2: both are freed; auto: 2 on a GPU, 0 on a CPU.",
+    )
+    enforce_eager: bool = Field(
+        False, description="Decodes without compilation and CUDA graphs; always so on a CPU."
+    )
+
+    def sleep_level(self, on_gpu: bool) -> int:
+        """Resolves ``sleep``. The weights are always sent again, so auto frees them on a GPU."""
+        return int(self.sleep) if self.sleep != "auto" else 2 if on_gpu else 0
+
+
+class VLLM(RolloutConfig):
+    """vLLM in the trainer's process, with weights of its own (rollout.vllm)."""
+
+    backend: Literal["vllm"] = "vllm"
+    generator = "ppo_ds.rollout.vllm.VLLMGenerator"
+    own_weights = True
+    vllm: VLLMConfig
