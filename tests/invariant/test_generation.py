@@ -23,7 +23,7 @@ def answers(run: Run) -> list[tuple[str, str, int, str]]:
 
 
 GREEDY = (
-    *("1/zero0 greedy hf", "1/zero0 greedy", "2/zero0 greedy", "2/zero3 greedy"),
+    *("1/zero0 greedy hf", "1/zero0 greedy", "2/zero3 greedy"),
     *("2/zero3 greedy row by row", "2/zero3 greedy layers"),
 )
 
@@ -42,10 +42,9 @@ def test_what_was_generated_has_the_log_probs_of_the_training_engine(runs: Launc
         assert max(step["parity/logp_abs_diff_max"] for step in runs[name].steps) < 1e-4, name
 
 
-@pytest.mark.parametrize("name", ["2/zero3 static", "2/zero0 hf", "2/zero2 static"])
-def test_a_resumed_run_draws_what_it_would_have_drawn(runs: Launches, name: str) -> None:
+def test_a_resumed_run_draws_what_it_would_have_drawn(runs: Launches) -> None:
     """Compares answers, metrics and weights bit for bit."""
-    whole, resumed = runs[f"{name} drawn"], runs[f"{name} resumed"]
+    whole, resumed = runs["2/zero0 hf drawn"], runs["2/zero0 hf resumed"]
     assert len(whole.steps) == 3 and whole.steps[1:] == resumed.steps
     assert [whole.samples(step) for step in (2, 3)] == [resumed.samples(step) for step in (2, 3)]
     assert whole.samples(2) != whole.samples(3)
@@ -71,9 +70,8 @@ def test_layer_by_layer_they_go_in_step_and_train_the_same_weights(runs: Launche
             assert torch.allclose(weight, layers.weights(role)[name], atol=1e-5), name
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_draw_different_samples_of_the_same_prompt(runs: Launches, stage: int) -> None:
-    rows = runs[f"2/zero{stage} same prompt"].samples(1)
+def test_ranks_draw_different_samples_of_the_same_prompt(runs: Launches) -> None:
+    rows = runs["2/zero3 same prompt"].samples(1)
     assert [row["prompt"] for row in rows] == 8 * ["feed"]
     assert len({row["response"] for row in rows}) == 8, rows
 

@@ -32,7 +32,7 @@ SOURCES = {  # setting -> keys, and the models whose forward is kept
         {"critic"},
     ),
 }
-WITH = [(stage, "both graphs") for stage in range(4)] + [(3, "decoded log-probs")]
+WITH = [(2, "both graphs"), (3, "both graphs"), (3, "decoded log-probs")]
 
 
 def cases() -> list[Case]:

@@ -33,7 +33,7 @@ def assert_rows_close(padded: Tensor, mask: Tensor, expected: list[Tensor], atol
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["replicated", "sharded", "sharded and offloaded"])
+@pytest.mark.parametrize("where", ["replicated", "offloaded"])
 @torch.no_grad()
 def test_a_reference_gives_the_same_log_probs_wherever_it_is(runs: Launches, where: str) -> None:
     experience = runs[f"2/{where} reference"].experience("first")
@@ -65,17 +65,13 @@ def test_a_critic_from_a_reward_model_starts_with_its_scores(runs: Launches, nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_critic_from_the_actor_starts_at_zero_and_learns(runs: Launches, stage: int) -> None:
-    run = runs[f"2/zero{stage} critic from actor"]
-    assert torch.equal(run.experience("first")["values"], torch.zeros_like(run.experience("first")["values"]))
+def test_a_critic_from_the_actor_starts_at_zero_and_learns(runs: Launches) -> None:
+    run = runs["2/zero3 critic from actor"]
+    assert not run.experience("first")["values"].any()
     assert run.tensors["trained_values"].abs().max() > 1e-3
-    assert run.found["norms"]["critic"] == pytest.approx(
-        runs["2/zero0 critic from actor"].found["norms"]["critic"], rel=1e-5
-    )
 
 
-@pytest.mark.parametrize("name", tiered(["2/zero0 bf16", "2/zero3 bf16", "2/zero3 tied bf16", "2/zero3"]))
+@pytest.mark.parametrize("name", tiered(["2/zero2 bf16", "2/zero3 bf16", "2/zero3 tied bf16", "2/zero3"]))
 def test_rope_frequencies_stay_in_fp32(runs: Launches, name: str) -> None:
     exact = runs["1/zero0"].found["rotary"]["actor"]["values"]
     found = runs[name].found["rotary"]
@@ -85,8 +81,8 @@ def test_rope_frequencies_stay_in_fp32(runs: Launches, name: str) -> None:
         assert buffer["values"] == exact, model
 
 
-EXPORTS = [f"2/zero{stage}{dtype}" for dtype in ("", " bf16") for stage in range(4)]
-EXPORTS += ["1/zero0 tied", "2/zero0 tied", "2/zero3 tied", "2/zero3 tied bf16"]
+EXPORTS = [f"2/zero{stage}" for stage in range(4)]
+EXPORTS += ["2/zero2 bf16", "2/zero3 bf16", "1/zero0 tied", "2/zero3 tied", "2/zero3 tied bf16"]
 
 
 def check_export(run: Run, tied: bool, dtype: torch.dtype) -> None:

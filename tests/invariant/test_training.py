@@ -23,15 +23,12 @@ RELATIVE = 1e-5  # tolerance of losses, norms, KL and other metrics in fp32
 ABSOLUTE = 2e-6  # for metrics near 0, which are what remains after larger terms cancel
 WEIGHTS = 1e-5  # tolerance after 12 steps of AdamW, which move weights by about 1e-2
 
-ON_ONE = ["zero1", "zero2", "zero3", "zero0 row by row", "zero0 at once", "zero0 packed"]
-ON_TWO = [
-    *(f"zero{stage}" for stage in range(4)),
-    *(f"zero{stage} row by row" for stage in (2, 3)),
-    "zero3 at once",
-    "zero3 packed",
-    "zero1 offloaded",
-    "zero2 offloaded",
-    "zero3 all offloaded",
+PLAIN = [f"1/{label}" for label in ("zero3", "zero0 row by row", "zero0 packed")] + [
+    f"2/{label}"
+    for label in (
+        *("zero0", "zero1", "zero2", "zero3", "zero3 row by row", "zero3 packed"),
+        *("zero2 offloaded", "zero3 all offloaded"),
+    )
 ]
 
 
@@ -114,9 +111,7 @@ def test_training_equals_ppo_in_plain_torch(runs: Launches) -> None:
                 )
 
 
-@pytest.mark.parametrize(
-    "name", tiered([f"1/{label}" for label in ON_ONE] + [f"2/{label}" for label in ON_TWO])
-)
+@pytest.mark.parametrize("name", tiered(PLAIN))
 def test_ranks_stages_and_micro_batches_change_nothing(runs: Launches, name: str) -> None:
     assert gaps(runs["1/zero0"], runs[name]) == []
 
@@ -150,9 +145,8 @@ def test_other_losses_do_not_depend_on_ranks_either(runs: Launches) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", ["2/zero0", "2/zero3"])
-def test_nor_do_other_algorithms(runs: Launches, algorithm: str, name: str) -> None:
-    assert gaps(runs[f"1/zero0 {algorithm}"], runs[f"{name} {algorithm}"], weights_within=1e-6) == []
+def test_nor_do_other_algorithms(runs: Launches, algorithm: str) -> None:
+    assert gaps(runs[f"1/zero0 {algorithm}"], runs[f"2/zero3 {algorithm}"], weights_within=1e-6) == []
 
 
 @pytest.mark.slow
@@ -178,12 +172,11 @@ def test_the_other_algorithms_are_at_work(runs: Launches) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["2/zero0 tied", "2/zero3 tied"])
-def test_tied_embeddings_train_alike(runs: Launches, name: str) -> None:
-    assert gaps(runs["1/zero0 tied"], runs[name]) == []
+def test_tied_embeddings_train_alike(runs: Launches) -> None:
+    assert gaps(runs["1/zero0 tied"], runs["2/zero3 tied"]) == []
 
 
-@pytest.mark.parametrize("mistake", tiered(MISTAKES, ranks=2))
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_these_comparisons_notice(runs: Launches, mistake: str) -> None:
     found = gaps(runs["1/zero0"], runs[f"2/{mistake}"])
     assert any("norm" in line for line in found) and any("weight" in line for line in found), found
@@ -192,14 +185,7 @@ def test_these_comparisons_notice(runs: Launches, mistake: str) -> None:
     assert max(abs(x / y - 1) for x, y in zip(norms, others, strict=True)) > 0.01
 
 
-FP32 = (
-    [f"1/{label}" for label in ("zero0", *ON_ONE)]
-    + [f"2/{label}" for label in ON_TWO]
-    + ["2/zero3 checkpointed", "2/zero3 tied"]
-)
-
-
-@pytest.mark.parametrize("name", tiered(FP32))
+@pytest.mark.parametrize("name", tiered(["1/zero0", *PLAIN]))
 def test_the_first_ratio_is_one_and_the_policy_starts_as_its_reference(runs: Launches, name: str) -> None:
     run = runs[name]
     assert [step["parity/ratio_first_minibatch_max"] for step in run.steps] == pytest.approx(
@@ -219,8 +205,8 @@ AT_THE_START = ("reward/score_mean", "value/pred_mean", "value/return_mean", "ad
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bf16_trains_on_every_stage(runs: Launches, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bf16_trains_alike(runs: Launches, stage: int) -> None:
     run, exact = runs[f"2/zero{stage} bf16"], runs["1/zero0"]
     assert all(math.isfinite(x) for step in run.steps for x in step.values())
     assert all(step["health/skipped_steps"] == 0 for step in run.steps)
