@@ -132,10 +132,8 @@ def test_weights_that_are_pickles_with_code(folder, witness, role, how):
     with pytest.raises(UserError) as caught:
         MODELS[role](str(folder))
     line, file = line_of(caught), "pytorch_model.bin" if how == "raw" else how
-    assert (
-        line.startswith(f"{role}.model.path={folder}: {file} is damaged, or holds more than tensors")
-        and ".safetensors" in line
-    )
+    assert line.startswith(f"{role}.model.path={folder}: {file} is damaged, or holds more than tensors")
+    assert ".safetensors" in line
 
 
 def test_pickles_of_tensors_alone_are_read(folder):
@@ -266,11 +264,9 @@ def test_trust_in_one_model_is_not_trust_in_another():
         "run.steps=1",
     ]
     config = load_config([*given, *more], world_size=1)
-    assert (
-        config.actor.model.trust_remote_code
-        and not config.critic.model.trust_remote_code
-        and not config.reference.model.trust_remote_code
-    )
+    assert config.actor.model.trust_remote_code
+    assert not config.critic.model.trust_remote_code
+    assert not config.reference.model.trust_remote_code
     assert ModelConfig(path="x").trust_remote_code is False and not FrozenZeroConfig().offload_params
     config = load_config([given[0], given[1], *more], world_size=1)
     assert config.reference.model.trust_remote_code  # the reference is the actor's model
@@ -335,9 +331,8 @@ def test_a_manifest_that_names_files_elsewhere(checkpoint, name):
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     listed(checkpoint, **{name: {"bytes": 0, "sha256": empty}})
     (problem,) = damage_of(checkpoint)
-    assert problem.startswith("manifest.json names ") and problem.endswith(
-        "which is not a file of the checkpoint"
-    )
+    assert problem.startswith("manifest.json names ")
+    assert problem.endswith("which is not a file of the checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from tests.faults.worlds_worker import config
 Tree = dict[str, Any]
 # case -> ZeRO stage, fault, the budget that is halved; no graphs are kept
 REPEATED = {
-    "generate": (2, "memory@generate.step:rank=1:at=5", "rollout_tokens"),
-    "generate on ZeRO-3": (3, "memory@generate.step:rank=0:at=5", "rollout_tokens"),
+    "generate": (3, "memory@generate.step:rank=0:at=5", "rollout_tokens"),
     "score": (2, "memory@score:rank=1", "score_tokens"),
 }
 GIB = 2**30

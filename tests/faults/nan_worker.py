@@ -35,24 +35,18 @@ from tests.faults.injection import injected, step_unguarded
 from tests.faults.worlds_worker import HANG, config
 
 BAD = 2  # index of the optimizer step with the NaN, of eight steps
-CASES: dict[
-    str, tuple[int, str, str]
-] = {  # ZeRO stage, dtype, place of the NaN; ZeRO-0 in 16 bits runs as stage 1
+# ZeRO stage, dtype, place of the NaN; ZeRO-0 in 16 bits runs as stage 1
+CASES: dict[str, tuple[int, str, str]] = {
     "zero0": (0, "fp32", "loss.actor"),
     "zero1": (1, "fp32", "loss.critic"),
-    "zero2": (2, "fp32", "grad.actor"),
-    "zero3": (3, "fp32", "loss.actor"),
-    "zero0 bf16": (0, "bf16", "grad.critic"),
-    "zero2 bf16": (2, "bf16", "loss.actor"),
-    "zero3 bf16": (3, "bf16", "loss.critic"),
+    "zero2": (2, "bf16", "grad.critic"),
+    "zero3": (3, "bf16", "grad.actor"),
 }
-OFFLOADED = "zero2 bf16"
-ENGINES: dict[
-    str, tuple[int, str, bool]
-] = {  # stage, dtype, optimizer offloaded; these are not possible in a trainer on a CPU
+OFFLOADED = "zero2"
+# stage, dtype, optimizer offloaded; these are not possible in a trainer on a CPU
+ENGINES: dict[str, tuple[int, str, bool]] = {
     "1 bf16 offloaded": (1, "bf16", True),
     "1 fp16": (1, "fp16", False),
-    "2 fp16 offloaded": (2, "fp16", True),
     "3 fp16 offloaded": (3, "fp16", True),
 }
 

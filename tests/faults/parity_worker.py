@@ -24,10 +24,8 @@ LEFT_OUT = ".layers.1."
 STEPS = 3
 Tree = dict[str, Any]
 
-# Case -> ZeRO stage, keys of algo. The old log-probs are those of a forward before the update, of the forward
-# of the update, and of the backend.
+# Case -> ZeRO stage, keys of algo. The old log-probs are those of the update's forward, and of the backend.
 CASES: dict[str, tuple[int, Tree]] = {
-    "forward": (2, {}),
     "update": (3, {"kl": {"place": "loss", "estimator": "k2"}}),
     "rollout": (2, {"old_logprobs": "rollout", "epochs": 2}),
 }

@@ -18,12 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from ppo_ds.tracking.jsonl import read_metrics
 from tests.faults.forked import Ranks, Run
@@ -35,7 +30,7 @@ pytestmark = pytest.mark.slow
 UNCOMPARED = re.compile(
     r"(time|perf|mem)/|time$|health/rank_time_spread_s"
 )  # metrics that may differ between equal runs
-STEPS = 18
+STEPS = 11
 NOISY = '''
 """Draws from every generator that a reward may use.
 
@@ -219,13 +214,13 @@ def test_kills_and_a_full_disk_at_every_place_of_a_save_change_nothing(lab: Lab,
     assert names(run) == names(undisturbed)
 
 
-def test_seven_random_kills_end_in_the_same_bits(lab: Lab, undisturbed: Path) -> None:
+def test_four_random_kills_end_in_the_same_bits(lab: Lab, undisturbed: Path) -> None:
     """Kills one rank or both at random moments in generation, learning or a save.
 
     Each kill comes after the first or second step that its start has made.
     """
     run, chance = lab.root / "killed", random.Random(7)
-    for i in range(7):
+    for i in range(4):
         aim, record = newest(run) + 1 + i % 2, identity(run)
         started = lab.ranks.start(2, whole(lab, "killed"))
         wait_for(lambda: identity(run) != record and steps(run)[-1:] >= [aim], started)  # noqa: B023
@@ -324,9 +319,6 @@ EVERYWHERE = [
 MORE = {
     (1, 0, "fp32"): LAGGED,
     (1, 1, "bf16"): (*WHOLE, f"eval.every={STOPPED}"),
-    (1, 2, "bf16"): GROUPS,
-    (1, 3, "fp32"): SHARDED,
-    (2, 0, "bf16"): (*WHOLE, f"eval.every={STOPPED}"),
     (2, 1, "fp32"): GROUPS,
     (2, 2, "bf16"): LORA,
     (2, 3, "bf16"): (*SHARDED, *LAGGED),
@@ -389,102 +381,3 @@ def test_a_stopped_run_goes_on_to_the_same_bits(lab: Lab, ranks: int) -> None:
 @pytest.mark.parametrize("case", OVER_NIGHT, ids=str)
 def test_a_stopped_run_goes_on_to_the_same_bits_everywhere(lab: Lab, case: tuple[int, int, str]) -> None:
     assert_goes_on(lab, [case])
-
-
-# -- what is in a checkpoint counts ----------------------------------------------------------------
-
-
-def change_json(file: str, *keys: str) -> Callable[[Path], str]:
-    """Returns a function that changes one number in a JSON file."""
-
-    def change(checkpoint: Path) -> str:
-        tree = json.loads((checkpoint / file).read_text())
-        section = tree
-        for key in keys[:-1]:
-            section = section[key]
-        section[keys[-1]] += 1
-        (checkpoint / file).write_text(json.dumps(tree))
-        return file
-
-    return change
-
-
-def change_tensor(pattern: str, name: str) -> Callable[[Path], str]:
-    """Returns a function that changes one tensor: a generator's state, or weights."""
-
-    def change(checkpoint: Path) -> str:
-        for file in checkpoint.glob(pattern):
-            with safe_open(file, framework="pt") as opened:
-                tensors, about = (
-                    {key: opened.get_tensor(key) for key in opened.keys()},  # noqa: SIM118
-                    opened.metadata(),
-                )
-            if name in tensors:
-                tensors[name] = tensors[name] + 1 if tensors[name].is_floating_point() else other_seed(name)
-                save_file(tensors, file, metadata=about)
-                return str(file.relative_to(checkpoint))
-        raise KeyError(name)
-
-    return change
-
-
-def other_seed(name: str) -> Tensor:
-    if name == "torch":
-        return torch.Generator().manual_seed(99).get_state()
-    if name == "numpy":
-        return torch.from_numpy(np.random.RandomState(99).get_state()[1].astype(np.int64))
-    return torch.tensor(random.Random(99).getstate()[1])
-
-
-RNG = "rng_rank_00000.safetensors"
-PARTS = {
-    "torch": change_tensor(RNG, "torch"),
-    "numpy": change_tensor(RNG, "numpy"),
-    "python": change_tensor(RNG, "python"),
-    "data position": change_json("state.json", "state", "prompts", "step"),
-    "controller": change_json("state.json", "state", "kl", "value"),
-    "normaliser": change_json("state.json", "state", "scores", "mean"),
-    "counters": change_json("state.json", "state", "progress", "episodes"),
-    "best score": change_json("state.json", "state", "progress", "best_score"),
-    "schedule": change_json("critic/model.json", "steps"),
-    "average": change_tensor("ema/shard-*", "weight/lm.model.norm.weight"),
-    "critic's moments": change_tensor("critic/shard-*", "exp_avg/model.model.norm.weight"),
-}
-
-
-def spoiled(lab: Lab, checkpoint: Path, part: str) -> Path:
-    """Returns a valid copy of the checkpoint with one part changed, as if this part had not been saved."""
-    copy = lab.root / "spoiled" / part / checkpoint.name
-    shutil.copytree(checkpoint, copy)
-    name = PARTS[part](copy)
-    manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["files"][name] = {
-        "bytes": (copy / name).stat().st_size,
-        "sha256": hashlib.sha256((copy / name).read_bytes()).hexdigest(),
-    }
-    (copy / "manifest.json").write_text(json.dumps(manifest))
-    return copy
-
-
-def test_each_part_of_a_checkpoint_is_needed_for_it(lab: Lab) -> None:
-    def arguments(run: str, *more: str) -> list[str]:
-        return short(lab, run, 1, "fp32", *WHOLE, "eval.every=2", *more)
-
-    together(lab, [lab.ranks.start(1, arguments("origin"))])
-    origin = lab.root / "origin" / "checkpoints" / f"step_{SHORT:06d}"
-    start = lab.root / "origin" / "checkpoints" / f"step_{STOPPED:06d}"
-    starts = {"nothing": start} | {part: spoiled(lab, start, part) for part in PARTS}
-    together(
-        lab,
-        [
-            lab.ranks.start(1, arguments(f"without {part}", f"run.resume={path}"))
-            for part, path in starts.items()
-        ],
-    )
-    for part in starts:
-        run = lab.root / f"without {part}"
-        same = (
-            content(run / "checkpoints" / origin.name) == content(origin)
-            and metrics(run) == metrics(lab.root / "origin")[STOPPED:]
-        )
-        assert same == (part == "nothing"), part

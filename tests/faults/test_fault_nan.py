@@ -160,55 +160,6 @@ def errors(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("error:")]
 
 
-@pytest.mark.slow
-def test_too_many_in_a_row_and_the_run_goes_back_once_as_if_nothing_had_been(
-    root: Path, ranks: Ranks
-) -> None:
-    codes, output = ranks.run(2, command(root, "clean"))
-    assert codes == [0, 0], output
-    codes, output = ranks.run(2, command(root, "back"), NAN="grad.critic:rank=0:at=5:times=2")
-    assert codes == [0, 0] and errors(output) == [], output
-    assert output.count("; if this happens again, the run ends") == 1
-    assert "rolled back to" in output and "checkpoints/step_000002; if this happens again" in output
-    assert compared(root / "back") == compared(root / "clean")
-    assert [line["health/rollbacks"] for line in lines(root / "back")] == [0.0, 0.0, 1.0]
-    last = "checkpoints/step_000003"
-    assert differing(tensors(root / "back" / last), tensors(root / "clean" / last)) == []
-    remembered = json.loads((root / "back" / last / "state.json").read_text())["state"]["progress"]
-    assert (remembered["rollbacks"], remembered["skips"]) == (1, 0)
-
-
-@pytest.mark.slow
-def test_nan_for_ever_ends_the_run_with_one_line_and_a_dump(root: Path, ranks: Ranks) -> None:
-    codes, output = ranks.run(2, command(root, "ever", "run.steps=6"), NAN="loss.actor:rank=1:at=5:times=0")
-    assert codes == [1, 1], output
-    (line,) = errors(output)
-    dump = root / "ever" / "dumps" / "step_000003"
-    about = json.loads((dump / "update.json").read_text())
-    blamed = about["rows"][about["place"]]
-    assert about["what"] == "loss of the actor" and about["rank"] == 1 and len(about["rows"]) == 4
-    wanted = (
-        "step 3:",
-        "loss of the actor, on rank 1",
-        f"in row {blamed['row_of_the_rollout']} of the rollout",
-        repr(blamed["prompt"]),
-        str(dump),
-    )
-    assert [part for part in wanted if part not in line] == [], line
-    assert output.count("; if this happens again, the run ends") == 1
-    assert [entry["step"] for entry in lines(root / "ever")] == [1, 2] and checkpoints(root / "ever") == [
-        "step_000001",
-        "step_000002",
-    ]
-    summary = json.loads((root / "ever" / "summary.json").read_text())
-    assert summary["exit_reason"] == "nonfinite" and "loss of the actor" in summary["error"]
-    for role in ("actor", "critic"):  # the weights before the skipped step
-        assert (
-            differing(tensors(dump / role), tensors(root / "ever" / "checkpoints" / "step_000002" / role))
-            == []
-        )
-
-
 def test_a_rollout_with_a_bad_score_or_log_prob_is_left_out_and_poisons_nothing(
     root: Path, ranks: Ranks
 ) -> None:
@@ -245,26 +196,6 @@ def test_a_rollout_with_a_bad_score_or_log_prob_is_left_out_and_poisons_nothing(
     assert all(tensor.isfinite().all() for tensor in tensors(after).values())
     assert len(differing(tensors(before / "actor"), tensors(after / "actor"))) > 50
     assert json.loads((after / "actor" / "model.json").read_text())["steps"] == 4
-
-
-@pytest.mark.slow
-def test_a_kl_above_its_ceiling_stops_the_run_after_saving(root: Path, ranks: Ranks) -> None:
-    codes, output = ranks.run(
-        2, command(root, "kl", "checkpoint.every=null", "health.max_kl=1e-9", "health.kl_action=stop")
-    )
-    assert codes == [1, 1], output
-    (line,) = errors(output)
-    kl = lines(root / "kl")[-1]["kl/k3_token_mean"]
-    assert (
-        kl > 1e-9
-        and f"kl/k3_token_mean={kl:.4g}" in line
-        and "health.max_kl=1e-09" in line
-        and "actor.optim.lr" in line
-    )
-    assert [entry["step"] for entry in lines(root / "kl")] == [1, 2] and checkpoints(root / "kl") == [
-        "step_000002"
-    ]
-    assert json.loads((root / "kl" / "summary.json").read_text())["exit_reason"] == "max_kl"
 
 
 # -- data with non-finite gradients ------------------------------------------------------------------------

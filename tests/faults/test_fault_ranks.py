@@ -59,9 +59,9 @@ def run(rank_server, tmp_path):
     return run
 
 
-def test_good_runs_return_0_and_say_nothing_fifteen_times_out_of_fifteen(run):
-    ended = [run("late" if i == 0 else "") for i in range(15)]
-    assert [one.codes for one in ended] == [[0, 0]] * 15
+def test_good_runs_return_0_and_say_nothing(run):
+    ended = [run("late" if i == 0 else "") for i in range(4)]
+    assert [one.codes for one in ended] == [[0, 0]] * 4
     assert {one.text for one in ended} == {""}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -70,24 +69,6 @@ def test_mistakes_come_first_and_a_restart_keeps_the_earlier_run(root: Path, ran
     codes, output = ranks.run(2, arguments(root, "seven", "run.seed=7", "checkpoint.every=1"))
     assert codes == [0, 0], output
     assert lines(run_dir) == lines(root / "seven") and files(run_dir, 2) == files(root / "seven", 2)
-
-
-def test_a_second_run_is_refused_and_the_first_one_is_not_disturbed(root: Path, ranks: Ranks) -> None:
-    run_dir, how = root / "two", ("run.steps=3",)
-    assert ranks.run(2, arguments(root, "alone", *how))[0] == [0, 0]
-    first = ranks.start(2, arguments(root, "two", *how), fault="slow@update:at=2:seconds=20")
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and lines(run_dir), "no first step")
-    codes, output = ranks.run(2, arguments(root, "two", *how))
-    assert codes == [2, 2], output
-    holder = json.loads((run_dir / "run.lock").read_text())
-    assert holder["pid"] == first.pids[0]
-    assert (
-        f"error: run.dir={run_dir}: is in use by a run on {os.uname().nodename}, process {first.pids[0]}"
-        in output
-    )
-    assert ranks.wait(first) == [0, 0], first.output()
-    assert lines(run_dir) == lines(root / "alone") and files(run_dir, 3) == files(root / "alone", 3)
-    assert not (run_dir / "run.lock").exists()
 
 
 def test_a_start_waits_for_a_run_that_was_told_to_stop(root: Path, ranks: Ranks) -> None:

@@ -1,6 +1,6 @@
 """Tests starts under poor conditions.
 
-The conditions are an almost empty environment, no compiler, little shared memory, late ranks, two nodes.
+The conditions are an almost empty environment, no compiler, little shared memory and late ranks.
 """
 
 from __future__ import annotations
@@ -113,36 +113,6 @@ def own_mounts() -> tuple[list[str], dict[str, str]]:
         == 0
     )
     return ([unshare, "-m"], {"SMALL_SHM": "64m"}) if allowed else ([], {})
-
-
-def test_two_nodes_on_one_machine(tmp_path):
-    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
-    port = str(reserved_port())
-    nodes = []
-    for rank in (0, 1):
-        launcher = [
-            str(BIN / "deepspeed"),
-            "-q",
-            "--hostfile",
-            "hosts",
-            "--no_ssh",
-            "--node_rank",
-            str(rank),
-            "--master_addr",
-            "127.0.0.1",
-        ]
-        nodes.append(
-            start([*launcher, "--master_port", port, TRAIN, *SMALL, "run.steps=1"], tmp_path, environment())
-        )
-    (first, said), (second, _) = ended(*nodes)
-    assert first == second == 0, said
-    assert steps(tmp_path / "run") == [1]
-    assert (
-        json.loads((tmp_path / "run" / "checkpoints" / "step_000001" / "state.json").read_text())[
-            "world_size"
-        ]
-        == 2
-    )
 
 
 def test_a_sweep_is_refused_under_several_ranks(tmp_path):

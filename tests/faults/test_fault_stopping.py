@@ -37,14 +37,10 @@ SOON = 60.0
 
 GROUP, COMMAND, CHILD = "the group", "the command", "the child launcher"
 CASES = [  # launcher, receiver, signal
-    ("deepspeed", GROUP, signal.SIGTERM),
     ("deepspeed", GROUP, signal.SIGINT),  # Ctrl-C
-    ("deepspeed", COMMAND, signal.SIGTERM),
     ("deepspeed", COMMAND, signal.SIGKILL),
     ("deepspeed", CHILD, signal.SIGTERM),
-    ("deepspeed", CHILD, signal.SIGKILL),
     ("deepspeed", GROUP, signal.SIGUSR1),  # as sent by SLURM; the launchers are set to ignore it
-    ("torchrun", COMMAND, signal.SIGTERM),
     ("torchrun", COMMAND, signal.SIGKILL),  # kills torchrun's agent, which also hosts the store
 ]
 
@@ -281,15 +277,11 @@ def test_a_rank_that_waits_for_another_which_decodes_has_it_stop(root: Path, ran
 
     Rank 1 would need minutes to decode its answers to the second step's prompts.
     """
-    run_dir, how = (
-        root / "waiting",
-        (
-            "sampling.max_new_tokens=30",
-            "sampling.min_new_tokens=30",
-            "data.eval_path=null",
-            "eval.every=null",
-        ),
-    )
+    run_dir = root / "waiting"
+    how = (
+        "sampling.max_new_tokens=30", "sampling.min_new_tokens=30", "data.eval_path=null", "eval.every=null",
+        "eval.train_prompts=0",  # so that the first step makes the first call of the reward
+    )  # fmt: skip
     run = ranks.start(2, arguments(root, "waiting", *how), STOP="slow@generate.step:times=0:seconds=4=1")
     try:
         wait_for(lambda: (run_dir / "metrics.jsonl").exists() and lines(run_dir), "no first step")
@@ -305,13 +297,3 @@ def test_a_rank_that_waits_for_another_which_decodes_has_it_stop(root: Path, ran
                 os.kill(pid, signal.SIGKILL)
     assert codes == [143, 143] and time.monotonic() - sent < SOON, run.output()
     assert reason(run_dir) == "signal" and latest(run_dir) == len(lines(run_dir)) == 1
-
-
-@pytest.mark.slow
-def test_a_time_limit_ends_it_after_the_step_with_exit_code_0(root: Path, ranks: Ranks) -> None:
-    how = ("run.steps=100000", "run.max_minutes=0.5", "data.eval_path=null", "eval.every=null")
-    codes, output = ranks.run(2, arguments(root, "limited", *how))
-    assert codes == [0, 0], output
-    assert reason(root / "limited") == "time_limit"
-    done = lines(root / "limited")
-    assert done and latest(root / "limited") == done[-1]["step"]

@@ -18,10 +18,8 @@ def test_microbatches_cover_the_minibatch_once_over_all_ranks(on_ranks, experien
     assert sorted(row for micros in dealt for micro in micros for row in real(micro)) == sorted(real(rows))
     for micro in (micro for micros in dealt for micro in micros):
         assert len(micro) * micro.attention_mask.sum(1).max() <= budget or len(micro) == 1
-        assert (
-            micro.prompt_width == micro.prompt_lengths.max()
-            and micro.response_width == micro.response_lengths.max()
-        )
+        assert micro.prompt_width == micro.prompt_lengths.max()
+        assert micro.response_width == micro.response_lengths.max()
 
 
 def test_ranks_have_the_same_number_of_microbatches(on_ranks, experience):

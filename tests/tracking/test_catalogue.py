@@ -49,9 +49,8 @@ def test_names_and_sections_agree():
             if metric.healthy is not None:
                 low, high = metric.healthy
                 assert low is None or high is None or low <= high
-                assert metric.reason and metric.remedy, (
-                    f"{metric.name} has a range without a reason or remedy"
-                )
+                assert metric.reason, f"{metric.name} has a range without a reason or remedy"
+                assert metric.remedy, f"{metric.name} has a range without a reason or remedy"
     assert len(METRICS) == sum(len(section.metrics) for section in SECTIONS)
 
 

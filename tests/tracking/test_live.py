@@ -33,9 +33,8 @@ def rows(view: LiveView, columns: int, encoding: str = "utf-8") -> list[str]:
 def test_progress_and_time_left() -> None:
     clock = Clock()
     view = LiveView("ppo", 10, lambda: Heartbeat(since=clock.now), step=4, clock=clock)
-    assert view.seconds_left() is None and rows(view, 60)[0].endswith(
-        "step 4/10  0 s, time left not known yet"
-    )
+    assert view.seconds_left() is None
+    assert rows(view, 60)[0].endswith("step 4/10  0 s, time left not known yet")
     for step, seconds in ((5, 30.0), (6, 10.0)):
         clock.now += seconds
         view.log(step, RECORD)
@@ -44,10 +43,8 @@ def test_progress_and_time_left() -> None:
     assert view.seconds_left() == 75.0
     clock.now += 1000  # a slow step: the three steps after it are still to come
     assert view.seconds_left() == 60.0
-    assert (
-        rows(view, 80)[0].startswith("ppo ━")
-        and " step 6/10  17 min 25 s, 1 min 00 s left" in rows(view, 80)[0]
-    )
+    assert rows(view, 80)[0].startswith("ppo ━")
+    assert " step 6/10  17 min 25 s, 1 min 00 s left" in rows(view, 80)[0]
     view.rewind(5)
     assert view.seconds_left() == 100.0 and " step 5/10 " in rows(view, 80)[0]
 
@@ -58,9 +55,8 @@ def test_the_phase_and_its_work() -> None:
         "in the phase 'generate'", 990.0, work=(Work(0, 1, "groups"), Work(16, 32, "responses"))
     )
     view = LiveView("ppo", 10, lambda: state, clock=clock)
-    assert rows(view, 60)[1].startswith("generation ━━") and rows(view, 60)[1].endswith(
-        "16/32 responses  10 s"
-    )
+    assert rows(view, 60)[1].startswith("generation ━━")
+    assert rows(view, 60)[1].endswith("16/32 responses  10 s")
     state = Heartbeat("after the phase 'generate'", 998.0)
     assert rows(view, 60)[1] == "after generation  2 s"
 

@@ -74,10 +74,8 @@ def test_the_page_shows_filters_and_sorts_responses(browser, tmp_path):
     lead = browser.text(".lead").replace("\u202f", " ")
     assert lead == "12 prompts of held.jsonl \u00b7 greedy responses \u00b7 at most 8 tokens"
     assert "50.0 %" in browser.text(".card").replace("\u202f", " ") and browser.count(".outcomes .won") == 1
-    assert (
-        browser.count(".prompt") == 10
-        and browser.texts(".answer")[0] == rows[0]["responses"]["a"]["response"]
-    )
+    assert browser.count(".prompt") == 10
+    assert browser.texts(".answer")[0] == rows[0]["responses"]["a"]["response"]
     assert browser.count(".answer img, .answer b") == 0
     assert "null" not in browser.text("main")
     assert browser.texts(".prompt .asked")[0] == "ab\\u202ecd"

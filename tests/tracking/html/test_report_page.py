@@ -44,11 +44,9 @@ def open_page(browser):
 
     yield open_page
     browser.run("localStorage.clear()")
-    assert (
-        browser.run("document.title") != "owned"
-        and browser.count("script") == 3
-        and browser.count("img") == 0
-    )
+    assert browser.run("document.title") != "owned"
+    assert browser.count("script") == 3
+    assert browser.count("img") == 0
     assert browser.errors == [] and browser.requests == []
 
 
@@ -110,11 +108,9 @@ def test_the_head_says_what_happened(page):
     page.click(".page-nav a:last-child")
     page.wait_for("location.hash === '#settings'")
     table = page.text("#alarms")
-    assert (
-        NASTY.replace("\u2028", " ").split("<")[0] in table
-        and "<script>" in table
-        and "raise algo.kl.coef" in table
-    )
+    assert NASTY.replace("\u2028", " ").split("<")[0] in table
+    assert "<script>" in table
+    assert "raise algo.kl.coef" in table
 
 
 def test_curves_show_values_marks_and_the_healthy_range(page):
@@ -298,9 +294,8 @@ def test_tokens_are_coloured(page):
     reward = colours("reward")
     assert "62%" in reward[5] and all(" 0%" in colour for colour in reward[:5])
     logprob = colours("logprob")
-    assert [("0%" in colour, "--low" in colour) for colour in logprob[:1]] == [
-        (True, True)
-    ] and "62%" in logprob[5]
+    assert [("0%" in colour, "--low" in colour) for colour in logprob[:1]] == [(True, True)]
+    assert "62%" in logprob[5]
     assert "--high" in colours("kl")[0] and "--low" in colours("kl")[5]  # -0.1 i against -0.3
     assert len(set(colours("value"))) > 3
     assert page.count("tr.answer .tint") == 4 * 6  # the answers of the list are coloured too
@@ -385,11 +380,9 @@ def test_several_runs_are_overlaid(show, tmp_path):
     page = show(*runs, make_ppo_run(tmp_path / "c", name="second", events=False, summary=False))
     assert page.text("h1") == "3 runs"
     names = page.texts(".runs-table .run-name")
-    assert (
-        names[0] == "first"
-        and names[1] != names[2]
-        and all(name.startswith("second (") for name in names[1:])
-    )
+    assert names[0] == "first"
+    assert names[1] != names[2]
+    assert all(name.startswith("second (") for name in names[1:])
     assert page.texts(".runs-table .badge") == ["Finished", "Finished", "No end recorded"]
     colours = "plot.series.slice(1).map(series => series.stroke(plot))"
     assert len(set(plot_of(page, "Reward", colours))) == 3
