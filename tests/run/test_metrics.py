@@ -64,15 +64,6 @@ def test_spread_under_a_mask(world):
     }
 
 
-def test_maxima_may_be_negative(on_ranks):
-    def work(world):
-        sums = MetricSums()
-        sums.add_max("m", torch.tensor(-3.0 - world.rank))
-        return sums.reduced(world)
-
-    assert on_ranks(2, work) == [{"m": -3.0}, {"m": -3.0}]
-
-
 def test_moments_become_an_explained_variance(on_ranks):
     """The returns are 1, 2, 3, 6 and the values 1, 2, 4, 4, so the errors are 0, 0, -1, 2.
 
@@ -90,14 +81,6 @@ def test_moments_become_an_explained_variance(on_ranks):
         return sums.reduced(world)["ev"]
 
     assert on_ranks(2, work) == pytest.approx([1 - 1.1875 / 3.5] * 2)
-
-
-def test_no_gradient_is_kept(world):
-    sums = MetricSums()
-    x = torch.ones(2, requires_grad=True)
-    sums.add_mean("x", x)
-    sums.add_parts({"y": torch.stack([x.sum(), x.sum()]), "z": x[0]})
-    assert not any(part.requires_grad for part in sums._parts.values()) and sums.reduced(world)["y"] == 1.0
 
 
 def test_describe_steps():

@@ -61,14 +61,6 @@ def test_steps_of_the_other_stages() -> None:
     )
 
 
-def test_columns_are_aligned():
-    widths = {
-        len(step_line(step, 100, {**METRICS, "policy/loss": loss}))
-        for step, loss in ((1, 0.0), (99, -1.5), (100, None))
-    }
-    assert len(widths) == 1
-
-
 def test_an_ascii_log_survives_any_text():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
@@ -104,12 +96,6 @@ def test_answers_are_printed_without_their_control_characters() -> None:
         *("  answer  2\\x1b[31m\\r3", "          [bold]"),
         *("step 4, held out", "  prompt  p", "  answer  r"),
     ]
-
-
-def test_no_answer_is_printed_by_default() -> None:
-    stream = io.StringIO()
-    ConsoleTracker("ppo", 20, activity=heartbeat.read, stream=stream).samples(2, [{"prompt": "p"}])
-    assert stream.getvalue() == ""
 
 
 def test_format_duration():

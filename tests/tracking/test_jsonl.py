@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ppo_ds.tracking.jsonl import JsonlTracker, read_events, read_metrics
+from ppo_ds.tracking.jsonl import JsonlTracker, read_events
 from ppo_ds.tracking.tracker import Trackers
 
 ROWS = [{"prompt": "p", "response": "r"}]
@@ -112,16 +112,6 @@ def test_summary_has_the_last_metrics_and_the_reason(tmp_path):
     JsonlTracker(tmp_path, resumed_at=2).finish({"exit_reason": "done"})  # nothing was left to do
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary == {"exit_reason": "done", "steps": 2, **metrics}
-
-
-def test_other_ranks_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    trackers = Trackers()
-    trackers.start({})
-    trackers.log(1, {"a": 1.0})
-    trackers.samples(1, [{"prompt": "p"}])
-    trackers.finish({"exit_reason": "done"})
-    assert not list(tmp_path.iterdir()) and read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 def test_a_rollback_removes_later_lines(tmp_path):

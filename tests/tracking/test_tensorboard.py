@@ -1,8 +1,6 @@
 """Tests the TensorBoard tracker by reading its files with TensorBoard's own reader."""
 
 import json
-import os
-import sys
 
 import pytest
 from tensorboard.backend.event_processing import plugin_event_accumulator
@@ -115,30 +113,3 @@ def test_a_rolled_back_run_replaces_the_steps_too(tmp_path):
         tracker.log(step, {"policy/loss": 10.0 * step})
     tracker.finish({})
     assert losses(tmp_path) == [(1, 1), (2, 20), (3, 30)]
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
-def test_a_full_disk_is_one_warning(tmp_path, capfd):
-    tracker = logged(tmp_path, [1], finish=False)
-    tracker.dashboard._writer.file_writer.event_writer._general_file_writer.filename = "/dev/full"
-    for step in (2, 3):
-        tracker.log(step, {"policy/loss": 0.5})
-    tracker.rewind(1)
-    tracker.finish({"exit_reason": "done"})
-    err = capfd.readouterr().err
-    assert err.count("warning: tensorboard failed (OSError: [Errno 28] No space left on device)") == 1
-    assert losses(tmp_path) == [(1, 1)]
-
-
-def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path, capfd):
-    (tmp_path / "tensorboard").write_text("a file")
-    logged(tmp_path, [1])
-    err = capfd.readouterr().err
-    assert err.count("\n") == 1 and "File exists" in err and "continuing without it" in err
-
-
-def test_without_the_extra_the_warning_names_it(tmp_path, capfd, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    logged(tmp_path, [1])
-    assert "tensorboard is not installed; run: pip install" in capfd.readouterr().err

@@ -2,12 +2,9 @@
 
 import json
 import os
-import pty
-import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -143,27 +140,11 @@ def alone(code, run_dir, mode, **options):
 
 
 @pytest.mark.slow
-def test_without_a_key_there_is_no_prompt_on_a_terminal(tmp_path):
-    mine, theirs = pty.openpty()
-    code = "made.finish({'exit_reason': 'done'}); print('went on')"
-    child = alone(code, tmp_path, "online", stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    assert child.wait(LIMIT) == 0  # if wandb asked for input, the child would wait forever
-    shown = os.read(mine, 65536).decode()
-    os.close(mine)
-    assert "went on" in shown and shown.count("warning") == 1
-    assert "No API key" in shown and "continuing offline" in shown
-    assert stored(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("listening", [False, True])
-def test_a_server_that_does_not_answer_leaves_an_offline_run(tmp_path, monkeypatch, capfd, listening):
+def test_a_server_that_does_not_answer_leaves_an_offline_run(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(wandb, "INIT_TIMEOUT", 3.0)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1] if listening else 9
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         run(tmp_path, "online")
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and "wandb online failed" in err and "continuing offline" in err
@@ -231,38 +212,6 @@ def test_a_table_that_the_server_refuses_affects_nothing_else(tmp_path, server, 
 
 
 @pytest.mark.slow
-def test_a_server_that_is_gone_during_the_run(tmp_path, server, capfd, monkeypatch):
-    monkeypatch.setattr(wandb, "FINISH_TIMEOUT", 1.0)
-    made = run(tmp_path, "online", [1], finish=False)
-    server.close()
-    begin = time.monotonic()
-    made.log(2, {"policy/loss": 0.5})
-    made.samples(2, [ROW])
-    assert time.monotonic() - begin < LIMIT / 10  # the calls do not wait for the server
-    made.finish({"exit_reason": "done"})
-    err = capfd.readouterr().err
-    assert "has not ended its finish within 1 s" in err
-    assert "metrics.jsonl and samples/ have everything" in err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "problem"),
-    [(signal.SIGKILL, "wandb failed ("), (signal.SIGSTOP, "wandb has not ended its finish within 1 s")],
-)
-def test_wandb_dies_or_hangs_during_the_run(tmp_path, capfd, monkeypatch, number, problem):
-    monkeypatch.setattr(wandb, "FINISH_TIMEOUT", 1.0)
-    made = run(tmp_path, "offline", finish=False)
-    for process in wandb_processes():
-        process.send_signal(number)
-    for step in range(1000):
-        made.log(step, {f"a/{i}": 1.0 for i in range(20)})  # far more than the capacity of a socket
-    made.finish({"exit_reason": "done"})
-    err = capfd.readouterr().err
-    assert err.count("\n") == 1 and problem in err, err
-
-
-@pytest.mark.slow
 def test_wandb_gets_no_signal_of_the_terminal_and_ends_with_a_killed_run(tmp_path):
     code = "print(*[one.pid for one in wandb_processes()], flush=True); import time; time.sleep(1000)"
     child = alone(code, tmp_path, "offline", stdout=subprocess.PIPE, text=True)
@@ -279,13 +228,6 @@ def test_wandb_that_cannot_be_imported(tmp_path, monkeypatch, capfd):
     run(tmp_path, "online")
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and "wandb is not installed" in err and "continuing without it" in err
-
-
-def test_an_id_file_that_cannot_be_written_leaves_a_run_without_it(tmp_path, capfd):
-    (tmp_path / "wandb.id").mkdir()
-    run(tmp_path, "offline")
-    err = capfd.readouterr().err
-    assert err.count("\n") == 1 and "Is a directory" in err and "continuing without it" in err
 
 
 @pytest.mark.slow

@@ -156,17 +156,6 @@ def test_each_metric_is_in_one_section():
     assert [section["prefix"] for section in sections_of(["value/lr"])] == ["value"]
 
 
-def test_values_that_are_null_or_of_a_wrong_type_are_left_out(tmp_path):
-    records = [{"step": i, "a/b": value} for i, value in enumerate((None, 0.5, "x", True), 1)]
-    lines(tmp_path / "run" / "metrics.jsonl", records)
-    rows = [{"response": 3}, {}, {"prompt": None, "score": "good"}]
-    lines(tmp_path / "run" / "samples" / "step_000001.jsonl", rows)
-    run = read_run(tmp_path / "run")
-    assert run["series"] == {"a/b": {"steps": [2], "values": [0.5]}}
-    assert [row["response"] for row in run["samples"]["rows"]] == ["3", "", ""]
-    render_report([run])
-
-
 def test_a_page_is_bounded_in_size(tmp_path):
     run_dir = make_ppo_run(tmp_path / "run")
     lines(run_dir / "metrics.jsonl", [ppo_metrics(step, 5000) for step in range(1, 5001)])
