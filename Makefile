@@ -45,17 +45,16 @@ pipeline: $(STAMP)
 	$(PIPELINE) +pipeline=learned_reward $(ARGS)
 
 # The tests of one file (or of one folder, see tests/conftest.py) run in one process, in the collected order.
-FAST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not nightly"
+PARALLEL = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
-	$(FAST) $(ARGS)
+	$(PARALLEL) -m "not slow and not nightly" $(ARGS)
 
-# Each slow test starts several ranks. The slow tests run one at a time, because ranks that wait for one
-# another lose far more than half of their speed to a second busy process. pytest exits with 5 if ARGS select
-# no test.
+# Tests that start several ranks run one at a time, because ranks that wait for one another lose far more than
+# half of their speed to a second busy process. pytest exits with 5 if ARGS select no test.
 test-all: $(STAMP)
-	$(FAST) $(ARGS) || [ $$? -eq 5 ]
-	$(VENV)/bin/python -m pytest -q -m "slow and not nightly" $(ARGS) || [ $$? -eq 5 ]
+	$(PARALLEL) -m "not ranks and not nightly" $(ARGS) || [ $$? -eq 5 ]
+	$(VENV)/bin/python -m pytest -q -m "ranks and not nightly" $(ARGS) || [ $$? -eq 5 ]
 
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -q $(or $(ARGS),tests/vllm)

@@ -18,8 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 TESTS = Path(__file__).parent
 # Folders whose session fixtures launch processes for the tests of several files.
 ONE_GROUP = {"gpu_sim", "invariant"}
+# Folders whose slow tests start several ranks, which need both cores of the machine.
+WITH_RANKS = {
+    *("invariant", "faults", "integration", "engine", "finetune", "ppo", "rollout", "distributed"),
+    *("assemble", "run"),
+}
 # The longest groups start first, so that no process is left with one of them at the end.
-LONGEST_FIRST = ("invariant", "faults", "integration", "engine")
+LONGEST_FIRST = ("invariant", "faults", "integration", "engine", "docs", "benchmarks", "image", "tools")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -61,7 +66,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Groups(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and _place(item)[0] in WITH_RANKS:
+            item.add_marker("ranks")
     ranks = {folder: rank for rank, folder in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(_place(item)[0], len(ranks)))
 
