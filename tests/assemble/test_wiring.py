@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
 from ppo_ds.assemble.algorithm import experience_maker, kl_controller, masked_stop_ids
 from ppo_ds.assemble.evaluation import build_evaluator
 from ppo_ds.assemble.ppo import build_sampling
@@ -126,6 +127,7 @@ SAMPLE = "algo.entropy.kind=sample"
 ENTROPY = "algo.entropy.coef=0.3"
 SEQUENCE = "algo.action_level=sequence"
 NORM = "algo.loss.agg=token_sum_norm"
+OTHER_LOSSES = [name for name in POLICY_LOSSES if name not in ("ppo", "clip_cov")]
 
 
 @pytest.mark.parametrize(
@@ -178,14 +180,15 @@ NORM = "algo.loss.agg=token_sum_norm"
         ("algo.epochs=3", [], LEARNED | {"trained"}),
         ("algo.minibatch_size=2", [], LEARNED | {"trained"}),
         ("algo.target_kl=0.1", [], LEARNED | {"trained"}),
-        ("algo.policy.loss=cispo", [], {"actor"}),
+        *(
+            (f"algo.policy.loss={name}", [], {"actor"})
+            for name in POLICY_LOSSES
+            if name not in ("ppo", "clip_cov")
+        ),
         ("algo.policy.clip_low=null", ["algo.policy.loss=cispo", "algo.policy.clip_high=4"], {"actor"}),
-        ("algo.policy.loss=sapo", [], {"actor"}),
         ("algo.policy.tau_pos=3", ["algo.policy.loss=sapo"], {"actor"}),
         ("algo.policy.tau_neg=3", ["algo.policy.loss=sapo"], {"actor"}),
-        ("algo.policy.loss=dppo_tv", [], {"actor"}),
         ("algo.policy.delta=0.01", ["algo.policy.loss=dppo_kl"], {"actor"}),
-        ("algo.policy.loss=gmpo", [], {"actor"}),
         ("algo.policy.cov_low=-5", [CLIP_COV], {"actor"}),
         ("algo.policy.cov_frac=0.5", ["algo.policy.loss=kl_cov"], {"actor"}),
         ("algo.policy.kl_cov_coef=3", ["algo.policy.loss=kl_cov"], {"actor"}),

@@ -13,7 +13,6 @@ import torch
 
 from ppo_ds.errors import UserError
 from tests.ops.golden import assert_no_stale_entries, cases, look_up, outputs
-from tests.ppo import preset_loops as loops
 from tests.ppo.preset_runs import (
     NAN,
     WIDTH,
@@ -293,62 +292,32 @@ def test_reinforce_pp_needs_no_group():
 DUAL = "algo.policy.dual_clip=3"  # in all losses of verl
 LOSSES = {  # golden output: preset, overrides
     "openrlhf.PolicyLoss.eps0.2_0.28": ("dapo",),
-    "verl.vanilla.clip_higher": ("dapo", DUAL),
     "openrlhf.PolicyLoss.gspo": ("gspo",),
-    "verl.gspo": ("gspo",),
     "seed_a.compute_policy_loss": ("grpo", "algo.kl.coef=0"),
-    "verl.vanilla.seq-mean-token-mean": ("grpo", "algo.kl.coef=0", DUAL),
     "verl.vanilla.seq-mean-token-sum": ("rloo", DUAL),
     "verl.vanilla.seq-mean-token-sum-norm": ("dr_grpo", DUAL),
-    "openrlhf.PolicyLoss.eps0.2": ("reinforce_pp",),
     "verl.vanilla.token-mean": ("verl",),  # its dual clip is active here, unlike in pipelines.json
 }
 
 
-def loss_case(world, case, *arguments, one_advantage=False):
-    """Runs the preset's Learner on the golden's log-probs and advantages.
-
-    ``one_advantage`` uses the first token's advantage for the whole response.
-    """
-    c = case.inputs
+@pytest.mark.parametrize("key", LOSSES)
+def test_losses(world, key):
+    """Runs the preset's Learner on the golden's log-probs and advantages."""
+    case = next(c for c in cases("policy_loss.json") if c.id == "large_step")
     numbers = Numbers(
         mask=case.mask,
         scores=torch.zeros(6),
         old=case.old_logprobs,
-        ref=c["rollout_logprobs"],
+        ref=case.rollout_logprobs,
         now=case.logprobs,
     )
-    advantages = case.advantages[:, :1].expand(6, WIDTH) if one_advantage else case.advantages
-    experience = experience_with(numbers, advantages.masked_fill(~case.mask.bool(), NAN))
-    return make_and_learn(composed(*arguments, prompts=3, samples=2), world, numbers, experience)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [c for c in cases("policy_loss.json") if c.id in ("small_step", "large_step", "f32")],
-    ids=lambda c: c.id,
-)
-@pytest.mark.parametrize("key", LOSSES)
-def test_losses(world, case, key):
-    run = loss_case(world, case, *LOSSES[key], one_advantage=key == "verl.gspo")
+    experience = experience_with(numbers, case.advantages.masked_fill(~case.mask.bool(), NAN))
+    run = make_and_learn(composed(*LOSSES[key], prompts=3, samples=2), world, numbers, experience)
     # verl divides by the width only, Dr. GRPO (and ppo_ds) also by the number of responses
     answers = 6 if key.endswith("norm") else 1
     close(answers * loss_of(run.actor), case.outputs[key])
     close(answers * gradient_of(run.actor), case.outputs[f"{key}.grad"])
     close(answers * run.learned["policy/loss"], case.outputs[key])
-
-
-def test_grpo_adds_the_kl_of_each_answer(world):
-    case = next(c for c in cases("policy_loss.json") if c.id == "large_step")
-    kl, gradient = loops.k3_loss(
-        *(x.numpy() for x in (case.logprobs, case.rollout_logprobs, case.mask.bool())), "seq_mean_token_mean"
-    )
-    run = loss_case(world, case, "grpo")
-    close(loss_of(run.actor), case.outputs["seed_a.compute_policy_loss"] + 0.04 * kl)
-    close(
-        gradient_of(run.actor),
-        case.outputs["seed_a.compute_policy_loss.grad"] + 0.04 * torch.from_numpy(gradient),
-    )
 
 
 def test_every_table_entry_is_used():
