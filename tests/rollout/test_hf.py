@@ -89,26 +89,6 @@ def test_logprobs_are_those_of_the_whole_distribution_at_the_temperature(batch, 
         assert (likelier < top_p).all()
 
 
-@EVERY
-def test_logprobs_of_rows_that_end_early(batch, family):
-    """A stop id ends only its row, and the log-probs of the other rows remain correct."""
-    lm = model(family)
-    torch.manual_seed(3)
-    stops = (5, 6, 7, 8, 9, 10)
-    lengths = set()
-    # sampled tokens depend on the processor, but eight samples end at three or more different positions
-    for _ in range(8):
-        responses, logprobs = decoded(lm, batch, 9, stop_token_ids=stops)
-        for i, response in enumerate(responses.tolist()):
-            n = next((t + 1 for t, token in enumerate(response) if token in stops), len(response))
-            table = log_softmax(lm, batch.select(torch.tensor([i])), responses[i : i + 1, :n])
-            assert (
-                logprobs[i, :n] - table.gather(2, responses[i : i + 1, :n, None])[0, :, 0]
-            ).abs().max() < 1e-5
-            lengths.add(n)
-    assert len(lengths) > 2
-
-
 def test_logprobs_are_float32_of_a_bf16_model(batch):
     lm = model("llama").bfloat16()
     torch.manual_seed(4)
@@ -131,25 +111,6 @@ def test_a_step_that_was_undone_leaves_no_logprob():
 
 
 # -- tokens ----------------------------------------------------------------------------------------
-
-
-@EVERY
-def test_greedy_tokens_are_those_of_a_loop_by_hand(batch, family):
-    lm = model(family)
-    responses, _ = decoded(lm, batch, 6, top_k=1, temperature=0.3)
-    for i in range(len(batch)):
-        row = batch.ids[i][batch.mask[i]]
-        for _ in range(6):
-            with torch.no_grad():
-                row = torch.cat([row, lm(input_ids=row[None]).logits[0, -1].argmax()[None]])
-        assert responses[i].tolist() == row[-6:].tolist()
-        by_hand = lm.generate(
-            batch.ids[i][batch.mask[i]][None],
-            attention_mask=torch.ones(1, LENGTHS[i]),
-            do_sample=False,
-            max_new_tokens=6,
-        )
-        assert responses[i].tolist() == by_hand[0, -6:].tolist()
 
 
 def test_greedy_draws_nothing_where_two_tokens_tie(chain, prompts):
@@ -196,15 +157,6 @@ def test_draws_follow_the_distribution(chain, prompts, knobs, kept):
     assert chi_square(responses[:, 0], torch.softmax(logits.double() / 5, 0)) > 100
 
 
-def test_two_seeds_draw_differently_and_one_alike(batch):
-    lm = model("llama")
-    draws = []
-    for seed in (6, 6, 7):
-        torch.manual_seed(seed)
-        draws.append(decoded(lm, batch, 5)[0])
-    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
-
-
 # -- stop ids --------------------------------------------------------------------------------------
 
 
@@ -226,42 +178,11 @@ def responses_of(rollout):
     ]
 
 
-def test_every_stop_id_ends_a_row_and_an_empty_list_none(successor, decode_rows):
-    lm = successor({3: 4, 4: EOS, EOS: EOS, 5: 6, 6: 7, 7: 3}, 10)
-    rows = [[3], [5], [9]]
-    rollout = decode_rows(lm, rows, 5, stop_token_ids=(EOS, 7))
-    assert responses_of(rollout) == [[4, EOS], [6, 7], [9] * 5] and rollout.finished.tolist() == [
-        True,
-        True,
-        False,
-    ]
-    never = decode_rows(lm, rows, 5)
-    assert (
-        responses_of(never) == [[4, EOS, EOS, EOS, EOS], [6, 7, 3, 4, EOS], [9] * 5]
-        and not never.finished.any()
-    )
-
-
-def test_decoding_ends_when_every_row_has_met_some_stop_id(successor, decode_rows):
-    lm, steps = successor({3: EOS, 4: 7, 5: 4}, 10), []
-    lm.lm_head.register_forward_hook(lambda *_: steps.append(1))
-    assert (
-        responses_of(decode_rows(lm, [[3], [4], [5]], 50, stop_token_ids=(EOS, 7))) == [[EOS], [7], [4, 7]]
-        and len(steps) == 2
-    )
-
-
 def test_a_models_own_end_token_does_not_stop_where_none_is_asked_for(successor, decode_rows):
     lm = successor({3: EOS, EOS: 4}, 10)
     lm.config.eos_token_id = lm.generation_config.eos_token_id = None
     lm.config.eos_token_id = EOS
     assert responses_of(decode_rows(lm, [[3]], 4)) == [[EOS, 4, 4, 4]]
-
-
-def test_one_token_responses(successor, decode_rows):
-    rollout = decode_rows(successor({3: EOS, 4: EOS}, 10), [[3, 4], [4, 3], [3]], 6, stop_token_ids=(EOS,))
-    assert responses_of(rollout) == [[EOS]] * 3 and rollout.response_width == 1 and rollout.finished.all()
-    assert rollout.logprobs.abs().max() < 1e-5
 
 
 def test_min_new_tokens_keeps_stop_ids_away(chain, decode_rows):
@@ -296,14 +217,6 @@ def test_pad_is_eos(successor, prompts, sampling, tokenizer):
 
 
 # -- stop strings ----------------------------------------------------------------------------------
-
-
-def test_stop_strings_across_tokens(successor, decode_rows):
-    """The tokens are a b c d ...: "cd" is complete with the token d; other rows continue to their end."""
-    lm = successor({3: 4, 4: 5, 5: 6, 6: 7, 8: 9, 9: EOS}, 10)
-    rollout = decode_rows(lm, [[3], [8], [5]], 7, stop_token_ids=(EOS,), stop_strings=("cd",))
-    assert responses_of(rollout) == [[4, 5, 6], [9, EOS], [6, 7, 7, 7, 7, 7, 7]]
-    assert rollout.finished.tolist() == [True, True, False]
 
 
 def test_stop_strings_inside_a_token(successor, decode_rows):
@@ -342,58 +255,7 @@ def test_long_stop_strings_end_decoding_too(chain, prompts, sampling):
     assert rollout.response_mask.sum() == len(steps) == 60 and rollout.finished.all()
 
 
-def test_a_stop_string_begins_in_the_response_not_in_the_prompt(successor, decode_rows):
-    """A stop string must lie within the response.
-
-    The prompt ends with "b" and the response starts with "c", so "bc" is not a stop.
-    """
-    rollout = decode_rows(successor({3: 4, 4: 5, 5: 6, 6: 7}, 10), [[3, 4]], 4, stop_strings=("bc",))
-    assert responses_of(rollout) == [[5, 6, 7, 7]] and rollout.finished.tolist() == [False]
-    assert rollout.logprobs.abs().max() < 1e-5
-
-
-def test_special_tokens_can_be_stop_strings(successor, decode_rows):
-    rollout = decode_rows(successor({3: 4, 4: EOS, EOS: 5}, 10), [[3], [4]], 6, stop_strings=("<eos>",))
-    assert responses_of(rollout) == [[4, EOS], [EOS]] and rollout.finished.all()
-
-
 # -- limits of single rows -------------------------------------------------------------------------
-
-
-@EVERY
-@pytest.mark.parametrize("token_budget", [1, 24, 10_000])
-def test_a_greedy_response_with_a_limit_is_the_start_of_that_without(
-    batch, family, sampling, tokenizer, token_budget
-):
-    lm, texts = model(family), tokenizer([chr(97 + i) for i in range(V - 3)])
-    greedy, limits = sampling(6, stop_token_ids=(5, 6, 7, 8, 9, 10, 11)).as_greedy(), [1, 6, 3, 2, 50, 4]
-    generator = HFGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget)
-    whole, cut = generator(batch, greedy), generator(replace(batch, limits=torch.tensor(limits)), greedy)
-    free, ends = responses_of(whole), [len(response) for response in responses_of(whole)]
-    assert responses_of(cut) == [response[:n] for response, n in zip(free, limits, strict=True)]
-    assert cut.finished.tolist() == [
-        done and n <= limit for done, n, limit in zip(whole.finished.tolist(), ends, limits, strict=True)
-    ]
-    assert cut.limits.tolist() == [1, 6, 3, 2, 6, 4] and whole.limits.tolist() == [6] * 6
-    width = cut.response_width
-    torch.testing.assert_close(
-        cut.logprobs[cut.response_mask], whole.logprobs[:, :width][cut.response_mask], rtol=0, atol=1e-5
-    )
-    assert not cut.logprobs[~cut.response_mask].any()
-
-
-def test_drawn_responses_with_limits_have_their_logprobs(batch, sampling, tokenizer):
-    lm, limits = model("llama"), [1, 6, 3, 2, 5, 4]
-    generator = HFGenerator(
-        lambda: lm, tokenizer=tokenizer([chr(97 + i) for i in range(V - 3)]), token_budget=10_000
-    )
-    torch.manual_seed(8)
-    rollout = generator(replace(batch, limits=torch.tensor(limits)), sampling(6, temperature=0.8))
-    assert rollout.response_mask.sum(1).tolist() == limits and not rollout.finished.any()
-    for i, n in enumerate(limits):
-        response = rollout.ids[i : i + 1, rollout.prompt_width :][:, :n]
-        table = log_softmax(lm, batch.select(torch.tensor([i])), response, 0.8)
-        assert (rollout.logprobs[i, :n] - table.gather(2, response[..., None])[0, :, 0]).abs().max() < 1e-5
 
 
 def test_decoding_ends_with_the_last_row_that_may_go_on(successor, prompts, sampling, tokenizer):
@@ -416,29 +278,6 @@ def test_decoding_ends_with_the_last_row_that_may_go_on(successor, prompts, samp
             True,
         ]
         assert len(steps) == expected
-
-
-def test_a_stop_that_is_whole_at_the_limit(successor, prompts, sampling, tokenizer):
-    """A stop that is complete exactly at the limit of its row makes the row finished.
-
-    The tokens are a b c d ...: "cd" is complete with the third new token. In the last row, the second new
-    token is the end token.
-    """
-    generator = HFGenerator(
-        lambda: successor({3: 4, 4: 5, 5: 6, 8: 9, 9: EOS}, 10),
-        tokenizer=tokenizer("abcdefg"),
-        token_budget=10_000,
-    )
-    rollout = generator(
-        prompts([3], [3], [8], [8], limits=[3, 2, 2, 1]),
-        sampling(8, stop_token_ids=(EOS,), stop_strings=("cd",)),
-    )
-    assert responses_of(rollout) == [[4, 5, 6], [4, 5], [9, EOS], [9]] and rollout.finished.tolist() == [
-        True,
-        False,
-        True,
-        False,
-    ]
 
 
 def test_a_limit_wins_over_the_least_number_of_tokens(successor, prompts, sampling, tokenizer):
@@ -478,44 +317,6 @@ def test_rows_are_grouped_by_what_they_may_cost(batch, sampling, tokenizer):
 # -- chunks ----------------------------------------------------------------------------------------
 
 
-@EVERY
-@pytest.mark.parametrize("token_budget", [1, 17, 24, 40])
-def test_chunks_change_no_greedy_response(batch, family, token_budget, sampling, tokenizer):
-    lm, texts = model(family), tokenizer([chr(97 + i) for i in range(V - 3)])
-    greedy = sampling(6, top_k=1, stop_token_ids=(5, 6, 7, 8))
-    whole = HFGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, greedy)
-    shapes, decode = [], lm.generate
-    lm.generate = lambda input_ids, **more: (
-        shapes.append(tuple(input_ids.shape)) or decode(input_ids=input_ids, **more)
-    )
-    parts = HFGenerator(lambda: lm, tokenizer=texts, token_budget=token_budget)(batch, greedy)
-    assert len(shapes) > 1 and all(rows * (width + 6) <= token_budget or rows == 1 for rows, width in shapes)
-    assert (
-        sum(rows for rows, _ in shapes) == len(batch) and shapes[0][1] == 6 and shapes[-1][1] < 6
-    )  # each chunk is only as wide as its rows need
-    for name in ("ids", "attention_mask", "response_mask", "finished"):
-        assert torch.equal(getattr(parts, name), getattr(whole, name)), name
-    torch.testing.assert_close(parts.logprobs, whole.logprobs, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("token_budget", [1, 20, 10_000])
-def test_responses_stay_with_their_prompts(successor, prompts, sampling, tokenizer, token_budget):
-    """The longest prompts are decoded first, but rows and their metadata return in the original order."""
-    lm = successor({token: token + 10 for token in range(10)}, 24)
-    rows = [[3], [9, 9, 4], [5], [9, 6], [9, 9, 9, 9, 7], [8, 3]]
-    generator = HFGenerator(
-        lambda: lm, tokenizer=tokenizer("abcdefghijklmnopqrstu"), token_budget=token_budget
-    )
-    rollout = generator(prompts(*rows), sampling(2, top_k=1))
-    assert responses_of(rollout) == [[row[-1] + 10] * 2 for row in rows]
-    width = rollout.prompt_width
-    assert [
-        ids[:width][mask[:width]].tolist()
-        for ids, mask in zip(rollout.ids, rollout.attention_mask, strict=True)
-    ] == rows
-    assert [row["row"] for row in rollout.metadata] == list(range(6))
-
-
 def test_the_model_is_asked_for_at_each_call(chain, prompts, sampling, tokenizer):
     """With ZeRO-3 the weights for decoding exist only inside generation mode."""
     asked = []
@@ -529,14 +330,3 @@ def test_the_model_is_asked_for_at_each_call(chain, prompts, sampling, tokenizer
     generator(prompts([3], [4]), sampling(1))
     generator(prompts([3]), sampling(1))
     assert len(asked) == 2
-
-
-def test_a_rollout_is_cut_to_its_longest_response_and_prompt(successor, prompts, sampling, tokenizer):
-    # padded for a third row that is not selected
-    batch = prompts([3], [4], [8, 8, 8, 8]).select(torch.tensor([0, 1]))
-    generator = HFGenerator(
-        lambda: successor({3: EOS, 4: 3}, 10), tokenizer=tokenizer("abcdefg"), token_budget=10_000
-    )
-    rollout = generator(batch, sampling(30, stop_token_ids=(EOS,)))
-    assert (rollout.prompt_width, rollout.response_width) == (1, 2)
-    assert rollout.ids.tolist() == [[3, EOS, PAD], [4, 3, EOS]] and rollout.logprobs.shape == (2, 2)

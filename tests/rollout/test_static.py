@@ -225,19 +225,6 @@ def test_responses_follow_the_joint_distribution(sampling, prompts, texts):
 # -- stops and limits ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("check_every", [1, 5])
-def test_stops_of_every_kind(successor, prompts, sampling, tokenizer, check_every):
-    """The tokens are a b c d ...: "cd" is complete with the third new token; row 2 ends with its second."""
-    lm = successor({3: 4, 4: 5, 5: 6, 6: 7, 8: 9, 9: EOS}, 10)
-    rows = prompts([3], [3], [8], [8], [5, 4], limits=[3, 2, 2, 1, 8])
-    generator = StaticGenerator(
-        lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000, check_every=check_every
-    )
-    rollout = generator(rows, sampling(8, stop_token_ids=(EOS,), stop_strings=("cd",)))
-    assert responses_of(rollout) == [[4, 5, 6], [4, 5], [9, EOS], [9], [5, 6]]
-    assert rollout.finished.tolist() == [True, False, True, False, True]
-
-
 def test_decoding_ends_with_the_last_stop_string(successor, prompts, sampling, tokenizer):
     lm = successor({3: 4, 4: 5, 5: 6}, 10)
     shapes = forwards_of(lm)
@@ -346,12 +333,6 @@ def test_nothing_is_left_of_who_had_the_slot_before(family, prompts, sampling, t
             prompts(row, limits=[limit]), greedy
         )
         assert responses_of(alone) == [response]
-
-
-def test_metadata_and_prompts_stay_in_their_rows(batch, sampling, texts):
-    rollout = StaticGenerator(lambda: model("llama"), tokenizer=texts, token_budget=40)(batch, sampling(3))
-    assert [row["row"] for row in rollout.metadata] == list(range(7))
-    assert torch.equal(rollout.ids[:, : rollout.prompt_width], batch.ids)
 
 
 # -- ranks in lockstep -----------------------------------------------------------------------------
