@@ -148,8 +148,6 @@ def parse(argv: list[str]) -> Evaluation:
         raise SystemExit(0)
     if options.samples is not None and options.samples < 1:
         raise UserError(f"--samples={options.samples}: must be at least 1")
-    if file := next((path for path in (options.out, *options.out.parents) if path.is_file()), None):
-        raise UserError(f"--out={options.out}: {file} is a file; give a folder for the results")
     arguments, overrides, base = split_models(options.overrides)
     if not arguments:
         raise UserError(

@@ -17,8 +17,8 @@ RESAMPLES = 10_000
 LEVEL = 0.95
 CHUNK = 2**20  # numbers that are resampled at a time
 
-Values = Sequence[float] | Sequence[Sequence[float]]  # one value per prompt, or one per prompt and response
-Texts = Sequence[str] | Sequence[Sequence[str]]
+Values = Sequence[Sequence[float]]  # prompt -> response -> value
+Texts = Sequence[Sequence[str]]  # prompt -> response
 Estimate = dict[str, float]  # "mean", "low" and "high": an estimate and its confidence interval
 
 
@@ -38,62 +38,36 @@ def estimate(values: Sequence[float]) -> Estimate:
     return {"mean": float(given.mean()), "low": float(low), "high": float(high)}
 
 
-def wins(
-    scores: Values, others: Values, texts: Texts | None = None, other_texts: Texts | None = None
-) -> list[float]:
-    """Returns for each prompt the share of pairs of responses in which the first scores higher.
-
-    A tie counts half, and responses with equal texts are ties. ``scores`` and ``others`` are the scores of
-    two models' responses to the same prompts. With several responses per prompt, each response of one model
-    is compared with each of the other.
-    """
-    return (outcomes(scores, others, texts, other_texts) @ WORTH).tolist()
-
-
-def outcomes(
-    scores: Values, others: Values, texts: Texts | None = None, other_texts: Texts | None = None
-) -> np.ndarray:
+def outcomes(scores: Values, others: Values, texts: Texts, other_texts: Texts) -> np.ndarray:
     """Returns for each prompt the shares of pairs of responses that are won, tied and lost, [prompts, 3].
 
-    Without texts only scores count.
+    Each response of one model is compared with each response of the other to the same prompt.
     """
-    assert len(scores) == len(others), f"{len(scores)} and {len(others)} prompts"
-    ours, theirs = (
-        np.asarray(values, dtype=np.float64).reshape(len(scores), -1) for values in (scores, others)
-    )
-    if texts is None or other_texts is None:
-        texts, other_texts = np.full(ours.shape, "own").tolist(), np.full(theirs.shape, "other").tolist()
-    own_texts, their_texts = (
-        np.asarray(of_model, dtype=object).reshape(len(scores), -1).tolist()
-        for of_model in (texts, other_texts)
-    )
-    groups = zip(ours.tolist(), theirs.tolist(), own_texts, their_texts, strict=True)
+    groups = zip(scores, others, texts, other_texts, strict=True)
     return np.array([outcome_shares(*group) for group in groups])
 
 
-def compare(scores: Mapping[str, Values], texts: Mapping[str, Texts] | None = None) -> dict[str, Any]:
+def compare(scores: Mapping[str, Values], texts: Mapping[str, Texts]) -> dict[str, Any]:
     """Compares models by the scores of their responses to the same prompts.
 
     Returns the mean score of each model ("score"), the win rate of each model against each model before it
     ("win_rate"), all with intervals, and the shares of won, tied and lost pairs against the first model
-    ("against_first"). ``texts`` are the responses, of which equal ones are ties.
+    ("against_first"). A tie is half a win, and equal responses are ties.
     """
-    names, texts = list(scores), texts or {}
+    names = list(scores)
 
-    def pair(name: str, other: str) -> tuple[Values, Values, Texts | None, Texts | None]:
-        return scores[name], scores[other], texts.get(name), texts.get(other)
+    def pairs(name: str, other: str) -> np.ndarray:
+        return outcomes(scores[name], scores[other], texts[name], texts[other])
 
     return {
         "score": {name: estimate(prompt_means(values)) for name, values in scores.items()},
         "win_rate": {
-            name: {other: estimate(wins(*pair(name, other))) for other in names[:i]}
+            name: {other: estimate((pairs(name, other) @ WORTH).tolist()) for other in names[:i]}
             for i, name in enumerate(names)
             if i
         },
         "against_first": {
-            name: dict(
-                zip(("won", "tied", "lost"), outcomes(*pair(name, names[0])).mean(0).tolist(), strict=True)
-            )
+            name: dict(zip(("won", "tied", "lost"), pairs(name, names[0]).mean(0).tolist(), strict=True))
             for name in names[1:]
         },
     }
@@ -101,7 +75,7 @@ def compare(scores: Mapping[str, Values], texts: Mapping[str, Texts] | None = No
 
 def prompt_means(values: Values) -> list[float]:
     """Returns the mean of each prompt's values."""
-    return np.asarray(values, dtype=np.float64).reshape(len(values), -1).mean(1).tolist()
+    return np.asarray(values, dtype=np.float64).mean(1).tolist()
 
 
 def pass_at_k(count: int, correct: int, k: int) -> float:

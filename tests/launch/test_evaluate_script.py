@@ -93,13 +93,9 @@ def test_mistakes_are_one_line_each(models: list[str], tmp_path: Path) -> None:
 
 def test_options_that_would_be_lost_are_refused(models: list[str], tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text("")
-    given = [*models, "data.path=held.jsonl", *REWARD]
-    for out in ("judge.py", "judge.py/deeper"):
-        assert errors(*given, "--out", out) == [
-            f"--out={out}: judge.py is a file; give a folder for the results"
-        ]
-    with pytest.raises(UserError, match="^--out=/proc/here: cannot be written"):
-        create_folder(Path("/proc/here"))
+    for out in ("judge.py", "judge.py/deeper", "/proc/here"):
+        with pytest.raises(UserError, match=f"^--out={out}: cannot be written .*; give another folder"):
+            create_folder(Path(out))
     [line] = errors("base", "data.path=held.jsonl", "--judge", "judge.py:f")
     assert line == "--judge=judge.py:f: compares two models; give another MODEL, or remove --judge"
     [line] = errors("base", "data.path=held.jsonl", *REWARD, "actor.model.path=tuned/model")

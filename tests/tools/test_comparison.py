@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 
-from ppo_ds.tools.comparison import compare, estimate, outcomes, pass_at_k, pass_rates, table, wins
+from ppo_ds.tools.comparison import compare, estimate, outcomes, pass_at_k, pass_rates, table
 
 
-def test_a_tie_is_half_a_win() -> None:
-    assert wins([1.0, 2.0, 3.0], [2.0, 2.0, 2.0]) == [0.0, 0.5, 1.0]
+def single(**scores: list[float]) -> dict[str, Any]:
+    """Compares models by one response to each prompt; all responses differ."""
+    return distinct(**{name: [[value] for value in values] for name, values in scores.items()})
+
+
+def distinct(**scores: list[list[float]]) -> dict[str, Any]:
+    texts = {
+        name: [[f"{name}{i}" for i in range(len(group))] for group in groups]
+        for name, groups in scores.items()
+    }
+    return compare(scores, texts)
 
 
 def test_models_are_compared_prompt_by_prompt() -> None:
     """The mean scores of a and b are equal, but b wins on three of four prompts."""
-    found = compare({"a": [0.0, 0.0, 0.0, 6.0], "b": [2.0, 2.0, 2.0, 0.0], "c": [2.0, 2.0, 2.0, 0.0]})
+    found = single(a=[0.0, 0.0, 0.0, 6.0], b=[2.0, 2.0, 2.0, 0.0], c=[2.0, 2.0, 2.0, 0.0])
     assert found["score"]["a"]["mean"] == found["score"]["b"]["mean"] == 1.5
     assert set(found["win_rate"]) == {"b", "c"} and set(found["win_rate"]["c"]) == {"a", "b"}
     assert found["win_rate"]["b"]["a"]["mean"] == 0.75
@@ -36,7 +46,7 @@ def test_the_interval_is_that_of_all_resamples() -> None:
 
 
 def test_the_table_names_models_scores_and_win_rates() -> None:
-    rewards = {"reward": compare({"base": [0.0, 1.0], "sft": [1.0, 1.0], "ppo": [2.0, 1.0]})}
+    rewards = {"reward": single(base=[0.0, 1.0], sft=[1.0, 1.0], ppo=[2.0, 1.0])}
     text = table({"data": "held.jsonl", "prompts": 2, "rewards": rewards})
     lines = [line.split() for line in text.splitlines()]
     assert "2 prompts of held.jsonl" in text
@@ -45,10 +55,7 @@ def test_the_table_names_models_scores_and_win_rates() -> None:
 
 
 def test_each_response_is_compared_with_each_other_response() -> None:
-    """Prompt 1: 1 beats 0 twice, 0 ties with 0 twice. Prompt 2: all four pairs are ties."""
-    assert wins([[1.0, 0.0], [2.0, 2.0]], [[0.0, 0.0], [2.0, 2.0]]) == [0.75, 0.5]
-    assert outcomes([[1.0, 0.0]], [[0.0, 0.5]]).tolist() == [[0.5, 0.25, 0.25]]
-    found = compare({"a": [[0.0, 1.0], [1.0, 1.0]], "b": [[1.0, 1.0], [1.0, 1.0]]})
+    found = distinct(a=[[0.0, 1.0], [1.0, 1.0]], b=[[1.0, 1.0], [1.0, 1.0]])
     assert found["score"]["a"]["mean"] == 0.75
     assert found["win_rate"]["b"]["a"]["mean"] == pytest.approx((0.75 + 0.5) / 2)
     assert found["against_first"] == {"b": {"won": 0.25, "tied": 0.75, "lost": 0.0}}
@@ -56,19 +63,18 @@ def test_each_response_is_compared_with_each_other_response() -> None:
 
 def test_equal_responses_tie_whatever_their_scores() -> None:
     """The scores of a reward model depend slightly on the other rows of a batch."""
-    scores = {"a": [0.5, 0.5], "b": [0.5 + 1e-7, 0.7]}
-    found = compare(scores, {"a": ["x", "y"], "b": ["x", "z"]})
+    scores = {"a": [[0.5], [0.5]], "b": [[0.5 + 1e-7], [0.7]]}
+    found = compare(scores, {"a": [["x"], ["y"]], "b": [["x"], ["z"]]})
     assert found["win_rate"]["b"]["a"]["mean"] == 0.75
     assert found["against_first"] == {"b": {"won": 0.5, "tied": 0.5, "lost": 0.0}}
-    assert compare(scores)["win_rate"]["b"]["a"]["mean"] == 1.0
     texts = [["x", "y"]], [["y", "w"]]  # of the four pairs, (y, y) ties
     assert outcomes([[1.0, 2.0]], [[0.0, 3.0]], *texts).tolist() == [[0.25, 0.25, 0.5]]
 
 
 def test_the_interval_resamples_prompts_and_not_responses() -> None:
     """Eight responses to each of two prompts are two independent values, not sixteen."""
-    of_means = compare({"a": [0.0, 1.0]})["score"]["a"]
-    assert compare({"a": [[0.0] * 8, [1.0] * 8]})["score"]["a"] == of_means
+    of_means = single(a=[0.0, 1.0])["score"]["a"]
+    assert distinct(a=[[0.0] * 8, [1.0] * 8])["score"]["a"] == of_means
     assert of_means == {"mean": 0.5, "low": 0.0, "high": 1.0}
 
 

@@ -23,13 +23,14 @@ def row(number, sample, scores, texts=("x", "y"), prompt="p"):
 
 
 def summary_of(rows):
-    scores = {name: [one["responses"][name]["scores"]["reward"] for one in rows] for name in "ab"}
+    scores = {name: [[one["responses"][name]["scores"]["reward"]] for one in rows] for name in "ab"}
+    texts = {name: [[one["responses"][name]["response"]] for one in rows] for name in "ab"}
     tie = {"win_rate": estimate([0.5]), "position_bias": 0.0, "disagreement": 0.0}
     return {
         "data": "held.jsonl",
         "prompts": len({one["number"] for one in rows}),
         "decoding": {"samples": 1, "greedy": True, "temperature": 1.0, "max_new_tokens": 8},
-        "rewards": {"reward": compare(scores)},
+        "rewards": {"reward": compare(scores, texts)},
         "responses": {name: {"tokens_mean": 2.0, "finished_frac": float(name == "a")} for name in "ab"},
         "judge": {"function": "j.py:f", "first": "a", "models": {"b": tie}},
         "kl": {
