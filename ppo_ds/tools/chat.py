@@ -40,10 +40,9 @@ from ppo_ds.types import Prompts, Reward
 HELP = """\
 /system TEXT   sets the system message and begins a new conversation
 /reset         begins a new conversation
-/retry         asks for another answer to the last message
 /save FILE     writes the conversations as JSON lines with "messages", which stage=sft can train on
 /quit          ends the chat, as Ctrl-D does
-Ctrl-C stops an answer. A line that ends with \\ continues on the next one. //TEXT sends /TEXT."""
+Ctrl-C stops an answer. //TEXT sends /TEXT."""
 JOINERS = "\u200c\u200d"  # Persian and emoji need them
 
 
@@ -86,7 +85,7 @@ class Chat:
     console: Console
     seed: int
     system: str | None = None
-    turns: int = 0  # answers so far, /retry included
+    turns: int = 0  # answers so far
 
     def reply(self, line: str) -> bool:
         """Handles a line of input; returns False if it ends the chat."""
@@ -103,8 +102,6 @@ class Chat:
             case "/system":
                 self.system = rest.strip() or None
                 self.reset()
-            case "/retry":
-                self.retry()
             case "/save":
                 note(self.console, self.save(Path(rest.strip())))
             case _ if name[0] == "/" and name[:2] != "//":
@@ -119,16 +116,6 @@ class Chat:
             partner.messages.clear()
         about = f"with the system message: {self.system}" if self.system else "without a system message"
         note(self.console, f"a new conversation {about}")
-
-    def retry(self) -> None:
-        """Drops the last answers and asks for others."""
-        asked = next((one.messages[-2]["content"] for one in self.partners if len(one.messages) > 1), None)
-        if asked is None:
-            note(self.console, "there is no message to answer again")
-            return
-        for partner in self.partners:
-            del partner.messages[-2:]
-        self.say(asked)
 
     def save(self, path: Path) -> str:
         """Writes one JSON line per model; returns a line about it."""
@@ -279,18 +266,10 @@ def run_chat(chat: Chat, read_line: Callable[[], str | None]) -> None:
 
     ``read_line`` returns None at the end of the input, and raises KeyboardInterrupt for Ctrl-C.
     """
-    before = ""  # lines that ended with a backslash
     while True:
         try:
             line = read_line()
-            if line is not None and line.endswith("\\"):
-                before += f"{line[:-1]}\n"
-                continue
-            if line is None and not before:
-                return
-            line, before = before + (line or ""), ""
-            if not chat.reply(line):
+            if line is None or not chat.reply(line):
                 return
         except KeyboardInterrupt:
-            before = ""
             note(chat.console, "\n(Ctrl-D or /quit ends the chat)")

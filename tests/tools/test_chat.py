@@ -108,13 +108,13 @@ def test_a_base_model_continues_each_message_as_text() -> None:
 def test_commands(tmp_path: Path) -> None:
     one, file = partner(), tmp_path / "chat.jsonl"
     made, shown = chat(
-        one, lines=["/retry", "/save", f"/save {file}", "ab", "/retry", f"/save {file}", f"/save {file}",
+        one, lines=["/save", f"/save {file}", "ab", f"/save {file}", f"/save {file}",
                     "/system ba", "//c", "/nothing", "/help", "", "/quit", "never"],
     )  # fmt: skip
     for expected in (
-        "there is no message to answer again", ".: exists; give the name", "nothing was said yet",
+        ".: exists; give the name", "nothing was said yet",
         f"saved in {file}", f"{file}: exists; give the name of another file", "with the system message: ba",
-        "/nothing: no such command", "/retry         asks for another answer",
+        "/nothing: no such command", "/reset         begins a new conversation",
     ):  # fmt: skip
         assert expected in shown
     (row,) = [json.loads(line) for line in file.read_text().splitlines()]
@@ -123,30 +123,21 @@ def test_commands(tmp_path: Path) -> None:
         "model": "tiny",
         "messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": first}],
     }
-    assert [message["content"] for message in one.messages[:2]] == ["ba", "/c"] and made.turns == 3
+    assert [message["content"] for message in one.messages[:2]] == ["ba", "/c"] and made.turns == 2
 
 
-def test_a_line_that_ends_with_a_backslash_continues() -> None:
-    one = partner()
-    chat(one, lines=["a\\", "b\\", "c", "/reset", "b\\"])
-    assert one.messages[0]["content"] == "b\n"
-    chat(other := partner(), lines=["a\\", "b\\", "c"])
-    assert other.messages[0]["content"] == "a\nb\nc"
-
-
-def test_a_seed_repeats_the_chat_and_retry_draws_another_answer() -> None:
+def test_a_seed_repeats_the_chat_and_each_turn_draws_other_numbers() -> None:
     def sampled() -> list[str]:
         one = partner(top_k=0, temperature=30.0, max_new_tokens=20)
         one.policy.temperature = 30.0
-        found = []
-        for lines in (["ab"], ["ab", "/retry"]):
-            one.messages.clear()
-            chat(one, lines=list(lines))
-            found.append(one.messages[-1]["content"])
-        return found
+        chat(one, lines=["ab"])
+        first = one.messages[-1]["content"]
+        one.messages.clear()
+        chat(one, lines=["ab", "/reset", "ab"])
+        return [first, one.messages[-1]["content"]]
 
-    first = sampled()
-    assert first == sampled() and first[0] != first[1]
+    found = sampled()
+    assert found == sampled() and found[0] != found[1]
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
