@@ -9,24 +9,20 @@ PPO then gets problems without demonstrations. No stage trains on the held-out p
 
 from __future__ import annotations
 
-import logging
 import random
 import re
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ppo_ds.errors import UserError
-from ppo_ds.examples.sums import IGNORED, begin, finish, is_complete, one_thread, warm_start, write_jsonl
+from ppo_ds.examples.sums import IGNORED, begin, encode_turns, is_complete, write_jsonl, write_warm_started
 from ppo_ds.models import tiny
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.storage.drafts import draft_directory
 from ppo_ds.types import Row
 
 CHARACTERS = "0123456789+=?>"
 _CALL = re.compile(r"\?(\d{1,9})\+(\d{1,9})")
-_log = logging.getLogger(__name__)
 
 
 class Calculator:
@@ -83,22 +79,13 @@ def prepare(
     write_jsonl(folder / "train.jsonl", rows[heldout:])
     checked, demonstrated = rows[heldout : heldout + validation], rows[heldout + validation :]
     tokenizer, random_calls = tiny.character_tokenizer(CHARACTERS), random.Random(seed)
-    with one_thread(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = tiny.tiny_llama(tokenizer, hidden_size=hidden_size, layers=layers, heads=heads, max_tokens=64)
-        steps, accuracy = warm_start(
-            model,
-            encode(demonstrated, tokenizer, [random_calls.random() < calls for _ in demonstrated]),
-            without_choice(encode(checked, tokenizer, [True] * len(checked))),
-            target_accuracy=target_accuracy,
-            learning_rate=learning_rate,
-            batch_size=batch_size,
-            max_steps=max_steps,
-        )
-    _log.info("calculator: the warm start took %d steps; %.0f %% of calls are right", steps, 100 * accuracy)
-    with draft_directory(folder / "model") as draft:
-        tiny.save(model, tokenizer, draft)
-    finish(folder, {"arguments": arguments, "steps": steps, "validation_accuracy": accuracy})
+    write_warm_started(
+        folder,
+        arguments,
+        tokenizer,
+        encode(demonstrated, tokenizer, [random_calls.random() < calls for _ in demonstrated]),
+        without_choice(encode(checked, tokenizer, [True] * len(checked))),
+    )
 
 
 def draw_problems(digits: int, count: int, seed: int) -> list[Row]:
@@ -110,31 +97,12 @@ def draw_problems(digits: int, count: int, seed: int) -> list[Row]:
 
 
 def encode(rows: list[Row], tokenizer: Tokenizer, uses_calculator: list[bool]) -> tuple[Tensor, Tensor]:
-    """Encodes demonstrations as ids and labels [N,T]: prompt, turns and feedback, right-padded.
-
-    Only the turns of the policy, with their end tokens, have labels.
-    """
-    end, sequences = tokenizer.stop_ids[0], []
+    """Encodes demonstrations, with the feedback of the calculator, as ``sums.encode_turns`` does."""
+    demonstrations = []
     for row, calls in zip(rows, uses_calculator, strict=True):
-        parts = [(row["prompt"], False)]
-        if calls:
-            parts += [(f"?{row['prompt'][:-1]}", True), (f">{row['answer']}=", False)]
-        parts.append((row["answer"], True))
-        ids: list[int] = []
-        labels: list[int] = []
-        for text, is_turn in parts:
-            (part,) = tokenizer.encode_many([text], special_tokens=False)
-            part += [end] * is_turn
-            ids += part
-            labels += part if is_turn else [IGNORED] * len(part)
-        sequences.append((ids, labels))
-    width = max(len(ids) for ids, _ in sequences)
-    padded = [
-        (ids + [tokenizer.pad_id] * (width - len(ids)), labels + [IGNORED] * (width - len(labels)))
-        for ids, labels in sequences
-    ]
-    all_ids, all_labels = zip(*padded, strict=True)
-    return torch.tensor(all_ids), torch.tensor(all_labels)
+        call = [(f"?{row['prompt'][:-1]}", True), (f">{row['answer']}=", False)] if calls else []
+        demonstrations.append([(row["prompt"], False), *call, (row["answer"], True)])
+    return encode_turns(demonstrations, tokenizer)
 
 
 def without_choice(encoded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
@@ -74,22 +75,9 @@ def prepare(
     write_jsonl(folder / "train.jsonl", validation_rows + demonstrations)
 
     tokenizer = tiny.character_tokenizer(CHARACTERS)
-    with one_thread(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = tiny.tiny_llama(tokenizer, hidden_size=hidden_size, layers=layers, heads=heads, max_tokens=64)
-        steps, accuracy = warm_start(
-            model,
-            encode(demonstrations, tokenizer),
-            encode(validation_rows, tokenizer),
-            target_accuracy=target_accuracy,
-            learning_rate=learning_rate,
-            batch_size=batch_size,
-            max_steps=max_steps,
-        )
-    _log.info("sums: the warm start took %d steps; validation accuracy %.0f %%", steps, 100 * accuracy)
-    with draft_directory(folder / "model") as draft:
-        tiny.save(model, tokenizer, draft)
-    finish(folder, {"arguments": arguments, "steps": steps, "validation_accuracy": accuracy})
+    write_warm_started(
+        folder, arguments, tokenizer, encode(demonstrations, tokenizer), encode(validation_rows, tokenizer)
+    )
 
 
 def prepare_stages(
@@ -133,10 +121,7 @@ def prepare_stages(
         write_jsonl(folder / f"{prefix}pairs.jsonl", pairs_of_part)
     tokenizer = tiny.character_tokenizer(CHARACTERS)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = tiny.tiny_llama(tokenizer, hidden_size=hidden_size, layers=layers, heads=heads, max_tokens=64)
-    with draft_directory(folder / "model") as draft:
-        tiny.save(model, tokenizer, draft)
+        write_model(folder, new_model(arguments, tokenizer), tokenizer)
     finish(folder, {"arguments": arguments})
 
 
@@ -218,23 +203,62 @@ def problems(max_operand: int, seed: int, min_operand: int = 0) -> list[Row]:
     return [rows[i] for i in order.tolist()]
 
 
-def encode(rows: list[Row], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
-    """Encodes rows as ids and labels [N,T]: prompt, answer, end token, right-padded.
+def new_model(arguments: dict[str, Any], tokenizer: Tokenizer) -> nn.Module:
+    """Returns a Llama of the sizes in the arguments of ``prepare``. Seeds torch's global random state."""
+    torch.manual_seed(arguments["seed"])
+    sizes = {name: arguments[name] for name in ("hidden_size", "layers", "heads")}
+    return tiny.tiny_llama(tokenizer, **sizes, max_tokens=64)
 
-    Only the answer and the end token have labels.
+
+def write_model(folder: Path, model: nn.Module, tokenizer: Tokenizer) -> None:
+    with draft_directory(folder / "model") as draft:
+        tiny.save(model, tokenizer, draft)
+
+
+def write_warm_started(
+    folder: Path,
+    arguments: dict[str, Any],
+    tokenizer: Tokenizer,
+    demonstrations: tuple[Tensor, Tensor],
+    validation: tuple[Tensor, Tensor],
+) -> None:
+    """Trains a new model with ``warm_start`` and the arguments of ``prepare``, and completes the folder."""
+    names = ("target_accuracy", "learning_rate", "batch_size", "max_steps")
+    with one_thread(), torch.random.fork_rng(devices=[]):
+        model = new_model(arguments, tokenizer)
+        settings = {name: arguments[name] for name in names}
+        steps, accuracy = warm_start(model, demonstrations, validation, **settings)
+    _log.info("the warm start took %d steps; validation accuracy %.0f %%", steps, 100 * accuracy)
+    write_model(folder, model, tokenizer)
+    finish(folder, {"arguments": arguments, "steps": steps, "validation_accuracy": accuracy})
+
+
+def encode(rows: list[Row], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+    """Encodes prompts and answers as ``encode_turns`` does."""
+    return encode_turns([[(row["prompt"], False), (row["answer"], True)] for row in rows], tokenizer)
+
+
+def encode_turns(rows: list[list[tuple[str, bool]]], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+    """Encodes texts as ids and labels [N,T], right-padded.
+
+    A row consists of texts, each with whether the policy writes it. Only such turns, and the end token that
+    follows each of them, have labels.
     """
-    prompts = tokenizer.encode_many([row["prompt"] for row in rows], special_tokens=True)
-    answers = [
-        ids + [tokenizer.stop_ids[0]]
-        for ids in tokenizer.encode_many([row["answer"] for row in rows], special_tokens=False)
-    ]
-    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    ids = torch.full((len(rows), width), tokenizer.pad_id)
-    labels = torch.full((len(rows), width), IGNORED)
-    for i, (p, a) in enumerate(zip(prompts, answers, strict=True)):
-        ids[i, : len(p) + len(a)] = torch.tensor(p + a)
-        labels[i, len(p) : len(p) + len(a)] = torch.tensor(a)
-    return ids, labels
+    parts = iter(tokenizer.encode_many([text for row in rows for text, _ in row], special_tokens=False))
+    sequences = []
+    for row in rows:
+        ids: list[int] = []
+        labels: list[int] = []
+        for _, is_turn in row:
+            part = next(parts) + [tokenizer.stop_ids[0]] * is_turn
+            ids += part
+            labels += part if is_turn else [IGNORED] * len(part)
+        sequences.append((torch.tensor(ids), torch.tensor(labels)))
+    ids_of_rows, labels_of_rows = zip(*sequences, strict=True)
+    return (
+        pad_sequence(ids_of_rows, batch_first=True, padding_value=tokenizer.pad_id),
+        pad_sequence(labels_of_rows, batch_first=True, padding_value=IGNORED),
+    )
 
 
 def warm_start(
