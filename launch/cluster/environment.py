@@ -23,26 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ppo_ds.errors import UserError
 from ppo_ds.secrets import censored, is_secret_variable
 
-PREFIXES = (
-    "HF_",
-    "HUGGINGFACE_",
-    "TRANSFORMERS_",
-    "TOKENIZERS_",
-    "DATASETS_",
-    "WANDB_",
-    "PYTORCH_",
-    "TORCH_",
-    "TORCHINDUCTOR_",
-    "CUDA_",
-    "CUBLAS_",
-    "CUDNN_",
-    "NVIDIA_",
-    "GLOO_",
-    "OMP_",
-    "MKL_",
-    "TRITON_",
-    "DS_",
-    "PPO_DS_",
+PREFIXES = tuple(
+    "HF_ HUGGINGFACE_ TRANSFORMERS_ TOKENIZERS_ DATASETS_ WANDB_ PYTORCH_ TORCH_ TORCHINDUCTOR_ CUDA_ "
+    "CUBLAS_ CUDNN_ NVIDIA_ GLOO_ OMP_ MKL_ TRITON_ DS_ PPO_DS_".split()
 )
 NAMES = (
     *("TMPDIR", "XDG_CACHE_HOME", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"),
