@@ -1,6 +1,6 @@
 """Compares ppo_ds with inputs and expected values taken from other PPO/RLHF systems' own tests.
 
-    python tests/tools/peer_cases.py [CASES.json] [--peer NAME] [-v] [--known] [--absent]
+    python tests/tools/peer_cases.py [CASES.json] [--peer NAME] [--known] [--absent]
 
 Run the script from the repository root. CASES.json is ../shared/peertests/cases.json unless given. This file
 is not part of the repository, and nothing can be compared without it. The script prints a table of the
@@ -16,6 +16,7 @@ and ppo_ds has no option for the system's behaviour.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import math
@@ -101,19 +102,17 @@ def masked_mean_of_rows(x, mask):
 
 
 @adapter
-def masked_var(x, mask, unbiased=True):
-    mean, var, count = masked.masked_mean_var(x, mask, unbiased)
-    return {"mean": mean, "var": var}
+def masked_var(x, mask):
+    return {"var": masked.masked_mean_var(x, mask, True)[1]}
 
 
 @adapter
-def whiten(x, mask=None, shift_mean=True, unbiased=True, eps=1e-8):
-    mask = whole(x) if mask is None else mask
-    return {"whitened": masked.masked_whiten(x, mask, shift_mean, unbiased, eps)}
+def whiten(x, mask=None, shift_mean=True, unbiased=True):
+    return {"whitened": masked.masked_whiten(x, whole(x) if mask is None else mask, shift_mean, unbiased)}
 
 
 @adapter
-def whiten_ranks(parts, masks, unbiased=True):
+def whiten_ranks(parts, masks):
     """Whitens on simulated ranks, one after the other, once two passes have computed the sums over ranks."""
     sums = [torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
     for k in range(2):
@@ -126,37 +125,31 @@ def whiten_ranks(parts, masks, unbiased=True):
                     sums[k] += t
                 return sums[i] if i < k else t
 
-            masked.masked_whiten(x, m, unbiased=unbiased, reduce=reduce)
+            masked.masked_whiten(x, m, reduce=reduce)
     out = []
     for x, m in zip(parts, masks, strict=True):
         calls = iter(range(2))
-        out.append(
-            masked.masked_whiten(x, m, unbiased=unbiased, reduce=lambda t, calls=calls: sums[next(calls)])
-        )
+        out.append(masked.masked_whiten(x, m, reduce=lambda t, calls=calls: sums[next(calls)]))
     return {f"rank{i}": o for i, o in enumerate(out)}
 
 
-def normalized(x, mask, mode, unbiased, clip=None):
-    """Whitens as algo.advantage.whiten does; the other modes and the clip, which it lacks, are by hand."""
+def normalized(x, mask, mode, unbiased):
+    """Whitens as algo.advantage.whiten does; the other modes, which it lacks, are by hand."""
     if mode == "batch":
-        x = by_name.normalize_advantages(x, mask, mode, unbiased)
-    elif mode == "mean_only":
-        mean, _, _ = masked.masked_mean_var(x, mask, unbiased)
-        x = masked.keep(masked.keep(x, mask) - mean, mask)
-    else:
-        x = masked.keep(x, mask)
-    return x if clip is None else x.clamp(-clip, clip)
+        return by_name.normalize_advantages(x, mask, mode, unbiased)
+    mean = masked.masked_mean_var(x, mask, unbiased)[0] if mode == "mean_only" else 0.0
+    return masked.keep(masked.keep(x, mask) - mean, mask)
 
 
 @adapter
-def normalize(x, mask=None, mode="batch", unbiased=False, clip=None):
-    return {"normalized": normalized(x, whole(x) if mask is None else mask, mode, unbiased, clip)}
+def normalize(x, mask=None, mode="batch", unbiased=False):
+    return {"normalized": normalized(x, whole(x) if mask is None else mask, mode, unbiased)}
 
 
 @adapter
-def normalize_groups(x, mask, size, mode="batch", unbiased=False):
+def normalize_groups(x, mask, size, unbiased=False):
     groups = zip(x.split(size), mask.split(size), strict=True)
-    return {"normalized": torch.cat([normalized(*group, mode, unbiased) for group in groups])}
+    return {"normalized": torch.cat([normalized(*group, "batch", unbiased) for group in groups])}
 
 
 @adapter
@@ -167,27 +160,10 @@ def std_ratio(x, mask):
 
 
 @adapter
-def gae(
-    rewards,
-    values,
-    mask=None,
-    gamma=1.0,
-    lam=0.95,
-    lam_critic=None,
-    bootstrap=None,
-    whiten_mask=None,
-    unbiased=True,
-):
+def gae(rewards, values, mask=None, gamma=1.0, lam=0.95, bootstrap=None, whiten_mask=None, unbiased=True):
     mask = whole(values) if mask is None else mask
-    a, r = compute_gae(
-        rewards.float() if not rewards.is_floating_point() else rewards,
-        masked.widen(values),
-        mask,
-        gamma,
-        lam,
-        bootstrap,
-        lam_critic,
-    )
+    rewards = rewards if rewards.is_floating_point() else rewards.float()
+    a, r = compute_gae(rewards, masked.widen(values), mask, gamma, lam, bootstrap, None)
     out = {"advantages": a, "returns": r}
     if whiten_mask is not None:
         out["whitened"] = masked.masked_whiten(a, whiten_mask, unbiased=unbiased)
@@ -212,19 +188,7 @@ def gae_next_token(scores, values, mask, kl, kl_coef, gamma, lam, whiten_rewards
     if whiten_rewards:
         rewards = masked.masked_whiten(rewards, states, shift_mean=False)
     a, r = compute_gae(rewards, values, states, gamma, lam)
-    return {
-        "advantages": a,
-        "returns": r,
-        "rewards": rewards,
-        "whitened": masked.masked_whiten(a, mask),
-        "states": states,
-    }
-
-
-@adapter
-def gae_ignored_rows(rewards, values, mask, gamma, lam):
-    a, r = compute_gae(rewards, values, mask, gamma, lam)
-    return {"advantages": a, "returns": masked.keep(r, mask)}
+    return {"returns": r, "rewards": rewards, "whitened": masked.masked_whiten(a, mask)}
 
 
 @adapter
@@ -239,14 +203,10 @@ def reinforce_pp(rewards, mask, gamma=1.0):
 
 
 @adapter
-def reinforce_pp_baseline(scores, groups, mask, singleton="score", whiten="masked"):
-    a = seqs.broadcast_sequence(by_name.group_advantages(scores, groups, "mean", singleton=singleton), mask)
-    a = (
-        masked.masked_whiten(a, mask)
-        if whiten == "masked"
-        else by_name.normalize_advantages(a, mask, "batch")
-    )
-    return {"advantages": a}
+def reinforce_pp_baseline(scores, groups, mask, whiten="masked"):
+    a = seqs.broadcast_sequence(by_name.group_advantages(scores, groups, "mean", singleton="score"), mask)
+    by = masked.masked_whiten if whiten == "masked" else by_name.normalize_advantages
+    return {"advantages": by(a, mask) if whiten == "masked" else by(a, mask, "batch")}
 
 
 @adapter
@@ -259,10 +219,10 @@ def group(scores, groups, baseline, eps=1e-6, lengths=None, singleton="none", ma
 
 
 @adapter
-def group_valid(scores, groups, baseline, valid, singleton="zero"):
+def group_valid(scores, groups, baseline, valid):
     """Computes the baselines of the valid rows; the other rows are removed, since ppo_ds cannot mask rows."""
     i = valid.bool().nonzero()[:, 0]
-    a = by_name.group_advantages(scores[i], groups[i], baseline, singleton=singleton)
+    a = by_name.group_advantages(scores[i], groups[i], baseline, singleton="zero")
     return {"baseline": scores[i] - a}
 
 
@@ -272,24 +232,23 @@ def broadcast(x, mask):
 
 
 @adapter
-def kl(logprobs, ref, estimator, clamp=None, mask=None, weights=None):
+def kl(logprobs, ref, estimator, clamp=None, mask=None):
     logprobs = logprobs.clone().requires_grad_()
     value = by_name.approx_kl(logprobs, ref, estimator, clamp)
     if mask is not None:
         value = masked.keep(value, mask)
-    (g,) = torch.autograd.grad((value if weights is None else value * weights).sum(), logprobs)
+    (g,) = torch.autograd.grad(value.sum(), logprobs)
     return {"kl": value.detach(), "gradient": g, "mean": value.detach().mean()}
 
 
 @adapter
-def kl_loss(logprobs, ref, mask, estimator, coef=1.0, agg="token_mean"):
-    return {"loss": coef * by_name.kl_loss(logprobs, ref, mask, estimator, agg)}
+def kl_loss(logprobs, ref, mask, estimator, coef=1.0):
+    return {"loss": coef * by_name.kl_loss(logprobs, ref, mask, estimator, "token_mean")}
 
 
 @adapter
-def kl_rewards(scores, logprobs, ref, coef, mask=None, estimator="k1"):
-    mask = whole(logprobs) if mask is None else mask
-    k = by_name.approx_kl(logprobs, ref, estimator)
+def kl_rewards(scores, logprobs, ref, coef):
+    mask, k = whole(logprobs), by_name.approx_kl(logprobs, ref, "k1")
     return {
         "kl": k,
         "kl_rewards": by_name.token_rewards(torch.zeros_like(scores), mask, k, coef),
@@ -309,14 +268,14 @@ def kl_controller(kind, init, updates, **how):
     return {"values": torch.tensor(values, dtype=torch.float64)}
 
 
-def totals_of(masks, spec):
+def totals_of(spec):
     return None if spec is None else aggregation.BatchTotals(**spec)
 
 
 @adapter
-def aggregate(loss, mask, mode, totals=None, scale=1.0):
+def aggregate(loss, mask, mode, totals=None):
     loss = loss.clone().requires_grad_() if loss.is_floating_point() else loss.float().requires_grad_()
-    value = by_name.aggregate(loss, mask, mode, totals_of(mask, totals)) * scale
+    value = by_name.aggregate(loss, mask, mode, totals_of(totals))
     (g,) = torch.autograd.grad(value, loss)
     return {"loss": value.detach(), "gradient": g}
 
@@ -335,65 +294,38 @@ def aggregate_parts(loss, mask, mode, rows_per_part, dp_size=1, norm=None):
 
 
 @adapter
-def aggregate_uneven(parts, masks, mode, norm=None):
-    t = aggregation.batch_totals(masks, norm=norm)
+def aggregate_uneven(parts, masks, mode):
+    t = aggregation.batch_totals(masks)
     each = [by_name.aggregate(a, m, mode, t) for a, m in zip(parts, masks, strict=True)]
     return {"combined": torch.stack(each).sum()}
 
 
 @adapter
-def policy(
-    logprobs,
-    old,
-    advantages,
-    mask=None,
-    totals=None,
-    scale=1.0,
-    weights=None,
-    rollout=None,
-    is_kind=None,
-    is_low=None,
-    is_high=None,
-    **how,
-):
+def policy(logprobs, old, advantages, mask=None, totals=None, weights=None, rollout=None, **how):
     """Computes the loss, its gradient and the mean of each metric."""
+    is_kind, is_low, is_high = (how.pop(f"is_{name}", None) for name in ("kind", "low", "high"))
     logprobs, old, advantages = rows(logprobs), rows(old), rows(advantages)
     mask = whole(logprobs) if mask is None else rows(mask)
     if is_kind is not None:
         weights = by_name.rollout_is_weights(old, rows(rollout), mask, is_kind, is_low, is_high)
     logprobs = logprobs.clone().requires_grad_()
+    weights = None if weights is None else rows(weights)
     loss, seen = by_name.policy_loss(
-        logprobs,
-        old,
-        advantages,
-        mask,
-        is_weights=None if weights is None else rows(weights),
-        totals=totals_of(mask, totals),
-        **how,
+        logprobs, old, advantages, mask, is_weights=weights, totals=totals_of(totals), **how
     )
     (g,) = torch.autograd.grad(loss, logprobs)
     mean = {k.split("/")[1]: (v[0] / v[1] if v.dim() else v) for k, v in seen.items()}
-    return {**mean, "loss_metric": mean["loss"], "loss": loss.detach() * scale, "gradient": g * scale}
+    return {**mean, "loss": loss.detach(), "gradient": g}
 
 
 @adapter
-def policy_parts(logprobs, old, advantages, mask, rows_per_part, dp_size=1, **how):
-    t = aggregation.batch_totals(list(mask.split(rows_per_part)), dp_size=dp_size)
-    each = [
-        by_name.policy_loss(*x, totals=t, **how)[0]
-        for x in zip(*(y.split(rows_per_part) for y in (logprobs, old, advantages, mask)), strict=True)
-    ]
-    return {"combined": torch.stack(each).sum() / dp_size}
-
-
-@adapter
-def policy_uneven(logprobs, old, advantages, mask, sizes, dp_size=1, **how):
-    t = aggregation.batch_totals(list(mask.split(sizes)), dp_size=dp_size)
+def policy_uneven(logprobs, old, advantages, mask, sizes, **how):
+    t = aggregation.batch_totals(list(mask.split(sizes)))
     each = [
         by_name.policy_loss(*x, totals=t, **how)[0]
         for x in zip(*(y.split(sizes) for y in (logprobs, old, advantages, mask)), strict=True)
     ]
-    return {"combined": torch.stack(each).sum() / dp_size}
+    return {"combined": torch.stack(each).sum()}
 
 
 @adapter
@@ -407,22 +339,18 @@ def policy_tokens(logprobs, old, advantages, mask=None, weights=None, **how):
     for i in range(len(logprobs)):
         for t in range(logprobs.shape[1]):
             s = (slice(i, i + 1), slice(t, t + 1))
+            given = (x[s] for x in (logprobs, old, advantages, mask))
             loss, seen = by_name.policy_loss(
-                logprobs[s],
-                old[s],
-                advantages[s],
-                mask[s],
-                is_weights=None if weights is None else weights[s],
-                **how,
+                *given, is_weights=None if weights is None else weights[s], **how
             )
             out[s], clipped[s] = loss, seen["policy/clipfrac"][0]
     return {"tokens": out, "clipped": clipped}
 
 
 @adapter
-def on_policy(logprobs, advantages, mask=None, **how):
+def on_policy(logprobs, advantages, **how):
     """Computes the loss with the current policy as the old one, as ppo/by_name.py does for a single step."""
-    return policy(logprobs, logprobs.detach(), advantages, mask, **how)
+    return policy(logprobs, logprobs.detach(), advantages, **how)
 
 
 @adapter
@@ -446,7 +374,7 @@ def value(values, old, returns, mask=None, totals=None, scale=1.0, **how):
     values, old, returns = rows(values), rows(old), rows(returns)
     mask = whole(values) if mask is None else rows(mask)
     values = values.clone().requires_grad_()
-    loss, seen = by_name.value_loss(values, old, returns, mask, totals=totals_of(mask, totals), **how)
+    loss, seen = by_name.value_loss(values, old, returns, mask, totals=totals_of(totals), **how)
     (g,) = torch.autograd.grad(loss, values)
     c = seen["value/clipfrac"]
     return {
@@ -486,12 +414,6 @@ def differs(first, second, key):
 
 
 @adapter
-def same(first, second, key):
-    a, b = (ADAPTERS[name](**args)[key] for name, args in (first, second))
-    return {"same": torch.tensor(float(torch.allclose(a, b)))}
-
-
-@adapter
 def finite(call, keys):
     out = ADAPTERS[call[0]](**call[1])
     return {"finite": torch.tensor(float(all(bool(torch.isfinite(out[k]).all()) for k in keys)))}
@@ -506,18 +428,12 @@ def logprobs(logits, labels, temperature=1.0, chunk=1024, weights=None, entropy_
     if entropy_weights is not None:
         loss = loss + (e * entropy_weights).sum()
     (g,) = torch.autograd.grad(loss, logits)
-    return {
-        "logprobs": a.detach(),
-        "both": b.detach(),
-        "entropy": e.detach(),
-        "gradient": g,
-        "sum": a.detach().sum(-1),
-    }
+    return {"logprobs": a.detach(), "both": b.detach(), "entropy": e.detach(), "gradient": g}
 
 
 @adapter
-def entropy(logits, temperature=1.0, chunk=1024, mask=None):
-    e = lp.entropy_from_logits(logits, temperature, chunk)
+def entropy(logits, chunk=1024, mask=None):
+    e = lp.entropy_from_logits(logits, 1.0, chunk)
     out = {"entropy": e, "mean": e.mean(), "bits": e * math.log2(math.e)}
     if mask is not None:
         out["masked"] = masked.keep(e, mask)
@@ -548,15 +464,9 @@ def linear_shifted(hidden, weight, ids, temperature, block=None):
 
 
 @adapter
-def responses(ids, stops, pad=None, fill=0, include_eos=True):
-    mask, lengths, finished = seqs.response_mask(ids, stops, include_eos=include_eos)
-    return {
-        "mask": mask,
-        "padding": ~mask,
-        "lengths": lengths,
-        "finished": finished,
-        "filled": torch.where(mask, ids, fill),
-    }
+def responses(ids, stops, fill=0):
+    mask, lengths, _ = seqs.response_mask(ids, stops)
+    return {"mask": mask, "padding": ~mask, "lengths": lengths, "filled": torch.where(mask, ids, fill)}
 
 
 @adapter
@@ -565,24 +475,19 @@ def response_slice(x, prompt, width):
 
 
 @adapter
-def places(mask):
-    return {"last": seqs.last_token_index(mask), "next": seqs.next_token_mask(mask)}
-
-
-@adapter
 def positions(mask):
     return {"attended": seqs.position_ids_from_mask(mask) * mask.long()}
 
 
 @adapter
-def shaped(scores, key="scores", **how):
-    return {key: by_name.shape_scores(scores, **how)}
+def shaped(scores, **how):
+    return {"scores": by_name.shape_scores(scores, **how)}
 
 
 @adapter
-def token_rewards(scores, mask, kl=None, kl_coef=0.0, clip=None, place="last_token"):
+def token_rewards(scores, mask, kl=None, kl_coef=0.0, clip=None):
     scores = by_name.shape_scores(scores, clip=clip)
-    return {"rewards": by_name.token_rewards(scores, mask, kl, kl_coef, place)}
+    return {"rewards": by_name.token_rewards(scores, mask, kl, kl_coef, "last_token")}
 
 
 @adapter
@@ -591,11 +496,8 @@ def running(batches):
     m = RunningMoments()
     for b in batches:
         m.update(b)
-    f = lambda n: math.sqrt(n / (n - 1))  # noqa: E731
-    return {
-        "mean": torch.tensor(m.mean, dtype=torch.float64),
-        "std": torch.tensor(m.std * f(m.count), dtype=torch.float64),
-    }
+    found = {"mean": m.mean, "std": m.std * math.sqrt(m.count / (m.count - 1))}
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
 
 class Ids:
@@ -661,9 +563,9 @@ def algorithm(kind, rewards, mask, scores, group_size, gamma=1.0):
 
 
 @adapter
-def whitening(advantages, mask, over="batch", unbiased=False, level="token", group_size=1):
-    made = Whitening(over, unbiased, level)
-    return {"advantages": made.whiten_rollout(advantages, mask, group_size, lambda t: t)}
+def whitening(advantages, mask, unbiased=False):
+    made = Whitening("batch", unbiased, "token")
+    return {"advantages": made.whiten_rollout(advantages, mask, 1, lambda t: t)}
 
 
 MINIMAL = {
@@ -739,61 +641,40 @@ def shown(x: T) -> str:
 
 
 def main(argv):
-    peer = argv[argv.index("--peer") + 1] if "--peer" in argv else None
-    named = [Path(word) for word in argv if word.endswith(".json")]
-    file = named[0] if named else CASES
-    if not file.exists():
-        print(f"skipped: no cases in {file}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, nargs="?", default=CASES, metavar="CASES.json")
+    parser.add_argument("--peer", help="only the cases of this system")
+    parser.add_argument("--known", action="store_true", help="show the cases that differ by design")
+    parser.add_argument("--absent", action="store_true", help="show what is not offered")
+    options = parser.parse_args(argv)
+    if not options.file.exists():
+        print(f"skipped: no cases in {options.file}")
         return 0
-    data = json.loads(file.read_text())
-    agree, disagree, absent, known, failures = Counter(), Counter(), Counter(), Counter(), []
-    kinds = Counter()
-    for case in data["cases"]:
-        if peer and case["peer"] != peer:
-            continue
-        wrong = compare(case)
-        (disagree if wrong else agree)[case["peer"]] += 1
-        kinds[case["kind"]] += not wrong
-        if wrong:
-            failures.append(f"{case['peer']}  {case['test']}  [{case['concept']}]\n    {wrong}")
-        elif "-v" in argv:
-            print(
-                "agrees:",
-                case["peer"],
-                case["test"],
-                f"[{case['kind']}]",
-                f"({case['switch']})" if case.get("switch") else "",
-            )
-    for case in data["known"]:
-        if peer and case["peer"] != peer:
-            continue
-        wrong = compare(case)
-        known[case["peer"]] += 1
-        if "--known" in argv:
-            print(
-                "differs by design:" if wrong else "NO LONGER DIFFERS:",
-                case["peer"],
-                case["test"],
-                "-",
-                case["why"],
-                "\n   ",
-                wrong,
-            )
-    for case in data["absent"]:
-        if peer and case["peer"] != peer:
-            continue
-        absent[case["peer"]] += 1
-        if "--absent" in argv:
-            print("not offered:", case["peer"], case["test"], "-", case["concept"])
+    data = json.loads(options.file.read_text())
+    cases, known, absent = (
+        [case for case in data[part] if options.peer in (None, case["peer"])]
+        for part in ("cases", "known", "absent")
+    )
+    wrong = [(case, difference) for case in cases if (difference := compare(case))]
+    for case in known if options.known else ():
+        found = compare(case)
+        verdict = "differs by design:" if found else "NO LONGER DIFFERS:"
+        print(verdict, case["peer"], case["test"], "-", case["why"], "\n   ", found)
+    for case in absent if options.absent else ():
+        print("not offered:", case["peer"], case["test"], "-", case["concept"])
+    counts = [
+        Counter(case["peer"] for case in part) for part in (cases, [c for c, _ in wrong], known, absent)
+    ]
     print(f"{'peer':36} agree disagree known  not offered")
-    for name in sorted({*agree, *disagree, *known, *absent}):
-        print(f"{name:36} {agree[name]:5} {disagree[name]:8} {known[name]:5} {absent[name]:11}")
-    print("of those that agree:", ", ".join(f"{n} {k}" for k, n in sorted(kinds.items())))
-    for failure in failures:
-        print("DISAGREES:", failure)
-    n, m = sum(agree.values()), sum(agree.values()) + sum(disagree.values())
-    print(f"{n} of {m}")
-    return 0 if n == m and m else 1
+    for name in sorted({peer for count in counts for peer in count}):
+        of_all, disagree, differs, lacks = (count[name] for count in counts)
+        print(f"{name:36} {of_all - disagree:5} {disagree:8} {differs:5} {lacks:11}")
+    for case, difference in wrong:
+        print("DISAGREES:", f"{case['peer']}  {case['test']}  [{case['concept']}]\n    {difference}")
+    print(f"{len(cases) - len(wrong)} of {len(cases)}")
+    return 0 if cases and not wrong else 1
 
 
 if __name__ == "__main__":
