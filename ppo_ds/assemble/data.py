@@ -8,14 +8,15 @@ from functools import partial
 
 from ppo_ds.config.schema import PPOConfig, TextConfig, rollout_size, trained_models
 from ppo_ds.config.sections.data import DataConfig, MixtureConfig
-from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
+from ppo_ds.data.demonstrations import DemonstrationSource
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.mixture import MixedSource, collect_user_errors
 from ppo_ds.data.prompts import PromptSource, PromptStream, Source
+from ppo_ds.data.stream import Stream
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
-from ppo_ds.types import Row
+from ppo_ds.types import Row, Sequences
 
 CHANGES = {  # names in a source's report -> how the banner describes them
     "truncated": "truncated",
@@ -34,7 +35,7 @@ class Inputs:
     source: Source
     held_out: PromptSource | None
     prompts: PromptStream  # this rank's share of each step
-    ptx: DemonstrationStream | None
+    ptx: Stream[DemonstrationSource, Sequences] | None
     environment_prompt: int = 0  # limit on the tokens of a prompt that an environment gives; 0 without one
 
     @property
@@ -210,7 +211,7 @@ def _loader(
 
 def build_ptx(
     config: PPOConfig, tokenizer: Tokenizer, world: World | None = None
-) -> DemonstrationStream | None:
+) -> Stream[DemonstrationSource, Sequences] | None:
     """Loads the texts of algo.ptx, one batch for each optimizer step."""
     data, ptx = config.data, config.algo.ptx
     if not ptx.coef or data.ptx_path is None:
@@ -225,4 +226,4 @@ def build_ptx(
         world=world,
     )
     batch_size = ptx.batch_size or config.algo.minibatch_size or rollout_size(config)
-    return DemonstrationStream(source, batch_size=batch_size, seed=config.run.seed)
+    return Stream(source, batch_size=batch_size, key="algo.ptx.batch_size", seed=config.run.seed)

@@ -8,7 +8,7 @@ from ppo_ds.assemble.data import Inputs
 from ppo_ds.config.schema import PPOConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.environments.base import load_environment
-from ppo_ds.environments.calls import call_pool, try_environment
+from ppo_ds.environments.calls import CallPool, try_environment
 from ppo_ds.environments.multi_turn import MultiTurnGenerator
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rollout.base import Generator
@@ -30,7 +30,7 @@ def with_environment(
         make_environment=load_environment(settings.path, settings.arguments),
         max_turns=settings.max_turns,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        pool=call_pool(settings.workers, settings.timeout_seconds),
+        pool=CallPool(settings.workers, settings.timeout_seconds),
         tokenizer=tokenizer,
         world=world,
         check=check,

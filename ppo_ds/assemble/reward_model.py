@@ -18,7 +18,8 @@ from ppo_ds.assemble.shared import (
     training_steps,
 )
 from ppo_ds.config.schema import RewardModelStageConfig
-from ppo_ds.data.preferences import PreferenceSource, PreferenceStream, padding_token
+from ppo_ds.data.preferences import PreferenceSource, padding_token
+from ppo_ds.data.stream import Stream
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
@@ -33,6 +34,7 @@ from ppo_ds.planning.budgets import settle
 from ppo_ds.planning.finetune_memory import estimate_finetuning
 from ppo_ds.run.performance import measured_capacity, update_cost
 from ppo_ds.run.stage import RunContext
+from ppo_ds.types import PreferencePairs
 
 KEY = "scorer.model.path"
 
@@ -43,7 +45,7 @@ def build_reward_model(config: RewardModelStageConfig, context: RunContext) -> R
     banner.starting("reading and tokenizing the data")
     tokenizer, train, held_out = read_preferences(config, world)
     sources = [train, *([held_out] if held_out else [])]
-    pairs = PreferenceStream(
+    pairs: Stream[PreferenceSource, PreferencePairs] = Stream(
         train,
         batch_size=section.batch_size,
         seed=config.run.seed,

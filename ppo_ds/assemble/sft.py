@@ -21,7 +21,8 @@ from ppo_ds.assemble.shared import (
     training_steps,
 )
 from ppo_ds.config.schema import SFTStageConfig
-from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
+from ppo_ds.data.demonstrations import DemonstrationSource
+from ppo_ds.data.stream import Stream
 from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.weight_copy import WeightCopy
@@ -38,7 +39,7 @@ from ppo_ds.rollout.base import Generator
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.run.performance import measured_capacity, update_cost
 from ppo_ds.run.stage import RunContext
-from ppo_ds.types import Prompts
+from ppo_ds.types import Prompts, Sequences
 
 LEARNED = {
     "answer": "the last answer, or a whole text",
@@ -52,7 +53,7 @@ def build_sft(config: SFTStageConfig, context: RunContext) -> SFTTrainer:
     world, section, role = context.world, config.sft, config.actor
     context.banner.starting("reading and tokenizing the data")
     tokenizer, train, held_out = read_demonstrations(config, world)
-    rows = DemonstrationStream(
+    rows: Stream[DemonstrationSource, Sequences] = Stream(
         train,
         batch_size=section.batch_size,
         seed=config.run.seed,

@@ -1,26 +1,24 @@
-"""Pool that runs a user's code in the background, several calls at a time, each with a time limit.
+"""Runs calls in the background, several at a time, each with a time limit.
 
-A call runs in a thread, as a coroutine in an event loop, or in a worker process (rewards/processes.py). Only
-a process can be ended: a thread that exceeds its limit keeps running, without effect on the results. Reward
-functions use all three kinds of calls, environments (ppo_ds/environments/) use threads.
+The calls wait in one event loop of this process. The code that they wait for runs elsewhere: in a thread, in
+the event loop of async user functions, or in a worker process (rewards/processes.py). Only a process can be
+ended: a thread that exceeds its limit keeps running, without effect on the results.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future
 from functools import cache
-from threading import TIMEOUT_MAX, Thread
-from typing import Any, Generic, TypeVar
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch
 
-T = TypeVar("T")
-A = TypeVar("A")
+from ppo_ds.background.pending import Pending
+
 R = TypeVar("R")
-Item = TypeVar("Item")
 
 
 class NoResult(Exception):
@@ -31,97 +29,62 @@ class NoResult(Exception):
         self.timed_out = timed_out
 
 
-class CallCancelled(Exception):
-    """Raised for a call that was cancelled."""
+class Pool:
+    """Runs at most ``workers`` calls at a time."""
+
+    def __init__(self, workers: int):
+        self._slots = asyncio.Semaphore(workers)
+
+    def start(self, calls: Iterable[Callable[[], Coroutine[Any, Any, R]]]) -> Pending[list[R]]:
+        """Starts the calls; their results have the same order. To cancel them ends the waiting ones."""
+
+        async def run(call: Callable[[], Coroutine[Any, Any, R]]) -> R:
+            async with self._slots:
+                return await call()
+
+        tasks = tuple(start_coroutine(run(call), "calls") for call in calls)
+
+        def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
+        return Pending(lambda: [task.result() for task in tasks], tasks, cancel)
 
 
-@dataclass(frozen=True)
-class Call(Generic[R]):
-    """One running call."""
+async def result_within(seconds: float | None, future: Future[R]) -> R:
+    """Waits for a future of another thread or loop, which is cancelled if this wait is.
 
-    future: Future[R]
-    abandon: Callable[[], object] = lambda: None  # ends the call, if that is possible
-
-
-class Cancellation:
-    """A request to cancel calls."""
-
-    def __init__(self) -> None:
-        self._request: Future[Any] = Future()
-
-    def request(self) -> None:
-        if not self.is_requested():
-            self._request.set_result(None)
-
-    def is_requested(self) -> bool:
-        return self._request.done()
-
-    def wait(self, future: Future[Any], seconds: float = TIMEOUT_MAX) -> None:
-        """Waits at most ``seconds`` until the future is complete or a cancellation is requested."""
-        wait([future, self._request], min(seconds, TIMEOUT_MAX), FIRST_COMPLETED)
-
-
-class Pool(Generic[A, R]):
-    """Runs calls, at most ``workers`` at a time.
-
-    Args:
-        start: Starts a call; raises CallCancelled if a cancellation is requested before the call has begun.
-        workers: The number of simultaneous calls.
-        timeout_seconds: The time limit of one call, which begins when the call starts.
-        close: Ends the processes of the pool, if it has any. The next call would start new ones.
+    Raises NoResult after ``seconds`` (None: no limit).
     """
-
-    def __init__(
-        self,
-        start: Callable[[A, Cancellation], Call[R]],
-        workers: int,
-        timeout_seconds: float,
-        close: Callable[[], None] = lambda: None,
-    ):
-        self._start, self._timeout, self.close = start, timeout_seconds, close
-        self._threads = ThreadPoolExecutor(workers, "calls")
-
-    def start(
-        self, task: Callable[[Item, Callable[[A], R]], T], items: Iterable[Item]
-    ) -> tuple[tuple[Future[T], ...], Callable[[], None]]:
-        """Runs ``task(item, call)`` for each item in the pool's threads.
-
-        ``call`` runs one call and returns its result. It raises NoResult if there is none, CallCancelled once
-        the tasks are cancelled, and otherwise what the called function raises. Returns the tasks, and a
-        function that cancels them.
-        """
-        cancellation = Cancellation()
-
-        def call(arguments: A) -> R:
-            return self._run(arguments, cancellation)
-
-        return tuple(self._threads.submit(task, item, call) for item in items), cancellation.request
-
-    def _run(self, arguments: A, cancellation: Cancellation) -> R:
-        if cancellation.is_requested():
-            raise CallCancelled
-        call = self._start(arguments, cancellation)
-        cancellation.wait(call.future, self._timeout)
-        if call.future.done():
-            return call.future.result()
-        call.abandon()
-        if cancellation.is_requested():
-            raise CallCancelled
-        raise NoResult(f"gave no result within {self._timeout:g} s", timed_out=True)
+    waiting = asyncio.wrap_future(future)
+    try:
+        await asyncio.wait([waiting], timeout=seconds)
+        if not waiting.done():
+            raise NoResult(f"gave no result within {seconds:g} s", timed_out=True)
+        return waiting.result()
+    finally:
+        waiting.cancel()
 
 
 def start_thread(function: Callable[..., R], *arguments: Any) -> Future[R]:
     """Calls a function in a new thread, which does not keep the process from ending."""
     future: Future[R] = Future()
+    future.set_running_or_notify_cancel()  # a running thread cannot be cancelled
 
     def run() -> None:
         try:
             future.set_result(function(*arguments))
-        except BaseException as error:  # also SystemExit
-            future.set_exception(error)
+        except BaseException as error:
+            is_plain = isinstance(error, Exception) and not isinstance(error, CancelledError)
+            future.set_exception(error if is_plain else as_plain_error(error))
 
     Thread(target=run, name="call in a pool", daemon=True).start()
     return future
+
+
+def as_plain_error(error: BaseException) -> RuntimeError:
+    """Converts an exception of a user's code that would end the event loop or a task of it."""
+    return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
 
 
 def start_coroutine(coroutine: Coroutine[Any, Any, R], loop: str) -> Future[R]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,11 +21,11 @@ from ppo_ds.data.messages import (
     refuse_tools,
     remove_final_answer,
 )
-from ppo_ds.data.order import Passes
+from ppo_ds.data.order import Order, Passes
 from ppo_ds.data.prompts import collate_prompts
 from ppo_ds.data.rows import load_rows, parse_rows
-from ppo_ds.data.sharing import tokenize_rows
-from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters
+from ppo_ds.data.sharing import encode_rows
+from ppo_ds.data.token_rows import Piece, TokenRows, encode_texts, num_characters
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.types import Prompts, Row, Sequences
@@ -86,14 +86,6 @@ def _check_answer(value: object, name: str) -> str:
     return check_text(value, f'column "{name}"')
 
 
-class _Piece(NamedTuple):
-    """A part of a row's text, which is tokenized by itself."""
-
-    text: str
-    learned: bool
-    special_tokens: bool = False  # whether the tokenizer adds its own, such as a leading BOS
-
-
 class DemonstrationSource:
     """Holds the token ids of texts and demonstrations, the same on every rank.
 
@@ -106,6 +98,8 @@ class DemonstrationSource:
     ``report`` counts the rows that were read ("rows"), truncated on the right ("truncated") and dropped
     ("dropped"). ``len(source)`` is the number of rows that were not dropped.
     """
+
+    unit = "texts"
 
     def __init__(
         self,
@@ -143,7 +137,9 @@ class DemonstrationSource:
         self.has_chats = any(isinstance(prompt, list) for prompt, _ in demonstrations)
         self.report = {"rows": len(demonstrations), "truncated": 0, "dropped": 0}
         sizes = [len(answer) + num_characters(prompt or "") for prompt, answer in demonstrations]
-        encoded = tokenize_rows(world, sizes, lambda part: self._tokenize(demonstrations, part))
+        encoded = encode_rows(
+            world, tokenizer, self._rows, sizes, lambda i: self.pieces(*demonstrations[i]), self._encode
+        )
         for i, row in enumerate(encoded):
             ids, learned = row[: len(row) // 2], row[len(row) // 2 :]
             if not any(learned[:max_tokens]):
@@ -162,43 +158,31 @@ class DemonstrationSource:
     def _parse(self, row: Row) -> Demonstration:
         return parse_demonstration(row, self._format, self.learn)
 
-    def _tokenize(self, demonstrations: Sequence[Demonstration], part: slice) -> Iterator[list[int]]:
-        """Yields for each row of a slice its ids, followed by 1 for each learned token and 0 for the others.
+    def _encode(self, pieces: list[Piece], encoded: list[list[int]]) -> list[list[int]]:
+        """Returns the ids of a row, followed by 1 for each learned token and 0 for the others.
 
         The ids end with the last learned token.
         """
-        rows = [self.pieces(*demonstrations[i], i) for i in range(part.start, part.stop)]
-        pieces = [piece for row in rows for piece in row]
-        encoded = iter(
-            encode_texts(
-                self._tokenizer, [piece.text for piece in pieces], [piece.special_tokens for piece in pieces]
-            )
-        )
-        for i, row in enumerate(rows, start=part.start):
-            tokens = [(next(encoded), piece.learned) for piece in row]
-            prompt = demonstrations[i][0]
-            if prompt is not None and not tokens[0][0]:
-                raise UserError(f"{self._rows.location(i)}: the prompt has no tokens")
-            ids, learned = self.join(tokens, isinstance(prompt, list))
-            yield [*ids, *learned]
+        is_chat = not any(piece.special_tokens for piece in pieces)
+        if len(pieces) > 1 and not encoded[0]:
+            raise UserError("the prompt has no tokens")
+        ids, learned = self.join([(t, p.learned) for t, p in zip(encoded, pieces, strict=True)], is_chat)
+        return [[*ids, *learned]]
 
-    def pieces(self, prompt: Prompt | None, answer: str, row: int) -> list[_Piece]:
+    def pieces(self, prompt: Prompt | None, answer: str) -> list[Piece]:
         """Divides the text of a row into pieces that are learned or not learned as a whole."""
         if prompt is None:
-            return [_Piece(answer, True, special_tokens=True)]
+            return [Piece(answer, True, special_tokens=True)]
         if isinstance(prompt, str):
-            return [_Piece(prompt, self.learn == "all", special_tokens=True), _Piece(answer, True)]
-        try:
-            chat = [*prompt, {"role": "assistant", "content": answer}]
-            text, spans = learned_spans(self._tokenizer, chat, self.learn)
-        except UserError as error:
-            raise UserError(f"{self._rows.location(row)}: {error}") from error
+            return [Piece(prompt, self.learn == "all", special_tokens=True), Piece(answer, True)]
+        chat = [*prompt, {"role": "assistant", "content": answer}]
+        text, spans = learned_spans(self._tokenizer, chat, self.learn)
         pieces, end = [], 0
         for start, stop in spans:
-            pieces += [_Piece(text[end:start], False)] if start > end else []
-            pieces.append(_Piece(text[start:stop], True))
+            pieces += [Piece(text[end:start], False)] if start > end else []
+            pieces.append(Piece(text[start:stop], True))
             end = stop
-        return [*pieces, _Piece(text[end:], False)]
+        return [*pieces, Piece(text[end:], False)]
 
     def join(self, pieces: list[tuple[list[int], bool]], chat: bool) -> tuple[list[int], list[bool]]:
         """Joins the tokens of the pieces of a row and adds the end token of the last answer if it has none.
@@ -229,6 +213,9 @@ class DemonstrationSource:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def order(self, seed: int, shuffle: bool) -> Order:
+        return Passes(len(self), seed, shuffle)
 
     @property
     def longest(self) -> int:
@@ -283,55 +270,3 @@ class DemonstrationSource:
                 ids = encode_texts(self._tokenizer, [about["prompt_text"]], [isinstance(prompt, str)])[0]
                 found.append((ids, max_new_tokens, about))
         return collate_prompts(found, self._tokenizer.pad_id) if found else None
-
-
-class DemonstrationStream:
-    """Yields batches of ``batch_size`` rows indefinitely.
-
-    Every rank gets the whole batch; ``microbatches`` divides it among the ranks. ``key`` is the config key of
-    ``batch_size`` for error messages. With ``shuffle``, each pass over the source is shuffled with the seed
-    ``seed`` + number of the pass. Rows that do not fill a batch at the end of a pass begin the next batch.
-    """
-
-    def __init__(
-        self,
-        source: DemonstrationSource,
-        *,
-        batch_size: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        key: str = "algo.ptx.batch_size",
-    ):
-        if len(source) < batch_size:
-            dropped = source.report["dropped"]
-            raise UserError(
-                f"{source.key}={source.path}: {len(source)} texts are fewer than one optimizer step takes "
-                f"({key}={batch_size}); set {key} to at most {len(source)}, or add texts"
-                + (f" ({dropped} more are dropped: raise {source.max_tokens_key})" if dropped else "")
-            )
-        self.source, self._batch_size = source, batch_size
-        self._order = Passes(len(source), seed, shuffle)
-        self._step = 0
-
-    @property
-    def epoch(self) -> float:
-        """The number of passes over the source so far."""
-        return self._step * self._batch_size / len(self.source)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def indices(self, step: int) -> list[int]:
-        """Returns the rows of a batch, counted from 0, as indices of the source."""
-        first = step * self._batch_size
-        return [self._order[i] for i in range(first, first + self._batch_size)]
-
-    def __next__(self) -> Sequences:
-        self._step += 1
-        return self.source.batch(self.indices(self._step - 1))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step = state["step"]

@@ -26,6 +26,8 @@ class MixedSource:
     epoch has as many prompts as all sets together, but it does not contain each prompt exactly once.
     """
 
+    unit = "prompts"
+
     def __init__(self, sources: Sequence[PromptSource], weights: Sequence[float], *, key: str = "data.mix"):
         self.key, self.sources = key, tuple(sources)
         self._turns = WeightedRoundRobin(weights)

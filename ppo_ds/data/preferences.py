@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -31,8 +31,8 @@ from ppo_ds.data.messages import (
 )
 from ppo_ds.data.order import Passes
 from ppo_ds.data.rows import load_rows, parse_rows
-from ppo_ds.data.sharing import tokenize_rows
-from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters
+from ppo_ds.data.sharing import encode_rows
+from ppo_ds.data.token_rows import Piece, TokenRows, num_characters
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer, join_texts
 from ppo_ds.types import PreferencePairs, Row
@@ -186,6 +186,8 @@ class PreferenceSource:
     - "dropped": pairs that are dropped because a text has more than ``max_tokens`` tokens.
     """
 
+    unit = "pairs"
+
     def __init__(
         self,
         path: str,
@@ -215,7 +217,9 @@ class PreferenceSource:
         self._group_ends = array("L")  # for each row with pairs, the index after its last pair
         counts = Counter(rows=len(parsed), tied=sum(row.tied for row in parsed))
         sizes = [sum(map(num_characters, row.texts)) for row in parsed]
-        encoded = tokenize_rows(world, sizes, lambda part: self._tokenize(parsed, part))
+        encoded = encode_rows(
+            world, tokenizer, self._file_rows, sizes, lambda i: [*map(self._piece, parsed[i].texts)]
+        )
         for row in parsed:
             ids = [next(encoded) for _ in row.texts]
             for chosen, rejected in row.pairs:
@@ -253,25 +257,11 @@ class PreferenceSource:
             )
         return next(iter(kinds), "text")
 
-    def _tokenize(self, parsed: list[ParsedRow], part: slice) -> Iterator[list[int]]:
-        """Yields the token ids of each text of the rows of a slice."""
-        numbers = [number for number in range(part.start, part.stop) for _ in parsed[number].texts]
-        texts = [text for row in parsed[part] for text in row.texts]
-        rendered = [self._render(text, number) for text, number in zip(texts, numbers, strict=True)]
-        # a chat template writes the special tokens itself
-        encoded = encode_texts(self._tokenizer, rendered, [self.template == "text"] * len(texts))
-        for ids, number in zip(encoded, numbers, strict=True):
-            if not ids:
-                raise UserError(f"{self._file_rows.location(number)}: a text has no tokens")
-            yield ids
-
-    def _render(self, text: Prompt, number: int) -> str:
+    def _piece(self, text: Prompt) -> Piece:
         if isinstance(text, str):
-            return text
-        try:
-            return self._tokenizer.render_chat(text, to_answer=False)
-        except UserError as error:
-            raise UserError(f"{self._file_rows.location(number)}: {error}") from error
+            return Piece(text, special_tokens=True)
+        # a chat template writes the special tokens itself
+        return Piece(self._tokenizer.render_chat(text, to_answer=False))
 
     def __len__(self) -> int:
         return len(self._margins)
@@ -332,43 +322,6 @@ class PairOrder:
             rows = [self._rows[first + k] for k in range(len(self._groups))]
             self._pass, self._order = number, [pair for row in rows for pair in self._groups[row]]
         return self._order[i]
-
-
-class PreferenceStream:
-    """Yields the pairs of each optimizer step, ``batch_size`` over all ranks, indefinitely.
-
-    Every rank gets the whole batch. Pairs that do not fill a batch at the end of a pass begin the next batch.
-    """
-
-    def __init__(self, source: PreferenceSource, *, batch_size: int, seed: int, shuffle: bool, key: str):
-        """Initializes the stream; ``key`` is the config key of ``batch_size`` for error messages."""
-        if len(source) < batch_size:
-            raise UserError(
-                f"{source.key}={source.path}: {len(source)} pairs are fewer than one optimizer step takes "
-                f"({key}={batch_size}); set {key} to at most {len(source)}, or add pairs"
-            )
-        self.source, self._batch_size = source, batch_size
-        self._order = source.order(seed, shuffle)
-        self._step = 0
-
-    @property
-    def epoch(self) -> float:
-        """The number of passes over the source so far."""
-        return self._step * self._batch_size / len(self.source)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> PreferencePairs:
-        first = self._step * self._batch_size
-        self._step += 1
-        return self.source.batch([self._order[i] for i in range(first, first + self._batch_size)])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step = state["step"]
 
 
 def padding_token(tokenizer: Tokenizer, sources: Sequence[PreferenceSource]) -> int:

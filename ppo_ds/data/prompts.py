@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.messages import Prompt, parse_max_new_tokens, parse_prompt, prompt_format
 from ppo_ds.data.order import Order, Passes
 from ppo_ds.data.rows import load_rows, map_rows, parse_rows
-from ppo_ds.data.sharing import tokenize_rows
-from ppo_ds.data.token_rows import TokenRows, encode_texts, num_characters
+from ppo_ds.data.sharing import encode_rows
+from ppo_ds.data.stream import Stream, StreamSource
+from ppo_ds.data.token_rows import Piece, TokenRows, num_characters
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.types import Prompts, Row
@@ -53,22 +54,13 @@ class PromptSource:
     - "repeated": kept rows whose prompt has the same ids as an earlier one.
     - "same_id": rows with the same "id" as an earlier row.
 
-    Args:
-        path: A local file or folder, or a Hub data set.
-        tokenizer: The actor's tokenizer.
-        max_new_tokens: The run's limit of response tokens.
-        split: The split of a Hub data set.
-        revision: The revision of a Hub data set.
-        prompt_column: The column of the prompt; None: the first of PROMPT_COLUMNS that a row has.
-        apply_chat_template: Whether a text prompt becomes a user's message; None: if the tokenizer has a
-            chat template.
-        system: A system message for chats without one.
-        max_samples: The maximum number of rows, read from the beginning; None: all.
-        max_prompt_tokens: The limit of prompt tokens.
-        long_prompts: truncate_left or drop, for prompts beyond that limit.
-        key: The path's key in the config, for error messages.
-        world: The ranks that share the tokenization, which is a collective; None: a single process.
+    ``split`` and ``revision`` apply to a Hub data set; ``max_samples`` rows are read from the beginning
+    (None: all). ``prompt_column`` None: the first of PROMPT_COLUMNS that a row has. ``system`` is a message
+    for chats without one. ``long_prompts`` is truncate_left or drop. ``key`` is the config key of ``path``.
+    The ranks of ``world`` share the tokenization, which is a collective; None: a single process.
     """
+
+    unit = "prompts"
 
     def __init__(
         self,
@@ -103,7 +95,7 @@ class PromptSource:
         names = [row.name for row in parsed if row.name is not None]
         counts = Counter(rows=len(parsed), same_id=len(names) - len(set(names)))
         sizes = [num_characters(prompt) for prompt in prompts]
-        encoded = tokenize_rows(world, sizes, lambda part: self._tokenize(prompts, part))
+        encoded = encode_rows(world, tokenizer, self._rows, sizes, lambda i: self._pieces(prompts[i]))
         for i, ids in enumerate(encoded):
             if len(ids) > max_prompt_tokens:
                 if long_prompts == "drop":
@@ -133,20 +125,10 @@ class PromptSource:
         name = None if row.get(ID_COLUMN) is None else str(row[ID_COLUMN])
         return _ParsedRow(prompt, parse_max_new_tokens(row), name)
 
-    def _tokenize(self, prompts: Sequence[Prompt], part: slice) -> Iterator[list[int]]:
-        """Yields the token ids of the prompts of a slice, after rendering the chats among them."""
-        texts = []
-        for i, prompt in enumerate(prompts[part], start=part.start):
-            try:
-                texts.append(prompt if isinstance(prompt, str) else self._tokenizer.render_chat(prompt))
-            except UserError as error:
-                raise UserError(f"{self._rows.location(i)}: {error}") from error
-        # a chat template writes the special tokens itself
-        special = [isinstance(prompt, str) for prompt in prompts[part]]
-        for i, ids in enumerate(encode_texts(self._tokenizer, texts, special), start=part.start):
-            if not ids:
-                raise UserError(f"{self._rows.location(i)}: the prompt has no tokens")
-            yield ids
+    def _pieces(self, prompt: Prompt) -> list[Piece]:
+        if isinstance(prompt, str):
+            return [Piece(prompt, special_tokens=True)]
+        return [Piece(self._tokenizer.render_chat(prompt))]  # the template writes the special tokens itself
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -221,33 +203,23 @@ def collate_prompts(rows: Sequence[tuple[Sequence[int], int, Row]], pad_id: int)
     return Prompts(ids, mask, torch.tensor(limits), metadata)
 
 
-class Source(Protocol):
+class Source(StreamSource[Prompts], Protocol):
     """A set of prompts, or a mixture of several."""
 
-    key: str
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def report(self) -> dict[str, int]: ...
     @property
     def fingerprints(self) -> list[Fingerprint]: ...
-    def __len__(self) -> int: ...
     @property
     def longest(self) -> int: ...
-    def batch(self, indices: Sequence[int]) -> Prompts: ...
-    def order(self, seed: int, shuffle: bool) -> Order: ...
     def examples(self) -> list[tuple[str, Row]]: ...
     def check_rows(self, check: Callable[[Row], object]) -> None: ...
 
 
-class PromptStream:
-    """Yields the prompts of successive steps indefinitely; each rank gets a contiguous slice of a step.
+class PromptStream(Stream[Source, Prompts]):
+    """Yields the prompts of successive steps; each rank gets a contiguous slice of a step.
 
-    A step has ``prompts_per_step`` x ``samples_per_prompt`` rows, in the order p1, p1, p2, p2. Each pass over
-    the source is shuffled with the seed ``seed`` + number of the pass. Prompts that do not fill a step at the
-    end of a pass begin the next step. Concatenated in the order of the ranks, the slices are the batch that a
-    single rank would get, except that each slice is padded separately.
+    A step has ``prompts_per_step`` x ``samples_per_prompt`` rows, in the order p1, p1, p2, p2. Concatenated
+    in the order of the ranks, the slices are the batch of a single rank, except that each is padded
+    separately.
     """
 
     def __init__(
@@ -262,46 +234,25 @@ class PromptStream:
         shuffle: bool = True,
     ):
         rows = prompts_per_step * samples_per_prompt
-        if len(source) < prompts_per_step:
-            raise UserError(
-                f"{source.key}={source.path}: {len(source)} prompts are fewer than one step takes "
-                f"(rollout.prompts_per_step={prompts_per_step}); set rollout.prompts_per_step to at most "
-                f"{len(source)}, or add data"
-            )
+        super().__init__(
+            source, batch_size=prompts_per_step, key="rollout.prompts_per_step", seed=seed, shuffle=shuffle
+        )
         if rows % world_size:
             raise UserError(
                 f"rollout.prompts_per_step={prompts_per_step} x "
                 f"rollout.samples_per_prompt={samples_per_prompt} = {rows} rows cannot be split evenly over "
                 f"{world_size} ranks"
             )
-        self._source, self._prompts, self._samples = source, prompts_per_step, samples_per_prompt
+        self._samples = samples_per_prompt
         self._slice = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
-        self._order = source.order(seed, shuffle)
-        self._step = 0
 
     @property
     def steps_per_epoch(self) -> float:
-        return len(self._source) / self._prompts
+        return len(self.source) / self._batch_size
 
-    @property
-    def epoch(self) -> float:
-        """The number of passes over the source so far."""
-        return self._step / self.steps_per_epoch
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Prompts:
-        first = self._step * self._prompts
-        order = [self._order[i] for i in range(first, first + self._prompts) for _ in range(self._samples)]
-        self._step += 1
-        return self._source.batch(order[self._slice])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step = state["step"]
+    def indices(self, step: int) -> list[int]:
+        """Returns the indices of this rank's prompts, each repeated for its samples."""
+        return [i for i in super().indices(step) for _ in range(self._samples)][self._slice]
 
 
 def prompt_id(text: str) -> str:

@@ -16,6 +16,7 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
@@ -94,6 +95,14 @@ class Rows:
         part, j = self._locate(i)
         return part.location(j)
 
+    @contextmanager
+    def named_in_errors(self, i: int) -> Iterator[None]:
+        """Adds the location of a row to a UserError."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"{self.location(i)}: {error}") from error
+
 
 def load_rows(
     path: str,
@@ -109,7 +118,7 @@ def load_rows(
     ``path`` is a local file, a local folder (all its data files in the order of their names), a Hub data set,
     to which ``split`` and ``revision`` apply, or a file of one, hf://datasets/OWNER/NAME/FILE, to which only
     ``revision`` applies. ``key`` is the config key that error messages name. On each node, a Hub data set is
-    downloaded by the first rank, and the other ranks read the files that this rank has written.
+    downloaded by the first rank.
     """
     files = on_all(world, lambda: _data_files(path, key))
     refuse_different(world, files is None, f"{key}={path}")
@@ -220,30 +229,11 @@ def _local_files(local: Path, path: str, key: str) -> list[Path] | None:
 def _load_on_nodes(world: World | None, load: Callable[[], datasets.Dataset]) -> pyarrow.Table:
     """Returns the table that ``load`` returns, without its metadata, which may declare images or sounds.
 
-    ``load`` sends several requests to the Hub. Therefore only the first rank of each node calls it, and the
-    other ranks read the Arrow files that it has written to the cache of ``datasets``. If the split is only a
-    part of the files, as in train[:10%], all ranks call ``load``.
+    The first rank of each node downloads and writes the cache of ``datasets``, which the others then read.
     """
-    if world is None or world.size == 1:
-        return load().data.table.replace_schema_metadata(None)
-    dataset = world.on_all(load if world.is_first_on_node else lambda: None)
-    names = world.gather_objects(None if dataset is None else _whole_files(dataset))
-    if all(names[rank] for rank in range(world.size) if names[rank] is not None):
-        files = names[world.rank - world.local_rank] or ()
-        table = pyarrow.concat_tables(_memory_mapped(name) for name in files)
-    else:
-        table = world.on_all(lambda: load() if dataset is None else dataset).data.table
-    return table.replace_schema_metadata(None)
-
-
-def _whole_files(dataset: datasets.Dataset) -> list[str]:
-    """Returns the Arrow files of a data set, or an empty list if it does not consist of whole files."""
-    names = [file["filename"] for file in dataset.cache_files]
-    return names if sum(_memory_mapped(name).num_rows for name in names) == len(dataset) else []
-
-
-def _memory_mapped(name: str) -> pyarrow.Table:
-    return datasets.table.MemoryMappedTable.from_file(name).table
+    first = on_all(world, load if world is None or world.is_first_on_node else lambda: None)
+    dataset = on_all(world, lambda: load() if first is None else first)
+    return dataset.data.table.replace_schema_metadata(None)
 
 
 def _load_from_hub(path: str, split: str, revision: str | None, key: str) -> datasets.Dataset:

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from ppo_ds.data.token_rows import TokenRows, tokenizer_chunks
+from ppo_ds.data.token_rows import Piece, TokenRows, encode_texts, tokenizer_chunks
 from ppo_ds.errors import UserError
+from ppo_ds.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from ppo_ds.data.rows import Rows
     from ppo_ds.distributed.world import World
 
 T = TypeVar("T")
@@ -54,11 +56,8 @@ def tokenize_rows(
 ) -> Iterator[Sequence[int]]:
     """Yields the token ids of all rows, of which each rank tokenizes a share.
 
-    Args:
-        world: The ranks that share the work.
-        sizes: The number of characters of each row.
-        tokenize: Returns the token ids of the rows of a slice, one sequence or more for each row. It may
-            raise UserError.
+    ``sizes`` are the rows' numbers of characters. ``tokenize`` returns the ids of the rows of a slice, one
+    sequence or more for each row, or raises UserError.
     """
 
     def encode(share: slice) -> Iterator[Sequence[int]]:
@@ -79,6 +78,40 @@ def tokenize_rows(
     yield from TokenRows.from_lengths(
         all_gather_array(world, own.ids), all_gather_array(world, array("I", own.lengths))
     )
+
+
+def encode_rows(
+    world: World | None,
+    tokenizer: Tokenizer,
+    rows: Rows,
+    sizes: Sequence[int],
+    pieces: Callable[[int], Sequence[Piece]],
+    join: Callable[[list[Piece], list[list[int]]], list[list[int]]] | None = None,
+) -> Iterator[Sequence[int]]:
+    """Yields the token ids of the pieces of all rows, of which each rank tokenizes a share.
+
+    ``join`` makes one sequence or more of the token ids of a row's pieces; without it, each piece is a
+    sequence that must not be empty. UserErrors of both functions get the location of the row.
+    """
+
+    def tokenize(part: slice) -> Iterator[list[int]]:
+        texts: list[list[Piece]] = []
+        for i in range(part.start, part.stop):
+            with rows.named_in_errors(i):
+                texts.append(list(pieces(i)))
+        flat = [piece for row in texts for piece in row]
+        encoded = iter(
+            encode_texts(tokenizer, [piece.text for piece in flat], [piece.special_tokens for piece in flat])
+        )
+        for i, row in enumerate(texts, start=part.start):
+            ids = [next(encoded) for _ in row]
+            with rows.named_in_errors(i):
+                if join is None and not all(ids):
+                    raise UserError("a text has no tokens")
+                sequences = ids if join is None else join(row, ids)
+            yield from sequences
+
+    yield from tokenize_rows(world, sizes, tokenize)
 
 
 def shares(sizes: Sequence[int], count: int) -> list[slice]:

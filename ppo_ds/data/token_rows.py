@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Self
+from typing import NamedTuple, Self
 
 from ppo_ds.data.messages import Prompt
 from ppo_ds.models.tokenizer import Tokenizer
@@ -13,6 +13,14 @@ from ppo_ds.models.tokenizer import Tokenizer
 # Limits of one call of the tokenizer, which returns Python ints; these take much more memory than the array
 # in which ids are stored.
 CHUNK_ROWS, CHUNK_CHARACTERS = 1000, 1_000_000
+
+
+class Piece(NamedTuple):
+    """A part of a row's text, which is tokenized by itself."""
+
+    text: str
+    learned: bool = True  # by a language-modelling loss
+    special_tokens: bool = False  # whether the tokenizer adds its own, such as a leading BOS
 
 
 class TokenRows:

@@ -6,10 +6,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ppo_ds.background.pending import Pending
-from ppo_ds.background.pool import Call, CallCancelled, NoResult, Pool, start_thread, torch_rng_snapshot
+from ppo_ds.background.pool import NoResult, Pool, result_within, start_thread, torch_rng_snapshot
 from ppo_ds.background.user_code import TRIAL_RESPONSE
 from ppo_ds.environments.base import (
     KEY,
@@ -25,45 +26,36 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.types import Row
 
-CallPool = Pool[Callable[[], Any], Any]
 
+@dataclass
+class CallPool:
+    """Runs the calls of environments in threads, each with a time limit."""
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a call, or its error."""
+    workers: int
+    timeout_seconds: float
 
-    result: Any = None
-    error: BaseException | None = None
+    def __post_init__(self) -> None:
+        self._pool = Pool(self.workers)
 
+    def start(self, calls: Sequence[Callable[[], Any]]) -> Pending[list[Any]]:
+        """Starts calls; the result of each, or its exception, is in the same order.
 
-def call_pool(workers: int, timeout_seconds: float) -> CallPool:
-    """Makes a pool of threads that runs at most ``workers`` calls at a time, each with a time limit."""
-    return Pool(lambda call, cancellation: Call(start_thread(call)), workers, timeout_seconds)
+        The state of torch's random generators is restored afterwards, so that an environment does not change
+        what the run samples next.
+        """
+        restore_rng = torch_rng_snapshot()
 
+        async def attempt(call: Callable[[], Any]) -> Any:
+            try:
+                return await result_within(self.timeout_seconds, start_thread(call))
+            except Exception as error:
+                return error
 
-def start_calls(pool: CallPool, calls: Sequence[Callable[[], Any]]) -> Pending[list[Outcome]]:
-    """Starts calls in the background; their outcomes have the same order.
+        def finish(outcomes: list[Any]) -> list[Any]:
+            restore_rng()
+            return outcomes
 
-    The state of torch's random generators is restored afterwards, so that an environment does not change what
-    the run samples next.
-    """
-    restore_rng = torch_rng_snapshot()
-
-    def attempt(call: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Outcome:
-        try:
-            return Outcome(run(call))
-        except CallCancelled:
-            raise
-        except BaseException as error:  # also SystemExit
-            return Outcome(error=error)
-
-    tasks, cancel = pool.start(attempt, calls)
-
-    def finish() -> list[Outcome]:
-        restore_rng()
-        return [task.result() for task in tasks]
-
-    return Pending(finish, tasks, cancel)
+        return self._pool.start(partial(attempt, call) for call in calls).then(finish)
 
 
 def begin(make: Callable[[], Environment], row: Row) -> tuple[Environment, tuple[Message, ...] | None]:
@@ -93,19 +85,19 @@ def try_environment(
 
     Also raises UserError if the tokens of the feedback cannot be found with the chat template.
     """
-    make, pool = load_environment(path, arguments), call_pool(1, timeout_seconds)
+    make = load_environment(path, arguments)
 
     def turn() -> tuple[bool, Step]:
         environment, messages = begin(make, row)
         return messages is not None, take_step(environment, TRIAL_RESPONSE)
 
-    (outcome,) = start_calls(pool, [turn]).result()
-    if outcome.error is not None:
+    (outcome,) = CallPool(1, timeout_seconds).start([turn]).result()
+    if isinstance(outcome, Exception):
         raise UserError(
-            f"{KEY}.path={path}: {describe_error(outcome.error)}, in a call before the start with the answer "
+            f"{KEY}.path={path}: {describe_error(outcome)}, in a call before the start with the answer "
             f"{TRIAL_RESPONSE!r}; correct the class, or skip this call with {KEY}.trial=false"
         )
-    gives_prompt, step = outcome.result
+    gives_prompt, step = outcome
     is_chat = "messages" in row or (gives_prompt and tokenizer.has_chat_template)
     if is_chat and not step.done:
         FeedbackEncoder(tokenizer).encode_chat(step.feedback, tokenizer.pad_id)

@@ -27,7 +27,7 @@ from ppo_ds.background.values import quoted
 from ppo_ds.data.prompts import collate_prompts
 from ppo_ds.distributed.world import World
 from ppo_ds.environments.base import Environment, InvalidResult, Step
-from ppo_ds.environments.calls import CallPool, begin, describe_error, start_calls, take_step
+from ppo_ds.environments.calls import CallPool, begin, describe_error, take_step
 from ppo_ds.environments.feedback import FeedbackEncoder
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
@@ -117,13 +117,13 @@ class MultiTurnGenerator:
         use: Callable[[Episode, Any], None],
     ) -> None:
         """Runs one call for each episode and uses their results in the order of the rows. A collective."""
-        outcomes = wait_on_all_ranks(start_calls(self.pool, calls), self.world, self.check)
+        outcomes = wait_on_all_ranks(self.pool.start(calls), self.world, self.check)
         for episode, outcome in zip(episodes, outcomes, strict=True):
-            if outcome.error is not None:
-                self.failed(episode, outcome.error)
+            if isinstance(outcome, Exception):
+                self.failed(episode, outcome)
                 continue
             try:
-                use(episode, outcome.result)
+                use(episode, outcome)
             except (InvalidResult, UserError) as error:  # a chat template may refuse a message
                 self.failed(episode, error)
 
@@ -176,7 +176,7 @@ class MultiTurnGenerator:
             return
         episode.append(ids, [0.0] * len(ids), is_feedback=True)
 
-    def failed(self, episode: Episode, error: BaseException) -> None:
+    def failed(self, episode: Episode, error: Exception) -> None:
         """Ends an episode because of an error. Only the first error on this rank is logged."""
         episode.end = TIMEOUT if isinstance(error, NoResult) else ERROR
         if not self.warned:

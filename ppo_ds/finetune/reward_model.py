@@ -23,8 +23,9 @@ from torch import Tensor
 
 from ppo_ds.config.sections.finetune import RewardModelConfig
 from ppo_ds.data.fingerprint import Fingerprint
-from ppo_ds.data.preferences import PreferenceSource, PreferenceStream
+from ppo_ds.data.preferences import PreferenceSource
 from ppo_ds.data.prompts import prompt_id
+from ppo_ds.data.stream import Stream
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.finetune.optimizer_step import OptimizerStep, Parts
@@ -62,7 +63,7 @@ class RewardModelTrainer:
     update: OptimizerStep
 
     # data
-    pairs: PreferenceStream
+    pairs: Stream[PreferenceSource, PreferencePairs]
     held_out: PreferenceSource | None
     tokenizer: Tokenizer  # as exported, with its pad token
     saved_settings: Mapping[str, Any]  # entries of the exported config.json on the format of the texts

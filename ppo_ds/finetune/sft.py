@@ -28,9 +28,10 @@ from torch import Tensor
 
 from ppo_ds.algorithm.loss.aggregation import BatchTotals, aggregate, batch_totals, token_mean
 from ppo_ds.config.sections.finetune import SFTConfig
-from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
+from ppo_ds.data.demonstrations import DemonstrationSource
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.prompts import prompt_id
+from ppo_ds.data.stream import Stream
 from ppo_ds.distributed import heartbeat
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
@@ -76,7 +77,7 @@ class SFTTrainer:
     update: OptimizerStep
 
     # data
-    rows: DemonstrationStream
+    rows: Stream[DemonstrationSource, Sequences]
     held_out: DemonstrationSource | None
     prompts: Prompts | None  # held-out prompts that are answered at each evaluation
     generator: Generator

@@ -2,8 +2,8 @@
 
 A score must not depend on the other texts of its batch or on the padding, and it must be a finite number that
 differs between texts; a violation is recorded as a failure. Other observations are recorded as remarks for
-the user: the effect of the end token, and how often a fitting response scores above an unrelated one. Every
-rank runs the same forwards on the same texts.
+the user, above all how often a fitting response scores above an unrelated one. Every rank runs the same
+forwards on the same texts.
 """
 
 from __future__ import annotations
@@ -179,20 +179,6 @@ def audit_classifier(
             )
         else:  # an encoder pools at its first position and never becomes a critic
             findings.remarks.append(f"{line}, which is harmless: texts are padded on the right")
-    if encoder.eos_id is not None:
-        toggled = score([encoder.toggle_eos(text) for text in texts[:count]], "right")
-        gap = (toggled - together[:count]).abs().max()
-        ends = {text.ids[-1] == encoder.eos_id for text in texts[:count]}
-        if ends == {True} and findings.within_rounding(gap, together):
-            # if the end token is also the pad token, transformers reads the position before the end token
-            findings.remarks.append(
-                "its texts end with the end token, which changes no score: the model may read the position "
-                "before it"
-            )
-        else:
-            how = "some of its texts end with it" if len(ends) == 2 else "its texts end without it"
-            how = "its texts end with it" if ends == {True} else how
-            findings.remarks.append(f"the end token changes a score by up to {gap:.2g}; {how}")
     findings.remark_plausibility(together)
     return findings
 

@@ -43,12 +43,9 @@ class FrozenModelReward(TextReward):
     ):
         """Initializes the reward.
 
-        Args:
-            scorer: The model, run by the engine.
-            tokenizer: The actor's tokenizer.
-            token_budget: Maximum number of tokens of one forward, padding included; read at each use.
-            key: The reward's section in the config, for error messages.
-            name: The model's key and path, for error messages.
+        ``tokenizer`` is the actor's. ``token_budget`` limits the tokens of one forward, padding included; it
+        is read at each use. ``key`` and ``name`` are the reward's section and the model's KEY=PATH for
+        errors.
         """
         super().__init__(tokenizer)
         self._scorer, self._token_budget = scorer, token_budget

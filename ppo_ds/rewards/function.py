@@ -5,10 +5,10 @@ The score is a number, or a list with one reward for each step of the response (
 
 from __future__ import annotations
 
-import math
 import random
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any, Literal
@@ -18,10 +18,10 @@ import torch
 
 from ppo_ds.background.pending import Pending
 from ppo_ds.background.pool import (
-    Call,
-    Cancellation,
     NoResult,
     Pool,
+    as_plain_error,
+    result_within,
     start_coroutine,
     start_thread,
     torch_rng_snapshot,
@@ -104,25 +104,28 @@ class FunctionReward(SlowTextReward):
         self._separator = step_separator.replace("\\n", "\n")
         self._fallback_score = fallback_score
         self._kind, self._trial = pool, trial
-        self._pool = _make_pool(path, self._function, pool, workers or 4, timeout_seconds or 60.0)
+        self._pool = Pool(workers or 4)
+        self._timeout_seconds = None if pool == "none" else timeout_seconds or 60.0
+        self._processes = WorkerProcesses(path, timeout_seconds or 60.0) if pool == "process" else None
 
     def start_responses(self, responses: Responses) -> Pending[TextScores]:
-        count, restore_rng = len(responses.texts), torch_rng_snapshot()
-        if self._pool is None:
+        restore_rng = torch_rng_snapshot()
+        whole = range(len(responses.texts))
+        if self._kind == "none" and not is_async(self._function):
             try:
-                scores = self._call(responses, range(count), partial(call_function, self._function))
+                with self._name_in_errors(responses, whole):
+                    scores = call_function(self._function, _arguments(responses, whole))
             finally:
                 restore_rng()
-            return Pending.of(self._text_scores(responses, scores))
-        calls = [range(count)] if self._kind == "none" else [range(i, i + 1) for i in range(count)]
-        tasks, cancel = self._pool.start(partial(self._call, responses), calls)
+            return Pending.of(self._text_scores(responses, [*scores]))
+        calls = [whole] if self._kind == "none" else [range(i, i + 1) for i in whole]
 
-        def finish() -> TextScores:
-            if self._kind != "process":  # a call in another process does not change this one's random state
+        def finish(parts: list[list[Score | None]]) -> TextScores:
+            if self._processes is None:  # a call in another process does not change this one's random state
                 restore_rng()
-            return self._text_scores(responses, [score for task in tasks for score in task.result()])
+            return self._text_scores(responses, [score for part in parts for score in part])
 
-        return Pending(finish, tasks, cancel)
+        return self._pool.start(partial(self._call, responses, rows) for rows in calls).then(finish)
 
     def try_on(self, rows: Sequence[Row]) -> None:
         """Calls the function with trial responses to ``rows`` and raises UserError if that would end a run.
@@ -152,31 +155,41 @@ class FunctionReward(SlowTextReward):
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-            if self._pool is not None:
-                self._pool.close()
+            if self._processes is not None:
+                self._processes.end()
         keys = ", ".join(list(dict.fromkeys(key for row in rows for key in row))[:LISTED_KEYS])
         raise UserError(
             f"{problem}, in a call before the start with the trial responses {TRIAL_RESPONSE!r} and '' (keys "
             f"of a row: {keys}); correct the function, or skip this call with {self._key}.trial=false"
         )
 
-    def _call(
-        self, responses: Responses, rows: range, call: Callable[[Arguments], list[Score]]
-    ) -> list[Score | None]:
-        """Scores the responses ``rows`` with one call of the function; None stands for the fallback score."""
-        raw_rows = deepcopy([responses.rows[row] for row in rows])
-        prompts = [row["prompt_text"] for row in raw_rows]
-        try:
-            return list(call((prompts, [responses.texts[row] for row in rows], raw_rows)))
-        except InvalidScore as error:
-            if error.row is None:
-                remedy = f"; {error.remedy}" if error.remedy else ""
-                raise RewardError(f"{self._name} {error}{remedy}") from None
-            where = self._where(responses, rows[error.row])
-            raise RewardError(f"{self._name} {error} for {where}; {error.remedy}") from None
-        except NoResult as error:
-            if self._fallback_score is not None:
+    async def _call(self, responses: Responses, rows: range) -> list[Score | None]:
+        """Scores the responses ``rows`` with one call in the background; None is the fallback score."""
+        arguments = _arguments(responses, rows)
+        with self._name_in_errors(responses, rows):
+            try:
+                if self._processes is not None:
+                    return [*await self._processes.scores(arguments)]
+                if is_async(self._function):
+                    future = start_coroutine(_await_scores(self._function, arguments), "reward functions")
+                else:
+                    future = start_thread(call_function, self._function, arguments)
+                return [*await result_within(self._timeout_seconds, future)]
+            except NoResult:
+                if self._fallback_score is None:
+                    raise
                 return [None] * len(rows)
+
+    @contextmanager
+    def _name_in_errors(self, responses: Responses, rows: range) -> Iterator[None]:
+        """Names the function and a response in the errors of a call."""
+        try:
+            yield
+        except InvalidScore as error:
+            remedy = f"; {error.remedy}" if error.remedy else ""
+            where = "" if error.row is None else f" for {self._where(responses, rows[error.row])}"
+            raise RewardError(f"{self._name} {error}{where}{remedy}") from None
+        except NoResult as error:
             or_wait = f", or raise {self._key}.timeout_seconds" if error.timed_out else ""
             raise RewardError(
                 f"{self._name} {error} for {self._where(responses, rows[0])}; set {self._key}.fallback_score "
@@ -229,30 +242,15 @@ class FunctionReward(SlowTextReward):
         return f"row {row}, prompt {quoted(responses.rows[row]['prompt_text'])}"
 
 
-def _make_pool(
-    path: str, function: Callable[..., Any], kind: str, workers: int, timeout_seconds: float
-) -> Pool[Arguments, list[Score]] | None:
-    """Makes the pool of a reward function, or returns None if it is to be called in the main thread.
+def _arguments(responses: Responses, rows: range) -> Arguments:
+    """Copies the prompts, texts and rows of one call, which may modify them."""
+    raw_rows = deepcopy([responses.rows[row] for row in rows])
+    return [row["prompt_text"] for row in raw_rows], [responses.texts[row] for row in rows], raw_rows
 
-    An async function without a pool runs in the background too, in one call with all responses.
-    """
-    if kind == "process":
-        processes = WorkerProcesses(path)
-        return Pool(processes.start, workers, timeout_seconds, processes.end)
 
-    async def await_scores(arguments: Arguments) -> list[Score]:
-        count = len(arguments[0])  # before the call, since the function may modify the lists
-        try:
-            return read_scores(await function(*arguments), count)
-        except SystemExit as error:  # it would end the event loop
-            raise RuntimeError(f"SystemExit: {error}") from error
-
-    def start(arguments: Arguments, cancellation: Cancellation) -> Call[list[Score]]:
-        if not is_async(function):
-            return Call(start_thread(call_function, function, arguments))
-        future = start_coroutine(await_scores(arguments), "reward functions")
-        return Call(future, future.cancel)
-
-    if kind == "thread":
-        return Pool(start, workers, timeout_seconds)
-    return Pool(start, 1, math.inf) if is_async(function) else None
+async def _await_scores(function: Callable[..., Any], arguments: Arguments) -> list[Score]:
+    count = len(arguments[0])  # before the call, since the function may modify the lists
+    try:
+        return read_scores(await function(*arguments), count)
+    except SystemExit as error:
+        raise as_plain_error(error) from error

@@ -39,9 +39,8 @@ class GetScoreReward(FrozenModelReward):
     ):
         """Initializes the reward; see FrozenModelReward for the other arguments.
 
-        Args:
-            num_tokens: Returns the number of tokens of a chat.
-            batched: Whether chats are scored together by get_scores or one by one by get_score.
+        ``num_tokens`` returns the number of tokens of a chat. ``batched`` selects get_scores, which scores
+        several chats together, instead of get_score.
         """
         super().__init__(scorer, tokenizer=tokenizer, token_budget=token_budget, key=key, name=name)
         self._num_tokens, self._batched = num_tokens, batched

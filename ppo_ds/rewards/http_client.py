@@ -163,23 +163,11 @@ class JsonClient:
         if status < 300:
             return
         if status < 400:
-            raise ServiceError(
-                f"status {status} redirects to {self._redirect_target(reply)}; redirects are not followed"
-            )
+            raise ServiceError(f"status {status}: redirects are not followed; give the final URL")
         if status == 429 or status >= 500:
             retry_after = _parse_retry_after(reply.headers.get("Retry-After", ""))
         text = body[: self._max_bytes].decode("utf-8", "replace")
         raise ServiceError(self._excerpt(f"status {status}: {text}"), retry_after)
-
-    def _redirect_target(self, response: httpx.Response) -> str:
-        """Describes the target of a redirect, without its query and without the key."""
-        try:
-            target = self._url.join(response.headers.get("Location", ""))
-        except httpx.InvalidURL:
-            return "an invalid URL"
-        if (target.scheme, target.host, target.port) == (self._url.scheme, self._url.host, self._url.port):
-            return self._excerpt(f"{target.path} of the same host")
-        return self._excerpt(f"another host, {target.scheme}://{target.host}")
 
     def _without_key(self, text: str) -> str:
         return text if self._key_pattern is None else self._key_pattern.sub("***", text)

@@ -47,12 +47,9 @@ class ModelReward(FrozenModelReward):
     ):
         """Initializes the reward; see FrozenModelReward for the other arguments.
 
-        Args:
-            encoder: Encodes rows and responses for the reward model.
-            pad_id: The id of the reward model's pad token.
-            all_reduce_max: Returns the maximum of a number over all ranks.
-            statistics: A mean, which is subtracted from each score, and a standard deviation, by which the
-                score is then divided; None: scores stay as they are.
+        ``pad_id`` is the reward model's. ``all_reduce_max`` returns the maximum of a number over all ranks.
+        ``statistics`` are the mean that is subtracted from each score and the standard deviation by which the
+        score is then divided; None: scores stay as they are.
         """
         super().__init__(scorer, tokenizer=tokenizer, token_budget=token_budget, key=key, name=name)
         self._encoder, self._pad_id, self._all_reduce_max = encoder, pad_id, all_reduce_max

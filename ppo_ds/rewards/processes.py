@@ -13,10 +13,9 @@ import subprocess
 import sys
 from contextlib import suppress
 from multiprocessing import Pipe
-from threading import Lock
 from typing import Any
 
-from ppo_ds.background.pool import Call, CallCancelled, Cancellation, NoResult, start_thread
+from ppo_ds.background.pool import NoResult, result_within, start_thread
 from ppo_ds.distributed.exit import on_exit
 from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.user_function import Arguments, InvalidScore, Score, read_scores
@@ -36,26 +35,52 @@ class FunctionRaised(Exception):
 
 
 class WorkerProcesses:
-    """Starts calls in worker processes, and a new process if none is idle."""
+    """Runs calls of the function at ``path`` in worker processes, and starts a new one if none is idle."""
 
-    def __init__(self, path: str):
-        self._path = path
+    def __init__(self, path: str, timeout_seconds: float):
+        self._path, self._timeout_seconds = path, timeout_seconds
         self._idle: list[WorkerProcess] = []
         self._all: list[WorkerProcess] = []
-        self._lock = Lock()
         on_exit(self.kill)
 
-    def start(self, arguments: Arguments, cancellation: Cancellation) -> Call[list[Score]]:
-        """Starts a call. Its time limit does not include the import of the function in a new process."""
-        with self._lock:
-            self._idle = [worker for worker in self._idle if worker.is_running()]
-            worker = self._idle.pop() if self._idle else None
-        if worker is None:
-            worker = WorkerProcess(self._path)
-            with self._lock:
-                self._all = [other for other in self._all if other.is_running()] + [worker]
-            worker.await_import(cancellation)
-        return Call(start_thread(self._scores, worker, arguments), worker.end)
+    async def scores(self, arguments: Arguments) -> list[Score]:
+        """Runs one call. Its time limit does not include the import of the function in a new process."""
+        self._idle = [worker for worker in self._idle if worker.is_running()]
+        worker = self._idle.pop() if self._idle else await self._start()
+        reply = await self._exchange(worker, self._timeout_seconds, arguments)
+        if reply is None:
+            raise NoResult(f"gave no result: its worker process {worker.end()}")
+        match reply:
+            case {"scores": scores}:
+                self._idle.append(worker)
+                return read_scores(scores, len(arguments[0]))
+            case {"invalid": str(reason), "row": 0 | None as row, "remedy": str(remedy)}:
+                self._idle.append(worker)
+                raise InvalidScore(reason, row, remedy)
+            case {"raised": str(line), "where": str(where), "traceback": str(trace)}:
+                self._idle.append(worker)
+                raise FunctionRaised(line, where, trace)
+        worker.end()
+        raise NoResult("gave no result: its worker process sent an invalid reply")
+
+    async def _start(self) -> WorkerProcess:
+        """Starts a process and waits until the function is imported. Raises RewardError if that fails."""
+        worker = WorkerProcess(self._path)
+        self._all = [other for other in self._all if other.is_running()] + [worker]
+        reply = await self._exchange(worker, None) or {"broken": f"it {worker.end()}"}
+        if "broken" in reply:
+            raise RewardError(f"a worker process could not import the reward function: {reply['broken']}")
+        return worker
+
+    async def _exchange(
+        self, worker: WorkerProcess, seconds: float | None, arguments: Arguments | None = None
+    ) -> dict[str, Any] | None:
+        """Waits for a reply; ends the process if there is none in time, or if the wait is cancelled."""
+        try:
+            return await result_within(seconds, start_thread(worker.exchange, arguments))
+        except BaseException:
+            worker.end()
+            raise
 
     def end(self) -> None:
         """Kills all processes and waits until they have ended."""
@@ -66,24 +91,6 @@ class WorkerProcesses:
         """Kills all processes; called when this process ends."""
         for worker in self._all:
             worker.kill()
-
-    def _scores(self, worker: WorkerProcess, arguments: Arguments) -> list[Score]:
-        """Runs one call in a process, and makes the process available for the next call."""
-        worker.send(arguments)
-        reply = worker.receive()
-        if reply is None:
-            raise NoResult(f"gave no result: its worker process {worker.end()}")
-        with self._lock:
-            self._idle.append(worker)
-        match reply:
-            case {"scores": scores}:
-                return read_scores(scores, len(arguments[0]))
-            case {"invalid": str(reason), "row": 0 | None as row, "remedy": str(remedy)}:
-                raise InvalidScore(reason, row, remedy)
-            case {"raised": str(line), "where": str(where), "traceback": str(trace)}:
-                raise FunctionRaised(line, where, trace)
-        worker.end()
-        raise NoResult("gave no result: its worker process sent an invalid reply")
 
 
 class WorkerProcess:
@@ -104,24 +111,14 @@ class WorkerProcess:
         )
         other_end.close()
 
-    def await_import(self, cancellation: Cancellation) -> None:
-        """Waits until the function is imported. Raises RewardError if that fails."""
-        imported = start_thread(self.receive)
-        cancellation.wait(imported)
-        if not imported.done():
-            self.end()
-            raise CallCancelled
-        reply = imported.result() or {"broken": f"it {self.end()}"}
-        if "broken" in reply:
-            raise RewardError(f"a worker process could not import the reward function: {reply['broken']}")
+    def exchange(self, arguments: Arguments | None) -> dict[str, Any] | None:
+        """Sends arguments and waits for the reply; with None, waits until the function is imported.
 
-    def send(self, arguments: Arguments) -> None:
-        with suppress(BrokenPipeError):  # the process has ended, which ``receive`` reports
-            self._connection.send(arguments)
-
-    def receive(self) -> dict[str, Any] | None:
-        """Waits for a reply; returns None if the process has ended or has sent something else."""
+        Returns None if the process has ended or has sent something else than a JSON object.
+        """
         try:
+            if arguments is not None:
+                self._connection.send(arguments)
             reply = json.loads(self._connection.recv_bytes(_MAX_REPLY))
         except (EOFError, OSError, ValueError, RecursionError):
             return None

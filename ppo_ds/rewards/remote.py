@@ -6,16 +6,16 @@ failure stops the run: a response without a score is never counted as 0.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from ppo_ds.background.pending import Pending
-from ppo_ds.background.pool import start_coroutine
+from ppo_ds.background.pool import Pool
 from ppo_ds.background.values import is_float32, quoted
 from ppo_ds.config.types import Count, Natural, NonNegative, Positive
 from ppo_ds.errors import UserError
@@ -232,27 +232,19 @@ class RemoteReward(SlowTextReward):
             proxy=proxy,
         )
         self._name = f"{key}.url={self._client.shown}"
-        self._parse_retries, self._concurrency = parse_retries, concurrency
+        self._parse_retries, self._pool = parse_retries, Pool(concurrency)
 
     def start_responses(self, responses: Responses) -> Pending[TextScores]:
         count, size = len(responses.texts), self._format.batch_size
         requests = [range(i, min(i + size, count)) for i in range(0, count, size)]
         payloads = [self._encode(responses, rows) for rows in requests]
-        slots = asyncio.Semaphore(self._concurrency)
-        tasks = tuple(
-            start_coroutine(self._request_scores(responses, rows, payload, slots), "remote rewards")
+        started = self._pool.start(
+            partial(self._request_scores, responses, rows, payload)
             for rows, payload in zip(requests, payloads, strict=True)
         )
-
-        def finish() -> TextScores:
-            scores = [score for task in tasks for score in task.result()]
-            return TextScores(torch.tensor(scores, dtype=torch.float32))
-
-        def cancel() -> None:
-            for task in tasks:
-                task.cancel()
-
-        return Pending(finish, tasks, cancel)
+        return started.then(
+            lambda parts: TextScores(torch.tensor([score for part in parts for score in part]).float())
+        )
 
     def _encode(self, responses: Responses, rows: range) -> bytes:
         try:
@@ -261,21 +253,17 @@ class RemoteReward(SlowTextReward):
             reason = f"the request cannot be written as JSON ({error})"
             raise self._error(reason, responses, rows) from error
 
-    async def _request_scores(
-        self, responses: Responses, rows: range, payload: bytes, slots: asyncio.Semaphore
-    ) -> list[float]:
-        async with slots:
-            attempt = 1
-            while True:
-                try:
-                    return self._format.parse(await self._client.post(payload), len(rows))
-                except ServiceError as error:
-                    raise self._error(str(error), responses, rows) from None
-                except InvalidReply as error:
-                    if not error.retryable or attempt > self._parse_retries:
-                        reason = f"{error}; {attempt} attempt(s)"
-                        raise self._error(reason, responses, rows) from None
-                attempt += 1
+    async def _request_scores(self, responses: Responses, rows: range, payload: bytes) -> list[float]:
+        attempt = 1
+        while True:
+            try:
+                return self._format.parse(await self._client.post(payload), len(rows))
+            except ServiceError as error:
+                raise self._error(str(error), responses, rows) from None
+            except InvalidReply as error:
+                if not error.retryable or attempt > self._parse_retries:
+                    raise self._error(f"{error}; {attempt} attempt(s)", responses, rows) from None
+            attempt += 1
 
     def _error(self, reason: str, responses: Responses, rows: range) -> RewardError:
         where = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} to {rows[-1]}"

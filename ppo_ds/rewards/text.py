@@ -123,14 +123,6 @@ class TextEncoder:
         encoded = EncodedText(found["input_ids"], found.get("token_type_ids"))
         return encoded.with_end(self.eos_id) if end and self.eos_id is not None else encoded
 
-    def toggle_eos(self, text: EncodedText) -> EncodedText:
-        """Removes the end token of a text; if it has none, appends one and truncates the text."""
-        assert self.eos_id is not None
-        if text.ids[-1] == self.eos_id:
-            return EncodedText(text.ids[:-1], text.types and text.types[:-1])
-        longer, kept = text.with_end(self.eos_id), slice(-(self._max_tokens or 0), None)
-        return EncodedText(longer.ids[kept], longer.types and longer.types[kept])
-
     def _truncation(self, strategy: str, reserved: int = 0) -> dict[str, Any]:
         if self._max_tokens is None:
             return {"verbose": False}

@@ -9,7 +9,8 @@ from itertools import islice
 import pytest
 import torch
 
-from ppo_ds.data.demonstrations import DemonstrationSource, DemonstrationStream
+from ppo_ds.data.demonstrations import DemonstrationSource
+from ppo_ds.data.stream import Stream
 from ppo_ds.errors import UserError
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.tiny import tiny_llama
@@ -222,6 +223,9 @@ def test_chats_need_a_template(source, byte_tokenizer):
 # ---- the stream
 
 
+KEY = "algo.ptx.batch_size"
+
+
 def take(stream, steps):
     return [
         [row[mask].tolist() for row, mask in zip(batch.ids, batch.attention_mask, strict=True)]
@@ -229,39 +233,22 @@ def take(stream, steps):
     ]
 
 
-def test_every_pass_has_every_row_once_in_its_own_order(source):
-    made = source("a", "b", "c", "d", "e")
-    seen = [row[0] for step in take(DemonstrationStream(made, batch_size=3, seed=2), 5) for row in step]
-    passes = [seen[i : i + 5] for i in (0, 5, 10)]
-    assert all(sorted(each) == [A, B, C, D, E] for each in passes) and passes[0] != passes[1]
-    other = [row[0] for step in take(DemonstrationStream(made, batch_size=3, seed=3), 5) for row in step]
-    assert other[:5] == passes[1]  # each pass is seeded with seed + pass
-
-
 def test_unshuffled_passes_have_the_rows_in_order(source):
     made = source("a", "b", "c")
-    stream = DemonstrationStream(made, batch_size=2, seed=2, shuffle=False)
+    stream = Stream(made, key=KEY, batch_size=2, seed=2, shuffle=False)
     assert [[row[0] for row in step] for step in take(stream, 3)] == [[A, B], [C, A], [B, C]]
     assert stream.epoch == 2.0 and stream.indices(1) == [2, 0]
-
-
-def test_resume(source):
-    made = source("a", "b", "c", "d", "e")
-    before, after = DemonstrationStream(made, batch_size=2), DemonstrationStream(made, batch_size=2)
-    take(before, 4)
-    after.load_state_dict(before.state_dict())
-    assert before.state_dict() == {"step": 4} and take(after, 4) == take(before, 4)
 
 
 def test_fewer_texts_than_a_batch(source):
     with pytest.raises(
         UserError,
         match=(
-            r"data.ptx_path=.*: 2 texts are fewer than one optimizer step takes "
+            r"data.ptx_path=.*: 2 texts are fewer than one step takes "
             r"\(algo.ptx.batch_size=3\); set .* at most 2"
         ),
     ):
-        DemonstrationStream(source("a", "b"), batch_size=3)
+        Stream(source("a", "b"), key=KEY, batch_size=3)
 
 
 def test_batches_go_through_microbatches(source):
@@ -274,9 +261,10 @@ def test_batches_go_through_microbatches(source):
             self.rank = rank
 
     batch = next(
-        DemonstrationStream(
+        Stream(
             source("abcde", "a", {"prompt": "abc", "response": "d"}, "ab", apply_chat_template=False),
             batch_size=4,
+            key=KEY,
         )
     )
     assert batch.prompt_lengths.tolist() == [1] * 4

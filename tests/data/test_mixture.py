@@ -127,26 +127,6 @@ def test_a_mixture_of_one_set_is_that_set(part):
     assert take(PromptStream(alone, **options), 9) == take(PromptStream(mixture, **options), 9)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_concatenated_ranks_equal_the_single_rank(mixed, world_size):
-    source, options = mixed([5, 12], [0.7, 0.3]), {"prompts_per_step": 8, "samples_per_prompt": 2, "seed": 5}
-    alone = take(PromptStream(source, **options), 6)
-    ranks = [
-        take(PromptStream(source, rank=r, world_size=world_size, **options), 6) for r in range(world_size)
-    ]
-    assert [sum((rank[step] for rank in ranks), []) for step in range(6)] == alone
-    # each prompt is repeated for its samples: p1, p1, p2, p2
-    assert all(step[0::2] == step[1::2] for step in alone)
-
-
-def test_resume_from_the_step_alone(part, mixed):
-    before = PromptStream(mixed([5, 12, 3], [0.7, 0.2, 0.1]), prompts_per_step=4, seed=2)
-    take(before, 7)
-    after = PromptStream(mixed([5, 12, 3], [0.7, 0.2, 0.1]), prompts_per_step=4, seed=2)
-    after.load_state_dict(before.state_dict())
-    assert before.state_dict() == {"step": 7} and take(after, 5) == take(before, 5)
-
-
 def test_the_description_of_a_mixture(part):
     sources = [part("a", 3, max_prompt_tokens=1), part("b", 4)]
     source = MixedSource(sources, [3, 1])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ppo_ds.data.preferences import PairOrder, PreferenceSource, PreferenceStream
+from ppo_ds.data.preferences import PairOrder, PreferenceSource
+from ppo_ds.data.stream import Stream
 from ppo_ds.errors import UserError
 from tests.data.conftest import make_tokenizer
 
@@ -142,10 +143,10 @@ def test_every_pass_has_all_pairs_and_keeps_the_pairs_of_a_row_together():
 def test_a_stream_continues_from_its_state(source):
     kept = source(*[{"chosen": f"{i}a", "rejected": f"{i}b"} for i in range(5)])
     options = dict(batch_size=2, seed=1, shuffle=True, key="reward_model.batch_size")
-    stream = PreferenceStream(kept, **options)
+    stream = Stream(kept, **options)
     batches = [next(stream) for _ in range(6)]
-    resumed = PreferenceStream(kept, **options)
+    resumed = Stream(kept, **options)
     resumed.load_state_dict({"step": 4})
     assert torch.equal(next(resumed).ids, batches[4].ids) and stream.epoch == 2.4
     with pytest.raises(UserError, match="5 pairs are fewer than .*reward_model.batch_size=6"):
-        PreferenceStream(kept, **options | {"batch_size": 6})
+        Stream(kept, **options | {"batch_size": 6})

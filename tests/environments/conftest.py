@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ppo_ds.data.prompts import collate_prompts
-from ppo_ds.environments.calls import call_pool
+from ppo_ds.environments.calls import CallPool
 from ppo_ds.environments.multi_turn import MultiTurnGenerator
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.rollout.base import SamplingParams, truncate_at_stop
@@ -103,7 +103,7 @@ def generator_of(tokenizer, world):
             make_environment=environment,
             max_turns=max_turns,
             max_prompt_tokens=50,
-            pool=call_pool(workers, timeout_seconds),
+            pool=CallPool(workers, timeout_seconds),
             tokenizer=tokenizer,
             world=world,
             check=lambda: None,

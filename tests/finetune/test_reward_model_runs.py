@@ -221,7 +221,7 @@ def test_adapters_in_half_precision_are_merged_into_the_export(lab):
         ),
         (["actor.optim.lr=1"], "actor: stage=reward_model does not use this section"),
         (["eval.greedy=false"], "eval.greedy=false: stage=reward_model does not use this key; remove it"),
-        (["reward_model.batch_size=50"], "22 pairs are fewer than one optimizer step takes"),
+        (["reward_model.batch_size=50"], "22 pairs are fewer than one step takes"),
         (["reward_model.max_tokens=2"], "0 tied, and 22 longer than reward_model.max_tokens=2; raise it"),
         (["data.prompt_column=ask"], "train.jsonl:1: data.prompt_column=ask: no such column; the row has:"),
     ],

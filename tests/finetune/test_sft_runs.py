@@ -232,7 +232,7 @@ def test_half_precision(lab):
         (["sft.lern=all"], "error: sft.lern=all: no such key; did you mean sft.learn?"),
         (["sft.learn=answers"], "error: sft.learn=answers"),
         (["sampling.top_k=1"], "error: sampling: stage=sft does not use this section"),
-        (["sft.batch_size=50"], "21 texts are fewer than one optimizer step takes (sft.batch_size=50)"),
+        (["sft.batch_size=50"], "21 texts are fewer than one step takes (sft.batch_size=50)"),
         (["sft.max_tokens=2"], "(20 more are dropped: raise sft.max_tokens)"),
     ],
 )

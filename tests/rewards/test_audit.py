@@ -8,7 +8,7 @@ from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.audit import DIALOGUES, Findings, probes
 from tests.rewards.model_cases import DEBERTA, GPT2, LLAMA, TINY, save_model
-from tests.rewards.reward_cases import CHAT_TEMPLATE, EOS, VOCAB
+from tests.rewards.reward_cases import CHAT_TEMPLATE, VOCAB
 
 LONG_GPT2 = GPT2Config(
     vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=1024, initializer_range=0.5, num_labels=1
@@ -36,11 +36,6 @@ def instead(forward):
         return module
 
     return broken
-
-
-def transformers_own_rule(module, ids, mask):
-    module.model.config.pad_token_id = EOS
-    return module.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
 
 
 def own_of_each(module, ids, mask):
@@ -72,11 +67,9 @@ def test_a_sound_model(tmp_path, build):
     before = torch.get_rng_state()
     build(path, audit="strict")
     assert warnings(build) == [] and len(build.notes) == 1
-    assert remark(build).startswith(
-        "the end token changes a score by up to "
-    ) and "; its texts end with it; " in remark(build)
+    assert remark(build).startswith("a fitting response scores above an empty one in ")
     assert torch.equal(torch.get_rng_state(), before)  # the audit does not change the random state of the run
-    assert len(build.placed.batches) == 2 + len(DIALOGUES) + 1 and build.placed.batches[0] == (
+    assert len(build.placed.batches) == 2 + len(DIALOGUES) and build.placed.batches[0] == (
         3 * len(DIALOGUES),
         build.placed.batches[0][1],
     )
@@ -136,24 +129,6 @@ def test_encoders_may_depend_on_left_padding(tmp_path, build, config):
     assert ", which is harmless: texts are padded on the right; " in remark(build)
 
 
-def test_an_end_token_that_changes_no_score(tmp_path, build):
-    """transformers reads the last id that is not the pad token; here it is before the end token."""
-    path = save_model(tmp_path / "rm", LLAMA, pad="<eos>")
-    build(path, audit="report")
-    assert "the end token changes a score by" in remark(build)  # ppo_ds reads the score at the end token
-    build(path, audit="report", broken=instead(transformers_own_rule))
-    assert warnings(build) == []
-    assert (
-        "its texts end with the end token, which changes no score: the model may read the position before it"
-        in remark(build)
-    )
-
-
-def test_texts_that_end_without_the_end_token(tmp_path, build):
-    build(save_model(tmp_path / "rm", LLAMA), audit="report", append_eos=False)
-    assert "; its texts end without it; " in remark(build)
-
-
 def test_heads_without_information(tmp_path, build):
     path = save_model(tmp_path / "rm", LLAMA)
 
@@ -204,10 +179,10 @@ def test_all_ranks_stop_if_one_found_a_failure(tmp_path, build):
     asked = []
     build(path, audit="report", ranks=lambda n: asked.append(n) or n)
     # the same collectives on all ranks, whatever a rank finds
-    assert asked == [1] * (2 + len(DIALOGUES) + 1) + [0]
+    assert asked == [1] * (2 + len(DIALOGUES)) + [0]
     asked.clear()
     build(path, audit="report", broken=neighbours, ranks=lambda n: asked.append(n) or n)
-    assert asked == [1] * (2 + len(DIALOGUES) + 1) + [1]
+    assert asked == [1] * (2 + len(DIALOGUES)) + [1]
 
 
 def test_the_audit_respects_the_budget_and_the_models_positions(tmp_path, build):

@@ -230,25 +230,3 @@ def test_encoders_get_prompt_and_response_as_a_pair(tmp_path, build, rollout, fa
     torch.testing.assert_close(together, torch.stack(own), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(alone, torch.stack(own), atol=1e-4, rtol=1e-4)
     assert torch.stack(own).std() > 0.001
-
-
-def test_text_without_its_special_tokens_has_another_score(tmp_path, build, tokenizer, rollout):
-    """Decoding the actor's ids removes the chat roles, which are special tokens."""
-    path = save_other(tmp_path / "rm", DECODERS["qwen2"]())
-    scores = build(path)(rollout).total
-    stripped = [
-        tokenizer.decode(row[mask].tolist())
-        for row, mask in zip(rollout.ids, rollout.attention_mask, strict=True)
-    ]
-    assert stripped[1] == "1+1=2And a rather longer question?"
-    kept, lost = chatml(CHATS[1], RESPONSES[1]), bytes_as_ids(stripped[1])
-    assert kept.count(1) == kept.count(2) == 4 and not {1, 2} & set(lost)
-    for i, text in enumerate(stripped):
-        assert abs(scores[i] - by_hand(path, bytes_as_ids(text))) > 0.01
-
-
-@pytest.mark.parametrize("family", DECODERS | ENCODERS)
-def test_the_audit_finds_no_failure(tmp_path, build, family):
-    path = save_other(tmp_path / "rm", (DECODERS | ENCODERS)[family](), pairs=family in ENCODERS)
-    build(path, audit="strict")
-    assert not any(note.startswith("warning") for note in build.notes), build.notes

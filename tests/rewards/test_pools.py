@@ -3,6 +3,7 @@
 No test depends on time: where calls must overlap, one waits for the other.
 """
 
+import asyncio
 import os
 import re
 import signal
@@ -15,7 +16,6 @@ import psutil
 import pytest
 import torch
 
-from ppo_ds.background.pool import Cancellation
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.function import FunctionReward
@@ -46,14 +46,17 @@ def scored_by(tmp_path, tokenizer):
 def stuck_calls_reach_their_limit(monkeypatch, tmp_path):
     """Ends the time limit of a call once the call has made the file mine.stuck; for one call at a time."""
 
-    def wait(self, future, seconds=None):
-        while not (future.done() or self.is_requested()):
-            if seconds == LIMIT and (tmp_path / "mine.stuck").exists():
-                (tmp_path / "mine.stuck").unlink()
-                return
-            futures.wait([future, self._request], 0.01, futures.FIRST_COMPLETED)
+    async def wait(futures, timeout=None):
+        stuck = tmp_path / "mine.stuck"
+        while timeout == LIMIT and not futures[0].done():
+            if stuck.exists():
+                stuck.unlink()
+                return set(), set(futures)
+            await asyncio.sleep(0.01)
+        return await real_wait(futures, timeout=timeout)
 
-    monkeypatch.setattr(Cancellation, "wait", wait)
+    real_wait = asyncio.wait
+    monkeypatch.setattr(asyncio, "wait", wait)
 
 
 POOLS = {
@@ -181,10 +184,9 @@ def await_end(pid):
 
 def hanging_worker(path, pids):
     worker = WorkerProcess(path)
-    worker.await_import(Cancellation())
-    worker.send((["p"], ["bb"], [{}]))
+    worker.exchange(None)
     pids.put(worker._process.pid)
-    signal.pause()
+    worker.exchange((["p"], ["bb"], [{}]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG exists on Linux only")

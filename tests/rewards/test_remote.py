@@ -273,14 +273,7 @@ def test_redirects_are_not_followed(ask, status):
         with serving(lambda number, body: (status, {"Location": f"{other.url}?with=query"}, b"")) as service:
             line = refused(ask, service, key_env="JUDGE_KEY")
         assert other.bodies == []  # neither texts nor key were sent to the other service
-    assert (
-        f"status {status} redirects to another host, http://127.0.0.1; redirects are not followed" in line
-        and "query" not in line
-    )
-    with serving(lambda number, body: (status, {"Location": "/score/?token=1"}, b"")) as service:
-        line = refused(ask, service)
-        assert len(service.bodies) == 1
-    assert "redirects to /score/ of the same host;" in line
+    assert f"status {status}: redirects are not followed; give the final URL" in line
 
 
 def test_replies_have_a_size_limit(ask):
@@ -372,7 +365,7 @@ def test_the_query_is_sent_but_not_shown(ask):
         (dict(key_env="hf_pass"), "reward.key_env: must be the name"),
         (
             dict(key_env="NOT_THERE"),
-            "reward.key_env=NOT_THERE: this environment variable is not set or empty",
+            "reward.key_env=NOT_THERE: this environment variable is not set or empty; set it where the run",
         ),
         (
             dict(key_env="BROKEN_KEY"),
@@ -391,6 +384,7 @@ def test_the_query_is_sent_but_not_shown(ask):
             "reward.template: has no {prompt}, which the judge must see",
         ),
         (JUDGE_SETTINGS | dict(template=""), "reward.template: has no {prompt} and no {response}"),
+        (JUDGE_SETTINGS | dict(lowest=5), "reward.lowest=5: must be below reward.highest=5"),
         (JUDGE_SETTINGS | dict(pattern="("), "reward.pattern=(: is not a regular expression"),
         (JUDGE_SETTINGS | dict(pattern=r"\d+"), r"reward.pattern=\d+: has 0 groups; it needs exactly one"),
         (dict(batch_size=0), "reward.batch_size=0: must be at least 1"),
@@ -410,17 +404,6 @@ def test_the_url_is_checked_before_any_object_is_made():
     """A password in the URL is refused before config.yaml is written."""
     with pytest.raises(UserError, match="^reward.url: holds a password"):
         bind({"_target_": "ppo_ds.rewards.remote.RemoteReward", "url": "http://me:you@host"}, "reward")
-
-
-def test_a_variable_that_is_not_set():
-    with pytest.raises(UserError) as caught:
-        bind(
-            {"_target_": "ppo_ds.rewards.remote.RemoteReward", "url": "http://host", "key_env": "NOT_THERE"},
-            "reward",
-        )
-    assert caught.value.problems == [
-        "reward.key_env=NOT_THERE: this environment variable is not set or empty; set it where the run starts"
-    ]
 
 
 def test_a_row_that_is_not_json(tokenizer):
@@ -536,11 +519,6 @@ def test_a_score_out_of_bounds_is_retried_and_then_an_error(ask, words, limits):
         assert ask(service, "a", **JUDGE_SETTINGS, lowest=None, highest=None).tolist() == [float(words[7:])]
 
 
-def test_empty_bounds_are_refused(tokenizer):
-    with pytest.raises(UserError, match="^reward.lowest=5: must be below reward.highest=5$"):
-        bound(tokenizer, "http://host/x", **JUDGE_SETTINGS, lowest=5)
-
-
 NO_SCORE = [
     "score: 1e3",
     "good score\n\n2 reasons",
@@ -570,13 +548,6 @@ def test_a_reply_that_is_not_a_chat_completion_is_not_retried(ask):
                 ask, service, "a", **JUDGE_SETTINGS
             )
             assert len(service.bodies) == 1
-
-
-def test_the_default_template_has_its_placeholders():
-    from ppo_ds.rewards.remote import JUDGE, SCORE
-
-    assert JUDGE.count("{prompt}") == JUDGE.count("{response}") == 1 and "Score: N" in JUDGE
-    assert http_client.re.search(SCORE, "Score: 4")[1] == "4"
 
 
 @pytest.mark.slow
