@@ -107,16 +107,6 @@ def test_chunks_and_shapes_change_nothing(shape, chunk_size):
     torch.testing.assert_close(gradient(loss, x), gradient(reference, x))
 
 
-@pytest.mark.parametrize("chunk_size", [None, 2])
-def test_gradcheck(chunk_size):
-    x, y = example((2, 3), 5)
-    assert torch.autograd.gradcheck(lambda x: logprobs_from_logits(x, y, 0.7, chunk_size), leaf(x))
-    assert torch.autograd.gradcheck(lambda x: entropy_from_logits(x, 0.7, chunk_size), leaf(x))
-    assert torch.autograd.gradcheck(
-        lambda x: logprobs_and_entropy_from_logits(x, y, 1.3, chunk_size), leaf(x)
-    )
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes_and_untouched_logits(dtype, temperature):
@@ -127,13 +117,6 @@ def test_dtypes_and_untouched_logits(dtype, temperature):
     assert logprob.dtype == entropy.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert x.grad.dtype == dtype
     assert torch.equal(x.detach(), before)
-
-
-def test_without_entropy():
-    x, y = example()
-    logprob, entropy = logprobs_and_entropy_from_logits(x, y, with_entropy=False)
-    assert entropy is None
-    assert torch.equal(logprob, logprobs_from_logits(x, y))
 
 
 def test_large_logits_stay_exact():

@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 
-from ppo_ds.algorithm.loss.aggregation import BatchTotals, Share, batch_totals
-from ppo_ds.ops.masked import keep
+from ppo_ds.algorithm.loss.aggregation import BatchTotals, batch_totals
 from ppo_ds.ops.moments import explained_variance
 from ppo_ds.ops.sequences import next_token_mask
 from tests.ops.by_name import (
     aggregate,
-    entropy_loss,
     gmpo_loss,
     kl_loss,
     policy_loss,
@@ -308,33 +306,6 @@ def test_norm_is_shard_invariant():
         aggregate(LOSS, MASK, NORM, batch_totals([MASK]))
 
 
-def test_totals_are_summed_over_ranks():
-    assert batch_totals([MASK, MASK], reduce=lambda t: 3 * t, dp_size=3) == BatchTotals(24.0, 12.0, 3, None)
-    assert batch_totals([MASK.bool()]) == batch_totals([MASK.float()]) == BatchTotals(4.0, 2.0)
-
-
-@pytest.mark.parametrize("mode", ["token_mean", SEQUENCE, TOKEN_SUM, NORM])
-@pytest.mark.parametrize("totals", [None, BatchTotals(0.0, 0.0, 2, 10.0), BatchTotals(7.0, 3.0, 2, 10.0)])
-def test_a_batch_without_tokens_has_loss_0_and_gradient_0(mode, totals):
-    x = torch.full((2, 3), NAN, requires_grad=True)
-    loss = aggregate(x, torch.zeros(2, 3), mode, totals)
-    loss.backward()
-    assert loss.item() == 0.0 and torch.equal(x.grad, torch.zeros(2, 3))
-
-
-def test_a_function_takes_the_place_of_a_name():
-    def root(loss, mask, totals):
-        """Aggregates by the sum over the square root of the number of tokens."""
-        return Share(keep(loss, mask).sum(), mask.bool().sum().sqrt(), totals and totals.tokens**0.5)
-
-    assert aggregate(LOSS, MASK, root).item() == pytest.approx(13 / 2)
-    totals = batch_totals([MASK], dp_size=3)
-    assert aggregate(LOSS, MASK, root, totals).item() == pytest.approx(3 * 13 / 2)
-    loss, metrics = value_loss(LOSS, LOSS, LOSS.square(), MASK, half=False, agg=root, totals=totals)
-    assert loss.item() == pytest.approx(3 * (0 + 4 + 900 + 144) / 2)
-    assert metrics["value/loss"].tolist() == pytest.approx([1048.0, 2.0])
-
-
 # policy, worked by hand -------------------------------------------------------------------------------------
 def logs(*ratios):
     """Returns log-probs that have these ratios to old log-probs of -1."""
@@ -370,14 +341,6 @@ def test_ppo_clip_worked_by_hand():
     assert metrics["policy/approx_kl"] == pytest.approx((0.5 - math.log(1.5) - 0.5 - math.log(0.5)) / 3)
 
 
-def test_clip_higher_and_dual_clip_worked_by_hand():
-    loss, grad, _ = loss_and_grad(logs(1.5, 1.25, 1.0), [1.0, 1.0, 0.0], clip_low=0.2, clip_high=0.28)
-    assert loss == pytest.approx(-(1.28 + 1.25) / 3) and grad == pytest.approx([0.0, -1.25 / 3, 0.0])
-    loss, grad, metrics = loss_and_grad(logs(5.0, 2.0, 5.0), [-1.0, -1.0, 1.0], dual_clip=3.0)
-    assert loss == pytest.approx((3.0 + 2.0 - 1.2) / 3) and grad == pytest.approx([0.0, 2 / 3, 0.0])
-    assert metrics["policy/clipfrac_low"] == pytest.approx(1 / 3)
-
-
 def test_sequence_ratios_worked_by_hand():
     """For ratios 2, 2, (masked), the summed log-ratio gives 4 and its mean 2; A = -1 is not clipped."""
     mask = torch.tensor([[1, 1, 0]])
@@ -386,19 +349,6 @@ def test_sequence_ratios_worked_by_hand():
     assert loss == pytest.approx(4.0) and grad == pytest.approx([4.0, 4.0, 0.0])
     loss, grad, _ = loss_and_grad(x, [-1.0, -1.0, NAN], mask, ratio="sequence_mean")
     assert loss == pytest.approx(2.0) and grad == pytest.approx([1.0, 1.0, 0.0])
-
-
-def test_cispo_and_reinforce_worked_by_hand():
-    x = logs(1.5, 0.5, 1.0)
-    loss, grad, metrics = loss_and_grad(x, [1.0, 1.0, -2.0], kind="cispo")
-    assert loss == pytest.approx(-(1.2 * x[0, 0] + 0.8 * x[0, 1] - 2 * x[0, 2]).item() / 3)
-    assert grad == pytest.approx([-1.2 / 3, -0.8 / 3, 2 / 3]) and metrics["policy/clipfrac"] == pytest.approx(
-        2 / 3
-    )
-    loss, grad, _ = loss_and_grad(x, [1.0, 1.0, -2.0], kind="reinforce")
-    assert loss == pytest.approx(-(x[0, 0] + x[0, 1] - 2 * x[0, 2]).item() / 3) and grad == pytest.approx(
-        [-1 / 3, -1 / 3, 2 / 3]
-    )
 
 
 def test_only_the_policy_and_the_values_get_gradients():
@@ -417,14 +367,6 @@ def test_only_the_policy_and_the_values_get_gradients():
     assert {name for name, tensor in x.items() if tensor.grad is not None} == {"new", "values"}
 
 
-def test_one_advantage_per_sequence():
-    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
-    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    advantages = torch.tensor([2.0, -1.0])
-    one = policy_loss(x, x - 0.1, advantages, mask)[0]
-    torch.testing.assert_close(one, policy_loss(x, x - 0.1, advantages[:, None].expand(2, 3), mask)[0])
-
-
 def test_a_log_ratio_of_100_in_float32():
     """Without the clamp the gradient is 0 * inf = NaN although the loss is finite."""
     x = leaf(torch.tensor([[-1.0, -100.9, -101.1, -1.0]]))
@@ -432,20 +374,6 @@ def test_a_log_ratio_of_100_in_float32():
     loss, _ = policy_loss(x, torch.full((1, 4), -101.0), advantages, torch.tensor([[1, 1, 1, 0]]))
     expected = torch.tensor([[0.0, -math.exp(0.1) / 3, math.exp(-0.1) / 3, 0.0]])
     torch.testing.assert_close(gradient(loss, x), expected, rtol=2e-5, atol=0)
-
-
-def test_importance_weights_worked_by_hand():
-    old = torch.log(torch.tensor([[1.0, 4.0, 0.25, NAN], [1.0, 1.0, 1.0, 8.0]]))
-    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 1]])
-    rollout = torch.zeros(2, 4)
-    args = (old, rollout, mask)
-    expected = torch.tensor([[1.0, 2.0, 0.5, 0.0], [0.0, 0.0, 0.0, 2.0]])
-    torch.testing.assert_close(rollout_is_weights(*args, "tis", 0.5, 2.0), expected)
-    expected = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    torch.testing.assert_close(rollout_is_weights(*args, "icepop", 0.5, 2.0), expected)
-    # the rows' geometric means are 1 and 8
-    expected = torch.tensor([[1.0, 4.0, 0.25, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    torch.testing.assert_close(rollout_is_weights(*args, "seq_mask_tis", 0.5, 2.0), expected)
 
 
 # value, entropy, KL, worked by hand -------------------------------------------------------------------------
@@ -464,15 +392,6 @@ def test_value_loss_worked_by_hand():
     assert value_loss(x, torch.zeros(1, 4), returns, mask, half=False)[0].item() == pytest.approx(
         (1 + 1 + 0.01) / 3
     )
-
-
-def test_entropy_and_kl_losses():
-    x = leaf(torch.tensor([[-1.0, -2.0, NAN]], dtype=torch.float64))
-    mask = torch.tensor([[1, 1, 0]])
-    assert entropy_loss(-x, mask).item() == 1.5
-    loss = kl_loss(x, torch.tensor([[-2.0, -4.0, NAN]]), mask)  # k2 is half the square: the mean of 0.5 and 2
-    assert loss.item() == 1.25 and gradient(loss, x)[0].tolist() == [0.5, 1.0, 0.0]
-    assert kl_loss(x, torch.tensor([[-2.0, -4.0, NAN]]), mask, "k1", agg=TOKEN_SUM).item() == 3.0
 
 
 # metrics ----------------------------------------------------------------------------------------------------

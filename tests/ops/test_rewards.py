@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from ppo_ds.ops.running import RunningMoments
 from ppo_ds.ops.sequences import last_token_index, next_token_mask, response_mask
 from tests.ops.by_name import approx_kl, shape_scores, token_rewards
 from tests.ops.golden import Within, assert_no_stale_entries, check, outputs
@@ -173,36 +172,3 @@ def test_token_scores_count_on_tokens_only():
 def test_a_mask_with_a_hole_gets_the_score_at_its_last_position():
     mask = torch.tensor([[1, 0, 1, 0]])
     assert token_rewards(torch.tensor([3.0]), mask, torch.ones(1, 4), 1.0).tolist() == [[-1.0, 0.0, 2.0, 0.0]]
-
-
-def test_the_penalty_comes_before_the_normaliser_and_the_clip_last():
-    scores = torch.tensor([4.0, 4.0, -1.0])
-    finished = torch.tensor([True, False, False])
-    options = {"finished": finished, "missing_eos": "subtract", "missing_eos_value": 1.0}
-    assert shape_scores(scores, **options).tolist() == [4.0, 3.0, -2.0]
-    halves = RunningMoments()
-    halves.load_state_dict({"count": 2.0, "mean": 0.0, "squares": 0.5})  # standard deviation 1/2
-    running = options | {"normalize": "running", "moments": halves}
-    assert shape_scores(scores, **running).tolist() == [8.0, 6.0, -4.0]
-    assert shape_scores(scores, **running, clip=5.0).tolist() == [5.0, 5.0, -4.0]
-    set_to = {"missing_eos": "set", "missing_eos_value": -3.0}  # a shaped score, which is not normalised
-    assert shape_scores(scores, **running | set_to).tolist() == [8.0, -3.0, -3.0]
-    assert shape_scores(scores, finished=finished, missing_eos="set", missing_eos_value=-3.0).tolist() == [
-        4.0,
-        -3.0,
-        -3.0,
-    ]
-    assert shape_scores(scores, finished=finished, missing_eos="scale", missing_eos_value=0.5).tolist() == [
-        4.0,
-        2.0,
-        -0.5,
-    ]
-    assert scores.tolist() == [4.0, 4.0, -1.0]
-
-
-def test_overlong_ramp_worked_by_hand():
-    lengths = torch.tensor([1, 6, 7, 8, 10, 12])
-    shaped = shape_scores(
-        torch.zeros(6), lengths=lengths, max_new_tokens=10, overlong_buffer=4, overlong_factor=2.0
-    )
-    assert shaped.tolist() == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0]

@@ -60,38 +60,6 @@ def weights(ratios, kind, level, low=0.5, high=2.0):
 E = math.e
 
 
-@pytest.mark.parametrize(
-    ("ratios", "how", "expected"),
-    [
-        # SkyRL, test_off_policy_correction.py: test_compute_tis_ratio_token_level and _sequence_level
-        ([[E**0.5, E**-0.5, E]], ("truncate", "token", 0.0, 2.0), [[1.6487, 0.6065, 2.0]]),
-        ([[E**0.5, E**-0.5, E]], ("truncate", "sequence", 0.0, 5.0), [[2.7183] * 3]),
-        # the same, test_compute_sequence_mask_product and _rejects_by_seq_ratio
-        ([[E**0.2, E**0.1, 1.0]], ("mask", "sequence"), [[E**0.3] * 3]),
-        ([[E, E, E]], ("mask", "sequence"), [[0.0] * 3]),
-        # open-instruct, test_rho_mask_sequence_level
-        (
-            [[0.25, 1.0, 4.0], [4.0, 4.0, 4.0], [0.25, 0.25, 0.25]],
-            ("mask", "sequence_mean"),
-            [[1.0] * 3, [0.0] * 3, [0.0] * 3],
-        ),
-        # TRL's sequence_truncate and sequence_mask with a cap of 3: products 6 and 0.1
-        ([[2.0, 3.0], [0.2, 0.5]], ("truncate", "sequence", 0.0, 3.0), [[3.0, 3.0], [0.1, 0.1]]),
-        ([[2.0, 3.0], [0.2, 0.5]], ("mask", "sequence", 0.0, 3.0), [[0.0, 0.0], [0.1, 0.1]]),
-        # slime's clip of the geometric mean: sqrt(2 * 8) = 4 and sqrt(0.5 * 2) = 1
-        ([[2.0, 8.0], [0.5, 2.0]], ("truncate", "sequence_mean"), [[2.0, 2.0], [1.0, 1.0]]),
-    ],
-)
-def test_weights_are_those_of_peers(ratios, how, expected):
-    torch.testing.assert_close(weights(ratios, *how), torch.tensor(expected), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(("name", "kind"), [("tis", "truncate"), ("icepop", "mask")])
-def test_named_kinds_are_those_of_tokens(name, kind):
-    ratios = [[0.1, 0.7, 3.0], [1.9, 2.1, 1.0]]
-    assert torch.equal(weights(ratios, name, "token"), weights(ratios, kind, "token"))
-
-
 def test_long_responses_have_finite_products():
     """The sum of the log-ratios, 4000, is limited to 20."""
     ratios = torch.full((1, 4000), E).tolist()

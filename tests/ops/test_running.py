@@ -17,17 +17,6 @@ def test_batches_merge_to_the_moments_of_all():
     assert moments.std == pytest.approx(np.std(x.numpy()), rel=1e-10)
 
 
-def test_running_moments_worked_by_hand():
-    moments = RunningMoments()
-    moments.update(torch.tensor([1.0, 3.0]))
-    # all values are 1, 3, 5, 7: mean 4, variance (9 + 1 + 1 + 9) / 4 = 5
-    moments.update(torch.tensor([5.0, 7.0]))
-    torch.testing.assert_close(moments.normalize(torch.tensor([4.0, 9.0])), torch.tensor([0.0, 5 / 5**0.5]))
-    torch.testing.assert_close(
-        moments.normalize(torch.tensor([4.0, 9.0]), with_std=False), torch.tensor([0.0, 5.0])
-    )
-
-
 def test_two_ranks_count_as_one():
     """Each rank updates with 2 numbers; ``reduce`` adds the sums of the simulated other rank."""
     mine, other = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ppo_ds.ops.sequences import (
-    broadcast_sequence,
     last_token_index,
     next_token_mask,
     position_ids_from_mask,
@@ -113,10 +112,6 @@ def test_last_and_next_position(dtype):
     assert next_token_mask(mask).long().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 1, 1]]
 
 
-def test_position_ids_worked_by_hand():
-    assert position_ids_from_mask(torch.tensor([[0, 0, 1, 1, 1, 0]])).tolist() == [[1, 1, 0, 1, 2, 1]]
-
-
 def test_response_slice_takes_the_states_before_the_response_tokens():
     x = torch.arange(7.0).expand(2, 7)  # P = 3, T = 4
     assert response_slice(x, 3, 4).tolist() == [[2.0, 3.0, 4.0, 5.0]] * 2
@@ -124,11 +119,3 @@ def test_response_slice_takes_the_states_before_the_response_tokens():
     assert torch.equal(response_slice(logits, 3, 4), logits[:, 2:6])
     # a view: [B,T,V] must not be copied
     assert response_slice(logits, 3, 4).data_ptr() == logits[:, 2:].data_ptr()
-
-
-def test_broadcast_sequence():
-    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
-    assert broadcast_sequence(torch.tensor([2.0, float("nan")]), mask).tolist() == [
-        [2.0, 2.0, 0.0],
-        [0.0, 0.0, 0.0],
-    ]

@@ -51,16 +51,6 @@ def test_the_tokens_of_the_highest_entropy(fraction, expected):
     assert selected.dtype == torch.bool and places_of(selected) == expected
 
 
-def test_the_number_of_high_entropy_tokens_is_that_of_a_quantile():
-    """The tokens at or above the quantile, which TRL keeps, are as many where no two entropies are equal."""
-    for tokens in range(1, 120):
-        entropy, mask = torch.rand(1, tokens, generator=generator(tokens)).double(), torch.ones(1, tokens) > 0
-        for fraction in (0.05, 0.07, 0.2, 0.5):
-            bound = torch.quantile(entropy[0], 1 - fraction)
-            expected = entropy >= bound - 1e-12
-            assert torch.equal(top_entropy_tokens(entropy, mask, fraction), expected), (tokens, fraction)
-
-
 def test_off_policy_responses_lose_the_tokens_with_a_negative_advantage():
     """The mean drifts are (0.5 + 0.3 + 0.1) / 3 = 0.3, 0.9 and 0.2 nats."""
     sampling = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, NAN, NAN], [-1.0, -1.0, NAN]])

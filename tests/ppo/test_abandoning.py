@@ -89,12 +89,6 @@ def draws_and_back():
     return found
 
 
-def test_a_checkpoint_of_the_step_before_is_not_written_again(loop):
-    run, events = loop(checkpoint_every=1, parts={"counter": Counter()})
-    leave_in(run, "collect", step=3)
-    assert run.fit() == "signal" and named(events, "save") == [1, 2]
-
-
 def test_before_the_first_update_there_is_nothing_to_save(loop):
     run, events = loop(checkpoint_every=1, parts={"counter": Counter()})
     leave_in(run, "collect", step=1)
@@ -108,12 +102,6 @@ def test_critic_pretraining_and_the_first_evaluation_are_abandoned_too(loop):
     run, events = loop(scores=[0.1], parts={"counter": Counter()})
     leave_in(run, "evaluator", step=1)
     assert run.fit() == "signal" and "prompts 1" not in events
-
-
-def test_a_started_update_is_finished(loop):
-    """A signal during the update takes effect at the next check, in the evaluation or at the next step."""
-    run, events = loop(stop=(None, "signal"))
-    assert run.fit() == "signal" and named(events, "log") == [1] and named(events, "save") == [1]
 
 
 def cut_short(loop, **plan):

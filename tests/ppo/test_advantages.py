@@ -129,25 +129,6 @@ def test_gae_over_tokens(where, bootstrap, lam_critic):
         assert made.value_mask[i].int().tolist() == states
 
 
-def test_the_bootstrap_value_of_a_truncated_response():
-    """Rows 3 and 4 are truncated, with V 0.9 and 1.6; row 2 ends on the last token that its limit allows.
-
-    With gamma 1 and lambda 1, bootstrapping changes the returns of all tokens of a row equally.
-    """
-    rollout = rows()
-    plain, more = (
-        gae(bootstrap_truncated=b)(torch.zeros(5, 4), values(rollout), None, rollout).returns
-        for b in (False, True)
-    )
-    assert rounded(more - plain) == [
-        [0, 0, 0, 0],
-        [0, 0, 0, 0],
-        [0.9, 0.9, 0, 0],
-        [1.6, 1.6, 1.6, 0],
-        [0, 0, 0, 0],
-    ]
-
-
 @pytest.mark.parametrize(
     ("position", "columns", "baselines"),
     [
@@ -178,15 +159,6 @@ def test_the_whole_answer_as_one_action(position, columns, baselines, where):
         )
 
 
-def test_a_masked_score_is_lost_at_sequence_level_too():
-    """Only responses that reach their limit keep their score, which is on their last token."""
-    rollout, place = rows(), ScorePosition("next_token", "ignored")
-    made = gae(level="sequence", position="prompt_last", place=place)(
-        paid(place, rollout), values(rollout), None, rollout
-    )
-    assert rounded(made.returns)[:4] == [[-0.2, 0, 0, 0], [1.9, 0, 0, 0], [2.8, 0, 0, 0], [3.7, 0, 0, 0]]
-
-
 # -- without a critic ----------------------------------------------------------------------------------------
 
 
@@ -211,37 +183,6 @@ def test_rewards_to_go(where):
     # the response reaches its limit, so ``where`` does not matter
     full = [-0.1 + 0.5 * (-0.1 + 0.5 * 1.9), -0.1 + 0.5 * 1.9, 1.9]
     assert rounded(made) == rounded(torch.tensor([*late[where], full, full]))
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        # totals are scores minus 0.1 per token: 0.8 and 3.9; 1.7 and 1.7
-        ("rloo", [-3.1, 3.1, 0, 0]),
-        ("dr_grpo", [-1.55, 1.55, 0, 0]),
-        ("grpo", [-1.55 / 2.192031, 1.55 / 2.192031, 0, 0]),  # std over n - 1: sqrt(2 * 1.55^2)
-        # baseline, the mean weighted by length: (2 * 0.8 + 3.9) / 3
-        ("opo", [0.8 - 5.5 / 3, 3.9 - 5.5 / 3, 0, 0]),
-    ],
-)
-@pytest.mark.parametrize("where", ["last_token", "next_token"])
-def test_group_baselines(kind, expected, where):
-    """Baselines include the KL in the reward. The sum over a response is equal for both score positions."""
-    rollout, place = grouped(), ScorePosition(where, "trained")
-    estimate = critic_free(kind, 0.5, 2, place)
-    made = estimate(paid(place, rollout), None, rollout.scores, rollout).advantages
-    for i, length in enumerate([2, 1, 3, 3]):
-        assert made[i].tolist() == pytest.approx([expected[i]] * length + [0.0] * (3 - length), abs=1e-5)
-
-
-def test_consecutive_rows_form_a_group():
-    """With groups of four, the same rows have one mean: (0.8 + 3.9 + 1.7 + 1.7) / 4 = 8.1 / 4."""
-    rollout, place = grouped(), ScorePosition("last_token", "trained")
-    estimate = critic_free("dr_grpo", 1.0, 4, place)
-    made = estimate(paid(place, rollout), None, rollout.scores, rollout).advantages
-    assert made[:, 0].tolist() == pytest.approx(
-        [0.8 - 2.025, 3.9 - 2.025, 1.7 - 2.025, 1.7 - 2.025], abs=1e-6
-    )
 
 
 def test_a_response_without_an_action_counts_in_the_group_baseline():

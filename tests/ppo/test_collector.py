@@ -14,7 +14,6 @@ import torch
 
 from ppo_ds.background.pending import Pending
 from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
-from ppo_ds.ppo.scoring import scored
 from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Prompts, Rollout, Scores
@@ -117,26 +116,6 @@ def test_generation_ends_before_the_reward_starts():
         and seen == {}
     )
     assert next(stream).metadata[0]["n"] == 8  # only the rows of one step were consumed
-
-
-def test_scores_are_added_to_the_rollout():
-    answered = generate(prompts_of([2]), SAMPLING)
-    tokens = torch.ones(answered.response_mask.shape, dtype=torch.float64)
-    rollout = scored(
-        answered,
-        Scores(
-            torch.tensor([1, 2]).double(), tokens, {"a": torch.tensor([0.5, 1.5]), "b": torch.tensor([3, 4])}
-        ),
-    )
-    assert (
-        rollout.scores.tolist() == [1.0, 2.0]
-        and rollout.scores.dtype == rollout.token_scores.dtype == torch.float32
-    )
-    assert (
-        rollout.components == ({"a": 0.5, "b": 3.0}, {"a": 1.5, "b": 4.0})
-        and rollout.token_scores.sum() == tokens.sum()
-    )
-    assert torch.equal(rollout.ids, answered.ids) and rollout.metadata == answered.metadata
 
 
 def dynamic(world, useful, max_rounds=10, reward=None):

@@ -7,7 +7,7 @@ import torch
 
 from ppo_ds.ppo.scoring import scored
 from ppo_ds.types import Rollout, Scores
-from tests.ppo.algo_cases import AS_IT_IS, Stub, gae, kl_estimator, maker, rounded, shaper
+from tests.ppo.algo_cases import AS_IT_IS, Stub, gae, maker, rounded
 
 
 def scored_rollout(rollout, scores, per_token=0.0, **components):
@@ -65,80 +65,11 @@ def test_by_hand(world, rollout):
     assert seen["reward/kl_penalty_mean"] == pytest.approx(-(0.2 + 0.3) / 2)
 
 
-def test_discounted_gae(world, rollout):
-    """Gamma and lambda are 0.5.
-
-    First row: delta_2 = 0.9 - 2, delta_1 = -0.1 + 0.5 * 2 - 1, A_1 = delta_1 + 0.25 * A_2.
-    """
-    experience, _ = maker(world, estimate_advantages=gae(gamma=0.5, lam=0.5))(rollout, 0.5)
-    assert rounded(experience.advantages)[0] == [-0.375, -1.1, 0]
-    assert rounded(experience.returns)[0] == [0.625, 0.9, 0, 0]
-    apart, _ = maker(world, estimate_advantages=gae(gamma=0.5, lam=0.5, lam_critic=1.0))(rollout, 0.5)
-    # with lambda 1 for the critic, the first return is -0.1 + 0.5 * 0.9
-    assert rounded(apart.advantages)[0] == [-0.375, -1.1, 0] and rounded(apart.returns)[0] == [
-        0.35,
-        0.9,
-        0,
-        0,
-    ]
-
-
-def test_the_kl_is_zero_if_the_actor_is_the_reference(world, rollout):
-    experience, _ = maker(world, reference=Stub())(rollout, 0.5)
-    assert torch.equal(experience.logprobs, experience.ref_logprobs)
-    assert rounded(experience.rewards) == [[0, 1, 0, 0], [0, 0, -2, 0]]
-
-
-def test_the_kl_is_not_in_the_reward_unless_configured(world, rollout):
-    experience, seen = maker(world, charged_kl=None)(rollout, 0.5)
-    assert (
-        rounded(experience.rewards) == [[0, 1, 0, 0], [0, 0, -2, 0]] and seen["reward/kl_penalty_mean"] == 0
-    )
-
-
-def test_the_configured_estimator_is_in_the_reward(world, rollout):
-    experience, seen = maker(world, charged_kl=kl_estimator("k2"))(rollout, 0.5)
-    assert rounded(experience.rewards) == [[-0.01, 0.99, 0, 0], [-0.01, -0.01, -2.01, 0]]
-    assert seen["reward/kl_penalty_mean"] == pytest.approx(-(0.02 + 0.03) / 2)
-
-
-@pytest.mark.parametrize(
-    ("mode", "clip", "shaped", "clipped"),
-    [
-        ("subtract", None, [1, -2.7], 0.0),
-        ("set", None, [1, 0.7], 0.0),
-        ("scale", None, [1, -1.4], 0.0),
-        (None, 1.5, [1, -1.5], 0.5),
-        (None, 0.5, [0.5, -0.5], 1.0),
-        ("subtract", 2.0, [1, -2], 0.5),  # the penalty comes first
-        ("set", 1.5, [1, 0.7], 0.0),
-    ],
-)
-def test_missing_stop_and_clip(world, rollout, mode, clip, shaped, clipped):
-    shaped_by = shaper(world, clip=clip, missing_eos=mode, missing_eos_value=0.7)
-    experience, seen = maker(world, charged_kl=None, shaper=shaped_by)(rollout, 0.5)
-    assert rounded(experience.rewards) == [[0, shaped[0], 0, 0], [0, 0, shaped[1], 0]]
-    assert seen["reward/clipped_frac"] == clipped
-    assert experience.scores.tolist() == [1.0, -2.0]  # the scores before shaping
-
-
 def test_token_scores_and_components(world, answered):
     rollout = scored_rollout(answered, [1.0, -2.0], per_token=0.25, style=[1.0, 2.0], truth=[0.0, 1.0])
     experience, seen = maker(world, reference=Stub())(rollout, 0.5)
     assert rounded(experience.rewards) == [[0.25, 1.25, 0, 0], [0.25, 0.25, -1.75, 0]]
     assert (seen["reward/component/style_mean"], seen["reward/component/truth_mean"]) == (1.5, 0.5)
-
-
-def test_whitened_over_all_tokens(world, rollout):
-    experience, seen = maker(world, whitening=replace(AS_IT_IS, over="batch"))(rollout, 0.5)
-    raw = torch.tensor([-0.2, -1.1, -5.3, -6.2, -7.1])
-    expected = (raw - raw.mean()) / raw.std(unbiased=False)
-    torch.testing.assert_close(
-        experience.advantages[experience.response_mask], expected, rtol=1e-4, atol=1e-5
-    )
-    # returns are not whitened
-    assert rounded(experience.returns) == [[0.8, 0.9, 0, 0], [-2.3, -2.2, -2.1, 0]]
-    assert seen["adv/max_abs"] == pytest.approx(7.1)  # before whitening
 
 
 def test_padding_is_zero_for_any_model_output(world, rollout):

@@ -14,7 +14,6 @@ import torch
 
 from ppo_ds.algorithm.credit.positions import ScorePosition
 from ppo_ds.algorithm.rollout_is.keys import WEIGHTS, RolloutISConfig
-from ppo_ds.assemble.algorithm import masked_stop_ids
 from ppo_ds.background.pending import Pending
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ppo.experience import ExperienceMaker, mask_stops
@@ -32,23 +31,6 @@ from tests.ppo.algo_cases import (
 )
 
 # -- end tokens that are no actions: tokens 1 and 3 end a response -------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("train_on_eos", "pad", "masked"),
-    [
-        (True, 0, ()),
-        (True, 1, ()),
-        (False, 0, (1, 3)),
-        (False, 1, (1, 3)),
-        (None, 0, ()),
-        (None, 1, (1,)),
-        (None, 3, (3,)),
-    ],
-)
-def test_masked_stop_ids(train_on_eos, pad, masked):
-    """``null`` follows DeepSpeed-Chat: the end token is not an action if it is also the pad token."""
-    assert masked_stop_ids(train_on_eos, (1, 3), pad) == masked
 
 
 def ended():
@@ -83,12 +65,6 @@ def test_a_masked_end_token_is_no_action_but_attended_to(masked, actions):
         1,
     ]
     assert kept.scores.tolist() == rollout.scores.tolist()
-
-
-def test_only_the_last_token_of_a_response_is_masked():
-    assert mask_stops(answers([3], tokens=[[1, 5, 3]]), (1, 3)).response_mask.tolist() == [
-        [True, True, False]
-    ]
 
 
 def test_the_score_of_a_response_whose_end_is_masked(world):
@@ -286,32 +262,6 @@ def test_greedy_baselines(on_ranks, ranks):
 
 
 # -- importance weights for the decode backend ---------------------------------------------------------------
-
-
-def test_importance_weights(world):
-    """Training log-probs minus decode log-probs are ln 3, ln 1.5 and ln 0.25: ratios 3, 1.5 and 0.25."""
-    rollout = answers([2, 1], tokens=[[1, 2], [3]])
-    gaps = torch.tensor([[3.0, 1.5], [0.25, 1.0]]).log()
-    rollout = replace(rollout, logprobs=torch.tensor([[-0.1, -0.2], [-0.3, 0.0]]) - gaps)
-    weighed = {
-        kind: maker(world, rollout_is=WEIGHTS[kind]())(rollout, 0.5)
-        for kind in ("none", "tis", "icepop", "seq_mask_tis")
-    }
-    mask = rollout.response_mask
-    assert {
-        kind: [round(w, 4) for w in made.weights[mask].tolist()] for kind, (made, _) in weighed.items()
-    } == {
-        "none": [1, 1, 1],
-        "tis": [2, 1.5, 0.5],
-        "icepop": [0, 1.5, 0],
-        "seq_mask_tis": [0, 0, 0],  # geometric means: sqrt(4.5) = 2.12 and 0.25
-    }
-    assert (
-        weighed["tis"][1]["parity/weight_mean"] == pytest.approx(4 / 3, abs=1e-6)
-        and "parity/weight_mean" not in weighed["none"][1]
-    )
-    wider, _ = maker(world, rollout_is=WEIGHTS["seq_mask_tis"](low=0.5, high=2.2))(rollout, 0.5)
-    assert [round(w, 4) for w in wider.weights[mask].tolist()] == [3, 1.5, 0]
 
 
 @pytest.mark.parametrize(

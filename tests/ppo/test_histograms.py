@@ -84,7 +84,3 @@ def test_scores_lengths_and_advantages(rows):
     assert (length.edges[0], length.edges[-1], sum(length.counts)) == (1, 6, 8)
     tokens = rows.advantages[rows.response_mask].double().numpy()
     assert advantage.counts == np.histogram(tokens, bins=64)[0].tolist()
-
-
-def test_without_a_finite_value_there_is_no_histogram(rows):
-    assert "reward/score_hist" not in histograms(replace(rows, scores=rows.scores * torch.nan))

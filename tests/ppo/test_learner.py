@@ -188,13 +188,6 @@ def test_value_numbers(world, rows):
     assert seen["value/mean"] == pytest.approx(float(values.mean()), rel=1e-6) and seen["value/clipfrac"] == 0
 
 
-def test_the_kl_in_the_loss_is_reported(world, rows):
-    rows, _ = on_policy(rows)
-    seen, *_ = learned(world, rows, minibatch_size=8, epochs=1, kl_coef=0.7, policy=dict(kl_in_loss=True))
-    d = (rows.logprobs - rows.ref_logprobs)[rows.response_mask].double()
-    assert seen["policy/kl_loss"] == pytest.approx(float((d**2 / 2).mean()), rel=1e-5)
-
-
 def test_gradient_norms_are_those_of_the_whole_step_averaged_over_steps(world, rows):
     reference = TinyPolicy(V, 1)
     rows, _ = on_policy(rows)

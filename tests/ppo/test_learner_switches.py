@@ -166,23 +166,6 @@ def test_a_shared_trunk_has_one_backward_for_both_losses(on_ranks, rows, ranks, 
 # -- additional losses ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 20), (2, 1), (4, 24)])
-def test_the_balance_of_experts_is_a_mean_over_all_tokens(on_ranks, rows, ranks, budget):
-    """Each forward's mean is weighted by its tokens, so the split of rows into forwards has no effect."""
-    settings = dict(policy=dict(aux_coef=0.2))
-    for seen, *engines in on_ranks(
-        ranks, lambda world: learned(world, rows, budget=budget, minibatch_size=8, epochs=1, **settings)
-    ):
-        same(engines, by_hand(rows, minibatch_size=8, epochs=1, **settings))
-        squares = [
-            float(TinyPolicy(V, 1).embed[token].detach().square().sum())
-            for i in range(8)
-            for token in unpadded(rows, i)[0][0, -ANSWERS[i] :]
-        ]
-        assert seen["policy/aux_loss"] == pytest.approx(sum(squares) / len(squares), rel=1e-6)
-    assert "policy/aux_loss" not in learned(on_ranks(1, lambda world: world)[0], rows)[0]
-
-
 def texts(seed, n=4):
     """Makes n texts; the first token is context only, and one to four tokens after it have a loss."""
     lengths = [1 + (i + seed) % 4 for i in range(n)]
@@ -240,13 +223,6 @@ def test_pretraining_texts(on_ranks, rows, ranks, budget):
         assert places == [*range(second), *range(len(places) - second)]
 
 
-def test_the_average_is_updated_after_each_actor_step(world, rows):
-    seen, actor = [], Engine(TinyPolicy(V, 1), world)
-    critic = Engine(TinyCritic(1, 2), world)
-    learner(world, actor, critic, average=lambda: seen.append(actor.steps))(rows, 0.0, 3)
-    assert seen == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_advantages_whitened_by_the_minibatch(on_ranks, rows, ranks, unbiased):
@@ -283,13 +259,6 @@ def test_truncated_responses_are_in_no_loss(on_ranks, rows, agg, ranks, budget):
     ):
         same(engines, expected)
         assert seen["value/mean"] == seen["value/mean"] and seen["policy/loss"] != 0
-
-
-def test_a_minibatch_of_truncated_responses_has_no_gradient(world, rows):
-    rows = replace(rows, finished=torch.zeros(8, dtype=torch.bool))
-    seen, *engines = learned(world, rows, epochs=1, mask_truncated=True, budget=20)
-    same(engines, [TinyPolicy(V, 1), TinyCritic(1, 2)])
-    assert seen["policy/grad_norm"] == 0 and engines[0].steps == 2
 
 
 def test_truncated_responses_count_in_the_whitening_of_a_minibatch(world, rows):

@@ -25,11 +25,6 @@ def test_all_gather_rows_keeps_the_order_of_the_ranks(on_ranks, experience):
         assert rows.prompt_lengths.tolist() == [2, 4, 1, 1] and rows.response_lengths.tolist() == [3, 1, 5, 2]
 
 
-def test_all_gather_rows_of_one_rank_changes_nothing(world, experience):
-    rows = experience([2, 4], [3, 1])
-    assert real(all_gather_rows(rows, world)) == real(rows)
-
-
 def test_all_gather_rows_gathers_objects_too(on_ranks):
     """Raw rows and parts of scores are gathered in the order of the ranks, the same number on each."""
     shares = [

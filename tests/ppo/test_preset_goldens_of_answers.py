@@ -182,7 +182,6 @@ def run_of(world, case, *arguments):
 
 KL_0_1 = "algo.kl.coef=0.1"  # the golden's coefficient
 RAW = "algo.advantage.whiten=none"
-WHITENED = ("algo.advantage.whiten=batch", "algo.advantage.unbiased=true")
 # A run without a critic has no returns. verl's "returns" are its advantages unless a comment says otherwise.
 GROUPS = {
     "verl.grpo.advantages": ("grpo",),
@@ -249,15 +248,6 @@ def test_remax_subtracts_the_score_of_a_greedy_response(world):
     close(run.seen["reward/baseline_mean"], case.reward_baselines.mean())
 
 
-def test_lite_ppo_divides_by_the_deviation_of_all_scores(world):
-    """Written in numpy from arXiv 2508.08221; TRL computes the same with scale_rewards="batch"."""
-    (case,) = cases("group_advantages.json")
-    found = per_answer(run_of(world, case, "lite_ppo").experience.advantages, case.mask)
-    scores = case.scores.numpy()
-    means = scores.reshape(-1, 4).mean(1).repeat(4)
-    close(found, (scores - means) / scores.std(ddof=1))
-
-
 def test_reinforce_pp_uses_its_own_kl_coefficient(world):
     """The golden has the coefficient 0.1 and the preset 0.01.
 
@@ -281,10 +271,6 @@ def test_groups_of_one_are_refused(preset):
         error.value.problems[0].startswith("algo.advantage.estimator=")
         and "rollout.samples_per_prompt" in error.value.problems[0]
     )
-
-
-def test_reinforce_pp_needs_no_group():
-    assert composed("reinforce_pp", samples=1).rollout.samples_per_prompt == 1
 
 
 # policy_loss.json

@@ -30,11 +30,8 @@ def learned(world, rows, **changes):
 
 
 OBJECTIVES = {
-    "plain": dict(),
     "kl": dict(policy=dict(kl_in_loss=True)),
-    "whole answers": dict(policy=dict(level="sequence")),
     "gspo": dict(policy=dict(kind="gspo", clip_low=3e-4, clip_high=4e-4)),
-    "cispo": dict(policy=dict(kind="cispo", agg="seq_mean_token_mean")),
     "whitened": dict(whitening=replace(AS_IT_IS, over="minibatch")),
 }
 
@@ -60,11 +57,6 @@ def test_weights_and_numbers_are_those_of_two_passes(on_ranks, rows, objective, 
             expected_column = rows.logprobs.masked_fill(~rows.response_mask, 0.0).float()
             torch.testing.assert_close(getattr(completed, name), expected_column, rtol=0, atol=1e-6)
         assert torch.equal(completed.values, rows.values) and torch.equal(completed.ids, rows.ids)
-
-
-def test_a_second_optimizer_step_would_need_the_old_policy(world, rows):
-    with pytest.raises(AssertionError, match="second optimizer step"):
-        learned(world, without(rows, "logprobs", "old_logprobs"), minibatch_size=4)
 
 
 def test_no_actor_forward_if_only_the_critic_trains(world, rows):

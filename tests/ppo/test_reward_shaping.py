@@ -25,12 +25,6 @@ def test_penalties_then_the_normaliser_then_the_clip(world):
     assert rollout.scores.tolist() == [3.0, -3.0]
 
 
-def test_without_a_normaliser_there_is_no_state(world):
-    make = shaper(world, clip=2.0)
-    assert shaped(make(answers([1, 1], [3.0, -1.0]))) == ([2.0, -1.0], [3.0, -1.0])
-    assert make.state_dict() == {"count": 0.0, "mean": 0.0, "squares": 0.0}
-
-
 ROUNDS = [[1.0, 3.0], [5.0, 7.0], [9.0, 11.0]]
 
 
@@ -53,12 +47,6 @@ def test_moments_of_all_scores_or_of_the_first_rollout(world, normalize, with_st
     found = rounds(shaper(world, normalize=normalize, with_std=with_std))
     for scores, wanted in zip(found, expected, strict=True):
         assert scores == pytest.approx(wanted, abs=1e-6)
-
-
-def test_the_mean_of_the_first_rollout_is_subtracted(world):
-    """Without ``with_std``, scores are not divided by the deviation, which is 4."""
-    make = shaper(world, normalize="first", with_std=False)
-    assert shaped(make(answers([1, 1], [0.0, 8.0])))[0] == [-4.0, 4.0]
 
 
 @pytest.mark.parametrize("normalize", ["running", "first"])

@@ -39,11 +39,6 @@ def test_special_tokens_of_a_prompt_are_shown(experience, tokenizer):
     assert sample_rows(replace(experience, ids=ids), tokenizer, 1)[0]["prompt"] == "<eos>"
 
 
-@pytest.mark.parametrize(("limit", "n"), [(-1, 4), (0, 0), (3, 3), (99, 4)])
-def test_limit(experience, tokenizer, limit, n):
-    assert len(sample_rows(experience, tokenizer, limit)) == n
-
-
 def test_columns_of_tokens_by_hand(experience, tokenizer):
     """The second state of row 0 has a reward too, and row 2 the reward of the state after its last token."""
     rewards = experience.rewards.clone()

@@ -12,12 +12,12 @@ from ppo_ds.config.targets import bind
 from ppo_ds.distributed import heartbeat
 from ppo_ds.ppo.experience import ExperienceMaker, mask_stops
 from ppo_ds.ppo.scoring import scored, wait_for_scores
-from ppo_ds.rewards.base import Responses, start_scoring
+from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rewards.function import FunctionReward
 from ppo_ds.rewards.remote import RemoteReward
 from ppo_ds.run.stopping import Abandoned
 from ppo_ds.types import Rollout, Scores
-from tests.ppo.algo_cases import Stub, critic_free, critic_free_maker, gae, maker, rounded, shaper
+from tests.ppo.algo_cases import Stub, maker, rounded, shaper
 from tests.ppo.test_collector import PER_ROUND, SAMPLES, dynamic
 from tests.rewards.service import serving
 
@@ -79,31 +79,12 @@ def test_step_rewards_become_rewards_to_go(world, by_steps):
     assert experience.scores.tolist() == [1.5, 1.5] and seen["reward/total_mean"] == 1.5
 
 
-def test_discounted_step_rewards(world, by_steps):
-    """Gamma and lambda are 0.5; the deltas of the last tokens of the first response, from the end:
-
-    2 - 2 = 0, then 0 + 0.5 * 2 - 6 = -5, then -1 + 0.5 * 6 - 7 = -5.
-    """
-    rollout = rollout_of(*RESPONSES)
-    make = maker(world, reference=Stub(), estimate_advantages=gae(gamma=0.5, lam=0.5))
-    experience, _ = make_with(make, rollout, by_steps.start_scoring(rollout))
-    assert rounded(experience.advantages)[0][4:] == [-5 + 0.25 * (-5 + 0.25 * 0), -5, 0]
-
-
 def test_the_kl_is_subtracted_from_step_rewards_and_the_clip_is_not_applied(world, by_steps):
     """log pi_ref is log pi - 0.2, so each token costs 0.1 with the coefficient 0.5."""
     rollout = rollout_of(*RESPONSES)
     make = maker(world, shaper=shaper(world, clip=0.25))
     experience, _ = make_with(make, rollout, by_steps.start_scoring(rollout), 0.5)
     assert rounded(experience.rewards)[0] == [-0.1, 0.4, -0.1, -0.1, -1.1, -0.1, 1.9, 0]
-
-
-def test_a_group_estimator_compares_the_sums(world, by_steps):
-    """Both responses have the sum 1.5, so neither is better than the other."""
-    rollout = rollout_of(*RESPONSES)
-    make = critic_free_maker(world, reference=Stub(), estimate_advantages=critic_free("grpo", group_size=2))
-    experience, _ = make_with(make, rollout, by_steps.start_scoring(rollout))
-    assert not experience.advantages.any()
 
 
 def test_the_reward_of_a_masked_end_token_moves_to_the_last_action(world, by_steps):
@@ -227,38 +208,6 @@ def test_a_part_of_a_mixture_overlaps_with_the_other_parts(world, tmp_path):
         "reward/component/later_raw_mean": 3.0,
         "reward/component/later/fallback_mean": 0.0,
     }
-
-
-class Tags:
-    """Stands in for a tokenizer that decodes all tags."""
-
-    def encode_many(self, texts, special_tokens):
-        return texts
-
-    def decode(self, text):
-        return text
-
-
-def test_both_scores_of_an_answer_mix_may_come_from_a_pool(tmp_path):
-    (tmp_path / "plain.py").write_text("def score(p, texts, rows): return [float(len(texts[0]))]")
-    path = f"{tmp_path}/plain.py:score"
-    function = {"_target_": "ppo_ds.rewards.function.FunctionReward", "path": path, "pool": "process"}
-    spec = {"_target_": "ppo_ds.rewards.weighted.AnswerMix", "reward": function, "tag": "a"}
-    responses = Responses(({"prompt_text": "p"},) * 2, ("x<a>yz</a>", "none"), (True, True))
-    scores = bind(spec, "reward")(tokenizer=Tags()).score_responses(responses)
-    assert scores.tolist() == [pytest.approx(0.4 * 10 + 0.6 * 2), 4]
-
-
-def test_overlapped_and_immediate_scores_give_the_same_experience(world, tmp_path):
-    (tmp_path / "plain.py").write_text("def score(p, texts, rows): return [len(text) / 3 for text in texts]")
-    path, rollout, found = f"{tmp_path}/plain.py:score", rollout_of([3, EOS], [4, 5, EOS]), []
-    for settings in ({}, {"pool": "process", "workers": 1}, {"pool": "process", "workers": 4}):
-        pending = FunctionReward(path, tokenizer=Words(), **settings).start_scoring(rollout)
-        found.append(make_with(maker(world), rollout, pending, 0.5))
-    for experience, metrics in found[1:]:
-        assert metrics == found[0][1]
-        for name, column in experience.tensors().items():
-            assert torch.equal(column, found[0][0].tensors()[name]), name
 
 
 # -- waiting ---------------------------------------------------------------------------------------------

@@ -42,12 +42,6 @@ def test_the_coefficient_of_a_step_is_the_one_before_its_update(loop):
     assert named(events, "learn") == pytest.approx([0.1, 0.12])
 
 
-def test_gathered_bytes_are_logged_per_step(loop):
-    run, _ = loop(total_steps=2)
-    run.fit()  # the first number of the stand-in is read before the first step
-    assert [run.tracker.metrics[step]["perf/switch_gb"] for step in (1, 2)] == [0.5, 1.0]
-
-
 @pytest.mark.parametrize(
     ("stop", "plan", "reason", "steps"),
     [

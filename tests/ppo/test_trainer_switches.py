@@ -138,12 +138,6 @@ def test_every_part_with_a_state_is_saved_and_restored(loop):
     assert resumed.stage.stateful["prompts"].n == 3
 
 
-def test_evaluation_leaves_the_average_if_the_config_says_so(loop):
-    run, events = loop(ema=True, algo=["actor.ema.evaluate=false"], scores=[0.1, 0.2, 0.3], eval_every=2)
-    run.fit()
-    assert "evaluate" in events and "to the average" not in events
-
-
 def test_evaluation_uses_the_average(loop):
     run, events = loop(ema=True, scores=[0.1, 0.2, 0.3], eval_every=2)
     run.fit()
@@ -173,18 +167,6 @@ def test_the_kl_after_the_update(loop, asked):
     assert run.tracker.metrics[2].get("kl/after_update") == (0.25 if asked else None)
     if asked:
         assert events[events.index("kl now") - 1][0] == "learn"
-
-
-def test_metrics_of_sampling_and_experience_are_logged(loop):
-    run, _ = loop()
-    run.fit()
-    line = run.tracker.metrics[2]
-    assert (line["rollout/rounds"], line["seen"], line["policy/loss"], line["kl/coef"]) == (
-        1.0,
-        line["kl/coef"],
-        1.0,
-        pytest.approx(0.12),
-    )
 
 
 def test_the_target_is_shown_beside_the_kl(loop):

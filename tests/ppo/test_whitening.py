@@ -60,12 +60,6 @@ def test_whitening_by_minibatch_is_left_to_the_learner(world, level):
     assert flat(whitening.whiten(raw, mask), mask) == pytest.approx(expected, abs=1e-5)
 
 
-def test_no_whitening(world):
-    raw, mask = columns()
-    plain = Whitening("none", False, "token")
-    assert torch.equal(plain.whiten_rollout(raw, mask, 2, world.sum), raw)
-
-
 @pytest.mark.parametrize("over", ["batch", "group"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_two_ranks_equal_one(on_ranks, world, over, level):
