@@ -19,21 +19,14 @@ FORWARD = 64  # fixed cost of one more forward pass, in tokens
 def plan_forwards(
     lengths: Tensor, token_budget: int, at_least: int = 1, packed: bool = False
 ) -> list[Tensor]:
-    """Groups rows of ``lengths`` [B] into forward passes, each row in one group.
+    """Groups rows of ``lengths`` [B] into forward passes, each row in one group; returns their row
+    indices.
 
-    Rows are sorted by length, longest first, so that lengths within a group are similar and an out-of-memory
-    error occurs in the first group. A group stays within ``token_budget``, unless it is a single row that
-    exceeds it.
-
-    Args:
-        at_least: Minimum number of groups, at most B; the most expensive groups are halved until it is
-            reached. Every rank must run the same number of forward passes.
-        packed: Rows are concatenated without padding, and a group costs the sum of its lengths. Otherwise
-            rows are padded to the longest of the group, which costs rows * longest, and the grouping has the
-            smallest total cost, where each group adds ``FORWARD`` to the cost.
-
-    Returns:
-        Row indices of each group (LongTensor).
+    Rows are sorted by length, longest first, so that an out-of-memory error occurs in the first group. A
+    group stays within ``token_budget``, unless it is a single row. Packed rows cost the sum of their
+    lengths; padded ones cost rows * longest + ``FORWARD``, and the grouping has the smallest total cost.
+    The most expensive groups are halved until there are ``at_least``, since every rank must run the same
+    number of forward passes.
     """
     assert 1 <= at_least <= len(lengths), f"{at_least} groups of {len(lengths)} rows"
     order = torch.argsort(lengths.cpu(), descending=True, stable=True)
@@ -117,15 +110,10 @@ def fill_groups(descending: list[int], token_budget: int) -> list[int]:
 def cheapest_groups(descending: list[int], token_budget: int) -> list[int]:
     """Returns the ends of the padded groups with the smallest total cost, by dynamic programming.
 
-    The cheapest grouping of the first ``end`` rows consists of a last group and the cheapest grouping of the
-    rows before it. Of two equally cheap ones, it is the one with the later start of the last group.
-
-    A last group from ``start`` costs ``size * end + base``, with the size of its longest row. A later start
-    has rows that are no longer, so its cost grows no faster with ``end``: once it is as cheap as an earlier
-    start, it stays so, and the earlier start is no longer needed. An earlier start also reaches the token
-    budget first. Starts therefore wait in a queue, ordered by the ends from which each replaces the one
-    before it, and the best start is at the front. Each start enters and leaves the queue once, so the time
-    grows linearly with the number of rows (Galil and Park 1992).
+    Of two equally cheap groupings, it is the one with the later start of the last group. A last group from
+    ``start`` costs ``size * end + base``. A later start has rows that are no longer: once it is as cheap
+    as an earlier one, it stays so. Starts therefore wait in a queue, ordered by the ends from which each
+    replaces the one before it, and the time is linear in the number of rows (Galil and Park 1992).
     """
     count = len(descending)
     costs = [0] * (count + 1)  # of the cheapest grouping of the first 0, 1, 2, ... rows
@@ -162,13 +150,10 @@ def cheapest_groups(descending: list[int], token_budget: int) -> list[int]:
 
 
 def balance_ranks(lengths: Tensor, ranks: int) -> list[Tensor]:
-    """Assigns rows of ``lengths`` [B] to ranks, B divisible by ``ranks``.
+    """Assigns rows of ``lengths`` [B] to ranks, B divisible by ``ranks``; returns the row indices of each.
 
-    Rows are sorted by length, longest first (a stable sort), and assigned in snake order (0 1 2 2 1 0 0 1 2
-    ...). Every rank gets the same number of rows and about the same number of tokens.
-
-    Returns:
-        Row indices of each rank (LongTensor [B/ranks]).
+    Rows are sorted by length and assigned in snake order (0 1 2 2 1 0 0 1 2 ...), so that every rank gets
+    the same number of rows and about the same number of tokens.
     """
     assert len(lengths) % ranks == 0, f"{len(lengths)} rows over {ranks} ranks"
     rounds = torch.argsort(lengths.cpu(), descending=True, stable=True).view(-1, ranks).clone()

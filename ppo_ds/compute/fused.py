@@ -1,8 +1,7 @@
 """RMSNorm and rotary position embeddings with fewer kernels and fewer saved tensors than autograd needs.
 
-The results and gradients are bit-identical to those of the code in transformers, since the same operations
-run in the same order; only copies, temporary tensors and repeated passes are left out. RMSNorm keeps its
-input and one number per row for the backward, autograd keeps three tensors of the input's size in 16 bits.
+Results and gradients are bit-identical to those of transformers: the same operations run in the same
+order.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """Log-probabilities, entropy and accuracy of a linear head without materialising the logits.
 
-The logits of K hidden states and V tokens are K x V numbers, and so is their gradient: 5 GB each in float32
-for 8,192 states and 151,936 tokens. Here they are computed for one block of the vocabulary at a time, [K,b],
-and discarded. The backward pass recomputes them, which adds a fourth matrix product to the three that a head
-always needs. If all blocks together are small, they are kept instead. Each block contains every state, so the
-gradient of a weight row is a single product and is not accumulated in 16 bits.
-
-Logits are converted to float32 (float64 for float64 inputs) first. For 16-bit states and weights, CUDA and
-ROCm return the products in float32, here and in ``linear_logits``, which decoding uses: logits rounded to
-bfloat16 would differ from those of training by up to 0.4%. The CPU rounds the products to 16 bits in both,
-because only a matrix product with a 16-bit result is fast there. The CUDA branches have not run on a GPU.
+The logits of K states and V tokens (5 GB in float32 for 8,192 x 151,936), and their gradient, are computed
+for one block of the vocabulary at a time, [K,b], in float32 or wider; the backward pass recomputes them,
+unless all blocks together are small. For 16-bit states and weights, CUDA and ROCm return the products in
+float32, here and in ``linear_logits``, which decoding uses; the CPU rounds them to 16 bits in both.
 """
 
 from __future__ import annotations
@@ -52,19 +46,11 @@ def linear_statistics(
     block_elements: int | None = None,
     kept_elements: int = KEPT,
 ) -> LabelStatistics:
-    """Computes the statistics of softmax((hidden weight^T + bias) / temperature) and its ``labels``.
+    """Computes the statistics of softmax((hidden weight^T + bias) / temperature) and its ``labels`` [K].
 
-    They are in float32 or wider, and differentiable except for ``correct``.
-
-    Args:
-        hidden: [K,H].
-        weight: [V,H].
-        bias: [V] or None.
-        labels: [K].
-        with_entropy: Computes the entropy.
-        with_mean: Computes the mean log-prob over the vocabulary.
-        block_elements: Maximum number of logits in a block [K,b].
-        kept_elements: Maximum number of logits that are kept for the backward pass instead of recomputed.
+    hidden is [K,H], weight [V,H], bias [V] or None. The results are in float32 or wider, and
+    differentiable except for ``correct``. At most ``block_elements`` logits are in a block, and at most
+    ``kept_elements`` are kept for the backward pass instead of recomputed.
     """
     size = block_elements or (CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK)
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= kept_elements
@@ -73,30 +59,6 @@ def linear_statistics(
             hidden, weight, bias, labels, temperature, with_entropy, with_mean, size, keep
         )
     )
-
-
-def linear_logprobs_and_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    temperature: float = 1.0,
-    *,
-    with_entropy: bool = True,
-    block_elements: int | None = None,
-    kept_elements: int = KEPT,
-) -> tuple[Tensor, Tensor | None]:
-    """Computes the log-probs and the entropy (None without ``with_entropy``) of linear_statistics."""
-    return linear_statistics(
-        hidden,
-        weight,
-        bias,
-        labels,
-        temperature,
-        with_entropy=with_entropy,
-        block_elements=block_elements,
-        kept_elements=kept_elements,
-    )[:2]
 
 
 def _blocks(rows: int, vocabulary: int, size: int) -> Iterator[slice]:

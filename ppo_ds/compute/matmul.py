@@ -1,12 +1,7 @@
 """Products of fp32 matrices on a CPU, computed by oneDNN where it is faster than torch's default library.
 
-PyTorch multiplies fp32 matrices with Intel MKL, which does not use AVX-512 on processors of other vendors.
-oneDNN, which PyTorch contains too, does. On an AMD EPYC of the Zen 5 generation it computed the products of a
-small Llama 1.6 to 2.3 times as fast (docs/performance.md). All other products are left to torch: other dtypes
-and devices, and all products on Intel's processors and on processors without AVX-512.
-
-oneDNN is called by the operator that TorchInductor calls for compiled linear layers. It has no derivative,
-which ``_Linear`` adds.
+PyTorch uses Intel MKL, which does not use AVX-512 on processors of other vendors. On an AMD EPYC (Zen 5)
+oneDNN was 1.6 to 2.3 times as fast (docs/performance.md). All other products are left to torch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Sizes of a transformer, and the FLOPs and bytes of its forward passes, computed from them.
-
-The numbers are lower bounds for any implementation.
+"""Sizes of a transformer, and the least FLOPs and bytes of its forward passes, computed from them.
 
 A multiplication and an addition are two FLOPs. Norms, softmax and activation functions are left out (below
-1 %). Recomputation (gradient checkpointing) is not counted, as in PaLM's MFU (Chowdhery et al. 2022, appendix
-B).
+1 %), and so is recomputation, as in PaLM's MFU (Chowdhery et al. 2022, appendix B).
 """
 
 from __future__ import annotations
@@ -50,11 +47,8 @@ def causal_pairs(lengths: Iterable[int]) -> int:
 
 
 def forward_flops(size: Size, tokens: int, pairs: int, head_positions: int) -> int:
-    """Computes the FLOPs of a forward pass over ``tokens`` tokens without padding.
-
-    Args:
-        pairs: Attended (query, key) pairs, see causal_pairs.
-        head_positions: Positions at which the head is applied.
+    """Computes the FLOPs of a forward over ``tokens`` tokens and ``pairs`` (query, key) pairs, see
+    causal_pairs.
     """
     return (
         2 * (size.body - size.idle) * tokens
@@ -66,11 +60,7 @@ def forward_flops(size: Size, tokens: int, pairs: int, head_positions: int) -> i
 def decode_bytes(size: Size, steps: int, contexts: int, bytes_each: int) -> int:
     """Computes the bytes read by ``steps`` decode steps: the weights once per step, and the KV cache.
 
-    The looked-up rows of the input embedding are left out.
-
-    Args:
-        contexts: Cached positions that are read, summed over steps and rows.
-        bytes_each: Bytes of one weight and of one cached number.
+    ``contexts`` are the cached positions that are read, summed over steps and rows.
     """
     weights = (size.body + size.head) * steps
     return bytes_each * (weights + 2 * size.layers * size.kv_width * contexts)

@@ -10,11 +10,10 @@ RATIO_EDGES = [i / 40 for i in range(81)]  # 0 to 2 in steps of 0.025
 
 
 def count_bins(values: Tensor, edges: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Counts the values where ``mask`` is set in the bins between the sorted ``edges`` [N+1].
+    """Counts the values where ``mask`` is set in the bins between the sorted ``edges`` [N+1]: [N] long.
 
-    Returns [N] long. Bin i holds the values from edges[i] up to but without edges[i+1]. The first and the
-    last bin also hold the values below and above all edges. NaN is not counted. The counts come from a sort,
-    because the operations of torch that count directly (histc, bincount) are not deterministic on a GPU.
+    The first and the last bin also hold the values below and above all edges. NaN is not counted. The
+    counts come from a sort, because histc and bincount are not deterministic on a GPU.
     """
     counted = ~values.isnan() if mask is None else mask & ~values.isnan()
     in_order = values.masked_fill(~counted, torch.inf).flatten().sort().values

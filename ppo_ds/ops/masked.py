@@ -47,9 +47,8 @@ def masked_mean_var(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes mean, variance and count (0-dim) of the positions with mask = 1 over all ranks; detached.
 
-    The computation takes two passes, the mean and then the squared differences from it, both summed and
-    reduced in float64. E[x^2] - E[x]^2 would lose all precision for advantages that are far from 0. The
-    variance of fewer than two positions is 0.
+    Two passes in float64, since E[x^2] - E[x]^2 loses all precision far from 0. The variance of fewer than
+    two positions is 0.
     """
     total = reduce or (lambda t: t)
     mask = mask.bool().expand_as(x)
@@ -72,14 +71,9 @@ def masked_whiten(
     reduce: Reduce | None = None,
     min_var: float = 0.0,
 ) -> Tensor:
-    """Computes (x - mean) / sqrt(max(var, min_var) + eps), detached; 0 where mask = 0.
+    """Computes (x - mean) / sqrt(max(var, min_var) + eps) over all ranks, detached; 0 where mask = 0.
 
-    The statistics are computed over all ranks. With fewer than two positions the variance is undefined, and
-    the result is x - mean.
-
-    Args:
-        shift_mean: False keeps the mean, as in TRL. Shifting rewards would add a constant to the reward of
-            each token, and so favour long or short responses.
+    With fewer than two positions the result is x - mean. ``shift_mean`` False keeps the mean, as in TRL.
     """
     mean, var, count = masked_mean_var(x, mask, unbiased, reduce)
     scale = torch.where(count < 2, 1.0, torch.rsqrt(var.clamp(min=min_var) + eps))

@@ -12,9 +12,8 @@ def outcome_shares(
 ) -> tuple[float, float, float]:
     """Returns the shares of pairs of responses to one prompt that are won, tied and lost.
 
-    Each response of one model is compared with each of the other. A pair with equal texts is a tie even if
-    its scores differ: the score of a reward model depends slightly on the other rows of its batch, and a
-    judge may be random.
+    Each response of one model is compared with each of the other. Equal texts are a tie even if their
+    scores differ, which depend slightly on the batch.
     """
     won = tied = 0
     for score, text in zip(scores, texts, strict=True):

@@ -1,8 +1,6 @@
-"""Masks, positions and position ids of prompt + response sequences.
+"""Masks, positions and position ids of sequences: P padded prompt width (left), T response width (right).
 
-B sequences, P padded prompt width (left), T padded response width (right). Masks come from lengths and stop
-tokens, never from ``ids != pad``. If pad == eos, that comparison would mask the EOS, which is the action that
-receives the score.
+Masks come from lengths and stop tokens, never from ``ids != pad``: if pad == eos, that would mask the EOS.
 """
 
 from __future__ import annotations
@@ -21,17 +19,11 @@ def response_mask(
     lengths: Tensor | None = None,
     include_eos: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Determines which response tokens are actions of the policy.
+    """Determines which response tokens [B,T] are actions of the policy.
 
-    Args:
-        response_ids: [B,T].
-        lengths: Generated tokens per row [B], if the backend knows them; everything after them is padding.
-        include_eos: False removes the stop token from the mask, but not from the lengths: it was generated
-            and is attended to.
-
-    Returns:
-        mask [B,T] bool; lengths [B] long up to and including the first stop token; finished [B] bool, True if
-        the row contains a stop token.
+    ``lengths`` [B] are the generated tokens, if the backend knows them. Without ``include_eos`` the stop
+    token is no action, but counts in the lengths. Returns the mask [B,T] bool; lengths [B] long up to and
+    including the first stop token; finished [B] bool, True if the row contains a stop token.
     """
     width = response_ids.shape[1]
     positions = torch.arange(width, device=response_ids.device)

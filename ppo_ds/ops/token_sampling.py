@@ -1,8 +1,7 @@
 """Sampling of the next token of each row, on the device and without host synchronisation.
 
-Tokens are sampled by inverting the cumulative distribution function at a given uniform number. The caller may
-draw all numbers of a rollout at its start, one per row and position. The token that a row samples then does
-not depend on other rows, on the batch size or on the scheduling.
+The cumulative distribution function is inverted at a given uniform number per row and position, so that a
+token does not depend on other rows, on the batch size or on the scheduling.
 """
 
 from __future__ import annotations
@@ -24,17 +23,12 @@ def draw(
     top_p: float,
     barred: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Samples one token per row and returns tokens [n] long and their log-probs [n] float32.
+    """Samples one token per row of logits [n,V]: tokens [n] long and their log-probs [n] float32.
 
-    Log-probs are those of the whole distribution at ``temperature``, before ``top_k``, ``top_p`` and
-    ``barred`` are applied. The filters and their order are those of the logits warpers in transformers.
-
-    Args:
-        logits: [n,V].
-        uniforms: [n] float64 in [0,1).
-        top_k: 0 is off, 1 is greedy.
-        top_p: 1.0 is off.
-        barred: Token ids [k], and a mask [n] of the rows that must not sample them.
+    Log-probs are those of the whole distribution at ``temperature``, before the filters, which are those
+    of the logits warpers in transformers. ``uniforms`` is [n] float64 in [0,1). ``top_k`` 0 is off, 1
+    greedy; ``top_p`` 1.0 is off. ``barred`` are token ids [k], and a mask [n] of the rows that must not
+    sample them.
     """
     scores = logits.float()
     logprobs = torch.log_softmax(scores if temperature == 1.0 else scores / temperature, dim=-1)
@@ -64,15 +58,10 @@ def filter_logits(scores: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Returns the token of each row [n] at which the running sum of the weights exceeds u x total.
+    """Returns the token of each row [n] at which the running sum of the weights [n,V] exceeds u x total.
 
-    A float32 running sum over 150k tokens would be off by more than its smallest terms. The weights are
-    therefore summed in blocks. A float64 running sum of the block sums selects a block, and a float64 running
-    sum of the weights in this block selects the token.
-
-    Args:
-        weights: [n,V] >= 0, of any positive sum.
-        uniforms: [n] float64 in [0,1).
+    A float32 running sum over 150k tokens would be off by more than its smallest terms. A float64 running
+    sum of block sums therefore selects a block, and one of the weights in this block selects the token.
     """
     n, vocabulary = weights.shape
     if vocabulary % _BLOCK:

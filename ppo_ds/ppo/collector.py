@@ -1,7 +1,6 @@
 """Collection of the rollout of one PPO step: generation and scoring, in one or several rounds.
 
-Rewards that score in the background go on while the models compute log-probs and values. Dynamic sampling
-needs the scores of a round at once, so it waits for them.
+Scoring may go on in the background; dynamic sampling waits for it.
 """
 
 from __future__ import annotations
@@ -80,9 +79,9 @@ class GreedyRolloutCollector(RolloutCollector):
 class DynamicRolloutCollector(RolloutCollector):
     """DAPO's dynamic sampling (Yu et al. 2025): replaces prompts whose responses all have the same score.
 
-    Generation runs in whole rounds until all ranks together have enough prompts whose responses differ in
-    score. Prompts are used in the order in which they were drawn, and the surplus is dropped. If
-    ``max_rounds`` rounds are not enough, prompts with equal scores fill the batch, so its size never changes.
+    Rounds run until all ranks together have enough prompts whose responses differ in score, in the order
+    in which they were drawn. After ``max_rounds``, prompts with equal scores fill the batch, so its size
+    never changes.
     """
 
     group_size: int

@@ -31,9 +31,8 @@ class KeptOutputs(NamedTuple):
 class KeptForwards:
     """Runs forwards of a rollout with gradients, and keeps their outputs until the update takes them.
 
-    Forwards are kept only if every rank runs all its rows in one forward, which is then the only micro-batch
-    of the update: with several micro-batches, their graphs would be in memory at the same time. Each rank
-    then trains on the rows that it has generated. Otherwise the update divides all rows evenly among ranks.
+    Forwards are kept only if every rank runs all its rows in one forward, which is then the only
+    micro-batch of the update. Each rank then trains on the rows that it has generated.
     """
 
     options: Mapping[str, Mapping[str, Any]]  # model -> options of its forward in the update
@@ -71,9 +70,8 @@ class KeptForwards:
     def fits(self, rollout: Sequences, plan: list[Tensor]) -> bool:
         """Returns whether all rows of each rank fit into one micro-batch and keeping it saves time.
 
-        A backward takes twice the time of a forward. In units of a forward of as many tokens, the rank with
-        the most tokens takes 1 forward before the update and its even share of 3 in the update if nothing is
-        kept, and 3 of its own if the forward is kept. A collective if ``plan`` is a single forward.
+        In units of a forward, the rank with the most tokens takes 1 and its even share of 3 in the update
+        if nothing is kept, and 3 of its own otherwise. A collective if ``plan`` is a single forward.
         """
         if len(plan) > 1:  # on every rank, since all ranks run the same number of forwards
             return False

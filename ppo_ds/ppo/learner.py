@@ -1,8 +1,7 @@
 """Implements learn: several epochs of clipped policy and value updates over one experience.
 
-Actor and critic step together or not at all: the backward passes of both come first, then all ranks agree on
-whether every loss and gradient is finite (engine/lockstep.py). The actor's gradients stay in memory while the
-critic's are computed.
+Actor and critic step together or not at all: the backward passes of both come first, then all ranks agree
+on whether every loss and gradient is finite (engine/lockstep.py).
 """
 
 from __future__ import annotations
@@ -132,10 +131,9 @@ class Learner:
     ) -> tuple[Experience, Metrics]:
         """Trains the models on ``experience``; returns it with the metrics of the update. A collective.
 
-        ``seed`` determines the order of the rows and must be the same on every rank. If the actor is
-        trained and the experience has no old log-probs, the update must be a single optimizer step. The
-        forward of that step computes the old log-probs, and the returned experience contains them. May raise
-        StepRefused before any weight has changed.
+        ``seed`` orders the rows and must be the same on every rank. Without old log-probs, the update must
+        be a single optimizer step, whose forward computes them. May raise StepRefused before any weight
+        has changed.
         """
         shuffle, schedule = torch.Generator().manual_seed(seed), self.schedule
         kept = KeptOutputs(None, {}) if self.kept is None else self.kept.take()
@@ -252,9 +250,8 @@ class Learner:
     ) -> LockstepResult:
         """Steps all models or none, and sums what the next steps and the parity check need over ranks.
 
-        ``sums`` of the result begins with the sum and the count of approx_kl if the schedule has a target_kl.
-        The ``first`` step of an update compares the log-probs of generation with those of its forward, if no
-        earlier forward has computed them. Raises StepRefused if the difference is too large.
+        ``sums`` of the result begins with the sum and the count of approx_kl if the schedule has a
+        target_kl. The ``first`` step checks the gap of generation. Raises StepRefused if it is too large.
         """
         extra, measures_gap = [], False
         if actor is not None:
@@ -359,10 +356,11 @@ class Learner:
         kl_coef: float,
         out: PolicyOutput | None = None,
     ) -> tuple[Tensor, Parts, Tensor]:
-        """Computes a micro-batch's part of the actor's loss, its metrics and its log-probs [b,R'] (detached).
+        """Computes a micro-batch's part of the actor's loss, its metrics and its log-probs [b,R']
+        (detached).
 
-        With a shared trunk, the loss includes the value loss, so that one forward and one backward are
-        enough. ``out`` is the output of the actor, if it is known.
+        With a shared trunk, the loss includes the value loss. ``out`` is the output of the actor, if it is
+        known.
         """
         if out is None:
             out = self.actor(

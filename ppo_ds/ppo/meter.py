@@ -43,9 +43,8 @@ class Meter:
     ) -> Metrics:
         """Returns perf/mfu_* and perf/hbm_frac_decode, the fractions of the peak capacity that were used.
 
-        perf/mfu_* counts the minimum FLOPs of the updates, without the texts of algo.ptx.
-        perf/hbm_frac_decode counts the minimum bytes that decoding reads (weights and cache), as if each rank
-        decoded all its rows in one batch.
+        They count the minimum FLOPs of the updates, without the texts of algo.ptx, and the minimum bytes
+        that decoding reads, as if each rank decoded all its rows in one batch.
         """
         lengths = experience.attention_mask.sum(1).tolist()
         head_positions = int(experience.response_lengths.sum())
@@ -61,8 +60,8 @@ class Meter:
     def decoded_bytes(self, experience: Experience, generated: float) -> float:
         """Returns the minimum number of bytes that decoding ``generated`` tokens reads, over all ranks.
 
-        For responses that dynamic sampling dropped and for greedy responses, only the number of tokens is
-        known. Each of their tokens is assumed to cost as much as an average token of the other responses.
+        Each token of a dropped or greedy response is assumed to cost as much as an average token of the
+        others.
         """
         prompts, responses = experience.prompt_lengths.tolist(), experience.response_lengths.tolist()
         steps = max(*responses, 1) - 1  # the first token comes from the prompt's forward

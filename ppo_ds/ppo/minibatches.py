@@ -1,9 +1,7 @@
 """Exchanges the rows of a rollout among ranks, forms minibatches and collects the outputs of forwards.
 
-Each rank computes the experience of the rows that it generated. Then every rank receives all rows, which are
-small compared with a model (a few MB for 512 responses of 1,000 tokens). One seeded permutation of the
-*global* rows forms the minibatches, and each rank takes an equal share of them. Every rank therefore knows
-totals and micro-batch counts without communication, and the number of ranks affects only the speed.
+Every rank receives all rows. One seeded permutation of the *global* rows forms the minibatches, so that
+the number of ranks affects only the speed, and totals are known without communication.
 """
 
 from __future__ import annotations

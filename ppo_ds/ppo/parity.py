@@ -1,9 +1,6 @@
 """Checks, at start-up and in each PPO step, that decode backend and training engine agree on log-probs.
 
-Wrong position ids, wrong masks, a cache in another dtype or an inference copy with stale weights make the
-log-probs of generation differ from those of the training engine. Training then fails slowly, as it does with
-bad hyperparameters. Generating a few tokens at start-up reveals most of these errors. Stale weights show only
-after an update, so the difference is also compared with a bound in every step.
+Wrong position ids or masks show in a few tokens at start-up, stale weights only after an update.
 """
 
 from __future__ import annotations

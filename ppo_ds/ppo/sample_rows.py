@@ -21,11 +21,9 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not yet a 
 def sample_rows(
     experience: Experience, tokenizer: Tokenizer, limit: int, token_limit: int = 0
 ) -> list[dict[str, Any]]:
-    """Returns the first ``limit`` rows (-1: all) as text.
+    """Returns the first ``limit`` rows (-1: all) as text, with their numbers.
 
-    Each row has its score and the components of the score, its summed KL (nats), length (tokens), finish
-    reason and the token that ended it, and with an environment its turns. With ``token_limit``, it has
-    columns of its first tokens, at most that many, see ``token_columns``.
+    With ``token_limit``, each has columns of its first tokens, at most that many, see ``token_columns``.
     """
     log_ratio, width = reference_log_ratio(experience), experience.prompt_width
     kl = [None] * len(experience) if log_ratio is None else log_ratio.sum(1).tolist()
@@ -57,17 +55,8 @@ def sample_rows(
 def token_columns(experience: Experience, tokenizer: Tokenizer, i: int, limit: int) -> dict[str, list[Any]]:
     """Returns columns of the first ``limit`` response tokens of row ``i``, each with one entry per token.
 
-    text          pieces that together are the text of the tokens, special tokens included
-    ids
-    logprobs      of the actor before the update
-    ref_logprobs  of the reference
-    values        of the critic, in the state before the token
-    advantages    as the update uses them, but for a whitening of each minibatch
-    rewards       the shaped score and the KL penalty; the last token of a response also has the reward of the
-                  state after it
-    feedback      whether the environment added the token; only with an environment
-
-    Columns that the run does not compute are missing.
+    The last token of a response also has the reward of the state after it; values are those of the state
+    before a token. Columns that the run does not compute are missing.
     """
     length = int(experience.response_lengths[i])
     count = min(length, limit)

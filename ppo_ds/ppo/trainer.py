@@ -6,17 +6,10 @@ One step, as in Ouyang et al. 2022 (InstructGPT) and Schulman et al. 2017:
   3. learn             several epochs of clipped policy and value updates over shuffled minibatches
   4. kl.update         the controller adjusts the KL coefficient
 
-Departures from the paper:
-  - Scores are clipped after the penalty for a missing stop token, the KL is subtracted from the reward of
-    each token, and advantages are whitened over the whole rollout of all ranks (experience.py). The config
-    can switch each of these off.
-  - Actor and critic step together or not at all, and only if every loss and gradient is finite (learner.py).
-  - Before the first policy update, the critic may be trained by itself: on rollouts of the initial policy
-    (algo.value.pretrain_rollouts, VC-PPO, Yuan et al. 2025) and in the first steps (algo.value.warmup_steps).
-  - The old policy may lag several steps behind the actor (algo.old_policy=lagged, algo.lag).
-  - Prompts whose responses all have the same score may be replaced (algo.dynamic_sampling, DAPO, Yu et al.
-    2025).
-  - Critic-free estimators may replace GAE (algo.advantage.estimator).
+Departures from the paper are in experience.py and learner.py. The critic may be trained by itself before
+the first policy update (algo.value.pretrain_rollouts, VC-PPO, Yuan et al. 2025), the old policy may lag
+(algo.old_policy), and prompts of equal scores may be replaced (algo.dynamic_sampling, DAPO, Yu et al.
+2025).
 """
 
 from __future__ import annotations

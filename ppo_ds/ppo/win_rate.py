@@ -24,9 +24,8 @@ Rows = Sequence[dict[str, Any]]
 class ReferenceResponses:
     """The reference's responses to the held-out prompts with their scores, computed once per run.
 
-    A reference with the initial weights of the actor responds like the policy in the first evaluation, so
-    that evaluation provides its responses. Any other reference generates them. A file in the run directory
-    keeps them for a resumed run, which has another policy by then.
+    The first evaluation provides the responses of a reference with the initial weights of the actor; any
+    other reference generates them. A file in the run directory keeps them for a resumed run.
     """
 
     file: Path

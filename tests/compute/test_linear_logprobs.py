@@ -11,13 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ppo_ds.compute import linear_logprobs
-from ppo_ds.compute.linear_logprobs import (
-    GPU_BLOCK,
-    has_fp32_products,
-    linear_logits,
-    linear_logprobs_and_entropy,
-    linear_statistics,
-)
+from ppo_ds.compute.linear_logprobs import GPU_BLOCK, has_fp32_products, linear_logits, linear_statistics
+from tests.ops.by_name import linear_logprobs_and_entropy
 from tests.support.fp32_products import fp32_products
 
 K, H, V = 6, 4, 11

@@ -26,6 +26,7 @@ from ppo_ds.algorithm.rollout_is import weights
 from ppo_ds.algorithm.rollout_is.keys import WEIGHTS
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.algorithm.value import loss as value
+from ppo_ds.compute.linear_logprobs import linear_statistics
 from ppo_ds.config.registry import import_target
 from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig
 from ppo_ds.ops.masked import keep, masked_whiten
@@ -227,3 +228,7 @@ def shape_scores(scores, finished=None, lengths=None, max_new_tokens=None, momen
 def token_rewards(scores, mask, kl=None, kl_coef=0.0, place="last_token", token_scores=None):
     penalty = None if kl is None else kl_coef * kl
     return positions.token_rewards(scores, mask, penalty, place, token_scores)
+
+
+def linear_logprobs_and_entropy(*args, with_entropy=True, **options):
+    return linear_statistics(*args, with_entropy=with_entropy, **options)[:2]

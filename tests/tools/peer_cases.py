@@ -40,7 +40,6 @@ from ppo_ds.algorithm.credit.returns import discounted_returns  # noqa: E402
 from ppo_ds.algorithm.credit.whitening import Whitening  # noqa: E402
 from ppo_ds.algorithm.kl import controllers  # noqa: E402
 from ppo_ds.algorithm.loss import aggregation  # noqa: E402
-from ppo_ds.compute import linear_logprobs as lin  # noqa: E402
 from ppo_ds.config import registry  # noqa: E402
 from ppo_ds.config.sections.algo import GAEConfig  # noqa: E402
 from ppo_ds.ops import logprobs as lp  # noqa: E402
@@ -445,7 +444,7 @@ def entropy(logits, chunk=1024, mask=None):
 def linear(hidden, weight, labels, temperature=1.0, block=None, frozen=False):
     shape = labels.shape
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
-    a, e = lin.linear_logprobs_and_entropy(
+    a, e = by_name.linear_logprobs_and_entropy(
         hidden.flatten(0, -2), weight, None, labels.flatten(), temperature, block_elements=block
     )
     gradients = torch.autograd.grad(a.sum(), [hidden] if frozen else [hidden, weight])
@@ -457,7 +456,7 @@ def linear(hidden, weight, labels, temperature=1.0, block=None, frozen=False):
 def linear_shifted(hidden, weight, ids, temperature, block=None):
     """Computes the log-probs of ids[:, 1:] from the states before them."""
     b, s, h = hidden.shape
-    a, _ = lin.linear_logprobs_and_entropy(
+    a, _ = by_name.linear_logprobs_and_entropy(
         hidden[:, :-1].reshape(-1, h), weight, None, ids[:, 1:].reshape(-1), temperature, block_elements=block
     )
     return {"logprobs": a.view(b, s - 1)}

@@ -57,13 +57,9 @@ def compute_gae(
 
         delta_t = r_t + gamma * V_{t+1} - V_t      A_t = delta_t + gamma * lam * A_{t+1}      returns = A + V
 
-    Position t + 1 is the next position with mask = 1: holes (tool output, another speaker's turn) are skipped
-    without decay. After the last position V is ``bootstrap_value`` [B], or 0.
-
-    Args:
-        rewards, values, mask: [B,T].
-        lam: One lambda, or one for each response [B] (see length_adaptive_lambda).
-        lam_critic: A second lambda for the returns (VC-PPO). None uses ``lam``.
+    Position t + 1 is the next position with mask = 1: holes are skipped without decay. After the last
+    position V is ``bootstrap_value`` [B], or 0. ``lam`` is one number or one per response [B];
+    ``lam_critic`` is a second lambda for the returns (VC-PPO).
     """
     rewards, values = keep(rewards, mask), keep(values, mask)
     deltas = rewards + gamma * next_values(values, mask, bootstrap_value) - values

@@ -92,11 +92,10 @@ def opo(responses: Responses, options: CreditOptions) -> Estimate:
 
 
 def gdpo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates GDPO advantages (arXiv 2601.05242) from the parts of the score of each response.
+    """Estimates GDPO advantages (arXiv 2601.05242) from the parts of the score; the KL is not used.
 
-    Each part is normalised within its group as in GRPO. The weighted sum over the parts is then shifted and
-    divided by its mean and its unbiased standard deviation over all responses of all ranks. The total score
-    and the KL are not used.
+    Each part is normalised within its group as in GRPO; the weighted sum over the parts is shifted and
+    divided by its mean and its unbiased standard deviation over all responses of all ranks.
     """
     names, weights = list(options.part_weights), torch.tensor(list(options.part_weights.values()))
     parts = torch.tensor([[row[name] for name in names] for row in responses.components])

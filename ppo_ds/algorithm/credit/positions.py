@@ -63,20 +63,11 @@ def token_rewards(
     place: Literal["last_token", "next_token"] = "last_token",
     token_scores: Tensor | None = None,
 ) -> Tensor:
-    """Computes per-token rewards: -kl_penalty (+ token_scores) at each token, + the score at one position.
+    """Computes rewards [B,T]: -kl_penalty (+ token_scores) at each token, + the score [B] at one position.
 
-    Args:
-        scores: [B].
-        mask: [B,T].
-        kl_penalty: [B,T].
-        place: "last_token" adds the score at the last position with mask = 1, which is EOS if EOS is an
-            action; an empty row has no such position and gets no score. "next_token" adds it one position
-            later, where mask = 0 (at the last position if the row is full). That position is an additional
-            state: pass ``next_token_mask(mask)`` to compute_gae and value_loss (DeepSpeed-Chat, TRL).
-        token_scores: [B,T].
-
-    Returns:
-        Rewards [B,T].
+    "last_token" is the last position with mask = 1; an empty row has none and gets no score. "next_token"
+    is one position later (the last one if the row is full), an additional state: pass
+    ``next_token_mask(mask)`` to compute_gae and value_loss (DeepSpeed-Chat, TRL).
     """
     scores = widen(scores)
     rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)

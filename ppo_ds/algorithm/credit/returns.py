@@ -19,8 +19,7 @@ def reinforce(responses: Responses, options: CreditOptions) -> Estimate:
 def remax(responses: Responses, options: CreditOptions) -> Estimate:
     """Estimates the discounted sum of future rewards, less a baseline (ReMax, Li et al. 2024).
 
-    The baselines are the scores of greedy responses to the same prompts. They are subtracted at the last
-    position, as if from the score.
+    The score of a greedy response to the same prompt is subtracted at the last position.
     """
     assert responses.baselines is not None
     rewards = responses.rewards - token_rewards(responses.baselines, responses.states)
@@ -37,8 +36,6 @@ def discounted_sum(x: Tensor, mask: Tensor, decay: float | Tensor) -> Tensor:
     """Computes y_t = x_t + decay * y_{t+1} over the positions with mask = 1; 0 elsewhere.
 
     ``decay`` is a number, or one number for each row [B].
-
-    The loop issues one fused operation per position.
     """
     columns = keep(x, mask).t().contiguous()
     ones = torch.ones_like(columns)

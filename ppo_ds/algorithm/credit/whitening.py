@@ -34,8 +34,7 @@ class Whitening:
     def whiten_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
         """Whitens a rollout: over all ranks if ``over`` is "batch", within each group if it is "group".
 
-        A group consists of ``group_size`` consecutive rows. With other values of ``over``, the advantages do
-        not change.
+        A group consists of ``group_size`` consecutive rows.
         """
         if self.over == "batch":
             return self.whiten(advantages, mask, reduce)
@@ -50,7 +49,6 @@ def normalize_advantages(
 ) -> Tensor:
     """Shifts and scales advantages [B,T] to mean 0 and variance 1 over the rows of all ranks.
 
-    The variance has a floor of 1e-8 (OpenRLHF, NeMo-Aligner), whereas masked_whiten by itself
-    adds 1e-8 to it.
+    The variance has a floor of 1e-8 (OpenRLHF, NeMo-Aligner).
     """
     return masked_whiten(advantages, mask, unbiased=unbiased, eps=0.0, min_var=1e-8, reduce=reduce)

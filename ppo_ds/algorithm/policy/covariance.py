@@ -40,11 +40,7 @@ def kl_cov(terms: PolicyTerms, policy: Any) -> TokenLoss:
 
 
 def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Computes the centred product of log-prob and advantage of each token under the mask, [N] float64.
-
-    Its mean is the covariance, which determines the change of entropy in a policy gradient step (Cui et al.
-    2025).
-    """
+    """Computes the centred product of log-prob and advantage of each token under the mask, [N] float64."""
     logprobs, advantages = logprobs[mask].double(), advantages[mask].double()
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
@@ -52,11 +48,10 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 def clip_cov_tokens(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator, policy: Any
 ) -> Tensor:
-    """Selects a random ``cov_frac`` of all tokens among those whose covariance is in (cov_low, cov_high).
+    """Selects a random ``cov_frac`` (None: 0.0002, as in the paper) of all tokens, at least one.
 
-    At least one token is selected if there is one in this range.
-
-    ``cov_frac`` None is 0.0002, as in the paper. ``generator`` must have the same state on every rank.
+    They are among those whose covariance is in (cov_low, cov_high). ``generator`` must have the same state
+    on every rank.
     """
     covariance = covariances(logprobs, advantages, mask)
     candidates = ((covariance > policy.cov_low) & (covariance < policy.cov_high)).nonzero()[:, 0]

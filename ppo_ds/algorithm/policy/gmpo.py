@@ -13,10 +13,9 @@ from ppo_ds.ops.masked import masked_mean
 def gmpo(terms: PolicyTerms, policy: Any) -> TokenLoss:
     """Computes -A r, where r is the geometric mean of the clipped ratios of all tokens of a response.
 
-    Ratios above exp(clip_high) where A > 0, and below exp(-clip_low) where A < 0, are limited to this bound
-    and have no gradient. The side that the clip leaves open has no other limit, as in the authors' code and
-    in verl: a single token that moved far keeps its gradient, since the mean of the response stays moderate.
-    Only that mean is clamped, so that its exponential is finite.
+    Ratios above exp(clip_high) where A > 0, and below exp(-clip_low) where A < 0, are limited to this
+    bound and have no gradient. The other side is open, as in the authors' code and in verl; only the mean
+    is clamped.
     """
     log_ratio, advantages = terms.differences, terms.advantages
     high = policy.clip_low if policy.clip_high is None else policy.clip_high

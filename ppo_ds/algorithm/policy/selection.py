@@ -1,8 +1,6 @@
 """Selects tokens of an optimizer step for a policy loss, by rank or quantile over all rows of all ranks.
 
-Every rank holds all rows of the step, so each rank computes the same selection, whatever the number of
-ranks and micro-batches. Ties are broken by position. All arguments are [B,T], and so is the result, a bool
-mask that is False outside ``mask``.
+Every rank holds all rows, so all compute the same bool mask [B,T]. Ties are broken by position.
 """
 
 from __future__ import annotations

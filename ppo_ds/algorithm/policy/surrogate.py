@@ -1,15 +1,8 @@
 """From the loss of a token to the policy loss of a micro-batch.
 
-Gradients flow into the policy's log-probs only. The metrics, each (sum, count) over tokens unless noted:
-
-    policy/loss          as aggregated by ``agg``
-    policy/clipfrac      tokens where the clip applies: it sets their gradient to zero, but in cispo it limits
-                         their weight; in gmpo it applies to the ratio of each token
-    policy/clipfrac_low  tokens whose gradient the dual clip sets to zero
-    policy/approx_kl     k3 of KL(old || new), with the clamped log-ratio
-    policy/kl_k1         log-prob old - new, per token and unclamped
-    policy/ratio_mean
-    policy/ratio_max     0-dim
+Gradients flow into the policy's log-probs only. Metrics are (sum, count) over tokens, policy/ratio_max is
+0-dim. policy/clipfrac counts the tokens where the clip applies, policy/clipfrac_low those of the dual
+clip, policy/approx_kl is k3 of KL(old || new) with the clamped log-ratio, and policy/kl_k1 is unclamped.
 """
 
 from __future__ import annotations
@@ -29,9 +22,8 @@ from ppo_ds.ops.masked import keep, masked_mean
 class PolicyTerms(NamedTuple):
     """Holds what an objective is computed from. All are [B,T], and 0 outside the mask.
 
-    ``ratio`` is that of the token or of its response, from a clamped log-ratio. ``differences`` is log pi -
-    log pi_old of the token, without a clamp. Gradients flow through ``ratio``, ``differences`` and
-    ``logprobs``.
+    ``ratio`` is that of the token or of its response, clamped; ``differences`` is log pi - log pi_old,
+    unclamped. Gradients flow through ``ratio``, ``differences`` and ``logprobs``.
     """
 
     ratio: Tensor
@@ -86,25 +78,15 @@ def surrogate_loss(
     agg: Aggregation,
     totals: BatchTotals | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Computes the policy loss of a micro-batch from the loss of each token, and its metrics.
+    """Computes the policy loss of a micro-batch (0-dim) from the loss of each token, and its metrics.
 
-    The log-ratio is masked, then clamped, then exponentiated. Without the clamp float32 gives 0 * inf = NaN
-    gradients although the loss is finite.
+    Log-probs, mask and ``is_weights`` (weights of the token losses) are [B,T], ``advantages`` [B,T] or
+    [B]. ``policy`` has the keys of ``objective``. ``ratio`` is one per token, or one for all tokens of a
+    response: exp of the sum ("sequence") or of the mean ("sequence_mean") of the log-ratios.
 
-    Args:
-        logprobs, old_logprobs, mask: [B,T].
-        advantages: [B,T] or [B].
-        objective: One of the functions of this folder.
-        policy: The section of the config with the keys of ``objective``.
-        ratio: One ratio per token, or one for all tokens of a response: exp of the sum ("sequence") or of the
-            mean ("sequence_mean") of the log-ratios.
-        log_ratio_clamp: Limits the log-ratio to +-log_ratio_clamp; the gradient is 0 beyond it.
-        is_weights: Weights of the token losses [B,T], see rollout_is_weights.
-        selected: Mask [B,T] of the tokens that a loss with a selection treats differently.
-        agg, totals: See aggregate.
-
-    Returns:
-        The loss, 0-dim, and its metrics.
+    The log-ratio is masked, then clamped to +-log_ratio_clamp, then exponentiated: otherwise float32 gives
+    0 * inf = NaN gradients although the loss is finite. ``selected`` [B,T] are the tokens of
+    PolicyConfig.selection.
     """
     current, old = keep(logprobs, mask), keep(old_logprobs.detach(), mask)
     advantages = keep((advantages if advantages.dim() == 2 else advantages[:, None]).detach(), mask)

@@ -1,8 +1,7 @@
-"""Importance weights that correct for the sampling engine's log-probs.
+"""Importance weights that correct for the sampling engine's log-probs, w = pi / pi_sampling per token.
 
-With w = pi / pi_sampling per token, each function computes the weights of tokens from log w, and the ratio of
-each token that is compared with the bounds. W is w at level "token", the product of a response's w at
-"sequence", and their geometric mean at "sequence_mean".
+Each function gives the weights and the ratio W that is compared with the bounds: w at level "token", the
+product of a response's w at "sequence", and their geometric mean at "sequence_mean".
 """
 
 from __future__ import annotations

@@ -21,16 +21,11 @@ def value_loss(
     agg: Aggregation,
     totals: BatchTotals | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Computes the squared error of the values, a scalar, and its metrics. All inputs are [B,T].
+    """Computes the squared error of the values [B,T], a scalar, and its metrics.
 
-    Args:
-        clip: The loss is the larger of the errors of V and of V limited to old_values +- clip, in float32 or
-            wider. None: no clipping.
-        half: Multiplies the loss by 1/2.
-
-    Returns:
-        The loss and metrics, see the module's docstring: value/loss, value/clipfrac and value/mean (of the
-        values) are (sum, count); value/explained_var holds the moments for explained_variance().
+    With ``clip``, it is the larger of the errors of V and of V limited to old_values +- clip. ``half``
+    multiplies it by 1/2. Metrics are (sum, count), value/explained_var the moments for
+    explained_variance().
     """
     values, old, returns = keep(values, mask), keep(old_values.detach(), mask), keep(returns.detach(), mask)
     loss = (values - returns).square()
