@@ -19,7 +19,8 @@ deepspeed_chat: kl.coef=0.1 advantage.whiten=none value.next_state=untrained
     reward_shaping.score_position=next_token train_on_eos=null epochs=1
 dppo: kl.place=none advantage.estimator=dr_grpo advantage.whiten=none policy.loss=dppo_tv
     policy.delta=null loss.agg=token_sum_norm loss.norm=null reward_shaping.clip=null epochs=1
-dr_grpo: kl.place=none advantage.estimator=dr_grpo advantage.whiten=none loss.agg=token_sum_norm loss.norm=null
+dr_grpo: kl.place=none advantage.estimator=dr_grpo advantage.whiten=none loss.agg=token_sum_norm
+    loss.norm=null
     reward_shaping.clip=null epochs=1
 gdpo: kl.place=none advantage.estimator=gdpo advantage.whiten=none reward_shaping.clip=null epochs=1
 gmpo: kl.place=none advantage.estimator=grpo advantage.whiten=none policy.loss=gmpo
