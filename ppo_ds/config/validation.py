@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ppo_ds.config.chat_template import with_template_text
-from ppo_ds.config.checks import algo, data, evaluation, models, reward, run, vllm
+from ppo_ds.config.checks import algo, data, evaluation, models, needs, reward, run, vllm
 from ppo_ds.config.reading import dotted_keys
 from ppo_ds.config.schema import Config, PPOConfig, TextConfig, from_tree, inherit
 from ppo_ds.errors import UserError
@@ -22,41 +22,24 @@ Check = Callable[[Any, int], Iterator[str]]
 
 # Check -> the class of the configs that it is for
 CHECKS: dict[Check, type[Config]] = {
-    run.check_length: Config,
+    run.check_run: Config,
     data.check_sampling: PPOConfig,
     vllm.check_vllm: PPOConfig,
     algo.check_batches: PPOConfig,
-    models.check_zero: Config,
     models.check_generation: PPOConfig,
-    models.check_adapters: Config,
     models.check_raw_deepspeed: Config,
-    models.check_node_copies: Config,
     models.check_initial_critic: PPOConfig,
-    models.check_critic_from_reward: PPOConfig,
     reward.check_reward: PPOConfig,
-    reward.check_environment_reward: PPOConfig,
-    reward.check_shaping_of_turns: PPOConfig,
     reward.check_prepare: Config,
-    algo.check_kl: PPOConfig,
-    algo.check_policy_loss: PPOConfig,
-    algo.check_loss: PPOConfig,
+    algo.check_losses: PPOConfig,
     algo.check_rollout_is: PPOConfig,
-    algo.check_old_logprobs: PPOConfig,
     algo.check_values: PPOConfig,
     algo.check_estimator: PPOConfig,
-    algo.check_critic_training: PPOConfig,
     algo.check_groups: PPOConfig,
-    data.check_prompts: TextConfig,
-    algo.check_ptx: PPOConfig,
     evaluation.check_best_checkpoint: Config,
     evaluation.check_eval_rewards: PPOConfig,
-    run.check_printed_answers: Config,
-    data.check_model_folders: Config,
-    data.check_reference_folder: PPOConfig,
-    data.check_reward_folders: PPOConfig,
-    data.check_data_files: TextConfig,
-    run.check_run_directory: Config,
-    run.check_dry_run: Config,
+    data.check_paths: TextConfig,
+    needs.check_needs: Config,
 }
 
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
 from ppo_ds.config.registry import STAGES
 from ppo_ds.config.schema import reference_is_base
 from tests.config.commands import MINIMAL, complaints, compose, model_folder, problems
@@ -64,7 +64,7 @@ def test_remax_with_dynamic_sampling_has_one_line() -> None:
 
 def test_steps_or_epochs_but_not_both() -> None:
     assert "run.steps is missing" in found("run.steps=null")
-    assert "run.steps=2 and run.epochs=1 are both set" in found("run.epochs=1")
+    assert "run.steps=2: needs run.epochs=null" in found("run.epochs=1")
     assert compose(*MINIMAL, "run.steps=null", "run.epochs=0.5").run.epochs == 0.5
 
 
@@ -103,88 +103,8 @@ def test_minibatches_that_do_not_fit_name_the_nearest_that_do(
     assert line.endswith(f"nearest that fit: {fits}")
 
 
-@pytest.mark.parametrize(
-    ("argument", "line"),
-    [
-        (
-            "actor.zero={stage:0,offload_optimizer:true}",
-            "actor.zero.offload_optimizer=true: needs actor.zero.stage 1, 2 or 3 (it is 0)",
-        ),
-        (
-            "critic.zero.offload_params=true",
-            "critic.zero.offload_params=true: needs critic.zero.stage 3 (it is 2)",
-        ),
-        (
-            "actor.zero.generation_gather=layers",
-            "actor.zero.generation_gather=layers: needs actor.zero.stage 3 (it is 2)",
-        ),
-        (
-            "actor.zero.generation_gather=whole",
-            "actor.zero.generation_gather=whole: needs actor.zero.stage 3 (it is 2)",
-        ),
-        ("reference.zero.stage=2", "reference.zero.stage=2: must be one of 0, 3"),
-        ("critic.lora.lr=1e-4", "critic.lora.lr=0.0001: only used with critic.lora.rank above 0"),
-        (
-            "actor.lora.targets=[q_proj]",
-            "actor.lora.targets=[q_proj]: only used with actor.lora.rank above 0",
-        ),
-        ("actor.lora.rank=-1", "actor.lora.rank=-1: must be at least 0"),
-        ("critic.init=path", "critic.model.path is missing: critic.init=path loads the critic from it"),
-        (
-            "critic.model.path=org/critic",
-            "critic.model.path=org/critic: only used with critic.init=path (it is auto)",
-        ),
-        ("critic.init=reward", "critic.init=reward: needs a reward model, but reward._target_="),
-        (
-            "+actor.deepspeed.optimizer={type:Adam}",
-            "actor.deepspeed.optimizer={type:Adam}: is set by the trainer; use actor.optim",
-        ),
-        (
-            "+critic.deepspeed.train_batch_size=7",
-            "critic.deepspeed.train_batch_size=7: is set by the trainer; use the stage's batch sizes "
-            "(stage=ppo: rollout.prompts_per_step",
-        ),
-        (
-            "+actor.deepspeed.zero_optimization.stage=3",
-            "actor.deepspeed.zero_optimization.stage=3: use actor.zero.stage",
-        ),
-        ("eval.every=5", "eval.every=5: needs held-out prompts in data.eval_path"),
-        (
-            "checkpoint.keep_best=true",
-            "checkpoint.keep_best=true: the best checkpoint is chosen by evaluation; set eval.every and "
-            "data.eval_path",
-        ),
-        ("sampling.min_new_tokens=9", "sampling.min_new_tokens=9: must be at most sampling.max_new_tokens=8"),
-        (
-            "sampling={min_new_tokens:2,stop:[x]}",
-            "sampling.min_new_tokens=2: delays end tokens, but not the strings of sampling.stop; "
-            "set only one",
-        ),
-        ("sampling.temperature=0", "sampling.temperature=0: must be above 0"),
-        ("checkpoint.minutes=0", "checkpoint.minutes=0: must be above 0"),
-        ("checkpoint.minutes=-1", "checkpoint.minutes=-1: must be above 0"),
-        ("checkpoint.minutes=.inf", "checkpoint.minutes=.inf: must be a number"),
-        ("checkpoint.minutes=often", "checkpoint.minutes=often: must be a number"),
-        ("sampling.top_p=0", "sampling.top_p=0: must be above 0"),
-        ("sampling.stop=['']", "sampling.stop=['']: must not contain an empty string"),
-        ("algo.gae.lam=1.5", "algo.gae.lam=1.5: must be at least 0 and at most 1"),
-        ("algo.policy.dual_clip=0.5", "algo.policy.dual_clip=0.5: must be above 1"),
-        (
-            "algo.kl.controller=threshold",
-            "algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef",
-        ),
-        ("algo.kl.estimator=k1+", "algo.kl.estimator=k1+: differs from k1 only in its gradient"),
-        ("algo.epochs=true", "algo.epochs=true: must be a whole number"),
-        ("tracker.samples=-2", "tracker.samples=-2: must be at least -1"),
-        ("~reward._target_", "reward._target_ is missing: choose a kind of reward first"),
-    ],
-)
-def test_what_does_not_fit_together(argument: str, line: str) -> None:
-    assert found(argument).startswith(line)
-
-
 def test_printed_answers_need_samples() -> None:
-    line = "tracker.print_answers=3: prints one of tracker.samples=0 rows; set tracker.samples=1"
+    line = "tracker.print_answers=3: needs tracker.samples (it is 0); otherwise set tracker.print_answers=0"
     assert found("tracker.samples=0", "tracker.print_answers=3") == line
 
 
@@ -203,301 +123,229 @@ ADAPTIVE, SHARED, PAIRS = (
 SEQUENCE, GRPO, PTX = "algo.action_level=sequence", "algo.advantage.estimator=grpo", "data.ptx_path=org/texts"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (
-            [ADAPTIVE, "algo.kl.coef=0"],
-            "algo.kl.coef=0: must be above 0, since algo.kl.controller=adaptive multiplies it",
-        ),
-        (
-            [ADAPTIVE, "algo.kl.max_coef=0.01"],
-            "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0 and algo.kl.max_coef=0.01",
-        ),
-        (
-            ["algo.kl.controller=threshold", "algo.kl.min_coef=0.1", "algo.kl.max_coef=1"],
-            "algo.kl.coef=0.05: must lie between algo.kl.min_coef=0.1",
-        ),
-        (
-            ["algo=maxrl", "rollout.samples_per_prompt=4", "algo.reward_shaping.normalize=running"],
-            "algo.reward_shaping.normalize=running: cannot be combined with algo.advantage.estimator=maxrl",
-        ),
-        (
-            ["algo=gdpo", "rollout.samples_per_prompt=4"],
-            "algo.advantage.estimator=gdpo: normalizes the parts of a reward one by one; set reward=weighted "
-            "with two or more parts whose weight is not 0 (it has 0)",
-        ),
-        (
-            ["algo=maxrl", "rollout.samples_per_prompt=4", "algo.kl.place=reward"],
-            "algo.kl.place=reward: cannot be combined with algo.advantage.estimator=maxrl",
-        ),
-        (
-            ["algo=remax", "rollout.samples_per_prompt=2", "algo.dynamic_sampling.enabled=true"],
-            "algo.dynamic_sampling.enabled=true: cannot be combined with algo.advantage.estimator=remax",
-        ),
-        (
-            ["algo.positive_nll.above=0.5"],
-            "algo.positive_nll.above=0.5: only used with algo.positive_nll.coef above 0",
-        ),
-        (
-            ["algo.gae.length_alpha=0.05", "algo=rloo", "rollout.samples_per_prompt=4"],
-            "algo.gae.length_alpha=0.05: only used with algo.action_level=token and",
-        ),
-        (
-            ["algo.loss.mask_truncated=true", "algo.gae.bootstrap_truncated=true"],
-            "algo.gae.bootstrap_truncated=true: changes the returns of truncated responses, which",
-        ),
-        (
-            ["algo.kl.clamp=10", "algo.kl.place=none"],
-            "algo.kl.clamp=10: limits a penalty that algo.kl.place=none does not compute",
-        ),
-        (["health.max_kl=2", "algo.kl.place=none"], "health.max_kl=2: without a reference no KL is measured"),
-        (
-            [ADAPTIVE, "algo.kl.place=none"],
-            "algo.kl.controller=adaptive: changes a coefficient that algo.kl.place=none does not use",
-        ),
-        (
-            ["algo.kl.estimator=k3+"],
-            "algo.kl.estimator=k3+: differs from k3 only in its gradient, so it needs algo.kl.place=loss; "
-            "in the reward use k3",
-        ),
-        (
-            ["algo.policy.loss=dppo"],
-            f"algo.policy.loss=dppo: must be one of {', '.join(POLICY_LOSSES)}; did you mean dppo_tv or "
-            "dppo_kl?",
-        ),
-        (["algo.policy.dual_clip=1"], "algo.policy.dual_clip=1: must be above 1"),
-        (["algo.policy.clip_low=0"], "algo.policy.clip_low=0: must be above 0"),
-        (
-            ["algo.policy.clip_low=2"],
-            "algo.policy.clip_low=2: must be above 0 and below 1, so set it, often to 0.2",
-        ),
-        (
-            ["algo.policy.clip_low=2", "algo.policy.loss=cispo"],
-            "algo.policy.clip_low=2: must be above 0 and at most 1, since the ratio is positive",
-        ),
-        (
-            ["algo.policy.clip_low=null", "algo.policy.clip_high=1", "algo.policy.loss=gmpo"],
-            "algo.policy.clip_low=null: must be a number, a limit of the log-ratio with algo.policy.loss=",
-        ),
-        (
-            ["algo.policy.clip_low=1"],
-            "algo.policy.clip_low=1: must be above 0 and below 1, so set it, often to 0.2; only cispo and "
-            "clip_cov can do without a lower bound",
-        ),
-        (
-            ["algo.policy.clip_low=null", "algo.policy.clip_high=4", "algo.policy.loss=gspo"],
-            "algo.policy.clip_low=null: must be above 0 and below 1, so set it, often to 0.2; only cispo and "
-            "clip_cov can do without a lower bound",
-        ),
-        (
-            ["algo=cispo", "algo.policy.loss=ppo", PAIRS],
-            "algo.policy.clip_low=null: must be above 0 and below 1, so set it, often to 0.2",
-        ),
-        (
-            ["algo.policy.clip_low=null", "algo.policy.loss=cispo"],
-            "algo.policy.clip_high=null: must be a number if algo.policy.clip_low is null",
-        ),
-        (
-            ["algo.policy.dual_clip=3", "algo.policy.loss=cispo"],
-            "algo.policy.dual_clip=3: only used with algo.policy.loss=ppo or gspo (it is cispo); set it to "
-            "null",
-        ),
-        (
-            ["algo.policy.tau_neg=2"],
-            "algo.policy.tau_neg=2: only used with algo.policy.loss=sapo (it is ppo); set it to 1.05",
-        ),
-        (["algo.policy.loss=sapo", "algo.policy.tau_pos=0"], "algo.policy.tau_pos=0: must be above 0"),
-        (
-            ["algo.policy.loss=sapo", "algo.policy.clip_low=0.1"],
-            "algo.policy.clip_low=0.1: only used with algo.policy.loss=ppo or gspo or cispo or gmpo or "
-            "clip_cov (it is "
-            "sapo)",
-        ),
-        (
-            ["algo.policy.clip_high=0.3", "algo.policy.loss=reinforce"],
-            "algo.policy.clip_high=0.3: only used with algo.policy.loss=ppo or gspo or cispo or gmpo or "
-            "clip_cov (it is "
-            "reinforce); set it to null",
-        ),
-        (
-            ["algo.policy.loss=gspo", SEQUENCE],
-            "algo.policy.loss=gspo: determines the ratio itself, so algo.action_level must be token",
-        ),
-        (
-            ["algo.policy.loss=dppo_tv", SEQUENCE],
-            "algo.policy.loss=dppo_tv: determines the ratio itself, so algo.action_level must be token",
-        ),
-        (
-            ["algo.policy.loss=kl_cov", SEQUENCE],
-            "algo.policy.loss=kl_cov: determines the ratio itself, so algo.action_level must be token",
-        ),
-        (
-            ["algo.policy.cov_high=7"],
-            "algo.policy.cov_high=7: only used with algo.policy.loss=clip_cov (it is ppo); set it to 5",
-        ),
-        (
-            ["algo.policy.loss=clip_cov", "algo.policy.cov_low=6"],
-            "algo.policy.cov_low=6: must be below algo.policy.cov_high=5",
-        ),
-        (
-            ["algo.policy.top_entropy=0.2", SEQUENCE],
-            "algo.policy.top_entropy=0.2: selects tokens, so algo.action_level must be token",
-        ),
-        (
-            ["algo.policy.top_entropy=0.2", "algo.policy.loss=gspo"],
-            "algo.policy.top_entropy=0.2: selects tokens, but algo.policy.loss=gspo has one ratio per "
-            "response",
-        ),
-        (
-            ["algo.rollout_is.kind=icepop", "algo.policy.loss=gmpo"],
-            "algo.rollout_is.kind=icepop: weights tokens, but algo.policy.loss=gmpo has one ratio per "
-            "response",
-        ),
-        (
-            ["algo.policy.top_entropy=0.2", "algo.old_logprobs=rollout"],
-            "algo.old_logprobs=rollout: algo.policy.top_entropy=0.2 needs the entropies of the forward",
-        ),
-        (["algo.policy.off_policy_limit=0"], "algo.policy.off_policy_limit=0: must be above 0"),
-        (
-            ["algo.policy.delta=0.1"],
-            "algo.policy.delta=0.1: only used with algo.policy.loss=dppo_tv or dppo_kl (it is ppo); set it "
-            "to null",
-        ),
-        (
-            ["algo.loss.norm=100"],
-            "algo.loss.norm=100: only used with algo.loss.agg=token_sum_norm (it is token_mean)",
-        ),
-        ([ADAPTIVE, "algo.kl.min_coef=0.1"], "algo.kl.coef=0.05: must be at least algo.kl.min_coef=0.1"),
-        (
-            ["algo.rollout_is.kind=tis", "algo.action_level=sequence"],
-            "algo.rollout_is.kind=tis: weights tokens, so algo.action_level must be token",
-        ),
-        ([ADAPTIVE, "algo.kl.horizon=0.1"], "algo.kl.horizon=0.1: one step of"),
-        (["actor.ema.decay=1"], "actor.ema.decay=1: must be at least 0 and below 1"),
-        (["algo.ptx.batch_size=2"], "algo.ptx.batch_size=2: only used with algo.ptx.coef above 0"),
-        (
-            ["algo.advantage.estimator=reinforce", "critic.lora.rank=2"],
-            "critic.lora.rank=2: there is no separate critic to adapt",
-        ),
-        (
-            ["algo.advantage.estimator=reinforce", "algo.gae.lam_critic=0.5"],
-            "algo.gae.lam_critic=0.5: only used with algo.action_level=token",
-        ),
-        (
-            ["algo.action_level=sequence", "algo.gae.bootstrap_truncated=true"],
-            "algo.gae.bootstrap_truncated=true: only used with algo.action_level=token",
-        ),
-        (
-            ["algo.rollout_is.kind=truncate", "algo.action_level=sequence"],
-            "algo.rollout_is.kind=truncate: weights tokens, so algo.action_level must be token, or "
-            "algo.rollout_is.level sequence or sequence_mean",
-        ),
-        (
-            ["algo.rollout_is.kind=seq_mask_tis", "algo.action_level=sequence"],
-            "algo.rollout_is.kind=seq_mask_tis: weights tokens, so algo.action_level must be token",
-        ),
-        (
-            ["algo.rollout_is.kind=tis", "algo.rollout_is.level=sequence"],
-            "algo.rollout_is.level=sequence: only used with algo.rollout_is.kind=truncate or mask (it is "
-            "tis)",
-        ),
-        (
-            ["algo.rollout_is.level=sequence_mean"],
-            "algo.rollout_is.level=sequence_mean: only used with algo.rollout_is.kind=truncate or mask (it "
-            "is none)",
-        ),
-        (
-            ["algo.old_logprobs=rollout", "algo.old_policy=lagged"],
-            "algo.old_logprobs=rollout: needs algo.old_policy=rollout, since the lagged policy has not",
-        ),
-        (
-            ["algo.old_logprobs=rollout", "algo.rollout_is.kind=tis"],
-            "algo.old_logprobs=rollout: algo.rollout_is.kind=tis compares the decode backend with the "
-            "forward that this saves; set algo.rollout_is.kind=none or algo.old_logprobs=recompute",
-        ),
-        (
-            ["algo.old_logprobs=rollout", "critic.share_trunk=true"],
-            "algo.old_logprobs=rollout: critic.share_trunk=true computes the values in the forward that this "
-            "saves; set algo.old_logprobs=recompute",
-        ),
-        (
-            ["algo.old_logprobs=rollout", "health.max_parity=null"],
-            "algo.old_logprobs=rollout: needs a limit on the difference to the training engine; set "
-            "health.max_parity to auto or a number",
-        ),
-        (
-            ["algo.old_logprobs=rollout", "health.parity_action=warn"],
-            "algo.old_logprobs=rollout: needs a limit that is enforced, since the update uses the decode "
-            "backend's log-probs; set health.parity_action to stop",
-        ),
-        (
-            ["algo.rollout_is.kind=tis", "algo.rollout_is.low=3"],
-            "algo.rollout_is.low=3: must be at most algo.rollout_is.high=2",
-        ),
-        (
-            ["algo.reward_shaping.overlong_buffer=9"],
-            "algo.reward_shaping.overlong_buffer=9: must be at most sampling.max_new_tokens=8",
-        ),
-        (["actor.ema.evaluate=true"], "actor.ema.evaluate=true: needs averaged weights; set actor.ema.decay"),
-        (
-            ["algo.value.position=prompt_last"],
-            "algo.value.position=prompt_last: with algo.action_level=token it must be token",
-        ),
-        (
-            [SEQUENCE, "algo.value.position=token"],
-            "algo.value.position=token: with algo.action_level=sequence it must be prompt_last or "
-            "response_last",
-        ),
-        (
-            [SEQUENCE, "algo.advantage.estimator=reinforce"],
-            "algo.advantage.estimator=reinforce: gives each token its own return, so algo.action_level "
-            "must be token",
-        ),
-        (
-            [GRPO, PAIRS, "algo.value.warmup_steps=1"],
-            "algo.value.warmup_steps=1: algo.advantage.estimator=grpo has no critic to train",
-        ),
-        (
-            [GRPO, PAIRS, "algo.value.pretrain_rollouts=3"],
-            "algo.value.pretrain_rollouts=3: algo.advantage.estimator=grpo has no critic to train",
-        ),
-        (
-            [SHARED, "algo.value.warmup_steps=1"],
-            "algo.value.warmup_steps=1: trains only the critic, and critic.share_trunk=true has no",
-        ),
-        (
-            [SHARED, "algo.value.pretrain_rollouts=3"],
-            "algo.value.pretrain_rollouts=3: trains only the critic",
-        ),
-        (
-            ["algo.value.warmup_steps=2"],
-            "algo.value.warmup_steps=2: leaves no step that trains the actor; must be below run.steps=2",
-        ),
-        ([SHARED, GRPO, PAIRS], "critic.share_trunk=true: algo.advantage.estimator=grpo learns no values"),
-        ([SHARED, "actor.lora.rank=4"], "critic.share_trunk=true: cannot be used with actor.lora.rank"),
-        (
-            [GRPO],
-            "algo.advantage.estimator=grpo: compares the responses to one prompt; set "
-            "rollout.samples_per_prompt (it is 1) to 2 or more",
-        ),
-        (
-            ["algo.advantage.whiten=group"],
-            "algo.advantage.whiten=group: compares the responses to one prompt",
-        ),
-        (
-            ["algo.dynamic_sampling.enabled=true"],
-            "algo.dynamic_sampling.enabled=true: compares the responses to one prompt",
-        ),
-        (["data.mix=[{path:org/a},{path:org/b}]"], "data.path=org/prompts: data.mix is set too"),
-        (["data.path=null"], "data.path is missing: a Hub data set or a JSONL"),
-        (["algo.ptx.coef=27.8"], "algo.ptx.coef=27.8: needs texts in data.ptx_path"),
-        ([PTX], "data.ptx_path=org/texts: only used with algo.ptx.coef above 0"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_an_algorithm_does_not_go_with(arguments: list[str], line: str) -> None:
-    assert found(*arguments).startswith(line)
+# arguments -> the beginning of the only error line
+CONFLICTS = r"""
+actor.zero={stage:0,offload_optimizer:true} ->
+    actor.zero.offload_optimizer=true: needs actor.zero.stage above 0 (it is 0); otherwise set
+    actor.zero.offload_optimizer=false
+critic.zero.offload_params=true ->
+    critic.zero.offload_params=true: needs critic.zero.stage=3 (it is 2); otherwise set
+    critic.zero.offload_params=false
+actor.zero.generation_gather=layers ->
+    actor.zero.generation_gather=layers: needs actor.zero.stage=3 (it is 2); otherwise set
+    actor.zero.generation_gather=auto
+actor.zero.generation_gather=whole ->
+    actor.zero.generation_gather=whole: needs actor.zero.stage=3 (it is 2); otherwise set
+    actor.zero.generation_gather=auto
+reference.zero.stage=2 -> reference.zero.stage=2: must be one of 0, 3
+critic.lora.lr=1e-4 ->
+    critic.lora.lr=0.0001: needs critic.lora.rank above 0 (it is 0); otherwise set critic.lora.lr=auto
+actor.lora.targets=[q_proj] ->
+    actor.lora.targets=[q_proj]: needs actor.lora.rank above 0 (it is 0); otherwise set
+    actor.lora.targets=null
+actor.lora.rank=-1 -> actor.lora.rank=-1: must be at least 0
+critic.init=path -> critic.model.path is missing: critic.init=path loads the critic from it
+critic.model.path=org/critic ->
+    critic.model.path=org/critic: needs critic.init=path (it is auto); otherwise set critic.model.path=null
+critic.init=reward -> critic.init=reward: needs a reward model, but reward._target_=
++actor.deepspeed.optimizer={type:Adam} ->
+    actor.deepspeed.optimizer={type:Adam}: is set by the trainer; use actor.optim
++critic.deepspeed.train_batch_size=7 ->
+    critic.deepspeed.train_batch_size=7: is set by the trainer; use the stage's batch sizes (stage=ppo:
+    rollout.prompts_per_step
++actor.deepspeed.zero_optimization.stage=3 -> actor.deepspeed.zero_optimization.stage=3: use actor.zero.stage
+eval.every=5 -> eval.every=5: needs data.eval_path (it is null); otherwise set eval.every=null
+checkpoint.keep_best=true ->
+    checkpoint.keep_best=true: the best checkpoint is chosen by evaluation; set eval.every and data.eval_path
+sampling.min_new_tokens=9 -> sampling.min_new_tokens=9: must be at most sampling.max_new_tokens=8
+sampling={min_new_tokens:2,stop:[x]} ->
+    sampling.min_new_tokens=2: needs sampling.stop=[]; otherwise set sampling.min_new_tokens=0
+sampling.temperature=0 -> sampling.temperature=0: must be above 0
+checkpoint.minutes=0 -> checkpoint.minutes=0: must be above 0
+checkpoint.minutes=-1 -> checkpoint.minutes=-1: must be above 0
+checkpoint.minutes=.inf -> checkpoint.minutes=.inf: must be a number
+checkpoint.minutes=often -> checkpoint.minutes=often: must be a number
+sampling.top_p=0 -> sampling.top_p=0: must be above 0
+sampling.stop=[''] -> sampling.stop=['']: must not contain an empty string
+algo.gae.lam=1.5 -> algo.gae.lam=1.5: must be at least 0 and at most 1
+algo.policy.dual_clip=0.5 -> algo.policy.dual_clip=0.5: must be above 1
+algo.kl.controller=threshold ->
+    algo.kl.controller=threshold: needs algo.kl.min_coef above 0 and algo.kl.max_coef
+algo.kl.estimator=k1+ -> algo.kl.estimator=k1+: differs from k1 only in its gradient
+algo.epochs=true -> algo.epochs=true: must be a whole number
+tracker.samples=-2 -> tracker.samples=-2: must be at least -1
+~reward._target_ -> reward._target_ is missing: choose a kind of reward first
+algo.kl.controller=adaptive algo.kl.coef=0 ->
+    algo.kl.coef=0: must be above 0, since algo.kl.controller=adaptive multiplies it
+algo.kl.controller=adaptive algo.kl.max_coef=0.01 ->
+    algo.kl.coef=0.05: must lie between algo.kl.min_coef=0 and algo.kl.max_coef=0.01
+algo.kl.controller=threshold algo.kl.min_coef=0.1 algo.kl.max_coef=1 ->
+    algo.kl.coef=0.05: must lie between algo.kl.min_coef=0.1
+algo=maxrl rollout.samples_per_prompt=4 algo.reward_shaping.normalize=running ->
+    algo.reward_shaping.normalize=running: cannot be combined with algo.advantage.estimator=maxrl
+algo=gdpo rollout.samples_per_prompt=4 ->
+    algo.advantage.estimator=gdpo: normalizes the parts of a reward one by one; set reward=weighted with two
+    or more parts whose weight is not 0 (it has 0)
+algo=maxrl rollout.samples_per_prompt=4 algo.kl.place=reward ->
+    algo.kl.place=reward: cannot be combined with algo.advantage.estimator=maxrl
+algo=remax rollout.samples_per_prompt=2 algo.dynamic_sampling.enabled=true ->
+    algo.dynamic_sampling.enabled=true: cannot be combined with algo.advantage.estimator=remax
+algo.positive_nll.above=0.5 ->
+    algo.positive_nll.above=0.5: needs algo.positive_nll.coef above 0 (it is 0); otherwise set
+    algo.positive_nll.above=0
+algo.gae.length_alpha=0.05 algo=rloo rollout.samples_per_prompt=4 ->
+    algo.gae.length_alpha=0.05: needs algo.advantage.estimator=gae (it is rloo); otherwise set
+    algo.gae.length_alpha=null
+algo.loss.mask_truncated=true algo.gae.bootstrap_truncated=true ->
+    algo.gae.bootstrap_truncated=true: needs algo.loss.mask_truncated=false (it is true); otherwise set
+    algo.gae.bootstrap_truncated=false
+algo.kl.clamp=10 algo.kl.place=none ->
+    algo.kl.clamp=10: limits a penalty that algo.kl.place=none does not compute
+health.max_kl=2 algo.kl.place=none -> health.max_kl=2: without a reference no KL is measured
+algo.kl.controller=adaptive algo.kl.place=none ->
+    algo.kl.controller=adaptive: changes a coefficient that algo.kl.place=none does not use
+algo.kl.estimator=k3+ ->
+    algo.kl.estimator=k3+: differs from k3 only in its gradient, so it needs algo.kl.place=loss; in the reward
+    use k3
+algo.policy.loss=dppo ->
+    algo.policy.loss=dppo: must be one of ppo, gspo, cispo, reinforce, sapo, dppo_tv, dppo_kl, gmpo, clip_cov,
+    kl_cov; did you mean dppo_tv or dppo_kl?
+algo.policy.dual_clip=1 -> algo.policy.dual_clip=1: must be above 1
+algo.policy.clip_low=0 -> algo.policy.clip_low=0: must be above 0
+algo.policy.clip_low=2 -> algo.policy.clip_low=2: must be above 0 and below 1, so set it, often to 0.2
+algo.policy.clip_low=2 algo.policy.loss=cispo ->
+    algo.policy.clip_low=2: must be above 0 and at most 1, since the ratio is positive
+algo.policy.clip_low=null algo.policy.clip_high=1 algo.policy.loss=gmpo ->
+    algo.policy.clip_low=null: must be a number, a limit of the log-ratio with algo.policy.loss=
+algo.policy.clip_low=1 ->
+    algo.policy.clip_low=1: must be above 0 and below 1, so set it, often to 0.2; only cispo and clip_cov can
+    do without a lower bound
+algo.policy.clip_low=null algo.policy.clip_high=4 algo.policy.loss=gspo ->
+    algo.policy.clip_low=null: must be above 0 and below 1, so set it, often to 0.2; only cispo and clip_cov
+    can do without a lower bound
+algo=cispo algo.policy.loss=ppo rollout.samples_per_prompt=2 ->
+    algo.policy.clip_low=null: must be above 0 and below 1, so set it, often to 0.2
+algo.policy.clip_low=null algo.policy.loss=cispo ->
+    algo.policy.clip_high=null: must be a number if algo.policy.clip_low is null
+algo.policy.dual_clip=3 algo.policy.loss=cispo ->
+    algo.policy.dual_clip=3: only used with algo.policy.loss=ppo or gspo (it is cispo); set it to null
+algo.policy.tau_neg=2 ->
+    algo.policy.tau_neg=2: only used with algo.policy.loss=sapo (it is ppo); set it to 1.05
+algo.policy.loss=sapo algo.policy.tau_pos=0 -> algo.policy.tau_pos=0: must be above 0
+algo.policy.loss=sapo algo.policy.clip_low=0.1 ->
+    algo.policy.clip_low=0.1: only used with algo.policy.loss=ppo or gspo or cispo or gmpo or clip_cov (it is
+    sapo)
+algo.policy.clip_high=0.3 algo.policy.loss=reinforce ->
+    algo.policy.clip_high=0.3: only used with algo.policy.loss=ppo or gspo or cispo or gmpo or clip_cov (it is
+    reinforce); set it to null
+algo.policy.loss=gspo algo.action_level=sequence ->
+    algo.policy.loss=gspo: determines the ratio itself, so algo.action_level must be token
+algo.policy.loss=dppo_tv algo.action_level=sequence ->
+    algo.policy.loss=dppo_tv: determines the ratio itself, so algo.action_level must be token
+algo.policy.loss=kl_cov algo.action_level=sequence ->
+    algo.policy.loss=kl_cov: determines the ratio itself, so algo.action_level must be token
+algo.policy.cov_high=7 ->
+    algo.policy.cov_high=7: only used with algo.policy.loss=clip_cov (it is ppo); set it to 5
+algo.policy.loss=clip_cov algo.policy.cov_low=6 -> algo.policy.cov_low=6: must be below algo.policy.cov_high=5
+algo.policy.top_entropy=0.2 algo.action_level=sequence ->
+    algo.policy.top_entropy=0.2: selects tokens, so algo.action_level must be token
+algo.policy.top_entropy=0.2 algo.policy.loss=gspo ->
+    algo.policy.top_entropy=0.2: selects tokens, but algo.policy.loss=gspo has one ratio per response
+algo.rollout_is.kind=icepop algo.policy.loss=gmpo ->
+    algo.rollout_is.kind=icepop: weights tokens, but algo.policy.loss=gmpo has one ratio per response
+algo.policy.top_entropy=0.2 algo.old_logprobs=rollout ->
+    algo.old_logprobs=rollout: needs algo.policy.top_entropy=null (it is 0.2); otherwise set
+    algo.old_logprobs=recompute
+algo.policy.off_policy_limit=0 -> algo.policy.off_policy_limit=0: must be above 0
+algo.policy.delta=0.1 ->
+    algo.policy.delta=0.1: only used with algo.policy.loss=dppo_tv or dppo_kl (it is ppo); set it to null
+algo.loss.norm=100 -> algo.loss.norm=100: only used with algo.loss.agg=token_sum_norm (it is token_mean)
+algo.kl.controller=adaptive algo.kl.min_coef=0.1 -> algo.kl.coef=0.05: must be at least algo.kl.min_coef=0.1
+algo.rollout_is.kind=tis algo.action_level=sequence ->
+    algo.rollout_is.kind=tis: weights tokens, so algo.action_level must be token
+algo.kl.controller=adaptive algo.kl.horizon=0.1 -> algo.kl.horizon=0.1: one step of
+actor.ema.decay=1 -> actor.ema.decay=1: must be at least 0 and below 1
+algo.ptx.batch_size=2 ->
+    algo.ptx.batch_size=2: needs algo.ptx.coef above 0 (it is 0); otherwise set algo.ptx.batch_size=null
+algo.advantage.estimator=reinforce critic.lora.rank=2 ->
+    critic.lora.rank=2: needs algo.advantage.estimator=gae (it is reinforce); otherwise set critic.lora.rank=0
+algo.advantage.estimator=reinforce algo.gae.lam_critic=0.5 ->
+    algo.gae.lam_critic=0.5: needs algo.advantage.estimator=gae (it is reinforce); otherwise set
+    algo.gae.lam_critic=null
+algo.action_level=sequence algo.gae.bootstrap_truncated=true ->
+    algo.gae.bootstrap_truncated=true: needs algo.action_level=token (it is sequence); otherwise set
+    algo.gae.bootstrap_truncated=false
+algo.rollout_is.kind=truncate algo.action_level=sequence ->
+    algo.rollout_is.kind=truncate: weights tokens, so algo.action_level must be token, or
+    algo.rollout_is.level sequence or sequence_mean
+algo.rollout_is.kind=seq_mask_tis algo.action_level=sequence ->
+    algo.rollout_is.kind=seq_mask_tis: weights tokens, so algo.action_level must be token
+algo.rollout_is.kind=tis algo.rollout_is.level=sequence ->
+    algo.rollout_is.level=sequence: only used with algo.rollout_is.kind=truncate or mask (it is tis)
+algo.rollout_is.level=sequence_mean ->
+    algo.rollout_is.level=sequence_mean: only used with algo.rollout_is.kind=truncate or mask (it is none)
+algo.old_logprobs=rollout algo.old_policy=lagged ->
+    algo.old_logprobs=rollout: needs algo.old_policy=rollout (it is lagged); otherwise set
+    algo.old_logprobs=recompute
+algo.old_logprobs=rollout algo.rollout_is.kind=tis ->
+    algo.old_logprobs=rollout: needs algo.rollout_is.kind=none (it is tis); otherwise set
+    algo.old_logprobs=recompute
+algo.old_logprobs=rollout critic.share_trunk=true ->
+    algo.old_logprobs=rollout: needs critic.share_trunk=false (it is true); otherwise set
+    algo.old_logprobs=recompute
+algo.old_logprobs=rollout health.max_parity=null ->
+    algo.old_logprobs=rollout: needs health.max_parity (it is null); otherwise set algo.old_logprobs=recompute
+algo.old_logprobs=rollout health.parity_action=warn ->
+    algo.old_logprobs=rollout: needs health.parity_action=stop (it is warn); otherwise set
+    algo.old_logprobs=recompute
+algo.rollout_is.kind=tis algo.rollout_is.low=3 ->
+    algo.rollout_is.low=3: must be at most algo.rollout_is.high=2
+algo.reward_shaping.overlong_buffer=9 ->
+    algo.reward_shaping.overlong_buffer=9: must be at most sampling.max_new_tokens=8
+actor.ema.evaluate=true ->
+    actor.ema.evaluate=true: needs actor.ema.decay (it is null); otherwise set actor.ema.evaluate=false
+algo.value.position=prompt_last ->
+    algo.value.position=prompt_last: with algo.action_level=token it must be token
+algo.action_level=sequence algo.value.position=token ->
+    algo.value.position=token: with algo.action_level=sequence it must be prompt_last or response_last
+algo.action_level=sequence algo.advantage.estimator=reinforce ->
+    algo.advantage.estimator=reinforce: gives each token its own return, so algo.action_level must be token
+algo.advantage.estimator=grpo rollout.samples_per_prompt=2 algo.value.warmup_steps=1 ->
+    algo.value.warmup_steps=1: needs algo.advantage.estimator=gae (it is grpo); otherwise set
+    algo.value.warmup_steps=0
+algo.advantage.estimator=grpo rollout.samples_per_prompt=2 algo.value.pretrain_rollouts=3 ->
+    algo.value.pretrain_rollouts=3: needs algo.advantage.estimator=gae (it is grpo); otherwise set
+    algo.value.pretrain_rollouts=0
+critic.share_trunk=true algo.value.warmup_steps=1 ->
+    algo.value.warmup_steps=1: needs critic.share_trunk=false (it is true); otherwise set
+    algo.value.warmup_steps=0
+critic.share_trunk=true algo.value.pretrain_rollouts=3 ->
+    algo.value.pretrain_rollouts=3: needs critic.share_trunk=false (it is true); otherwise set
+    algo.value.pretrain_rollouts=0
+algo.value.warmup_steps=2 ->
+    algo.value.warmup_steps=2: leaves no step that trains the actor; must be below run.steps=2
+critic.share_trunk=true algo.advantage.estimator=grpo rollout.samples_per_prompt=2 ->
+    critic.share_trunk=true: needs algo.advantage.estimator=gae (it is grpo); otherwise set
+    critic.share_trunk=false
+critic.share_trunk=true actor.lora.rank=4 ->
+    critic.share_trunk=true: needs actor.lora.rank=0 (it is 4); otherwise set critic.share_trunk=false
+algo.advantage.estimator=grpo ->
+    algo.advantage.estimator=grpo: compares the responses to one prompt; set rollout.samples_per_prompt (it is
+    1) to 2 or more
+algo.advantage.whiten=group -> algo.advantage.whiten=group: compares the responses to one prompt
+algo.dynamic_sampling.enabled=true -> algo.dynamic_sampling.enabled=true: compares the responses to one prompt
+data.mix=[{path:org/a},{path:org/b}] -> data.path=org/prompts: needs data.mix=[]; otherwise set data.path=null
+data.path=null -> data.path is missing: a Hub data set or a JSONL
+algo.ptx.coef=27.8 -> algo.ptx.coef=27.8: needs data.ptx_path (it is null); otherwise set algo.ptx.coef=0
+data.ptx_path=org/texts ->
+    data.ptx_path=org/texts: needs algo.ptx.coef above 0 (it is 0); otherwise set data.ptx_path=null
+"""
+
+
+@pytest.mark.parametrize("row", re.sub(r"\n {4}", " ", CONFLICTS).strip().split("\n"))
+def test_what_does_not_fit_together(row: str) -> None:
+    arguments, _, line = re.sub(" +", " ", row).partition(" -> ")
+    assert found(*arguments.split()).startswith(line)
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,7 @@ SCORER = ("+experiment=reward_model", "scorer.model.path=org/scorer", "data.path
         ),
         (
             [*EVALUATED, "checkpoint.best_by=eval/score_mean"],
-            "checkpoint.best_by=eval/score_mean: only used with checkpoint.keep_best=true or eval.patience; "
-            "set one of them",
+            "checkpoint.best_by=eval/score_mean: needs checkpoint.keep_best=true (it is false)",
         ),
         (
             [*EVALUATED, "eval.patience=2", "checkpoint.best_by=eval/acuracy", "eval.correct_above=1"],

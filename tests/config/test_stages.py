@@ -110,8 +110,8 @@ def test_the_checks_of_its_own_sections_apply() -> None:
     lines = complaints(*FIT, "actor.zero.offload_params=true", "run.dry_run=true", "actor.optm.lr=1")
     assert [line.split(":")[0] for line in lines] == [
         "actor.optm.lr=1",
-        "actor.zero.offload_params=true",
         "run.dry_run=true",
+        "actor.zero.offload_params=true",
     ]
     assert complaints("stage=fit")[0].startswith("actor.model.path is missing")
 
@@ -154,7 +154,7 @@ def test_what_a_stage_lacks_is_asked_for_in_its_own_words() -> None:
     kinds = "a Hub data set or a JSONL, JSON, Parquet or CSV file of"
     assert complaints(*SFT[:3], "eval.every=5") == [
         f"data.path is missing: {kinds} demonstrations",
-        "eval.every=5: needs held-out demonstrations in data.eval_path",
+        "eval.every=5: needs data.eval_path (it is null); otherwise set eval.every=null",
     ]
     assert complaints(REWARD_MODEL[0], "run.steps=3") == [
         "scorer.model.path is missing: a Hub id or a model folder",

@@ -151,7 +151,7 @@ def test_other_data_leave_no_evaluation_of_the_experiment_behind() -> None:
     assert evaluation("data.path=null", "data.mix=[{path:org/a}]") == none
     assert evaluation("data.path=org/a", "data.eval_path=org/b") == ("org/b", 50, True)
     assert complaints("+experiment=rlhf", "data.path=org/a", "eval.every=5") == [
-        "eval.every=5: needs held-out prompts in data.eval_path"
+        "eval.every=5: needs data.eval_path (it is null); otherwise set eval.every=null"
     ]
 
 

@@ -38,49 +38,39 @@ def check_sampling(config: PPOConfig, ranks: int) -> Iterator[str]:
             f"sampling.min_new_tokens={sampling.min_new_tokens}: must be at most "
             f"sampling.max_new_tokens={sampling.max_new_tokens}"
         )
-    if sampling.min_new_tokens and sampling.stop:
-        yield (
-            f"sampling.min_new_tokens={sampling.min_new_tokens}: delays end tokens, but not the strings of "
-            "sampling.stop; set only one of the two"
-        )
     if "" in sampling.stop:
         yield f"sampling.stop={show(sampling.stop)}: must not contain an empty string"
 
 
-def check_prompts(config: TextConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line if the rows of training or evaluation are missing or given twice."""
-    data, rows = config.data, ROWS.get(config.stage, "rows")
-    mix = config.data.mix if isinstance(config, PPOConfig) else []
-    if data.path is None and not mix:
-        several = " (or data.mix: several of them)" if isinstance(config, PPOConfig) else ""
-        yield f"data.path is missing: a Hub data set or a JSONL, JSON, Parquet or CSV file of {rows}{several}"
-    if data.path is not None and mix:
+def check_paths(config: TextConfig, ranks: int) -> Iterator[str]:
+    """Yields an error line for each local model folder or data file that is missing or unusable."""
+    data = config.data
+    if data.path is None and not (isinstance(data, PPODataConfig) and data.mix):
+        several = " (or data.mix: several of them)" if isinstance(data, PPODataConfig) else ""
         yield (
-            f"data.path={data.path}: data.mix is set too; add this data set to data.mix, or set data.path "
-            "to null"
+            "data.path is missing: a Hub data set or a JSONL, JSON, Parquet or CSV file of "
+            f"{ROWS.get(config.stage, 'rows')}{several}"
         )
-    if config.eval.every and not data.eval_path:
-        yield f"eval.every={config.eval.every}: needs held-out {rows} in data.eval_path"
+    for key, path in _data_paths(config).items():
+        if path and looks_local(path) and not is_prepared(path, config) and not Path(path).exists():
+            yield f"{key}={path}: no such file{did_you_mean_path(path)}"
+    paths = _model_paths(config)
+    if isinstance(config, PPOConfig):
+        path = config.reference.model.path
+        if not uses_reference(config) or path == config.actor.model.path:
+            del paths["reference.model.path"]
+    for key, path in paths.items():
+        yield from _missing_model(key, path, config)
 
 
-def check_model_folders(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each local folder of a trained model that is missing or has no config."""
-    for name, model in trained_models(config).items():
-        yield from _missing_model(f"{name}.model.path", model.model.path, config)
-
-
-def check_reference_folder(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line if the run needs a local reference folder that is missing or has no config."""
-    path = config.reference.model.path
-    if uses_reference(config) and path != config.actor.model.path:
-        yield from _missing_model("reference.model.path", path, config)
-
-
-def check_reward_folders(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each local folder of a reward model that is missing or has no config."""
-    for reward, section in all_rewards(config).items():
-        for key, model in reward_models(section, reward):
-            yield from _missing_model(f"{key}.path", model["path"], config)
+def _model_paths(config: Config) -> dict[str, str | None]:
+    """Returns the paths of all models by their keys."""
+    paths = {f"{name}.model.path": model.model.path for name, model in trained_models(config).items()}
+    if isinstance(config, PPOConfig):
+        paths["reference.model.path"] = config.reference.model.path
+        for reward, section in all_rewards(config).items():
+            paths |= {f"{key}.path": model["path"] for key, model in reward_models(section, reward)}
+    return paths
 
 
 def _missing_model(key: str, path: str | None, config: Config) -> Iterator[str]:
@@ -102,13 +92,6 @@ def _missing_model(key: str, path: str | None, config: Config) -> Iterator[str]:
         )
 
 
-def check_data_files(config: TextConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each data file that does not exist."""
-    for key, path in _data_paths(config).items():
-        if path and looks_local(path) and not is_prepared(path, config) and not Path(path).exists():
-            yield f"{key}={path}: no such file{did_you_mean_path(path)}"
-
-
 def _data_paths(config: TextConfig) -> dict[str, str | None]:
     """Returns the paths of all data sets by their keys."""
     data = config.data
@@ -121,11 +104,7 @@ def _data_paths(config: TextConfig) -> dict[str, str | None]:
 
 def hub_names(config: Config) -> list[str]:
     """Returns the paths of models and data that are neither on this machine nor made by `prepare`."""
-    paths = [model.model.path for model in trained_models(config).values()]
-    if isinstance(config, PPOConfig):
-        paths.append(config.reference.model.path)
-        rewards = all_rewards(config).values()
-        paths += [str(model["path"]) for reward in rewards for _, model in reward_models(reward)]
+    paths = [*_model_paths(config).values()]
     if isinstance(config, TextConfig):
         paths += _data_paths(config).values()
     return [path for path in paths if path and not looks_local(path) and not is_prepared(path, config)]

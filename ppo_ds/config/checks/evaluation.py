@@ -24,11 +24,6 @@ def check_best_checkpoint(config: Config, ranks: int) -> Iterator[str]:
         yield f"checkpoint.keep_best=true: the best checkpoint is chosen by evaluation; set {wanted}"
     if checkpoint.best_by is None:
         return
-    if not checkpoint.keep_best:
-        yield (
-            f"checkpoint.best_by={checkpoint.best_by}: only used with checkpoint.keep_best=true or "
-            "eval.patience; set one of them"
-        )
     metrics = eval_metrics(config)
     if not any(fnmatchcase(best_metric(config), metric) for metric in metrics):
         yield (

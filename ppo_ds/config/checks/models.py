@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo_ds.config.schema import Config, PPOConfig, averaged_models, has_critic, reward_models, trained_models
+from ppo_ds.config.schema import Config, PPOConfig, has_critic, learns_values, reward_models, trained_models
 from ppo_ds.config.text import show
 
 # DeepSpeed settings that the trainer sets itself -> the keys to use instead
@@ -21,24 +21,9 @@ SET_BY_TRAINER = {
 }
 
 
-def check_zero(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each ZeRO option that the model's ZeRO stage does not support."""
-    for name, model in trained_models(config).items():
-        zero = model.zero
-        if zero.offload_optimizer and zero.stage == 0:
-            yield f"{name}.zero.offload_optimizer=true: needs {name}.zero.stage 1, 2 or 3 (it is 0)"
-        if zero.offload_params and zero.stage != 3:
-            yield f"{name}.zero.offload_params=true: needs {name}.zero.stage 3 (it is {zero.stage})"
-
-
 def check_generation(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each ZeRO option of generation that has no effect."""
     zero = config.actor.zero
-    if zero.generation_gather != "auto" and zero.stage != 3:
-        yield (
-            f"actor.zero.generation_gather={zero.generation_gather}: needs actor.zero.stage 3 "
-            f"(it is {zero.stage})"
-        )
     # offload_states also moves the optimizer states of the critic
     if (
         zero.offload_states == "always"
@@ -51,20 +36,8 @@ def check_generation(config: PPOConfig, ranks: int) -> Iterator[str]:
         )
 
 
-def check_adapters(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each option of adapters or averaged weights that are not enabled."""
-    for name, model in trained_models(config).items():
-        for key in ("alpha", "targets", "lr"):
-            value = getattr(model.lora, key)
-            if not model.lora.rank and value not in (None, "auto"):
-                yield f"{name}.lora.{key}={show(value)}: only used with {name}.lora.rank above 0"
-    for name, averaged in averaged_models(config).items():
-        if averaged.ema.evaluate and averaged.ema.decay is None:
-            yield f"{name}.ema.evaluate=true: needs averaged weights; set {name}.ema.decay (for example 0.99)"
-
-
 def check_raw_deepspeed(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each raw DeepSpeed setting that the trainer sets itself."""
+    """Yields an error line for each raw DeepSpeed setting that the trainer sets itself or that is wrong."""
     for name, model in trained_models(config).items():
         raw = model.deepspeed
         for key, instead in SET_BY_TRAINER.items():
@@ -74,21 +47,14 @@ def check_raw_deepspeed(config: Config, ranks: int) -> Iterator[str]:
                     f"{instead.format(name)} instead"
                 )
         raw_zero = raw.get("zero_optimization")
-        if isinstance(raw_zero, dict) and "stage" in raw_zero:
+        raw_zero = raw_zero if isinstance(raw_zero, dict) else {}
+        if "stage" in raw_zero:
             yield (
                 f"{name}.deepspeed.zero_optimization.stage={show(raw_zero['stage'])}: use {name}.zero.stage, "
                 "which also decides how the weights are loaded"
             )
-
-
-def check_node_copies(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each zero_hpz_partition_size that cannot divide the ranks into equal groups.
-
-    DeepSpeed makes groups of that many ranks, or one group if there are fewer ranks.
-    """
-    for name, model in trained_models(config).items():
-        raw_zero = model.deepspeed.get("zero_optimization")
-        size = raw_zero.get("zero_hpz_partition_size", 1) if isinstance(raw_zero, dict) else 1
+        # DeepSpeed makes groups of that many ranks, or one group if there are fewer ranks
+        size = raw_zero.get("zero_hpz_partition_size", 1)
         setting = f"{name}.deepspeed.zero_optimization.zero_hpz_partition_size={show(size)}"
         if type(size) is not int or size < 0:
             yield f"{setting}: must be a number of ranks; set it to the number of GPUs on a node"
@@ -98,23 +64,14 @@ def check_node_copies(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_initial_critic(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line if the critic's path is missing or unused, or a shared trunk has adapters."""
-    critic = config.critic
+    """Yields an error line if there is nothing that critic.init can load, or no critic."""
+    critic, reward = config.critic, config.reward
+    if critic.init == "path" and not learns_values(config):
+        yield f"critic.init=path: needs a critic (algo.advantage.estimator={config.algo.advantage.estimator})"
     if critic.init == "path" and not critic.model.path:
         yield "critic.model.path is missing: critic.init=path loads the critic from it"
-    if critic.init != "path" and critic.model.path:
-        yield (
-            f"critic.model.path={critic.model.path}: only used with critic.init=path (it is {critic.init})"
-        )
-    if critic.share_trunk and config.actor.lora.rank:
-        yield "critic.share_trunk=true: cannot be used with actor.lora.rank; use a separate critic"
-
-
-def check_critic_from_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line if critic.init=reward is set and the reward has no model."""
-    models = dict(reward_models(config.reward))
-    if config.critic.init == "reward" and config.reward and "reward.model" not in models:
-        kind = show(config.reward.get("_target_"))
+    if critic.init == "reward" and reward and "reward.model" not in dict(reward_models(reward)):
+        kind = show(reward.get("_target_"))
         yield (
             f"critic.init=reward: needs a reward model, but reward._target_={kind} has no reward.model.path"
         )

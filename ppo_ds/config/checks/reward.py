@@ -9,27 +9,19 @@ from ppo_ds.config.signatures import misused_targets
 
 
 def check_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line if no reward is chosen, and for each argument that ppo_ds's own rewards refuse."""
+    """Yields an error line for each mistake in the rewards and in what an environment's rewards exclude."""
     if config.reward and not config.reward.get("_target_"):
         yield (
             "reward._target_ is missing: choose a kind of reward first (reward=model, reward=function, "
             "...; --help lists them)"
         )
     yield from misused_targets(config.reward, "reward")
-
-
-def check_environment_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each reward that reads the rewards of an environment if there is none."""
     for key, section in all_rewards(config).items():
         if uses_environment(section) and config.rollout.environment.path is None:
             yield (
                 f"{key}=environment: there is no environment; set rollout.environment.path, or choose "
                 "another reward"
             )
-
-
-def check_shaping_of_turns(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each option for scores of whole responses if only turns have scores."""
     if config.reward.get("_target_") != ENVIRONMENT_REWARD:
         return
     shaping = config.algo.reward_shaping
