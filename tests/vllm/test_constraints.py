@@ -50,7 +50,9 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_wheel(folder, known_metadata(name, version))
     for version in ("2.13.0", "2.13.0+cpu"):
         write_wheel(folder, metadata("torch", version, "setuptools>=77.0.3"))
-    write_wheel(folder, metadata("setuptools", "78.1.1"))
+    # triton is a requirement of xgrammar; torch for CUDA pins its version
+    for name, version in (("setuptools", "78.1.1"), ("triton", "3.9.0")):
+        write_wheel(folder, metadata(name, version))
     write_wheel(folder, own_metadata())
     return folder
 
