@@ -170,11 +170,7 @@ class Sequences(_Rows):
 
 
 def to_device(column: Tensor, device: torch.device) -> Tensor:
-    """Returns ``column`` on ``device``.
-
-    A copy from the CPU to a GPU uses pinned memory and is asynchronous. From pageable memory it would block
-    the host.
-    """
+    """Returns ``column`` on ``device``; a copy from the CPU to a GPU is pinned and asynchronous."""
     if device.type == "cuda" and column.device.type == "cpu":
         # torch cannot pin an expanded tensor: the pinned copy would have the same overlapping strides
         return column.contiguous().pin_memory().to(device, non_blocking=True)

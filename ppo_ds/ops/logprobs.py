@@ -55,8 +55,8 @@ def mean_logprobs_from_logits(
 ) -> Tensor:
     """Computes the mean of log softmax(logits / temperature) over the vocabulary: [...,V] -> [...].
 
-    ``logprobs`` [...] are those of ``labels`` [...]. The mean differs from them by the mean of the logits
-    minus the logit of the label, so that the softmax is not computed again.
+    It differs from ``logprobs`` [...] of ``labels`` [...] by the mean of the logits minus the label's
+    logit.
     """
     chosen = widen(logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
     return logprobs + (logits.mean(dim=-1, dtype=chosen.dtype) - chosen) / temperature

@@ -89,10 +89,7 @@ class Evaluator:
         return rollouts
 
     def reference_rows(self, own: list[dict[str, Any]]) -> Rows | None:
-        """Returns the reference's response and score for each of the policy's rows, None if unknown.
-
-        A collective.
-        """
+        """Returns the reference's rows for the policy's, None if unknown. A collective."""
         reference = self.reference
         assert reference is not None
         if reference.is_initial_actor and self.actor.steps == 0:

@@ -122,8 +122,8 @@ class ExperienceMaker:
     def for_pretraining(self) -> ExperienceMaker:
         """Returns a copy for the critic's pretraining on rollouts of the initial policy.
 
-        Returns are sums of future rewards (lambda 1), because the values of an untrained critic are useless
-        for bootstrapping. Forwards that do not affect the returns are omitted.
+        Returns are sums of future rewards (lambda 1), since an untrained critic is useless for
+        bootstrapping. Forwards that do not affect them are omitted.
         """
         credit = replace(self.credit, gae=GAEConfig(gamma=self.credit.gae.gamma, lam=1.0))
         maker = replace(self, credit=credit, forwards=replace(self.forwards, kept=None))
@@ -159,10 +159,7 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def measure_kl(self, experience: Experience) -> Metrics:
-        """Measures the KL to the reference (k1 per token) before and after the update. A collective.
-
-        ``experience`` holds the rows of all ranks.
-        """
+        """Measures the KL to the reference (k1 per token) before and after the update. A collective."""
         mine = experience.select(
             torch.arange(len(experience)).chunk(self.world.size)[self.world.rank]
         ).trimmed()

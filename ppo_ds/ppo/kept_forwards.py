@@ -1,7 +1,6 @@
 """Keeps the graphs of forwards that make_experience runs, so that the update needs no second forward.
 
-With one optimizer step per rollout, no weight changes between make_experience and learn: the forward that
-computes the log-probs or the values of a rollout is the forward of the update.
+With one optimizer step per rollout, no weight changes between make_experience and learn.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class KeptForwards:
     def of_rollout(self, rollout: Sequences, plan: list[Tensor], critic_only: bool) -> Iterator[None]:
         """Allows forwards of ``rollout`` to be kept inside the block if ``plan`` permits it. A collective.
 
-        ``plan`` has the row indices of each forward. With ``critic_only`` no forward of the actor is kept,
-        since the update does not train it. An exception that leaves the block drops the outputs.
+        ``plan`` has the row indices of each forward. With ``critic_only`` no forward of the actor is kept.
+        An exception that leaves the block drops the outputs.
         """
         self.kept = KeptOutputs(None, {})
         names = tuple(name for name in self.options if name != "actor" or not critic_only)

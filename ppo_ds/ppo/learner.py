@@ -79,10 +79,7 @@ class RatioCounts:
         self.counts = counts if self.counts is None else self.counts + counts
 
     def take(self) -> Histogram | None:
-        """Returns the ratios of all optimizer steps since the last call, those above 2 in the last bin.
-
-        Returns None if the actor was not trained. A collective.
-        """
+        """Returns the ratios of all steps since the last call, None if there were none. A collective."""
         counts, self.counts = self.counts, None
         return None if counts is None else Histogram(self.world.sum(counts).tolist(), RATIO_EDGES)
 
@@ -187,10 +184,7 @@ class Learner:
         return experience, metrics.reduced(self.world) | step_metrics(steps) | passes
 
     def with_logprobs(self, experience: Experience, actor: ActorBackward, plan: list[Tensor]) -> Experience:
-        """Adds the log-probs that the only forward of the update has computed. A collective.
-
-        ``plan`` has the rows of this rank's micro-batches.
-        """
+        """Adds the log-probs that the only forward of the update has computed. A collective."""
         logprobs = self.world.sum(scatter_tokens(actor.logprobs, experience, plan))
         return replace(experience, logprobs=logprobs, old_logprobs=logprobs)
 
@@ -220,8 +214,8 @@ class Learner:
     ) -> tuple[dict[str, Tensor], ActorBackward | None]:
         """Accumulates the gradients of one optimizer step and returns the losses by model.
 
-        ``micros`` are this rank's micro-batches of ``minibatch``. ``kept`` has outputs of the only
-        micro-batch, by model; they are removed, so that their graphs are freed after the backward.
+        ``micros`` are this rank's micro-batches of ``minibatch``. Outputs in ``kept`` are removed, so that
+        their graphs are freed after the backward.
         """
         totals, value_totals = self.totals(minibatch)
         losses: dict[str, Tensor] = {}
@@ -270,10 +264,7 @@ class Learner:
         )
 
     def check_parity(self, sums: list[float]) -> None:
-        """Raises StepRefused if the gap of generation ends the run.
-
-        The last two of ``sums`` are the sum and the count of the gap over all ranks.
-        """
+        """Raises StepRefused if the gap, whose sum and count end ``sums``, ends the run."""
         total, count = sums[-2:]
         self.parity.stop_if_exceeded(total / max(count, 1.0))
 
@@ -299,10 +290,7 @@ class Learner:
         metrics: MetricSums,
         out: PolicyOutput | None,
     ) -> ActorBackward:
-        """Accumulates the actor's gradients over the micro-batches of one optimizer step.
-
-        ``out`` is the output of the only micro-batch, if it is known.
-        """
+        """Accumulates the actor's gradients over the micro-batches of one optimizer step."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         kl_sums, gaps, ratios, logprobs = loss_sum.new_zeros(2), [], [], []
         # The PTX losses come first, because ZeRO reduces gradients in the last backward. That backward must
@@ -334,10 +322,7 @@ class Learner:
         metrics: MetricSums,
         values: Tensor | None,
     ) -> Tensor:
-        """Accumulates the critic's gradients of one optimizer step and returns its loss.
-
-        ``values`` are those of the only micro-batch, if they are known.
-        """
+        """Accumulates the critic's gradients of one optimizer step and returns its loss."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         with counting(len(micros), "micro-batches") as done:
             for number, micro in enumerate(micros, start=1):
@@ -379,10 +364,7 @@ class Learner:
     def value_loss(
         self, micro: Experience, *, critic: TrainedModel, totals: BatchTotals, values: Tensor | None = None
     ) -> tuple[Tensor, Parts]:
-        """Computes a micro-batch's part of the critic's loss, and its metrics.
-
-        ``values`` are the output of the critic, if it is known.
-        """
+        """Computes a micro-batch's part of the critic's loss, and its metrics."""
         if values is None:
             values = critic(micro.ids, micro.attention_mask, micro.response_width)
         return self.value(values, micro.to(self.world.device), totals)

@@ -68,9 +68,9 @@ def scatter_states(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]
 
 
 def scatter_rows(parts: list[Tensor], plan: list[Tensor], out: Tensor) -> Tensor:
-    """Writes ``parts`` [b,R'], one for each entry of ``plan``, into the rows of ``out`` [B,R] and returns it.
+    """Writes ``parts`` [b,R'], one per entry of ``plan``, into the rows of ``out`` [B,R]; returns ``out``.
 
-    All parts are copied from the device at once after the last forward, so that the host waits only once.
+    The host waits only once, after the last forward.
     """
     flat = torch.cat([part.detach().float().flatten() for part in parts]).cpu()
     pieces = flat.split([part.numel() for part in parts])

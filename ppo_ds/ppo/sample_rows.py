@@ -88,8 +88,7 @@ def token_columns(experience: Experience, tokenizer: Tokenizer, i: int, limit: i
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
     """Returns the piece of text that each token adds to the text of the tokens before it.
 
-    A token that ends within a character adds nothing; the token that completes the character adds it. Each
-    piece is found from a few tokens, since the first token of a text may lose its space.
+    A token that ends within a character adds nothing; the one that completes the character adds it.
     """
     texts, start, end = [], 0, 0  # ids[start:end] are the last tokens whose text is complete
     for i in range(1, len(ids) + 1):

@@ -16,10 +16,7 @@ StartScoring = Callable[[Rollout], Pending[Scores]]
 
 
 def wait_for_scores(pending: Pending[Scores], world: World, check: Callable[[], None]) -> Scores:
-    """Waits until the scores are known on every rank. A collective if they are computed in the background.
-
-    ``check`` is a collective that raises Abandoned on all ranks after a stop request.
-    """
+    """Waits until the scores are known on every rank; a collective if they are computed in the background."""
     if not pending.tasks:
         return pending.result()
     return wait_on_all_ranks(pending, world, check)

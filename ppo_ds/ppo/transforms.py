@@ -35,10 +35,9 @@ def without_truncated(rows: Experience, _: torch.Generator) -> Experience:
 
 
 def with_top_entropy(rows: Experience, _: torch.Generator, *, share: float) -> Experience:
-    """Limits the policy loss to the ``share`` of the tokens with the highest entropy before the update.
+    """Limits the policy loss to the ``share`` of the tokens with the highest entropy (Wang et al. 2025).
 
-    The other tokens still count in the divisor of the mean (Wang et al. 2025). Rows without entropies, from
-    which only the critic learns, stay as they are.
+    The other tokens still count in the divisor of the mean. Rows without entropies stay as they are.
     """
     if rows.entropy is None:
         return rows
@@ -49,10 +48,7 @@ def with_top_entropy(rows: Experience, _: torch.Generator, *, share: float) -> E
 def with_selected(
     rows: Experience, generator: torch.Generator, *, selection: Callable[..., Tensor]
 ) -> Experience:
-    """Adds the column ``selected`` of a policy loss (PolicyConfig.selection).
-
-    Rows without log-probs, from which only the critic learns, stay as they are.
-    """
+    """Adds the column ``selected`` of a policy loss (PolicyConfig.selection) to rows that have log-probs."""
     if rows.logprobs is None:
         return rows
     selected = selection(rows.logprobs, rows.advantages, rows.response_mask, generator)

@@ -303,22 +303,3 @@ def test_first_update_of_an_actor_that_equals_its_reference():
     )
     metrics = policy_loss(actor, reference, scores, mask)[1]
     assert metrics["policy/ratio_max"] == 1.0 and metrics["policy/approx_kl"].tolist() == [0.0, 9.0]
-
-
-def test_answers_of_one_token():
-    """A single EOS is an action with advantage score - KL - value.
-
-    It is tested in a batch with longer responses and alone, where the standard deviation is 0.
-    """
-    mask, scores = torch.tensor([[1, 0, 0]]), torch.tensor([2.0])
-    rewards = token_rewards(scores, mask, torch.tensor([[0.5, NAN, NAN]]), 0.1)
-    advantages, returns = compute_gae(rewards, torch.tensor([[0.25, NAN, NAN]]), mask, 0.9, 0.8)
-    torch.testing.assert_close(advantages, torch.tensor([[1.7, 0.0, 0.0]]))
-    torch.testing.assert_close(returns, torch.tensor([[1.95, 0.0, 0.0]]))
-    assert torch.equal(masked_whiten(advantages, mask), torch.zeros(1, 3))
-    assert torch.equal(normalize_advantages(advantages, mask), torch.zeros(1, 3))
-    b = batch(width=1)
-    for agg in MODES:
-        assert all(loss.isfinite() for loss in losses(b, agg).values())
-    delta = (b["scores"] - b["values"][:, 0]) * b["mask"][:, 0]
-    assert_equal(compute_gae(token_rewards(b["scores"], b["mask"]), b["values"], b["mask"])[0][:, 0], delta)

@@ -145,28 +145,7 @@ def test_every_table_entry_is_used():
     assert_no_stale_entries("rewards.json", TARGETS, NOT_TARGETS)
 
 
-MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
-SCORES = torch.tensor([10.0, 20.0, float("nan")])
 KL = torch.tensor([[1.0, 2.0, float("nan")], [3.0, 4.0, 5.0], [float("inf")] * 3])
-
-
-def test_token_rewards_worked_by_hand():
-    # an empty row gets zeros, not NaN
-    expected = [[-0.5, 9.0, 0.0], [-1.5, -2.0, 17.5], [0.0, 0.0, 0.0]]
-    assert token_rewards(SCORES, MASK, KL, 0.5).tolist() == expected
-    scores = torch.tensor([10.0, 20.0, 30.0])
-    expected = [[-0.5, -1.0, 10.0], [-1.5, -2.0, 17.5], [30.0, 0.0, 0.0]]
-    assert token_rewards(scores, MASK, KL, 0.5, place="next_token").tolist() == expected
-    assert token_rewards(scores, MASK).tolist() == [[0.0, 10.0, 0.0], [0.0, 0.0, 20.0], [0.0, 0.0, 0.0]]
-
-
-def test_token_scores_count_on_tokens_only():
-    extra = torch.tensor([[1.0, 1.0, float("nan")], [2.0, 2.0, 2.0], [7.0, 7.0, 7.0]])
-    assert token_rewards(SCORES, MASK, token_scores=extra).tolist() == [
-        [1.0, 11.0, 0.0],
-        [2.0, 2.0, 22.0],
-        [0.0, 0.0, 0.0],
-    ]
 
 
 def test_a_mask_with_a_hole_gets_the_score_at_its_last_position():

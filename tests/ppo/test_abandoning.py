@@ -89,12 +89,6 @@ def draws_and_back():
     return found
 
 
-def test_before_the_first_update_there_is_nothing_to_save(loop):
-    run, events = loop(checkpoint_every=1, parts={"counter": Counter()})
-    leave_in(run, "collect", step=1)
-    assert run.fit() == "signal" and not named(events, "save") and not named(events, "log")
-
-
 def test_critic_pretraining_and_the_first_evaluation_are_abandoned_too(loop):
     run, events = loop(algo=("algo.value.pretrain_rollouts=3",), parts={"counter": Counter()})
     leave_in(run, "collect", step=2)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ppo_ds.algorithm.credit.keys import ADVANTAGE_ESTIMATORS
 from ppo_ds.algorithm.credit.positions import ScorePosition
 from ppo_ds.algorithm.rollout_is.keys import WEIGHTS, RolloutISConfig
 from ppo_ds.background.pending import Pending
@@ -29,6 +30,10 @@ from tests.ppo.algo_cases import (
     rounded,
     shaper,
 )
+
+WITHOUT_CRITIC = [
+    name for name, kind in ADVANTAGE_ESTIMATORS.items() if not (kind.needs_critic or kind.needs_greedy)
+]
 
 # -- end tokens that are no actions: tokens 1 and 3 end a response -------------------------------------------
 
@@ -170,16 +175,6 @@ def test_importance_weights_and_the_kl_are_those_of_the_policy_that_generated(wo
 # -- critics -------------------------------------------------------------------------------------------------
 
 
-def test_without_a_critic_there_is_an_experience_without_values(world):
-    """Advantages are rewards-to-go: the KL costs 0.5 * 0.2 per token, and the last token gets the score."""
-    reinforce = critic_free_maker(world, estimate_advantages=critic_free("reinforce", 0.5))
-    made, seen = reinforce(answers([2, 1], [1.0, -2.0], tokens=[[1, 2], [3]]), 0.5)
-    assert made.values is None and made.returns is None and made.value_mask is None
-    assert rounded(made.rewards) == [[-0.1, 0.9, 0], [-2.1, 0, 0]]
-    assert rounded(made.advantages) == [[0.35, 0.9], [-2.1, 0]]  # -0.1 + 0.5 * 0.9
-    assert seen["adv/max_abs"] == pytest.approx(2.1)
-
-
 def test_a_value_head_on_the_actor(world):
     """Values from the actor's own forward give the same experience."""
     critic = Stub(value=True)
@@ -200,7 +195,7 @@ def test_a_value_head_on_the_actor(world):
 
 
 @pytest.mark.parametrize("whiten", ["none", "batch", "group", "minibatch"])
-@pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo", "dr_grpo", "lite_ppo", "maxrl", "gdpo", "opo"])
+@pytest.mark.parametrize("kind", WITHOUT_CRITIC)
 def test_two_ranks_make_the_same_experience_as_one(on_ranks, world, kind, whiten):
     """One rank has two groups of two responses; two ranks have one group each, padded to its own width."""
     lengths, scores, tokens = [3, 1, 2, 4], [0.5, -1.0, 2.0, 3.5], [[1, 2, 3], [4], [5, 6], [7, 2, 1, 4]]

@@ -166,15 +166,6 @@ def test_the_first_ratio_is_one_and_one_step_reports_the_state_before_it(world, 
     assert actor.backwards[0] > 1
 
 
-def test_the_first_minibatchs_ratio_is_of_the_first_step_alone(world, rows):
-    rows, _ = on_policy(rows)
-    seen, *_ = learned(world, rows, minibatch_size=2, epochs=2, budget=1)
-    assert (
-        seen["parity/ratio_first_minibatch_max"] == pytest.approx(1, abs=1e-9)
-        and seen["policy/ratio_max"] > 1.01
-    )
-
-
 def test_value_numbers(world, rows):
     seen, *_ = learned(world, rows, minibatch_size=8, epochs=1, budget=20, value=dict(clip=None, coef=0.1))
     with torch.no_grad():

@@ -9,9 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.ppo.losses import PtxObjective
-from ppo_ds.types import Sequences
-from tests.ppo.algo_cases import AS_IT_IS, attended, without_critic
+from tests.ppo.algo_cases import AS_IT_IS, without_critic
 from tests.ppo.learner_cases import (
     ANSWERS,
     LR,
@@ -164,63 +162,6 @@ def test_a_shared_trunk_has_one_backward_for_both_losses(on_ranks, rows, ranks, 
 
 
 # -- additional losses ---------------------------------------------------------------------------------------
-
-
-def texts(seed, n=4):
-    """Makes n texts; the first token is context only, and one to four tokens after it have a loss."""
-    lengths = [1 + (i + seed) % 4 for i in range(n)]
-    attention = attended([1] * n, lengths)
-    ids = torch.randint(0, V, attention.shape, generator=torch.Generator().manual_seed(seed))
-    return Sequences(ids, attention, attention[:, 1:])
-
-
-@pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (1, 6), (2, 6)])
-def test_pretraining_texts(on_ranks, rows, ranks, budget):
-    """Each step has its own texts, whose loss is 0.3 times the token mean of -log p at temperature 1.
-
-    The forwards of the texts precede the forwards of PPO.
-    """
-    coef, plain = 0.3, without_critic(rows)
-    expected = TinyPolicy(V, 1, temperature=0.7)
-    optimizer, ptx_losses = torch.optim.SGD(expected.parameters(), lr=LR), []
-    for k, part in enumerate(shuffled(8, 1, 4, seed=3)):
-        surrogates, losses = [], []
-        for i in part.tolist():
-            log_ratio = expected(*unpadded(rows, i)).logprobs[0] - rows.old_logprobs[i, : ANSWERS[i]]
-            advantage = rows.advantages[i, : ANSWERS[i]]
-            surrogates.append(
-                -torch.minimum(log_ratio.exp() * advantage, log_ratio.exp().clamp(0.8, 1.2) * advantage)
-            )
-        for i in range(4):
-            inputs = ids, _, r = unpadded(texts(k), i)
-            table = (expected.states(*inputs)[0, :-1] @ expected.head).log_softmax(-1)
-            losses += [-table[t, ids[0, t - r]] for t in range(r)]
-        ptx_losses += losses
-        optimizer.zero_grad()
-        (torch.cat(surrogates).mean() + coef * torch.stack(losses).mean()).backward()
-        optimizer.step()
-
-    def work(world):
-        actor = Engine(TinyPolicy(V, 1, temperature=0.7), world)
-        stream, places = iter([texts(0), texts(1)]), []
-
-        class Watched(PtxObjective):
-            def __call__(self, *args):
-                places.append(len(actor.flags))  # the index of this forward among those of its optimizer step
-                return super().__call__(*args)
-
-        ptx = Watched(coef, stream)
-        learn = learner(world, actor, None, budget=budget, epochs=1, ptx=ptx, target_kl=1e9)
-        return learn(plain, 0.0, 3)[1], actor, next(stream, None), places
-
-    for seen, actor, left, places in on_ranks(ranks, work):
-        same([actor], [expected])
-        assert left is None and actor.steps == 2
-        assert seen["policy/ptx_loss"] == pytest.approx(
-            float(torch.stack(ptx_losses).detach().mean()), rel=1e-6
-        )
-        second = places.index(0, 1)
-        assert places == [*range(second), *range(len(places) - second)]
 
 
 @pytest.mark.parametrize("unbiased", [False, True])

@@ -121,14 +121,6 @@ def test_a_gap_above_the_limit_ends_the_run_before_the_update(loop, caplog):
     assert not named(events, "export") and "repeats the step" in RESUME_HINTS["max_parity"]
 
 
-def test_a_warning_continues_the_run(loop):
-    run, events = loop(parity_monitor=ParityMonitor(0.4, stops=False))
-    drifting(run, 2)
-    assert run.fit() == "done" and len(named(events, "learn")) == 3
-    warnings = [(step, text) for step, kind, text in run.tracker.told if kind == "warning"]
-    assert len(warnings) == 1 and warnings[0][0] == 2 and "health.max_parity=0.4" in warnings[0][1]
-
-
 # -- in an update that computes the old log-probs itself -----------------------------------------------------
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ppo_ds.errors import UserError
 from tests.ops.golden import assert_no_stale_entries, cases, look_up, outputs
 from tests.ppo.preset_runs import (
     NAN,
@@ -246,31 +245,6 @@ def test_remax_subtracts_the_score_of_a_greedy_response(world):
     golden = case.outputs["verl.remax.advantages"]
     close(under(case.mask, run.experience.advantages), golden[case.mask.bool()])
     close(run.seen["reward/baseline_mean"], case.reward_baselines.mean())
-
-
-def test_reinforce_pp_uses_its_own_kl_coefficient(world):
-    """The golden has the coefficient 0.1 and the preset 0.01.
-
-    Rewards-to-go are linear in the KL, so nine tenths of the golden's cost are removed.
-    """
-    (case,) = cases("group_advantages.json")
-    found = run_of(world, case, "reinforce_pp", RAW).experience.advantages
-    for i, n in enumerate(case.mask.sum(1).tolist()):
-        for t in range(n):
-            close(
-                found[i, t],
-                float(case.outputs["verl.reinforce_pp.returns"][i, t]) + 0.09 * sum(case.kl[i, t:n].tolist()),
-            )
-
-
-@pytest.mark.parametrize("preset", ["rloo", "grpo", "dr_grpo", "dapo", "gspo", "lite_ppo", "maxrl"])
-def test_groups_of_one_are_refused(preset):
-    with pytest.raises(UserError) as error:
-        composed(preset, samples=1)
-    assert (
-        error.value.problems[0].startswith("algo.advantage.estimator=")
-        and "rollout.samples_per_prompt" in error.value.problems[0]
-    )
 
 
 # policy_loss.json

@@ -1,14 +1,12 @@
 """Tests scores that are computed while the models work: their overlap, waiting, stops, and step rewards."""
 
 from concurrent.futures import Future, wait
-from pathlib import Path
 from threading import Event
 
 import pytest
 import torch
 
 from ppo_ds.background.pending import Pending, all_of
-from ppo_ds.config.targets import bind
 from ppo_ds.distributed import heartbeat
 from ppo_ds.ppo.experience import ExperienceMaker, mask_stops
 from ppo_ds.ppo.scoring import scored, wait_for_scores
@@ -168,46 +166,6 @@ def test_a_service_overlaps_with_the_forwards(world):
         pending = start_scoring(reward, rollout)
         experience, _ = make_with(maker(world, reference=Signalling(forward.set)), rollout, pending)
     assert experience.scores.tolist() == [0.5, 2]
-
-
-class Touching:
-    """A reward that creates a file and scores 1."""
-
-    def __init__(self, file: str):
-        self.file = Path(file)
-
-    def __call__(self, rollout):
-        self.file.touch()
-        return Scores(torch.ones(len(rollout)), torch.zeros(rollout.response_mask.shape), {})
-
-
-def test_a_part_of_a_mixture_overlaps_with_the_other_parts(world, tmp_path):
-    """The function returns only after the other part, which stands before it, has scored."""
-    (tmp_path / "waits.py").write_text(WAITS.format(kind="", pause=ASLEEP))
-    function = {
-        "_target_": "ppo_ds.rewards.function.FunctionReward",
-        "path": f"{tmp_path}/waits.py:score",
-        "pool": "process",
-        "fallback_score": 0,
-    }
-    parts = {
-        "now": {"reward": {"_target_": f"{__name__}.Touching", "file": f"{tmp_path}/forward"}},
-        "later": {"reward": function, "weight": 2.0, "normalize": "running"},
-    }
-    spec = {"_target_": "ppo_ds.rewards.weighted.WeightedReward", "parts": parts}
-    reward = bind(spec, "reward")(tokenizer=Words(), reduce=world.sum)
-    rollout = rollout_of([3, EOS], [4, 5, EOS])
-    assert reward.start_evaluation(rollout).result().total.tolist() == [1 + 2 * 3, 1 + 2 * 3]
-    pending = start_scoring(reward, rollout)
-    assert len(pending.tasks) == 2
-    experience, seen = make_with(maker(world, reference=Stub()), rollout, pending)
-    assert experience.scores.tolist() == [1, 1]  # equal scores are 0 after normalization
-    assert {name: value for name, value in seen.items() if "component" in name} == {
-        "reward/component/now_mean": 1.0,
-        "reward/component/later_mean": 0.0,
-        "reward/component/later_raw_mean": 3.0,
-        "reward/component/later/fallback_mean": 0.0,
-    }
 
 
 # -- waiting ---------------------------------------------------------------------------------------------

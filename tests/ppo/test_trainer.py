@@ -106,20 +106,6 @@ def test_an_aborted_run_shows_no_old_evaluation(tmp_path, capsys, exported):
     assert ("Held-out data" in shown) == exported and str(tmp_path) not in shown and "checkpoint" not in shown
 
 
-@pytest.mark.parametrize(("step", "older"), [(6, True), (7, False), (None, False)])
-def test_the_tables_name_the_step_of_an_older_evaluation(tmp_path, capsys, step, older):
-    """A time limit ends a run without an evaluation; checkpoints of earlier versions lack its step."""
-    (tmp_path / "metrics.jsonl").touch()
-    rows = [{"prompt": "p", "asked": "p", "response": "r", "score": 1.0}]
-    metrics = {"eval/accuracy": 0.5}
-    state = TrainState(step=7, first_eval=metrics, last_eval=metrics, first_rows=rows, last_rows=rows)
-    state.last_eval_step = step
-    write_report(tmp_path, "a run", state, exported=True)
-    words = " ".join(capsys.readouterr().out.split())
-    for title in ("Held-out data", "Sample responses"):
-        assert (f"{title} (after: step 6; the model has 7 steps)" in words) == older
-
-
 @pytest.mark.parametrize(("every", "steps"), [(None, [3]), (0, []), (1, [1, 2, 3]), (2, [2, 3]), (3, [3])])
 def test_checkpoints_are_saved_when_due_and_once(loop, every, steps):
     run, events = loop(checkpoint_every=every)
@@ -320,11 +306,6 @@ def test_the_evaluation_of_a_stop_besides_the_schedule_selects_no_checkpoint(loo
     resumed.saver.checkpoints.load = lambda path, models, copies: stopped.saver.state_dict()
     resumed.saver.resume("somewhere")
     assert (resumed.fit(), resumed.state.step, resumed.state.best_step) == ("early_stop", 6, 4)
-
-
-def test_the_evaluation_after_the_last_step_can_be_the_best(loop):
-    run, events = loop(scores=[0.0, 0.5, 0.9], eval_every=2, keep_best=True)
-    assert run.fit() == "done" and run.state.best_step == 3 and ("save", 3, True) in events
 
 
 def test_an_early_stop_is_explained(loop, caplog):

@@ -79,9 +79,8 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
 
 
 def next_values(values: Tensor, mask: Tensor, bootstrap_value: Tensor | None) -> Tensor:
-    """Returns the value at the next position with mask = 1, [B,T].
-
-    After the last such position it is ``bootstrap_value`` [B], or 0.
+    """Returns the value at the next position with mask = 1, after the last one ``bootstrap_value`` [B] or
+    0: [B,T].
     """
     width = values.shape[1]
     final = (

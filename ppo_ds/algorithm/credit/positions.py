@@ -18,12 +18,10 @@ from ppo_ds.types import Rollout, ScoredRollout
 class ScorePosition:
     """Determines at which position a response's score is added, and which states exist.
 
-    With "next_token" (DeepSpeed-Chat, TRL) the score is added one position after the last action, unless the
-    response has reached its length limit. ``next_state`` determines how that position is treated:
-
-        "trained"    an additional state that the value loss includes (TRL)
-        "untrained"  an additional state that the value loss excludes (DeepSpeed-Chat)
-        "ignored"    not a state, so the score has no effect (zysNLP's code)
+    With "next_token" (DeepSpeed-Chat, TRL) it is one position after the last action, unless the response
+    has reached its length limit. That position is a state that the value loss includes ("trained", TRL) or
+    excludes ("untrained", DeepSpeed-Chat), or no state, so that the score has no effect ("ignored",
+    zysNLP's code).
     """
 
     position: str  # last_token | next_token

@@ -17,11 +17,7 @@ from ppo_ds.algorithm.policy.surrogate import PolicyTerms, TokenLoss, ratio_boun
 
 
 def clip_cov(terms: PolicyTerms, policy: Any) -> TokenLoss:
-    """Computes PPO's loss without the selected tokens, which count as clipped.
-
-    They have no loss and no gradient, but count in the divisor of the mean. ``clip_low`` and ``clip_high``
-    are 1 and 1 in the authors' runs.
-    """
+    """Computes PPO's loss without the selected tokens, which still count in the divisor of the mean."""
     assert terms.selected is not None
     loss, beyond, clipped_low = clipped(terms, ratio_bounds(policy.clip_low, policy.clip_high), None)
     return TokenLoss(torch.where(terms.selected, 0.0, loss), beyond | terms.selected, clipped_low)

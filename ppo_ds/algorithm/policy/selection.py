@@ -26,10 +26,8 @@ def off_policy_tokens(
 
 
 def top_entropy_tokens(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """Selects the ``fraction`` of all tokens with the highest entropy (Wang et al. 2025).
-
-    These are the tokens at or above the quantile 1 - fraction, but of several tokens with the entropy of the
-    quantile itself only as many as are needed.
+    """Selects the ``fraction`` of all tokens with the highest entropy (Wang et al. 2025): those at or
+    above the quantile 1 - fraction, but of ties at the quantile only as many as are needed.
     """
     rank = fraction * (int(mask.sum()) - 1)  # of the quantile, from the top
     return mask_of(largest(entropy[mask], math.floor(rank + 1e-9) + 1), mask)
