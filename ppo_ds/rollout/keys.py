@@ -72,7 +72,7 @@ class Static(RolloutConfig):
 
 
 class HF(RolloutConfig):
-    """transformers' generate; supports every model."""
+    """The generate of transformers; supports every model."""
 
     backend: Literal["hf"] = "hf"
     generator = "ppo_ds.rollout.hf.HFGenerator"
@@ -103,7 +103,7 @@ class VLLMConfig(Section):
 
 
 class VLLM(RolloutConfig):
-    """vLLM in the trainer's process, with weights of its own (rollout.vllm)."""
+    """An engine of vLLM in the trainer's process, with weights of its own (rollout.vllm)."""
 
     backend: Literal["vllm"] = "vllm"
     generator = "ppo_ds.rollout.vllm.VLLMGenerator"
