@@ -6,9 +6,8 @@ _MAX_CHARACTERS = 2000  # maximum length of a line
 class UserError(ValueError):
     """Reports mistakes in the config, the data or a model folder that the user can correct.
 
-    Each problem is one line that names the key (or ``file:line``), the value and the remedy. Quoted content
-    is arbitrary, so non-printable characters (line breaks, terminal codes, lone surrogates, bidirectional
-    controls) are shown as escapes.
+    Each problem is one line that names the key (or ``file:line``), the value and the remedy; unprintable
+    characters are shown as escapes.
     """
 
     def __init__(self, *problems: str):
@@ -17,10 +16,7 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """Ends a run during training for a reason that its one-line message fully explains; the exit code is 1.
-
-    It is raised on the rank that found the problem, never as a consequence of another rank's failure.
-    """
+    """Ends a run with exit code 1 for a reason that its line explains, on the rank that found the problem."""
 
 
 def single_line(text: str) -> str:
@@ -31,11 +27,7 @@ def single_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a line of text with escapes for line breaks, terminal codes and other unprintable characters.
-
-    Text from files that another person may have written passes through this function before it is printed or
-    logged.
-    """
+    """Returns a line with escapes for line breaks, terminal codes and other unprintable characters."""
     if text.isprintable():
         return text
     return "".join(

@@ -1,9 +1,4 @@
-"""Detects keys, tokens and passwords in a config and removes them from texts.
-
-A config is written to config.yaml, checkpoints and wandb and is quoted in error messages, so secrets must be
-passed in environment variables, which are never written. A secret found in a config is refused before
-anything is written, and the error does not repeat it.
-"""
+"""Detects keys, tokens and passwords in a config, which is then refused, and removes them from texts."""
 
 from __future__ import annotations
 
@@ -55,9 +50,8 @@ _REMEDY = (
 def secrets_in(tree: Any, key: str = "", inside_secret: bool = False) -> Iterator[str]:
     """Yields one error line, without the secret itself, for each value of a config that holds a secret.
 
-    ``inside_secret`` is True if a section that contains ``tree`` has the name of a secret. A number counts as
-    a secret only under such a name, and not if its key ends with "token" or "tokens", since a number of
-    tokens is not a secret.
+    ``inside_secret``: a section around ``tree`` has the name of a secret. A number is a secret only under
+    such a name, and not if its key ends with "token" or "tokens".
     """
     named = inside_secret or _is_secret_key(key)
     if isinstance(tree, dict):

@@ -38,7 +38,7 @@ from ppo_ds.models.policy import load_policy
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.models.value import can_start_critic, load_critic, load_reward_model
 from ppo_ds.run.record import open_run_directory
-from ppo_ds.secrets import censored, secrets_in
+from ppo_ds.secrets import censored
 
 ROOT = Path(__file__).parent.parent
 
@@ -532,26 +532,6 @@ def test_a_key_in_a_config_is_refused_and_not_repeated(keys, arguments, key):
     line = line_of(caught)
     assert line.startswith(f"{key}: holds ") and "environment variable" in line
     assert not any(secret in line for secret in ("passed", SECRET, "hf_of", "0123456789", "sk-abc"))
-
-
-def test_texts_without_secrets_are_accepted(keys, monkeypatch):
-    monkeypatch.setenv("SHORT_KEY", "a/b")
-    tree = {
-        "run": {"name": "task-force-of-the-year-2024-sk", "dir": "/data/hf_cache/x"},
-        "data": {
-            "chat_template_kwargs": {"bos_token": "<s>", "enable_thinking": False},
-            "path": "https://host/a?page=2&keys=1",
-        },
-        "reward": {
-            "key_env": "JUDGE_KEY",
-            "column": "answer_key",
-            "url": "http://host:8000/v1",
-            "options": {"max_tokens": 9, "password": ""},
-        },
-        "actor": {"model": {"path": "a/b", "revision": "0123456789abcdef0123456789abcdef01234567"}},
-        "sampling": {"stop": ["</s>", "me@host"], "max_new_tokens": 4},
-    }
-    assert list(secrets_in(tree)) == []
 
 
 def test_lines_are_censored(keys):

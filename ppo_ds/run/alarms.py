@@ -1,12 +1,8 @@
-"""Alarms: recognize the usual ways in which a run fails, from its logged metrics.
+"""Alarms: recognize the usual ways in which a run fails, from its logged metrics; they never stop a run.
 
-An alarm is one line that names a metric, its value and the key to change. It never stops a run. Conditions,
-limits and texts are in tracking/metrics.toml. An alarm is raised once its condition holds for the given
-number of steps in a row, and again only after the condition was false for as many steps, so that a value
-near a limit raises one alarm. Steps without a finite value of the metric do not count.
-
-The alarms depend only on the metrics of the steps so far, in their order. A resumed run reads them from
-metrics.jsonl and therefore raises the same alarms as a run that was not interrupted.
+Conditions, limits and texts are in tracking/metrics.toml. An alarm is raised once its condition holds for the
+given number of steps in a row, and again only after it was false for as many. Steps without a finite value do
+not count. A resumed run reads metrics.jsonl and so raises the same alarms as one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -55,8 +51,8 @@ class Series:
     def mean_error(self) -> float:
         """The standard error of ``mean``, estimated from the changes between consecutive values.
 
-        For normal values, the mean absolute change is 2/sqrt(pi) times their standard deviation. Unlike that
-        standard deviation, it contains little of a trend or of a single jump.
+        The mean absolute change of normal values is 2/sqrt(pi) times their standard deviation; it contains
+        little of a trend or of a single jump.
         """
         return math.sqrt(math.pi) / 2 * self.sum_of_changes / max(self.changes, 1) / math.sqrt(WINDOW)
 
@@ -95,10 +91,7 @@ def most_groups_equal(share: float, past: Past) -> bool:
 
 
 def entropy_collapsed(entropy: float, past: Past) -> bool:
-    """Compares with the start of the run.
-
-    A policy that has solved its task has a low entropy too, but then its scores hardly differ.
-    """
+    """Compares with the start; a solved task has a low entropy too, but its scores hardly differ."""
     start, spread = past["policy/entropy"].start, past["reward/score_std"]
     if start is None or spread.start is None:
         return False
@@ -106,21 +99,17 @@ def entropy_collapsed(entropy: float, past: Past) -> bool:
 
 
 def longer_but_not_better(length: float, past: Past) -> bool:
-    start, scores, spread = (
-        past["rollout/resp_len_mean"].start,
-        past["reward/score_mean"],
-        past["reward/score_std"],
-    )
+    start, scores = past["rollout/resp_len_mean"].start, past["reward/score_mean"]
+    spread = past["reward/score_std"]
     if start is None or scores.start is None or spread.start is None:
         return False
     return length > 2 * start and scores.recent[-1] < scores.start + 0.25 * spread.start
 
 
 def score_fell(score: float, past: Past) -> bool:
-    """Compares the mean of the last steps with that of the best ones.
+    """Compares the mean of the last steps with the best one.
 
-    The fall must exceed the first spread. With few responses per step, means vary by chance: the fall must
-    also exceed NOISE standard errors of such a mean.
+    The fall must exceed the first spread, and NOISE standard errors of such a mean.
     """
     scores, spread = past["reward/score_mean"], past["reward/score_std"].start
     if scores.mean is None or spread is None:

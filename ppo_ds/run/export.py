@@ -15,11 +15,7 @@ from ppo_ds.storage.drafts import draft_directory
 
 
 def export_actor(run_dir: Path, actor: TrainedModel, ema: WeightCopy | None, tokenizer: Tokenizer) -> None:
-    """Writes model/ and model_ema/ in Hugging Face format, and adapter/ in peft format. A collective.
-
-    ``actor`` holds a ``Policy``. adapter/ is only written if the policy has adapters, model_ema/ only if
-    ``ema`` is given.
-    """
+    """Writes model/, model_ema/ if ``ema`` is given, and adapter/ if the policy has one. A collective."""
     policy = actor.module
 
     def save_policy(folder: Path, weights: dict[str, Tensor]) -> None:
@@ -41,8 +37,7 @@ def export_model(
 ) -> None:
     """Writes the weights of ``model`` and the tokenizer to ``folder``, which is replaced. A collective.
 
-    ``save`` runs on rank 0 only. It receives the weights whose names start with ``prefix``, with the prefix
-    removed.
+    ``save`` runs on rank 0 and receives the weights below ``prefix``, without it.
     """
     weights = consolidated(model)
     if weights is not None:

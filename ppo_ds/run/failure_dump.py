@@ -1,12 +1,8 @@
-"""Dump of the optimizer step that ended a run, for inspection.
+"""Dump of the optimizer step that ended a run, for inspection: dumps/step_000012/.
 
-    dumps/step_000012/update.json          the non-finite number, its rank and its row; all rows as text
-                      update.safetensors   the tensors of the rows
-                      config.yaml          the run's config
-                      actor/ (...)         each model as in a checkpoint; weights are finite: the step was not
-                                           applied
-
-Nothing is pickled. The folder is complete or absent.
+update.json holds the non-finite number, its rank and row, and all rows as text; update.safetensors the
+tensors of the rows; config.yaml; and a folder for each model as in a checkpoint, without the step. Nothing is
+pickled.
 """
 
 from __future__ import annotations
@@ -67,14 +63,9 @@ def dump_failure(
 ) -> str:
     """Writes the dump and returns the error message. A collective.
 
-    Args:
-        step: The training step.
-        rows: Every row of the optimizer step as text; the error message shows the key "prompt".
-        place: The name of a row in the error message, with keys of ``rows``, such as "row {number}".
-        columns: The tensors of the rows.
-        config: The config.yaml of the run.
-        about: Further entries of update.json.
-        hint: The end of the message if the dump was written.
+    ``rows`` are those of the optimizer step as text, of which the message shows "prompt"; ``place`` is the
+    name of a row in the message, such as "row {number}"; ``columns`` are the tensors of the rows, ``about``
+    further entries of update.json, and ``hint`` the end of the message if the dump was written.
     """
     line = f"step {step}: not finite: {origin.what}"
     if origin.position is not None:
@@ -98,10 +89,7 @@ def write_dump(
     models: Mapping[str, TrainedModel],
     config: Path,
 ) -> None:
-    """Writes the dump; ``contents`` is update.json. Raises CheckpointError, on all ranks, if that fails.
-
-    A collective.
-    """
+    """Writes the dump; ``contents`` is update.json. Raises CheckpointError on all ranks. A collective."""
     world = next(iter(models.values())).world
     draft = world.gather_objects(draft_path(folder))[0]  # every rank uses the path of rank 0
 

@@ -27,11 +27,9 @@ def write_report(
 ) -> None:
     """Draws curves.png and prints the results and the saved files of a run. Only rank 0 calls it.
 
-    A run that was not ``exported`` was interrupted, so its last evaluation is older than its weights. Then
-    the held-out table and the sample responses are omitted. A run that a time limit has ended may also have
-    trained since its last evaluation: the titles of the tables then name the step of the evaluation.
-    ``checkpoint`` is the line to print on the last checkpoint: its path and a hint on how to resume. ``best``
-    are the entries of ``TrainState.best_metrics``. The saved files are not printed unless ``lists_files``.
+    Without ``exported``, the run was interrupted, and its last evaluation is older than its weights: the
+    tables are left out. ``checkpoint`` is the line on the last checkpoint, ``best`` are
+    TrainState.best_metrics.
     """
     before, after = state.first_eval, state.last_eval
     drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)

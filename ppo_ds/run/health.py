@@ -8,10 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """An optimizer step that was skipped because of non-finite numbers.
-
-    The subclass of a stage adds the fields that its ``dump_failure`` needs, such as the rows of the step.
-    """
+    """An optimizer step that was skipped; subclasses add what the stage's ``dump_failure`` needs."""
 
     what: tuple[str, ...]  # such as "loss of the actor" or "gradient of the critic"
 
@@ -26,11 +23,7 @@ class TooManySkips(Exception):
 
 @dataclass
 class Health:
-    """Counts consecutive skipped optimizer steps.
-
-    A stage that skips several optimizer steps together may record them as one skip, as PPO does for a rollout
-    that it skips as a whole.
-    """
+    """Counts consecutive skipped optimizer steps; a stage may record several skips as one."""
 
     max_skips: int
     skips: int = 0  # consecutive skips so far

@@ -29,10 +29,7 @@ REPORTED_RESPONSES = 8  # sample responses per evaluation; the final report comp
 
 @dataclass(kw_only=True)
 class Run:
-    """Trains a stage to its end, or until a signal, a limit or repeated non-finite numbers end it.
-
-    All ranks make the same decisions: stop requests are all-reduced, and metrics are equal on every rank.
-    """
+    """Trains a stage until its end, a signal, a limit or non-finite numbers; all ranks decide the same."""
 
     # components
     context: RunContext
@@ -142,10 +139,7 @@ class Run:
     # -- evaluation ------------------------------------------------------------------------------------------
 
     def evaluate_if_due(self) -> Evaluation | None:
-        """Returns the held-out evaluation of this step, without metrics if none is due.
-
-        Returns None if a stop request interrupted it.
-        """
+        """Returns the evaluation of this step, without metrics if none is due; None if interrupted."""
         step, self.eval_score = self.state.step, None
         if step not in (self.stage.total_steps, self.stop_at_step) and not is_due(step, self.eval_every):
             return Evaluation({}, [])
@@ -228,8 +222,7 @@ class Run:
     def rollback_on_nonfinite(self) -> Iterator[None]:
         """Returns to the last checkpoint after too many skipped optimizer steps in a row.
 
-        The run ends instead if it has no checkpoint, if the checkpoint is damaged, or if the run was rolled
-        back before.
+        The run ends instead without a checkpoint, with a damaged one, and after an earlier rollback.
         """
         try:
             yield

@@ -19,9 +19,9 @@ _SQUARES = "_of_squares"
 class MetricSums:
     """Accumulates masked means and maxima that are exact over ranks and micro-batches.
 
-    Sums and counts are added up; means are never averaged. The shape of a part determines how it is reduced,
-    as in algorithm/loss/aggregation.py: [2] is (sum, count), [5] moments of an explained variance, 0-dim a
-    maximum. Every rank must add the same names in the same order; ``reduced`` is a collective.
+    Means are never averaged. The shape of a part says how it is reduced, as in algorithm/aggregation.py: [2]
+    is (sum, count), [5] moments of an explained variance, 0-dim a maximum. Every rank must add the same names
+    in the same order; ``reduced`` is a collective.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,7 @@ class MetricSums:
         self.add_parts({name: torch.stack([total, mask.sum()])})
 
     def add_mean_and_std(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Adds the mean and the population standard deviation of ``values``.
-
-        A full name such as "eval/score" gives eval/score_mean and eval/score_std. The name of a group such as
-        "adv" gives adv/mean and adv/std.
-        """
+        """Adds mean and population std of ``values``: eval/score_mean and _std, or adv/mean and adv/std."""
         separator = "_" if "/" in name else "/"
         self.add_mean(f"{name}{separator}mean", values, mask)
         self.add_mean(f"{name}{separator}mean{_SQUARES}", values.double() ** 2, mask)
@@ -92,11 +88,8 @@ def as_number(piece: Tensor) -> float:
 def step_metrics(steps: Mapping[str, list[StepInfo]]) -> Metrics:
     """Computes gradient norms, learning rates and the count of skipped optimizer steps of each model.
 
-    ``steps`` maps the metric prefix of each model to the model's optimizer steps, which at least one model
-    must have. The result is the same on every rank.
-
-    Gradient norms are measured before clipping and averaged over the optimizer steps (NaN if one was
-    skipped). Learning rates are those of the last step.
+    ``steps`` maps metric prefixes to optimizer steps. Norms are measured before clipping and averaged (NaN if
+    a step was skipped); learning rates are those of the last step.
     """
     numbers: Metrics = {}
     for role, infos in steps.items():

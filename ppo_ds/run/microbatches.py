@@ -1,7 +1,6 @@
-"""Divides rows among ranks and forward passes.
+"""Divides rows among ranks and forward passes of at most a given number of tokens.
 
-A forward has at most a given number of tokens. Every rank runs the same number of forwards, since ZeRO-3
-gathers weights inside a forward.
+Every rank runs the same number of forwards, since ZeRO-3 gathers weights inside a forward.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ S = TypeVar("S", bound=Sequences)
 def microbatch_rows(
     minibatch: Sequences, token_budget: int, world: World, packed: bool = False
 ) -> list[Tensor]:
-    """Returns the row indices of each forward over this rank's share of a minibatch.
-
-    A forward has at most ``token_budget`` tokens, and every rank runs the same number of forwards. Not a
-    collective, since every rank holds all rows of the minibatch. See ``scoring_plan`` for ``packed``.
-    """
+    """Returns the row indices of each forward over this rank's share of a minibatch. Not a collective."""
     lengths = minibatch.attention_mask.sum(1)
     return plan_share(lengths, token_budget, world.rank, world.size, packed)
 
@@ -52,9 +47,7 @@ def padding(micros: Iterable[Sequences], packed: bool) -> Tensor:
 def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
     """Returns the row indices of each forward over this rank's own rows. A collective.
 
-    Every rank runs the same number of forwards: ZeRO-3 gathers weights inside a forward, so the other ranks
-    would hang if one rank ran fewer. ``packed`` states that the models take rows without padding. Such models
-    also accept a plan for padded rows.
+    ``packed`` states that the models take rows without padding; they also accept a plan for padded rows.
     """
     lengths = sequences.attention_mask.sum(1)
     plan = plan_forwards(lengths, token_budget, packed=packed)

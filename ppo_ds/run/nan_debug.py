@@ -44,9 +44,8 @@ def replay_rows(
 ) -> None:
     """Runs forward and backward of ``model`` on one row at a time and adds the findings to ``rows``.
 
-    A collective. ``micros`` holds one micro-batch for each of ``rows``. ``compute_loss`` returns the loss of
-    a micro-batch as its first result. Gradients are dropped, so that weights, optimizer and counters do not
-    change.
+    A collective. ``micros`` holds a micro-batch for each of ``rows``; ``compute_loss`` returns its loss
+    first. Gradients are dropped, so that weights, optimizer and counters do not change.
     """
     with nonfinite_tensors(name, model, result) as found:
         for i, (micro, row) in enumerate(zip(micros, rows, strict=True), start=1):
@@ -65,10 +64,7 @@ def gathered_rows(rows: Sequence[ReplayedRow], world: World) -> list[ReplayedRow
 
 @contextmanager
 def nonfinite_tensors(name: str, model: TrainedModel, result: CheckedOutput) -> Iterator[list[str]]:
-    """Records the non-finite outputs and gradients of ``model`` inside the block.
-
-    Yields the list of their names, in the order of computation.
-    """
+    """Yields the list of non-finite outputs and gradients of ``model``, in the order of computation."""
     found: list[str] = []
 
     def note_result(module: Any, inputs: Any, output: Any) -> None:

@@ -29,10 +29,7 @@ class Capacity:
 
 
 def measured_capacity(world: World, dtype: torch.dtype) -> Capacity:
-    """Measures the peak capacity in half a second. A collective.
-
-    All ranks measure at the same time, since ranks on one machine share its memory bandwidth.
-    """
+    """Measures the peak capacity in half a second, on all ranks at once. A collective."""
     world.barrier()
     size = CPU_BUFFER if world.device.type == "cpu" else None
     mine = [gemm_flops_per_s(world.device, dtype, seconds=0.2), bytes_per_s(world.device, size, seconds=0.2)]
@@ -65,10 +62,7 @@ def update_cost(model: TrainedModel, body: torch.nn.Module) -> UpdateCost:
 
 
 def throughput(tokens: int, samples: int, seconds: float, ranks: int) -> Metrics:
-    """Returns tokens and samples per second of all ranks together, and tokens per second of each rank.
-
-    Padding does not count.
-    """
+    """Returns tokens and samples per second of all ranks, and tokens per second of each; no padding."""
     return {
         "perf/tokens_per_s": tokens / seconds,
         "perf/tokens_per_s_gpu": tokens / seconds / ranks,

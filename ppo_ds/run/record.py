@@ -1,8 +1,7 @@
 """Keeps the record of an earlier run in its run directory, or moves it away before a new run starts there.
 
-If the new run does not continue the earlier run, the record is moved to a new folder in the run directory,
-earlier_1, earlier_2, ... Until the move is complete, the name of that folder ends in ``.unfinished``.
-``finish_move`` completes a move that was interrupted by a kill, before anything else reads the directory.
+It is moved to earlier_1, earlier_2, ..., whose name ends in ``.unfinished`` until the move is complete;
+``finish_move`` completes a move that a kill interrupted.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ FINISHED = ("done", "early_stop")
 def begins_anew(run_dir: Path, now: Settings) -> bool:
     """Returns whether run.resume=restart begins a new run instead of continuing the one in ``run_dir``.
 
-    A run is continued if it is unfinished, was itself started with run.resume=restart, and has the same
-    settings. Otherwise a job that a scheduler stops and starts again would begin anew each time and never
-    finish.
+    An unfinished run that was itself started with run.resume=restart and has the same settings is continued:
+    otherwise a job that a scheduler stops and starts again would never finish.
     """
     before = recorded_settings(run_dir)
     if before is None or before["run"].get("resume") != "restart" or changes(before, now):
@@ -73,11 +71,7 @@ def recorded_settings(run_dir: Path) -> Settings | None:
 
 
 def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
-    """Returns the names of the files and folders of an earlier run that must be moved away.
-
-    There are none if this run continues the earlier one or repeats its steps. The arguments are those of
-    ``open_run_directory``.
-    """
+    """Returns the files and folders of an earlier run that this run neither continues nor repeats."""
     before, steps = recorded_settings(run_dir), recorded_steps(run_dir)
     if restart:
         used = steps or any((run_dir / "checkpoints").glob("step_*"))
@@ -109,14 +103,9 @@ def outdated_preparation(before: Settings | None, now: Settings) -> list[str]:
 def open_run_directory(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
     """Creates a run directory, writes config.yaml to it and returns lines for the start-up banner.
 
-    If the directory has the record of an earlier run that this run does not continue, the record is moved.
-    The lines include the warnings of ``check_run_directory``, which may raise UserError.
-
-    Args:
-        run_dir: The run directory; a new one is accessible only to its owner, an old one keeps its mode.
-        now: The resolved settings of this run.
-        start: The checkpoint that the run continues from.
-        restart: Whether to begin anew, whatever the directory contains.
+    A new directory is accessible only to its owner. The record of a run that is not continued from the
+    checkpoint ``start`` is moved; with ``restart`` any record is. May raise UserError, see
+    ``check_run_directory``.
     """
     with _os_errors(run_dir):
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

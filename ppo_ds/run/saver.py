@@ -53,12 +53,8 @@ class Saver:
     ) -> None:
         """Saves a checkpoint if one is due. With ``last`` one is due unless checkpoint.every is 0.
 
-        While steps are being skipped, only the last checkpoint is saved: a rollback needs a healthy state.
-
-        Args:
-            eval_score: The score of the last step's evaluation, see score_of; None without an evaluation.
-            clock: Seconds, the same on all ranks.
-            again: Saves the step even if the last checkpoint is of this step.
+        While steps are being skipped, only the last one is saved: a rollback needs a healthy state. ``clock``
+        is in seconds and the same on all ranks; ``again`` saves the step even if its checkpoint exists.
         """
         if self.context.health.skips and not last:
             return
@@ -127,10 +123,7 @@ class Saver:
 
     @contextmanager
     def undo_if_abandoned(self) -> Iterator[None]:
-        """Restores the state before the step if the step is abandoned before its update.
-
-        An abandoned step has changed no weights, so the next start repeats it exactly.
-        """
+        """Restores the state before the step if the step is abandoned before its update."""
         state, restore_rng = deepcopy(self.state_dict()), rng_snapshot(self.context.world)
         try:
             yield

@@ -58,7 +58,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Result of one training step, as counted by run.steps. A step may have several optimizer steps."""
+    """Result of one training step, as counted by run.steps; it may have several optimizer steps."""
 
     metrics: Metrics  # the same on every rank; includes health/skipped_steps, see metrics.step_metrics
     episodes: int  # samples of all ranks
@@ -81,11 +81,9 @@ class Stateful(Protocol):
 
 
 class Stage(Stateful, Protocol):
-    """One kind of training. All methods are collectives.
+    """One kind of training; tests/run/toy_stage.py is a minimal one. All methods are collectives.
 
-    ``state_dict`` is copied before every step, so that a stop request can undo the step. It must not use the
-    key "progress", which the run itself uses. tests/run/toy_stage.py is a minimal stage, without data,
-    tokenizer and export of a language model.
+    ``state_dict`` is copied before every step, to undo it. Its key "progress" belongs to the run.
     """
 
     models: Mapping[str, TrainedModel]  # saved in every checkpoint
@@ -101,8 +99,8 @@ class Stage(Stateful, Protocol):
     def step(self, index: int) -> StepResult:
         """Trains one step.
 
-        Raises Abandoned on a stop request, or StepRefused if the run must end, before any weight has changed;
-        the run then restores the state of the stage. Raises TooManySkips when Health raises it.
+        Raises Abandoned on a stop request, or StepRefused if the run must end, before any weight has changed,
+        and TooManySkips when Health raises it.
         """
 
     def evaluate(self) -> Evaluation | None:

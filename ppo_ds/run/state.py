@@ -55,8 +55,7 @@ class Selection:
     def score(self, metrics: Metrics) -> float:
         """Returns the metric as a score, of which the highest is the best.
 
-        Raises UserError if ``metrics`` lacks it. config/checks/evaluation.py reports this before anything is
-        loaded, except for a subset that the data do not have.
+        Raises UserError if ``metrics`` lacks it, which only happens for a subset that the data do not have.
         """
         if self.metric not in metrics:
             raise UserError(
@@ -114,8 +113,7 @@ class TrainState:
     def heldout_metrics(self, names: Mapping[str, str]) -> dict[str, float]:
         """Returns heldout_<name>_<before|after> for the summary, without metrics that were not measured.
 
-        The prefix is train_prompts_ instead if the run has no held-out data. ``names`` maps each name to its
-        metric, such as accuracy to eval/accuracy.
+        The prefix is train_prompts_ if the run has no held-out data. ``names`` maps each name to its metric.
         """
         evaluations = {"before": self.first_eval or {}, "after": self.last_eval or {}}
         return {

@@ -32,11 +32,7 @@ class Abandoned(Exception):
 
 
 class StepRefused(Abandoned):
-    """Raised on all ranks at the same point to leave the step in progress and to end the run.
-
-    As with Abandoned, the step counts as not begun: no weight has changed, and accumulated gradients have
-    been discarded.
-    """
+    """Raised on all ranks at the same point to leave the step, as Abandoned, and to end the run."""
 
     def __init__(self, reason: ExitReason, message: str):
         super().__init__(message)
@@ -46,12 +42,9 @@ class StepRefused(Abandoned):
 class StopRequest:
     """Stops all ranks when one of them receives SIGTERM, SIGINT or SIGUSR1, or when a launcher exits.
 
-    A second Ctrl-C, more than FORWARDING_SECONDS after the first, ends the process at once.
-
-    Every rank learns of a request within about a second, even while its main thread waits in a collective,
-    but not at the same moment. Decisions about collectives therefore need ``raise_if_stopped`` or
-    ``agreed_reason``, which are collectives themselves and give the same result on every rank. The result of
-    ``should_stop`` may differ between ranks.
+    A second Ctrl-C, more than FORWARDING_SECONDS after the first, ends the process at once. Every rank learns
+    of a request within about a second, even in a collective, but not at the same moment: decisions about
+    collectives need ``raise_if_stopped`` or ``agreed_reason``, which give the same result on every rank.
     """
 
     def __init__(self, world: World, max_minutes: float | None, store: RankStore):
@@ -109,10 +102,7 @@ class StopRequest:
             )
 
     def read_request(self, signals: int) -> str | None:
-        """Describes a signal to this rank, the end of a launcher, or a request of another rank, if any.
-
-        ``signals`` is the read end of the pipe of signal numbers.
-        """
+        """Describes a signal in the pipe, the end of a launcher, or a request of another rank, if any."""
         with suppress(BlockingIOError):  # the pipe is empty
             for number in os.read(signals, 64):
                 if number in SIGNALS:

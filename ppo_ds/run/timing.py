@@ -26,14 +26,11 @@ REMEDIES = {  # phase -> advice if the phase runs out of memory; other phases ha
 
 
 class PhaseTimer:
-    """Sums the seconds of named phases and sets the phase of the heartbeat.
+    """Sums the seconds of named phases and sets the phase of the heartbeat; an inner one counts as the outer.
 
-    A phase inside another counts as the outer one, so no second is counted twice.
-
-    On a GPU the seconds are measured between CUDA events at both ends of a phase. The events are read once
-    per step, so that the host can run ahead of the device. While the device is idle, the time counts for the
-    phase of the host's work. While the device is busy, it counts for the phase of the device's work. Not
-    tested on a GPU.
+    On a GPU the seconds are measured between CUDA events, which are read once per step, so that the host can
+    run ahead. While the device is idle, the time counts for the phase of the host's work. Not tested on a
+    GPU.
     """
 
     def __init__(self, device: torch.device):
@@ -86,9 +83,8 @@ class PhaseTimer:
 def compare_times(world: World, step_seconds: float) -> tuple[Metrics, float]:
     """Returns health/rank_time_spread_s, and the clock of rank 0 in seconds. A collective.
 
-    The spread is the longest busy time of a rank minus the shortest. Busy time is the time of the step minus
-    the time spent waiting in collectives of World. Waiting in ZeRO's own collectives (updates, all forwards
-    of stage 3) counts as busy. A permanently large spread indicates a straggler.
+    The spread is the longest busy time of a rank minus the shortest. Busy is the step without the waits in
+    collectives of World; waits in ZeRO's own collectives count as busy.
     """
     busy = step_seconds - world.waiting.take()
     clock = time.monotonic() if world.is_main else -math.inf

@@ -1,14 +1,9 @@
 """Token budgets of a run, and the protocol that halves a budget after an out-of-memory error.
 
-Phases without collectives of DeepSpeed (generation with whole weights, scores, log-probs and values below
-ZeRO-3) are repeated: a rank that runs out of memory reports it at the end of the phase, all ranks halve
-the budget, restore their random states and run the phase again. Results are those of a run that had the
-smaller budget when the phase began. A phase that can need less memory with the same budget does that first.
-
-Any other phase cannot be repeated, because the other ranks wait in a collective for the rank that has failed.
-That rank records half of the budget in the run directory and ends the run (distributed/watchdog.py), and the
-same command resumes with the smaller budget. In both cases a budget is halved only once; the next error ends
-the run with advice.
+Phases without collectives of DeepSpeed are repeated: a rank that runs out of memory reports it at the end of
+the phase, all ranks halve the budget, restore their random states and run the phase again. Any other phase
+cannot be repeated, because the other ranks wait in a collective: the rank records half of the budget in the
+run directory and ends the run, and the same command resumes. A budget is halved only once.
 """
 
 from __future__ import annotations
@@ -58,9 +53,6 @@ class TokenBudget:
         assert self.can_halve
         self.tokens, self.halved_from = self.tokens // 2, self.tokens
 
-    def set(self, tokens: int) -> None:
-        self.tokens = tokens
-
 
 class PeerOutOfMemory(Exception):
     """Raised in a repeatable phase on ranks whose collective cannot run, as another rank is out of memory."""
@@ -87,7 +79,7 @@ class TokenBudgets:
         """Sets budgets by name."""
         for budget in (self.rollout, self.score, self.train):
             if budget.name in numbers:
-                budget.set(numbers[budget.name])
+                budget.tokens = numbers[budget.name]
         self.on_change(self.numbers())
 
     def guard(
@@ -103,11 +95,10 @@ class TokenBudgets:
         """Wraps a phase that uses ``budget``: if memory runs out, the phase is repeated or the run ends.
 
         ``what`` describes the phase in messages. A phase is ``repeatable`` if its only collectives are those
-        at its beginning, before any memory is allocated, and those that ``guard_collective`` wraps. On a rank
-        that has finished the phase before it is repeated, ``discard`` receives the result, which is not used.
-
-        ``economize`` makes the next runs of a phase need less memory with the same budget. It returns the
-        setting with the same effect, or None if nothing has changed, and is called before a budget is halved.
+        at its beginning, before any memory is allocated, and those that ``guard_collective`` wraps.
+        ``discard`` receives the result of a rank that had finished a phase which is repeated. ``economize``
+        makes the next runs need less memory with the same budget, and returns the setting that does it, or
+        None; it is called before a budget is halved.
         """
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -124,9 +115,7 @@ class TokenBudgets:
         """Wraps a collective that may run inside a repeatable phase, such as those that rewards call.
 
         The ranks first exchange whether one of them is out of memory, since that rank would never reach the
-        collective itself. The copy of ``value`` that World then makes on the device is not covered: if memory
-        ran out in it, the other ranks would wait in the collective until its timeout. Rewards pass single
-        numbers and tensors of two elements.
+        collective. The copy of ``value`` that World then makes on the device is not covered.
         """
 
         def guarded(value: Any, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -167,17 +156,18 @@ class TokenBudgets:
                 return results[0]
             if results:
                 discard(results.pop())
-            if (setting := economize()) is not None:
-                if self.world.is_main:
-                    log.warning(
-                        "warning: out of memory in %s: it is repeated with %s, which the run keeps",
-                        what, setting,
-                    )  # fmt: skip
-            elif not budget.can_halve:
-                raise self._exhausted(budget, what, error)
-            else:
+            before, lowered = "", economize()
+            if lowered is None:
+                if not budget.can_halve:
+                    raise self._exhausted(budget, what, error)
+                before, lowered = f" with memory.{budget.name}={budget.tokens}", str(budget.tokens // 2)
                 budget.halve()
-                self._announce(budget, what)
+                if self.world.is_main:
+                    self.record(budget)
+                self.on_change(self.numbers())
+            if self.world.is_main:
+                again = f"it is repeated with {lowered}, which the run keeps"
+                log.warning("warning: out of memory in %s%s: %s", what, before, again)
             free_memory(self.world)
             restore_rng()
 
@@ -185,23 +175,13 @@ class TokenBudgets:
         """Returns whether any rank has run out of memory. A collective."""
         return bool(self.world.max_int(int(failed)))
 
-    def _announce(self, budget: TokenBudget, what: str) -> None:
-        if self.world.is_main:
-            self.record(budget)
-            log.warning(
-                "warning: out of memory in %s with memory.%s=%d: it is repeated with %d, which the run keeps",
-                what, budget.name, budget.halved_from, budget.tokens,
-            )  # fmt: skip
-        self.on_change(self.numbers())
-
     @contextmanager
     def ending(
         self, budget: TokenBudget, what: str, economize: Callable[[], str | None] = lambda: None
     ) -> Iterator[None]:
         """Ends the run if memory runs out in the block, which cannot be repeated. Not a collective.
 
-        Half of the budget is recorded in the run directory for the next start. The message also names the
-        setting that ``economize`` returns.
+        Half of the budget is recorded for the next start; the message names the setting of ``economize`` too.
         """
         try:
             yield

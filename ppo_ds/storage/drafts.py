@@ -1,11 +1,8 @@
 """Writes files and directories that are complete or absent, even after a kill or a loss of power.
 
 Content is written to a draft beside the target, forced to the disk and renamed. A draft has a random name and
-is created exclusively, so that an existing entry of the directory, such as a symbolic link, is never opened.
-A killed writer leaves its draft, which ``remove_drafts`` deletes at the next start.
-
-The modes of files follow the umask. New run directories are closed to other users as a whole. If the owner
-opens a directory to a group, the group can read its files.
+is created exclusively, so that an existing entry, such as a link, is never opened. ``remove_drafts`` deletes
+the draft of a killed writer at the next start. Modes follow the umask.
 """
 
 from __future__ import annotations
@@ -40,8 +37,7 @@ def write_file(path: Path, data: bytes | str) -> None:
 def draft_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a draft of ``path`` for writing, and replaces ``path`` by it at the end of the block.
 
-    An exception in the block deletes the draft and leaves ``path`` unchanged. If ``path`` is a link, the link
-    is replaced and its target is not changed.
+    An exception deletes the draft and leaves ``path`` unchanged. A link is replaced, not followed.
     """
     draft = draft_path(path)
     try:
@@ -60,8 +56,7 @@ def draft_file(path: Path) -> Iterator[BinaryIO]:
 def draft_directory(path: Path) -> Iterator[Path]:
     """Creates an empty draft of the directory ``path``, and replaces ``path`` by it at the end of the block.
 
-    Missing parents are created. The content of the draft is forced to the disk before the replacement. An
-    exception in the block deletes the draft and leaves ``path`` unchanged.
+    Missing parents are created. An exception deletes the draft and leaves ``path`` unchanged.
     """
     draft = draft_path(path)
     draft.mkdir(parents=True)
@@ -78,11 +73,7 @@ def draft_directory(path: Path) -> Iterator[Path]:
 
 
 def publish_directory(draft: Path, path: Path) -> None:
-    """Renames a draft, whose content must be on the disk, to ``path``.
-
-    A directory that was at ``path`` is deleted afterwards. If several processes write to the draft, one of
-    them creates ``draft_path(path)``, and later publishes it with this function.
-    """
+    """Renames a draft, whose content must be on the disk, to ``path``, and deletes what was there."""
     old = None
     if path.is_dir() and not path.is_symlink():
         old = path.rename(draft_path(path))
@@ -99,15 +90,9 @@ def draft_path(path: Path) -> Path:
 
 
 def remove_drafts(directory: Path, *, name: str | None = None, older_than: float = 0.0) -> None:
-    """Deletes the drafts that killed writers left in ``directory``.
+    """Deletes the drafts that killed writers left in ``directory``, or only those of ``name``.
 
-    No other process may be writing there, unless ``older_than`` is set.
-
-    Args:
-        directory: A directory that need not exist.
-        name: Only drafts of the target with this name are deleted; None: all drafts.
-        older_than: Only drafts that have not changed for this many seconds are deleted. Used for directories
-            that several processes write to.
+    ``older_than``, in seconds, spares the drafts of other processes that are writing there.
     """
     if not directory.is_dir():
         return
@@ -121,10 +106,7 @@ def remove_drafts(directory: Path, *, name: str | None = None, older_than: float
 
 
 def open_for_appending(path: Path) -> TextIO:
-    """Opens a text file at its end, and creates it if it is missing.
-
-    Raises OSError if ``path`` is a symbolic link, or is not a regular file.
-    """
+    """Opens a text file at its end; raises OSError if ``path`` is a link or no regular file."""
     descriptor = os.open(path, _APPEND | os.O_NONBLOCK, 0o666)  # does not block on a pipe without a reader
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -10,9 +10,8 @@ from pathlib import Path
 def links_that_leave(folder: Path) -> Iterator[str]:
     """Yields the names of the symbolic links below ``folder`` whose targets are outside of it.
 
-    Through such a link, any file of this machine could become part of what is saved from the folder. The
-    links of the Hub's cache, from ``snapshots/REVISION`` to ``blobs`` beside ``snapshots``, stay in the cache
-    and are not yielded.
+    Through such a link, any file of this machine could be saved from the folder. Links of the Hub's cache,
+    from ``snapshots/REVISION`` to ``blobs`` beside ``snapshots``, stay in the cache.
     """
     root = folder.resolve()
     inside = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]

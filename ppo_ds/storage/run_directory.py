@@ -1,9 +1,7 @@
-"""Checks whether other users could change the files of a run directory, or redirect what a run writes to it.
+"""Checks whether other users could change the files of a run directory, or redirect what a run writes.
 
-The directories that runs and exports write to are checked, together with their entries. Nothing below these
-entries is checked, since each entry is replaced as a whole (storage/drafts.py). ``run.dir`` itself may be a
-symbolic link, since the user has named that path. wandb's directory is not checked, since wandb creates links
-in it.
+The directories that runs and exports write to are checked with their entries, but nothing below, since each
+entry is replaced as a whole. ``run.dir`` itself may be a link. wandb makes links in its own directory.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ def dry_run_directory(run_dir: str) -> Path:
 def check_run_directory(run_dir: Path) -> list[str]:
     """Returns warnings about a run directory, which need not exist.
 
-    Raises UserError, with one line, if another user could make the run write elsewhere. This is the case if
-    there are symbolic links where runs write, if every user may write to the directory, or if it belongs to
-    another user who is not root. Root may use the directory of any user.
+    Raises UserError if another user could make the run write elsewhere: there are links where runs write,
+    every user may write, or the directory belongs to another user who is not root. Root may use any
+    directory.
     """
     try:
         for problem in find_problems(run_dir):

@@ -1,9 +1,9 @@
 """Lock of a run directory: at most one run at a time writes into it.
 
-The holder keeps ``run.lock`` open under ``flock``, which ends with its process, and the file names it. Some
-file systems have no such locks, or locks that other machines do not see. The holder therefore also renews the
-file's modification time, and a holder that this machine's kernel cannot vouch for counts as ended after 60 s
-without renewal. Only on such a file system, two starts at the same moment may both get the lock.
+The holder keeps ``run.lock`` open under ``flock``, and the file names it. As some file systems have no such
+locks, or hide them from other machines, it also renews the file's modification time: a holder that this
+kernel cannot vouch for counts as ended after 60 s. There, two starts at the same moment may both get the
+lock.
 """
 
 from __future__ import annotations
@@ -80,10 +80,7 @@ class RunLock:
     """The lock of one run directory, held by this process until ``release``."""
 
     def __init__(self, path: Path, descriptor: int, created: list[Path], launch: str):
-        """Writes this process into an open lock file that nobody else holds.
-
-        ``created`` are the directories that ``release`` removes if they are empty.
-        """
+        """Writes this process into an open lock file; ``release`` removes empty ones of ``created``."""
         self.path = path
         self._descriptor, self._created = descriptor, created
         self._holder = Holder(launch=launch)
@@ -100,8 +97,8 @@ class RunLock:
     def start_renewal(self, on_loss: Callable[[str], None]) -> None:
         """Starts the thread that renews the lock.
 
-        If another run has taken the lock, the thread calls ``on_loss`` with one line. This happens only if,
-        for longer than ``STALE``, this process was suspended or its file system did not answer.
+        It calls ``on_loss`` with one line if another run has taken the lock, as after a suspension of this
+        process.
         """
         threading.Thread(target=self._renew, args=(on_loss,), name="run lock", daemon=True).start()
 
@@ -130,10 +127,7 @@ class RunLock:
                 self._holder.write(self._descriptor)
 
     def release(self) -> None:
-        """Deletes the file, and the directories that were created for it if they are empty.
-
-        A second call and a call in a forked process have no effect.
-        """
+        """Deletes the file and empty created directories; does nothing the second time and in a fork."""
         if self._released.is_set():
             return
         self._released.set()
@@ -146,11 +140,11 @@ class RunLock:
 
 
 def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = print) -> RunLock:
-    """Takes the lock of ``run_dir``; creates the directory if it is missing.
+    """Takes the lock of ``run_dir``, which is created if it is missing.
 
-    Raises UserError if another run holds the lock. Waits up to ``ENDING`` seconds for a holder that is
-    ending, and up to ``STALE`` seconds for a renewal by a holder elsewhere. ``notice`` is called with one
-    line about such a wait. ``launch`` is the same for all ranks of one launch.
+    Raises UserError if another run holds it. Waits up to ``ENDING`` seconds for a holder that is ending, and
+    up to ``STALE`` seconds for a renewal by a holder elsewhere; ``notice`` gets one line about such a wait.
+    ``launch`` is the same for all ranks of one launch.
     """
     path, created = run_dir / NAME, [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     # the token and the time of renewal of the holder when it was first seen, and when that was
@@ -187,10 +181,7 @@ def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = pri
 
 
 def check_free(run_dir: Path, launch: str) -> None:
-    """Raises UserError if a run of another ``launch`` holds the lock and is not ending.
-
-    Ranks that do not take the lock themselves call it.
-    """
+    """Raises UserError if a run of another ``launch`` holds the lock; for ranks that do not take it."""
     deadline = time.monotonic() + REACTION  # rank 0 of this launch may be about to write its name
     while True:
         try:

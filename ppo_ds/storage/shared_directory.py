@@ -1,7 +1,4 @@
-"""Checks whether processes on several nodes see the same directory.
-
-One process creates a probe, a file with a random name, and the others look for it.
-"""
+"""Checks with a probe file whether processes on several nodes see the same directory."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ POLL = 0.2
 
 @contextmanager
 def probe(directory: Path) -> Iterator[str]:
-    """Creates a probe in ``directory`` and yields its name; deletes it at the end of the block.
+    """Creates a probe in ``directory`` and yields its name; deletes it at the end.
 
-    No other process may have a probe there. A directory that did not exist is deleted too if it is empty. A
-    probe that a killed process has left is deleted first; ``remove_drafts`` deletes it as well.
+    No other process may have a probe there; one that a killed process has left is deleted first. A directory
+    that did not exist is deleted too if it is empty.
     """
     created = not directory.exists()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -43,11 +40,10 @@ def probe(directory: Path) -> Iterator[str]:
 
 
 def sees_probe(directory: Path, name: str) -> bool:
-    """Returns whether the probe ``name`` of another process appears in ``directory``.
+    """Returns whether the probe ``name`` of another process appears, within VISIBLE_SECONDS.
 
-    Waits up to VISIBLE_SECONDS. An NFS client may answer from its cache that a new file or directory does not
-    exist. It asks the server again when a directory is opened (close-to-open consistency, nfs(5)), so every
-    directory of the path is opened before the file.
+    An NFS client may answer from its cache. It asks the server again when a directory is opened
+    (close-to-open consistency, nfs(5)), so every directory of the path is opened before the file.
     """
     deadline = time.monotonic() + VISIBLE_SECONDS
     path = directory.absolute() / name

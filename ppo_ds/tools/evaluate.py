@@ -152,7 +152,7 @@ def score_responses(
     if given == "auto":
         shapes = [(model.shape, model.section.dtype) for model in load_frozen.loaded]
         longest = max(reader.longest for reader in readers.values())
-        budget.set(largest_scoring(world, shapes, longest))
+        budget.tokens = largest_scoring(world, shapes, longest)
 
     def scores(name: str, responses: Responses) -> list[list[float]]:
         scorer = scorers[name, id(responses.reader)]

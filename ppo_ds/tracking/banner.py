@@ -8,12 +8,7 @@ from ppo_ds.errors import printable
 
 
 class Banner:
-    """Collects the lines of the start-up banner while a run is built.
-
-    The summary (devices, models, data, batch sizes) comes first, then the notes and warnings of all
-    components in the order in which they were added. A line begins with its title, padded to eleven
-    characters: see ``titled``.
-    """
+    """Collects the lines of the start-up banner: the summary, then notes and warnings in their order."""
 
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
         """Initializes an empty banner; ``say`` shows what the program is doing meanwhile."""
@@ -26,7 +21,7 @@ class Banner:
         self._summary += lines
 
     def note(self, *lines: str) -> None:
-        """Adds lines below the summary. Components receive this method as ``note``."""
+        """Adds lines below the summary."""
         self._notes += lines
 
     def warn(self, text: str) -> None:

@@ -1,13 +1,7 @@
-"""Reads metrics.toml, which lists every metric that a run logs, and the panels that show them.
+"""Reads metrics.toml, the one place that knows what each metric means, and the panels that show them.
 
-The file is the one place that knows what a metric means: its label and unit, its healthy range, what to do
-outside it, and its alarm. `curves.png`, `report.html`, the console, the dashboards, the alarms and
-docs/metrics.md read it. A test checks that it has every metric that a stage logs, and no other.
-
-A healthy range (``low`` to ``high``) is where a run usually stays if it learns. Most ranges are rules of
-thumb: ``reason`` names the source or says so. A value outside its range is a reason to look, not an error.
-
-Texts are Markdown with ``code`` and links only; ``plain`` removes the marks.
+A healthy range is where a run usually stays if it learns; ``reason`` names its source or says that it is a
+rule of thumb. Texts are Markdown with ``code`` and links only.
 """
 
 from __future__ import annotations
@@ -112,7 +106,6 @@ SECTIONS: tuple[Section, ...] = tuple(map(_section, _SOURCE["section"]))
 PANELS: tuple[Panel, ...] = tuple(panel for section in SECTIONS for panel in section.panels)
 METRICS: dict[str, Metric] = {metric.name: metric for section in SECTIONS for metric in section.metrics}
 STEP_LINE: tuple[Shown, ...] = tuple(Shown(**row) for row in _SOURCE["step_line"])
-LIVE_VIEW: tuple[Shown, ...] = tuple(Shown(**row) for row in _SOURCE["live_view"])
 HELDOUT_TABLE: tuple[str, ...] = tuple(_SOURCE["heldout_table"])
 
 
@@ -129,7 +122,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def panel_metrics(panel: Panel, names: Iterable[str]) -> dict[str, str]:
-    """Returns the metrics of a panel that are among ``names``, with their labels, in the order of the panel.
+    """Returns the metrics of a panel that are among ``names``, with their labels, in the panel's order.
 
     The label of a metric of a family is the variable part of its name.
     """
@@ -146,10 +139,7 @@ def panel_metrics(panel: Panel, names: Iterable[str]) -> dict[str, str]:
 
 
 def overview_panels(names: Container[str]) -> list[Panel]:
-    """Returns the panels of the overview that have data: those whose first metric is in ``names``.
-
-    Of panels that show the same information, the one with the better scale is returned.
-    """
+    """Returns the panels of the overview with data; of two that show the same, the better one."""
     panels = [panel for panel in PANELS if panel.overview and next(iter(panel.metrics)) in names]
     if "eval/accuracy" in names:  # shows the same information as the score, on a better scale
         panels = [panel for panel in panels if panel.title != "Held-out score"]
@@ -161,9 +151,3 @@ def overview_panels(names: Container[str]) -> list[Panel]:
 def plain(text: str) -> str:
     """Returns a text of the catalogue without the marks of Markdown."""
     return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text).replace("`", "")
-
-
-def outside(metric: Metric, value: float) -> bool:
-    """Returns whether ``value`` is outside the healthy range of ``metric``."""
-    low, high = metric.healthy or (None, None)
-    return (low is not None and value < low) or (high is not None and value > high)

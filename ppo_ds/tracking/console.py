@@ -31,14 +31,10 @@ class ConsoleTracker(Tracker):
         stream: TextIO | None = None,
         screen: Screen | None = None,
     ):
-        """Initializes the tracker of a run of ``stage``.
+        """Initializes the tracker of a run of ``stage`` that has made ``first_step`` steps.
 
-        Args:
-            activity: Returns the phase of this process and its countable work, for the live view.
-            first_step: The number of steps that were completed before this process started.
-            print_answers: The number of steps from one printed answer to the next; 0: none.
-            stream: The output; default: stdout.
-            screen: The screen of this output, if lines are shown on it already.
+        ``activity`` returns the phase of this process for the live view, ``print_answers`` is the number of
+        steps between printed answers (0: none), and ``screen`` one that shows lines already.
         """
         self.screen = screen or Screen(stream)
         self.console = self.screen.console
@@ -62,16 +58,13 @@ class ConsoleTracker(Tracker):
         self.screen.show(lambda: self._view)
 
     def log(self, step: int, metrics: Record) -> None:
-        self._view.log(step, metrics)
+        self._view.log(step)
         columns = self.console.width if self.console.is_terminal else None
         line = step_line(step, self._total, metrics, plus_minus=self._plus_minus, columns=columns)
         self.console.print(line, soft_wrap=True)
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
-        """Prints the first row of every ``print_answers``-th step, and of every evaluation then.
-
-        All samples are in the run directory, and some are in the final report.
-        """
+        """Prints the first row of every ``print_answers``-th step, and of its evaluation."""
         if self._print_answers and step % self._print_answers == 0:
             self.console.print(answer_lines(step, rows[0], split), markup=False, soft_wrap=True)
 
@@ -108,10 +101,9 @@ def answer_lines(step: int, row: dict[str, Any], split: str) -> str:
 def step_line(
     step: int, total: int, metrics: Record, *, plus_minus: str = "±", columns: int | None = None
 ) -> str:
-    """Formats one step as a line of rich markup.
+    """Formats one step as a line of rich markup, cut to ``columns`` by leaving out the least important parts.
 
-    Missing metrics are left out; metrics that were not finite are shown as "-". Parts are left out, the least
-    important first, until the line fits into ``columns``.
+    Missing metrics are left out; metrics that were not finite are shown as "-".
     """
     parts = [(0, f"[bold]step {step:>{len(str(total))}}/{total}[/]")]  # parts with a rank of importance
     if "reward/score_mean" in metrics:

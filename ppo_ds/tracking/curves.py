@@ -32,10 +32,9 @@ def plot_curves(
     title: str = "",
     before: Mapping[str, float] | None = None,
 ) -> bool:
-    """Draws every panel of the overview that has data in ``metrics_jsonl``.
+    """Draws every panel of the overview that has data, with the metrics ``before`` training as step 0.
 
-    The metrics ``before`` training are drawn as step 0. Returns False and writes no file if there is no data
-    at all.
+    Returns False and writes no file if there is no data at all.
     """
     curves: dict[str, Points] = {}
     for record in [{**(before or {}), "step": 0}, *read_metrics(metrics_jsonl)]:
@@ -51,12 +50,9 @@ def plot_curves(
     rows = -(-len(panels) // columns)
     size = (4.6 * columns, 3.2 * rows + (0.5 if title else 0))
     figure = Figure(figsize=size, dpi=130, layout="constrained")
-    first = None
     for index, panel in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, index + 1, sharex=first)
-        first = first or axes
-        _draw(axes, panel, curves)
-    figure.suptitle(title, fontsize=13, fontweight="bold")
+        _draw(figure.add_subplot(rows, columns, index + 1), panel, curves)
+    figure.suptitle(title, fontweight="bold")
     with draft_file(Path(png)) as file:
         figure.savefig(file, format="png")
     return True
@@ -66,14 +62,9 @@ def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
     drawn = [name for name in panel.metrics if name in curves]
     for name, colour in zip(drawn, COLOURS, strict=False):
         line = "--" if name == "kl/target" else "o-" if len(curves[name][0]) < 60 else "-"
-        label = panel.metrics[name]
-        axes.plot(*curves[name], line, color=colour, markersize=2.5, linewidth=1.4, label=label)
-    axes.set_title(panel.title, fontsize=11, fontweight="bold", loc="left")
-    axes.set_xlabel("step", fontsize=9)
-    axes.set_ylabel(panel.unit, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+        axes.plot(*curves[name], line, color=colour, markersize=2.5, label=panel.metrics[name])
+    axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
+    axes.grid(alpha=0.25)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     if panel.percent:
         axes.set_ylim(-0.02, 1.02)
@@ -81,7 +72,7 @@ def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
     elif panel.from_zero and axes.get_ylim()[0] > 0:
         axes.set_ylim(bottom=0)
     if len(drawn) > 1:
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(frameon=False)
 
 
 def before_after(
@@ -93,15 +84,10 @@ def before_after(
     when: str = "",
     stream: TextIO | None = None,
 ) -> None:
-    """Prints tables that compare scores and responses before and after the run.
+    """Prints tables that compare scores (before, after) and responses before and after the run.
 
-    Args:
-        scores: Name -> (before, after) on held-out data; names that contain "accuracy" are shown in percent.
-        samples: Rows with prompt, before, after and score.
-        saved: Name -> path of the run's outputs (model, curves, metrics).
-        trained_on: Whether the data are prompts of the training instead of held-out data.
-        when: Added to the titles in parentheses: the step of "after", if it is not the last one.
-        stream: The output; None: stdout.
+    ``samples`` have prompt, before, after and score; ``saved`` are names and paths of outputs. ``trained_on``
+    says that the data are prompts of the training, and ``when`` is added to the titles.
     """
     console = open_console(stream)
     note = f" ({when})" if when else ""

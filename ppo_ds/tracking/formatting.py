@@ -6,7 +6,7 @@ from __future__ import annotations
 def format_duration(value: float | None, whole: bool = False) -> str:
     """Formats seconds: 4.2 s (4 s if ``whole``), 3 min 05 s, 2 h 07 min."""
     if value is None:
-        return "-"
+        return "an unknown time"
     if value < 60:
         return f"{value:.0f} s" if whole else f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from ppo_ds.tracking.tracker import EventKind, Record, Tracker
 
 
 class JsonlTracker(Tracker):
-    """Writes one line with a JSON object for each step.
+    """Writes and flushes one line with a JSON object for each step, so that a kill loses no finished step.
 
-    Each line is flushed, so that the records of all finished steps remain if the run is killed. Events are
-    never removed, neither by a resume nor by a rollback; only a run that starts at step 0 has a new file.
+    Events are never removed by a resume or a rollback; a run that starts at step 0 has a new file.
     """
 
     def __init__(self, run_dir: str | os.PathLike, *, resumed_at: int = 0):
@@ -83,24 +83,22 @@ class JsonlTracker(Tracker):
         self._file.close()
 
 
-def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads the steps of a ``metrics.jsonl`` in order; returns [] if there is no file.
-
-    A line that was cut off when the run was killed, or that has a number of thousands of digits, is left out.
-    """
+def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """Reads the objects of a file of JSON lines, without lines that were cut off; [] if there is no file."""
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
         return []
-    records = []
+    rows = []
     for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-    return records
+        with suppress(ValueError):  # it was cut off, or has a number of thousands of digits
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """Reads the steps of a ``metrics.jsonl`` in order."""
+    return [record for record in read_rows(path) if isinstance(record.get("step"), int)]
 
 
 def read_events(path: str | os.PathLike) -> list[dict[str, Any]]:

@@ -1,27 +1,24 @@
-"""Live view of a run on a terminal: progress, current phase, latest metrics with their trend, alarms."""
+"""Live view of a run on a terminal: progress, the current phase, the last alarm."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ppo_ds.tracking.catalogue import LIVE_VIEW, Shown, find, outside
-from ppo_ds.tracking.formatting import format_duration, format_number
-from ppo_ds.tracking.tracker import Record
+from ppo_ds.tracking.catalogue import find
+from ppo_ds.tracking.formatting import format_duration
 
-KEPT = 12  # values of a metric in its trend, and steps in the estimate of the time that is left
+KEPT = 12  # steps in the estimate of the time that is left
 ALARM_STEPS = 20  # number of steps for which an alarm is shown
-SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class LiveView:
@@ -45,30 +42,22 @@ class LiveView:
         self._activity, self._clock = activity, clock
         self._started = self._logged = clock()
         self._durations: deque[float] = deque(maxlen=KEPT)  # seconds from one record to the next
-        self._history: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
         self._alarm: tuple[int, str] | None = None
 
-    def log(self, step: int, metrics: Record) -> None:
+    def log(self, step: int) -> None:
         now = self._clock()
         self._durations.append(now - self._logged)
         self._step, self._logged = step, now
-        for shown in LIVE_VIEW:
-            if (value := metrics.get(shown.metric)) is not None:
-                self._history[shown.metric].append(value)
 
     def alarm(self, step: int, text: str) -> None:
         self._alarm = (step, text)
 
     def rewind(self, step: int) -> None:
         self._step, self._logged = step, self._clock()
-        self._history.clear()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield self.run_line()
         yield self.phase_line()
-        sparks = options.max_width >= 100 and not options.ascii_only
-        cells = [self.cell(shown, sparks) for shown in self.shown_metrics()]
-        yield Columns(cells, padding=(0, 2), equal=True)
         if self._alarm is not None and self._step - self._alarm[0] < ALARM_STEPS:
             text = f"alarm at step {self._alarm[0]}: {self._alarm[1]}"
             yield Text(text, "bold yellow", no_wrap=True, overflow="ellipsis")
@@ -95,23 +84,6 @@ class LiveView:
         if not counts:
             return Text(f"{phase}  {end}", "dim")
         return bar_line(Text(phase, "dim"), fraction(activity.work), end)
-
-    def shown_metrics(self) -> list[Shown]:
-        """Returns the metrics that have values.
-
-        Like the overview of the report, it leaves out the held-out score if there is an accuracy, which shows
-        the same information on a better scale.
-        """
-        shown = [shown for shown in LIVE_VIEW if self._history.get(shown.metric)]
-        accuracy = "eval/accuracy" in self._history
-        return [one for one in shown if not (accuracy and one.metric == "eval/score_mean")]
-
-    def cell(self, shown: Shown, sparks: bool) -> Text:
-        """Returns a metric with its last values; yellow if the catalogue calls the value unhealthy."""
-        values, metric = self._history[shown.metric], find(shown.metric)
-        style = "yellow" if metric is not None and outside(metric, values[-1]) else ""
-        parts = [(f"{shown.label} ", "dim"), (format_number(values[-1], shown.format), style)]
-        return Text.assemble(*parts, (f" {sparkline(values):<{KEPT}}" if sparks else "", "cyan"))
 
 
 def bar_line(start: Text, done: float, end: str) -> Table:
@@ -144,11 +116,3 @@ def fraction(work: Sequence[Any]) -> float:
     for level in reversed(work):
         part = min((level.done + part) / max(level.total, 1), 1.0)
     return part
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Draws values as blocks from the lowest to the highest of them."""
-    low, high = min(values), max(values)
-    if high == low:
-        return SPARKS[0] * len(values)
-    return "".join(SPARKS[round((value - low) / (high - low) * (len(SPARKS) - 1))] for value in values)

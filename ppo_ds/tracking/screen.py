@@ -15,10 +15,7 @@ REFRESHES_PER_SECOND = 2
 
 
 def open_console(stream: TextIO | None = None) -> Console:
-    """Opens a rich console on ``stream`` (default: stdout).
-
-    If ``stream`` is not a terminal, it gets no colours or control codes, and 120 instead of 80 columns.
-    """
+    """Opens a rich console on ``stream`` (default: stdout); other files get plain text of 120 columns."""
     stream = stream or sys.stdout
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")  # a response in Chinese must not end a run whose log is ASCII

@@ -14,11 +14,7 @@ from ppo_ds.types import Histogram
 
 
 class TensorBoardTracker(Dashboard):
-    """Writes event files to ``run_dir/tensorboard``.
-
-    Steps that a resume or a rollback repeats replace the earlier ones: TensorBoard hides the values from the
-    step after the checkpoint on.
-    """
+    """Writes event files to ``run_dir/tensorboard``, where repeated steps replace the earlier ones."""
 
     name = "tensorboard"
 

@@ -27,21 +27,15 @@ class Tracker:
         """Records the metrics of one step."""
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
-        """Records sample rows of one step.
+        """Records sample rows of one step; ``split`` is train, eval or train_prompts.
 
-        ``split`` is train, eval, or train_prompts for the evaluation of a run without held-out data.
-
-        A row has the keys prompt, asked (the last message of the prompt), response, score and prompt_id (the
-        same for a prompt in all steps). Rows of PPO also have length and finish, and components if the score
-        has parts. Rows of its training steps have kl as well and, with tracker.sample_tokens, tokens: columns
-        with one entry per token, see ppo/sample_rows.py.
+        A row has the keys prompt, asked (the last message of the prompt), response, score and prompt_id. Rows
+        of PPO also have length and finish, components if the score has parts, and in training steps kl and,
+        with tracker.sample_tokens, tokens: columns with one entry per token, see ppo/sample_rows.py.
         """
 
     def event(self, step: int, kind: EventKind, text: str) -> None:
-        """Records that something happened after ``step`` steps; ``text`` describes it in one line.
-
-        The saving of a checkpoint is not an event. Warnings and alarms are also printed on the console.
-        """
+        """Records in one line what happened after ``step`` steps; warnings and alarms are printed too."""
 
     def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
         """Records histograms of one step, by metric name."""
@@ -57,13 +51,7 @@ class Trackers:
     """Forwards to all trackers of the run; ranks other than 0 hold no tracker."""
 
     def __init__(self, trackers: Sequence[Tracker] = (), *, max_samples: int = 8, elapsed: float = 0.0):
-        """Initializes the trackers.
-
-        Args:
-            trackers: The destinations.
-            max_samples: The number of sample rows kept per step; -1: all.
-            elapsed: The seconds that a resumed run took before this process started.
-        """
+        """Initializes with the number of rows kept per step (-1: all) and the seconds before this process."""
         self._trackers = tuple(trackers)
         self._max_samples = max_samples
         self._started = time.monotonic() - elapsed
@@ -101,10 +89,7 @@ class Trackers:
             tracker.rewind(step)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Ends the run; adds ``wall_s``, the duration in seconds including earlier processes, to ``summary``.
-
-        Secrets are removed here for all trackers, because an error in the summary may quote any text.
-        """
+        """Ends the run; adds ``wall_s``, in seconds, to ``summary``, and removes secrets for all trackers."""
         summary = censored_tree(finite({**summary, "wall_s": self._seconds()}))
         for tracker in self._trackers:
             tracker.finish(summary)

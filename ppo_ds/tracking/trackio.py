@@ -16,8 +16,7 @@ from ppo_ds.types import Histogram
 class TrackioTracker(Dashboard):
     """Logs to Trackio's local database, to a Hugging Face Space or to a Trackio server.
 
-    Trackio identifies runs by their name. The name is therefore followed by an id, which is stored in
-    ``run_dir/trackio.id``, so that a resumed run continues its own Trackio run.
+    Trackio identifies runs by their name, so an id is added, which ``run_dir/trackio.id`` keeps for a resume.
     """
 
     name = "trackio"

@@ -19,10 +19,10 @@ MAX_TITLE = 63  # characters of an alert's title
 
 
 class WandbTracker(Dashboard):
-    """Logs to wandb in online or offline mode. In disabled mode no tracker is created.
+    """Logs to wandb in online or offline mode.
 
-    The run id is stored in ``run_dir/wandb.id``, so that a resumed run continues the same wandb run, which
-    shows the steps that it repeats twice.
+    ``run_dir/wandb.id`` keeps the run id, so that a resumed run continues its wandb run, with repeated steps
+    twice.
     """
 
     name = "wandb"
@@ -75,10 +75,7 @@ class WandbTracker(Dashboard):
         self._run.log(metrics | {"step": step})
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
-        """Appends rows to the table of a split; in INCREMENTAL mode, only the new rows are uploaded.
-
-        A table needs the server, which may be unreachable for a minute; rows that it refuses are left out.
-        """
+        """Appends rows to the table of a split, of which only new ones are uploaded; some may be refused."""
         import wandb
 
         if split not in self._tables:
@@ -117,10 +114,7 @@ class WandbTracker(Dashboard):
         return FINISH_TIMEOUT + sum(file.stat().st_size for file in files if file.is_file()) / UPLOAD_RATE
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Ends the run; uploads the report and the model if the config asks for it and they exist.
-
-        The model is only uploaded if the run has exported it, which it does not after a signal or an error.
-        """
+        """Ends the run; uploads the report, and the model that the run has exported, if configured."""
         import wandb
 
         uploads = {"report": (self._config.log_report, self._run_dir / "report.html")}

@@ -1,7 +1,5 @@
 """Runs launch/train.py as one rank, with a loop of sleeps and collectives in place of the trainer.
 
-    fault_ranks_worker.py FOLDER [CASE]
-
 Every step reaches the places ``generate``, ``reward`` and ``update`` of PPO_DS_FAULT. Each rank writes to a
 file in FOLDER when it last reached one of them.
 """
@@ -16,12 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from launch import train  # noqa: E402
-from ppo_ds.distributed.faults import fault  # noqa: E402
-from ppo_ds.errors import UserError  # noqa: E402
+from launch import train
+from ppo_ds.distributed.faults import fault
+from ppo_ds.errors import UserError
 
 STEPS = 3
 PHASES = ("generate", "reward", "update")
@@ -81,8 +76,9 @@ def build(folder: Path, case: str, minutes: float, watch: Any) -> Loop:
     return Loop(world, folder, case)
 
 
-def run(folder: Path, case: str) -> None:
-    """Runs launch/train.py with stand-ins for loading and training."""
+def of_this_test() -> None:
+    """Runs launch/train.py as one of two ranks, with stand-ins for loading and training."""
+    folder, case = Path(sys.argv[1]), sys.argv[2]
     minutes = float(os.environ.get("TIMEOUT_MINUTES", "5"))
     sys.modules["ppo_ds.assemble.run"] = SimpleNamespace(
         build_run=lambda config, watch, **others: build(folder, case, minutes, watch)
@@ -92,13 +88,3 @@ def run(folder: Path, case: str) -> None:
     train.hub_names = lambda config: []
     train.open_screen = lambda: None
     train.main([])
-
-
-def of_this_test() -> None:
-    """Runs one of two ranks without a launcher; train.main ends the process."""
-    run(Path(sys.argv[1]), sys.argv[2])
-
-
-if __name__ == "__main__":
-    sys.argv = [argument for argument in sys.argv if not argument.startswith("--local_rank")]
-    run(Path(sys.argv[1]), (*sys.argv[2:], "")[0])

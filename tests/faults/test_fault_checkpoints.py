@@ -24,12 +24,11 @@ from ppo_ds.tracking.jsonl import read_metrics
 from tests.faults.forked import Ranks, Run
 from tests.invariant import invariant_assets
 from tests.support.ranks import RankServer
+from tests.support.run_files import UNCOMPARED
+from tests.support.run_files import compared as metrics
 
 pytestmark = pytest.mark.slow
 
-UNCOMPARED = re.compile(
-    r"(time|perf|mem)/|time$|health/rank_time_spread_s"
-)  # metrics that may differ between equal runs
 STEPS = 11
 NOISY = '''
 """Draws from every generator that a reward may use.
@@ -112,11 +111,6 @@ def undisturbed(lab: Lab) -> Path:
     codes, output = lab.ranks.run(2, whole(lab, "undisturbed"))
     assert codes == [0, 0], output
     return lab.root / "undisturbed"
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    lines = read_metrics(run / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if not UNCOMPARED.match(key)} for line in lines]
 
 
 def steps(run: Path) -> list[int]:

@@ -22,24 +22,9 @@ from tests.faults.memory_worker import GIB, REPEATED
 from tests.faults.worlds_worker import config
 from tests.invariant import invariant_assets
 from tests.support.ranks import RankServer
+from tests.support.run_files import compared as steps
 
 pytestmark = pytest.mark.slow
-UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time_spread_s")
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("memory")
-    invariant_assets.make(root)
-    return root
-
-
-def steps(run_dir: Path) -> list[dict[str, Any]]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(UNCOMPARED)}
-        for line in lines
-    ]
 
 
 def memory(run_dir: Path) -> dict[str, Any]:

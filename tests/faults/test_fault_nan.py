@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,22 +17,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ppo_ds.tracking.jsonl import read_metrics
 from tests.faults.forked import Ranks
 from tests.faults.nan_worker import BAD, CASES, ENGINES
 from tests.invariant import invariant_assets
 from tests.support.ranks import RankServer
+from tests.support.run_files import tensors
 
 REPLAY = Path(__file__).parents[2] / "launch" / "replay.py"
 PATIENCE = 900  # seconds until a hang fails the test; a hanging case prints its stacks long before
-UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time_spread_s", "health/rollbacks")
 UNKNOWN_TOKEN = 2  # id in the tiny tokenizer of characters outside its alphabet
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("nan")
-    invariant_assets.make(root)
-    return root
 
 
 # -- one NaN ---------------------------------------------------------------------------------------
@@ -43,14 +36,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def worked(root: Path, rank_server: RankServer) -> Path:
     rank_server.check("tests.faults.nan_worker:main", 2, str(root), limit=PATIENCE)
     return root
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns the weights and moments of actor and critic, and the running average."""
-    files = [file for file in sorted(folder.rglob("*.safetensors")) if not file.name.startswith("rng")]
-    return {
-        f"{file.parent.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()
-    }
 
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
@@ -117,11 +102,6 @@ def test_an_engine_goes_on_after_a_nan_and_after_a_step_that_was_dropped(worked:
 # -- whole runs ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ranks(rank_server: RankServer) -> Ranks:
-    return Ranks(rank_server)
-
-
 def command(root: Path, name: str, *more: str) -> list[str]:
     """Returns the arguments of a run of three steps, with two optimizer steps each.
 
@@ -138,17 +118,6 @@ def command(root: Path, name: str, *more: str) -> list[str]:
         "checkpoint.every=1", "checkpoint.keep_last=9",
         "reward=function", f"reward.path={invariant_assets.__file__}:score", "health.max_skips=2", *more,
     ]  # fmt: skip
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def compared(folder: Path) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in line.items() if not name.startswith(UNCOMPARED)}
-        for line in lines(folder)
-    ]
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -168,7 +137,7 @@ def test_a_rollout_with_a_bad_score_or_log_prob_is_left_out_and_poisons_nothing(
         2, command(root, "left out", "run.steps=4", "health.max_skips=3", "health.max_kl=1e-9"), NAN=nan
     )
     assert codes == [0, 0] and errors(output) == [], output
-    found = lines(root / "left out")
+    found = read_metrics(root / "left out" / "metrics.jsonl")
     assert [line["health/skipped_steps"] for line in found] == [0.0, 2.0, 2.0, 0.0]
     assert [line["health/nonfinite"] > 0 for line in found] == [False, True, True, False]
     assert (

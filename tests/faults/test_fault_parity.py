@@ -11,18 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.faults.parity_worker import CASES
-from tests.invariant import invariant_assets
 from tests.support.ranks import RankServer
 
 pytestmark = pytest.mark.slow
 MEAN = "parity/logp_abs_diff_mean"
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("parity")
-    invariant_assets.make(root)
-    return root
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,11 @@ import pytest
 from tests.faults import test_fault_stopping
 from tests.faults.forked import Ranks
 from tests.faults.test_fault_stopping import files, latest, lines, wait_for
-from tests.support.ranks import RankServer
 
 pytestmark = pytest.mark.slow
 
 
 root = test_fault_stopping.root  # the fixture
-
-
-@pytest.fixture(scope="module")
-def ranks(rank_server: RankServer) -> Ranks:
-    return Ranks(rank_server)
 
 
 def arguments(root: Path, name: str, *more: str) -> list[str]:

@@ -13,7 +13,6 @@ import pytest
 from tests.faults.forked import Ranks
 from tests.faults.test_fault_stopping import arguments, files, latest, lines, marked, reason, wait_for
 from tests.invariant import invariant_assets
-from tests.support.ranks import RankServer
 
 REWARD = """
 import os, signal
@@ -34,11 +33,6 @@ def score(prompts, responses, rows):
             pass
     return [0.5 * sum(map(text.count, "ei")) - 0.1 * len(text) for text in responses]
 
-
-def steps(prompts, responses, rows):
-    from ppo_ds.rewards.steps import split_steps
-
-    return [[0.5 - 0.1 * len(step) for step in split_steps(text, "e")] for text in responses]
 """
 IN_POOL = ("reward.pool=process", "reward.timeout_seconds=100000")
 
@@ -49,11 +43,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     invariant_assets.make(root)
     (root / "reward.py").write_text(REWARD)
     return root
-
-
-@pytest.fixture(scope="module")
-def ranks(rank_server: RankServer) -> Ranks:
-    return Ranks(rank_server)
 
 
 @pytest.mark.slow
@@ -88,13 +77,3 @@ def test_a_pool_changes_no_number_and_a_stopped_run_continues_to_the_same_weight
     assert codes == [0, 0], output
     assert lines(root / "stopped") == lines(root / "plain")
     assert files(root / "stopped", 3) == files(root / "plain", 3)
-
-
-@pytest.mark.slow
-def test_step_rewards_train(root: Path, ranks: Ranks) -> None:
-    how = (f"reward.path={root / 'reward.py'}:steps", "reward.step_separator=e", "run.steps=2", *IN_POOL)
-    codes, output = ranks.run(2, arguments(root, "steps", *how, "reward.fallback_score=-1"))
-    assert codes == [0, 0], output
-    for line in lines(root / "steps"):
-        assert line["reward/score_min"] < line["reward/score_max"]
-        assert line["reward/component/fallback_mean"] == 0

@@ -25,7 +25,7 @@ from tests.integration.launching import LAUNCHERS
 from tests.invariant import invariant_assets
 from tests.support.environment import environment
 from tests.support.ports import reserved_port
-from tests.support.ranks import RankServer
+from tests.support.run_files import compared as lines
 
 WORKER = Path(__file__).with_name("fault_stopping_worker.py")
 PATIENCE = 300.0  # seconds until a hang fails the test; a launch takes 5 s to start on an idle machine
@@ -166,20 +166,6 @@ def score(prompts, responses, rows):
     ]
 """
 IN_GENERATION = "stop@generate.step:at=3"
-UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time")
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("stopping")
-    invariant_assets.make(root)
-    (root / "reward.py").write_text(REWARD)
-    return root
-
-
-@pytest.fixture(scope="module")
-def ranks(rank_server: RankServer) -> Ranks:
-    return Ranks(rank_server)
 
 
 def arguments(root: Path, name: str, *more: str) -> list[str]:
@@ -200,13 +186,6 @@ def arguments(root: Path, name: str, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def lines(run_dir: Path) -> list[dict[str, float]]:
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if not name.startswith(UNCOMPARED)} for line in found
-    ]
-
-
 def latest(run_dir: Path) -> int:
     return int((run_dir / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
 
@@ -219,6 +198,14 @@ def files(run_dir: Path, step: int) -> dict[str, str]:
 
 def reason(run_dir: Path) -> str:
     return json.loads((run_dir / "summary.json").read_text())["exit_reason"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("stopping")
+    invariant_assets.make(root)
+    (root / "reward.py").write_text(REWARD)
+    return root
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,12 @@ from ppo_ds.tools import model_card
 from tests.faults.worlds_worker import CASES, SAVED, UNEVEN, checkpoint
 from tests.invariant import invariant_assets
 from tests.support.ranks import RankServer
+from tests.support.run_files import compared as steps
+from tests.support.run_files import tensors
 
 pytestmark = pytest.mark.slow
 
 PATIENCE = 1500  # seconds until a hang fails the test; a hanging case prints its stacks long before
-UNCOMPARED = ("time", "perf/", "mem/", "health/rank_time_spread_s")
 EVERY = pytest.mark.parametrize("case", CASES)
 
 
@@ -41,22 +42,6 @@ def root(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> P
     for part, ranks in (("train", 2), ("train_unevenly", 2), ("take_over", 1), ("take_back", 2)):
         rank_server.check(f"tests.faults.worlds_worker:{part}", ranks, str(root), limit=PATIENCE)
     return root
-
-
-def steps(run_dir: Path) -> list[dict[str, float]]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(UNCOMPARED)}
-        for line in lines
-    ]
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns the weights and moments of all models of a checkpoint, with weight copies and buffers."""
-    files = [file for file in sorted(folder.rglob("*.safetensors")) if not file.name.startswith("rng")]
-    return {
-        f"{file.parent.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()
-    }
 
 
 def counters(folder: Path) -> dict[str, Any]:
@@ -119,50 +104,6 @@ def test_one_rank_trains_on(root: Path, case: str) -> None:
         exact = CASES[case].get("dtype") is None
         for name in ("reward/score_mean", "value/loss", "policy/grad_norm") if exact else ():
             assert line[name] == pytest.approx(stayed[name], rel=1e-4), name
-
-
-@EVERY
-def test_the_learning_rate_goes_on_by_the_schedule(root: Path, case: str) -> None:
-    """Expects 1e-3 after one step of warm-up, then half a cosine over three steps down to 1e-4.
-
-    The default rate of adapters is ten times as high.
-    """
-    expected = [10 * lr if case == "lora" else lr for lr in (5e-4, 1e-3, 5.5e-4, 1e-4)]
-    for where, since in (("two", 0), ("one", SAVED), ("back", SAVED)):
-        for name in ("policy/lr", "value/lr"):
-            assert [line[name] for line in steps(root / where / case)] == pytest.approx(expected[since:]), (
-                where
-            )
-
-
-@EVERY
-def test_the_first_step_changes_every_trained_tensor(root: Path, case: str) -> None:
-    """Detects changes by gradients, because there is no weight decay.
-
-    In adapters, only B changes: A has no gradient while B is zero, and changes from the second step on.
-    """
-    what = CASES[case]
-    dtype = torch.bfloat16 if what.get("dtype") else torch.float32
-    first, second = (tensors(root / "two" / case / "checkpoints" / f"step_00000{step}") for step in (1, 2))
-    for role, folder, prefix in (
-        ("actor", what.get("model", "actor"), "lm."),
-        ("critic", "scorer", "model."),
-    ):
-        begun = {
-            prefix + name: x.to(dtype).float()
-            for name, x in load_file(root / folder / "model.safetensors").items()
-        }
-        trained = {
-            name.removeprefix(f"{role}/weight/"): x
-            for name, x in first.items()
-            if name.startswith(f"{role}/weight/")
-        }
-        assert len(trained) > 5
-        for name, weight in trained.items():
-            if ".lora_A." in name:
-                assert not torch.equal(weight, second[f"{role}/weight/{name}"]), name
-            else:
-                assert not torch.equal(weight, begun.get(name, torch.zeros_like(weight))), name
 
 
 # -- exports ---------------------------------------------------------------------------------------

@@ -89,51 +89,6 @@ def test_a_mistake_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mistake_in_the_data_is_found_before_any_weight_is_loaded(tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+\n')
-    done = launch("deepspeed", *SMALL, "data.path=bad.jsonl", cwd=tmp_path)
-    errors = [line for line in (done.stdout + done.stderr).splitlines() if "error:" in line]
-    assert done.returncode == 2 and len(errors) == 1 and "bad.jsonl:2" in errors[0], done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_a_reward_that_raises_ends_all_ranks_with_its_own_traceback(tmp_path):
-    (tmp_path / "broken.py").write_text(
-        "def score(prompts, responses, rows):\n    return [1 / 0 for _ in prompts]\n"
-    )
-    broken = ("reward.path=broken.py:score", "reward.trial=false")  # otherwise the start ends with one line
-    done = launch("deepspeed", *SMALL, "run.steps=1", *broken, cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "ZeroDivisionError" in done.stderr and "broken.py" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_signal_ends_it_with_a_checkpoint(tmp_path):
-    process = subprocess.Popen(
-        command("python", *SMALL, "run.steps=100000"),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + TIMEOUT
-        while not (tmp_path / "run" / "samples" / "step_000002.jsonl").exists():
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=TIMEOUT)
-    finally:
-        process.kill()
-    assert process.returncode == 143, output
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    latest = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
-    assert summary["exit_reason"] == "signal" and latest == f"step_{summary['steps']:06d}"
-
-
-@pytest.mark.slow
 def test_ranks_whose_launcher_was_killed_save_and_end(tmp_path):
     process = subprocess.Popen(
         command("deepspeed", *SMALL, "run.steps=100000"),

@@ -64,12 +64,6 @@ def test_names_in_a_manifest_are_escaped(tmp_path, capsys, caplog, kind):
     assert "damaged and skipped" in caplog.text and is_safe(caplog.text)
 
 
-def test_an_export_prints_its_folder_with_escapes(tmp_path, capsys):
-    run = write_run(tmp_path / "run\x1b[2J")
-    assert export.main([str(run)]) == 0
-    assert is_safe(capsys.readouterr().out)
-
-
 def test_the_banner_shows_settings_of_a_checkpoint_with_escapes():
     banner = Banner()
     banner.summarize("model      a")

@@ -100,7 +100,7 @@ def test_answers_are_printed_without_their_control_characters() -> None:
 
 def test_format_duration():
     assert [format_duration(value) for value in (None, 4.21, 185, 7620)] == [
-        "-",
+        "an unknown time",
         "4.2 s",
         "3 min 05 s",
         "2 h 07 min",

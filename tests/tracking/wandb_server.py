@@ -4,25 +4,23 @@ import gzip
 import json
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from queue import Queue
-from threading import Event, Thread
+from threading import Thread
+
+ENTITY = {"id": "1", "name": "me"}
 
 
 class Server:
     """Holds the state of the server.
 
-    ``history`` maps run ids to received rows, and ``deleted`` contains refused ids. ``views`` maps the names
-    of saved workspaces to what wandb-workspaces has sent. ``alerts`` holds (title, text). Artifacts are
-    refused until ``artifacts`` is a dict; it then maps their names to their types, and ``files`` the names of
-    their files to the contents. While ``held`` is clear, requests wait; ``waiting`` gets their connections.
+    ``history`` maps run ids to received rows. ``views`` maps the names of saved workspaces to what
+    wandb-workspaces has sent. ``alerts`` holds (title, text). Artifacts are refused until ``artifacts`` is a
+    dict; it then maps their names to their types, and ``files`` the names of their files to the contents.
     """
 
     def __init__(self, url):
         self.url = url
-        self.history, self.configs, self.deleted, self.tables = {}, {}, set(), 0
+        self.history, self.configs, self.tables = {}, {}, 0
         self.views, self.alerts, self.artifacts, self.files = {}, [], None, {}
-        self.held, self.waiting = Event(), Queue()
-        self.held.set()
 
     def answer(self, path, body):
         """Returns status and JSON of the reply."""
@@ -41,35 +39,15 @@ class Server:
         if "allViews" in query:
             return 200, {"data": {"project": self._project_with_views(variables)}}
         if "RunResumeStatus" in query:
-            return 200, {
-                "data": {
-                    "model": {
-                        "id": "1",
-                        "name": "p",
-                        "entity": {"id": "1", "name": "me"},
-                        "bucket": self._resumed(name),
-                    }
-                }
-            }
+            model = {"id": "1", "name": "p", "entity": ENTITY, "bucket": self._resumed(name)}
+            return 200, {"data": {"model": model}}
         if "upsertBucket" in query:
-            if name in self.deleted:
-                return 409, {
-                    "errors": [
-                        {"message": f"run {name} was previously created and deleted; try a new run name"}
-                    ]
-                }
             fresh = name not in self.history
             self.history.setdefault(name, [])
             self.configs[name] = {**self.configs.get(name, {}), **json.loads(variables["config"] or "{}")}
-            project = {"id": "1", "name": "p", "entity": {"id": "1", "name": "me"}}
-            bucket = {
-                "id": "1",
-                "name": name,
-                "displayName": "n",
-                "config": "{}",
-                "project": project,
-                "historyLineCount": len(self.history[name]),
-            }
+            project = {"id": "1", "name": "p", "entity": ENTITY}
+            bucket = {"id": "1", "name": name, "displayName": "n", "config": "{}", "project": project}
+            bucket["historyLineCount"] = len(self.history[name])
             return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": fresh}}}
         if "createRunFiles" in query:
             return 200, {"data": {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": []}}}
@@ -80,11 +58,8 @@ class Server:
             return 200, {"data": self._artifact(query, variables)}
         if "ArtifactType" in query:
             self.tables += 1  # the reply lacks the artifact type, which refuses the table
-        return 200, {
-            "data": {
-                "viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
-            }
-        }
+        viewer = {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
+        return 200, {"data": {"viewer": viewer}}
 
     def _artifact(self, query, variables):
         """Returns the data of a reply to a request about artifacts."""
@@ -130,23 +105,10 @@ class Server:
             return None
         tail = json.dumps([json.dumps(rows[-1])]) if rows else "[]"
         config, summary = json.dumps(self.configs[name]), json.dumps(rows[-1] if rows else {})
-        known = {
-            "id": "1",
-            "name": name,
-            "displayName": "n",
-            "summaryMetrics": summary,
-            "config": config,
-            "tags": [],
-            "notes": None,
-            "wandbConfig": '{"t": {}}',
-        }
-        return known | {
-            "logLineCount": 0,
-            "historyLineCount": len(rows),
-            "eventsLineCount": 0,
-            "historyTail": tail,
-            "eventsTail": "[]",
-        }
+        texts = {"summaryMetrics": summary, "config": config, "notes": None, "wandbConfig": '{"t": {}}'}
+        counts = {"logLineCount": 0, "historyLineCount": len(rows), "eventsLineCount": 0}
+        tails = {"historyTail": tail, "eventsTail": "[]"}
+        return {"id": "1", "name": name, "displayName": "n", "tags": []} | texts | counts | tails
 
 
 @contextmanager
@@ -157,9 +119,6 @@ def wandb_server():
         def do_POST(self):
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
-            if not server.held.is_set():
-                server.waiting.put(self.connection)
-            server.held.wait()
             status, content = server.answer(self.path, json.loads(body) if body[:1] == b"{" else {})
             reply = json.dumps(content).encode()
             self.send_response(status)
@@ -193,5 +152,4 @@ def wandb_server():
     try:
         yield server
     finally:
-        server.held.set()
         server.close()

@@ -6,16 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ppo_ds.tracking.html.page import asset, render_page
+from ppo_ds.tracking.html.run_data import cut
 
 MAX_CHARACTERS = 4_000_000  # of prompts and responses in the page
 MAX_TEXT = 20_000  # of one response or prompt; longer ones are cut in the page
 
 
 def comparison_page(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Renders the content of evaluation.json and the rows of evaluation.jsonl as one HTML file.
-
-    The page has the first prompts with all of their responses, up to MAX_CHARACTERS.
-    """
+    """Renders evaluation.json and the first rows of evaluation.jsonl, up to MAX_CHARACTERS, as a page."""
     shown: list[dict[str, Any]] = []
     characters = 0
     for row in rows:
@@ -35,19 +33,9 @@ def comparison_page(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
 
 def shortened(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a row with texts of at most MAX_TEXT characters, and only its short columns."""
-    return {
-        **row,
-        "prompt": cut(row["prompt"]),
-        "asked": cut(row["asked"]),
-        "columns": {key: value for key, value in row["columns"].items() if len(str(value)) <= 500},
-        "responses": {
-            name: {**one, "response": cut(one["response"])} for name, one in row["responses"].items()
-        },
+    responses = {
+        name: one | {"response": cut(one["response"], MAX_TEXT)} for name, one in row["responses"].items()
     }
-
-
-def cut(text: str) -> str:
-    """Returns a text of at most MAX_TEXT characters and a note of how many are missing."""
-    return (
-        text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} [... {len(text) - MAX_TEXT:,} more characters]"
-    )
+    columns = {key: value for key, value in row["columns"].items() if len(str(value)) <= 500}
+    texts = {key: cut(row[key], MAX_TEXT) for key in ("prompt", "asked")}
+    return {**row, **texts, "columns": columns, "responses": responses}

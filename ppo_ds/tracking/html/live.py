@@ -18,8 +18,7 @@ SHARE = 100  # seconds between two reports, for each second that writing one tak
 class ReportTracker(Tracker):
     """Writes report.html after the first step, at the end, and in between at most 1 % of the time.
 
-    It reads the files that JsonlTracker writes, so it comes after it in the list of trackers. A report that
-    cannot be written never ends the run.
+    It reads what JsonlTracker writes, so it comes after it. A failure never ends the run.
     """
 
     def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.monotonic):

@@ -33,21 +33,10 @@ def render_page(
 ) -> str:
     """Returns a complete HTML page with the shared style, a heading, a switch of the theme, and ``data``.
 
-    The content security policy of the page allows the given scripts and styles, by their hashes, and nothing
-    else: no network, no inline handlers, no ``style`` attributes (scripts may set ``element.style``).
-
-    Args:
-        title: The title and heading, as plain text.
-        body: The HTML below the heading. It must not contain text of users, prompts or models: a script
-            takes these from ``data`` and puts them into the page with ``textContent``.
-        data: Any value that JSON can represent; floats that are not finite become null. Scripts read it with
-            ``pageData()``.
-        scripts: JavaScript source texts. They are joined to one module, in this order, and see each other's
-            names and those of SCRIPTS: uPlot, ``dom.js`` and ``charts.js``.
-        styles: CSS source texts that follow the shared STYLES.
-
-    Raises:
-        ValueError: A script or style contains the end tag of its own element.
+    Its content security policy allows the given scripts and styles, by their hashes, and nothing else.
+    ``body`` must not contain text of users, prompts or models: scripts take these from ``pageData()`` and use
+    ``textContent``. The scripts are joined to one module. Raises ValueError if a script or style contains the
+    end tag of its element.
     """
     style = "\n".join([*map(asset, STYLES), *styles])
     theme = asset("theme.js")
@@ -90,11 +79,7 @@ def render_page(
 
 
 def json_for_html(data: Any) -> str:
-    """Returns ``data`` as JSON that is safe inside a ``<script>`` element and can be encoded as UTF-8.
-
-    Escapes the characters that could end the element or open a comment in it, line separators that old
-    JavaScript engines reject, and lone surrogates.
-    """
+    """Returns ``data`` as JSON that is safe inside a ``<script>`` element and can be encoded as UTF-8."""
     text = json.dumps(finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=str)
     return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 

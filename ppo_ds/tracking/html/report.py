@@ -9,8 +9,9 @@ from typing import Any
 
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tracking.catalogue import SECTIONS, Panel, find, matches, overview_panels, panel_metrics
+from ppo_ds.tracking.formatting import format_duration
 from ppo_ds.tracking.html.page import asset, render_page
-from ppo_ds.tracking.html.result import common_results, duration, how_it_ended, result_of
+from ppo_ds.tracking.html.result import common_results, how_it_ended, result_of
 from ppo_ds.tracking.html.run_data import SAMPLE_BYTES, read_run
 
 FILE_NAME = "report.html"
@@ -18,12 +19,9 @@ REPORT_SCRIPTS = ("curves.js", "rollouts.js", "report.js")
 
 
 def write_report(run_dirs: Sequence[Path], target: Path, *, running: bool = False) -> None:
-    """Writes the report of the runs to the file ``target``.
+    """Writes the report of the runs to ``target``; ``running`` states that the run is in progress.
 
-    ``running`` states that the run is in progress; otherwise a run without a summary may have been killed.
-
-    Raises:
-        UserError: A directory does not exist or is no run directory.
+    Raises UserError if a directory does not exist or is no run directory.
     """
     runs = [read_run(run_dir, sample_bytes=SAMPLE_BYTES // len(run_dirs)) for run_dir in run_dirs]
     write_file(target, render_report(runs, running=running))
@@ -34,7 +32,7 @@ def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> s
     names = sorted({name for run in runs for name in run["series"]})
     for run, unique, metric in zip(runs, unique_names(runs), common_results(runs), strict=True):
         run |= {"name": unique, "ending": how_it_ended(run, running), "result": result_of(run, metric)}
-        run["duration"] = duration(run["seconds"])
+        run["duration"] = format_duration(run["seconds"], whole=True)
     data = {
         "runs": runs,
         "running": running,

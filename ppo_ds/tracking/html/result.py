@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ppo_ds.tracking.formatting import format_duration
+
 ENDS = {
     "done": "The run finished all {steps} steps in {time}",
     "early_stop": "The run stopped early at {step} after {time}, when evaluations no longer improved",
@@ -54,10 +56,7 @@ def result_values(run: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def result_of(run: dict[str, Any], name: str | None) -> dict[str, Any] | None:
-    """Returns the metric ``name`` of a run with its values at both ends; None without a name.
-
-    The ends of a training metric are means over some steps.
-    """
+    """Returns the metric ``name`` with its values at both ends, of training metrics means over some steps."""
     if name is None:
         return None
     values = result_values(run)[name]
@@ -77,22 +76,8 @@ def how_it_ended(run: dict[str, Any], running: bool) -> str:
     sentence = IN_PROGRESS if running else NO_END if reason is None else ENDS.get(reason, ENDS["error"])
     planned = f" of {run['plannedSteps']}" if run["plannedSteps"] else ""
     end = sentence.format(
-        steps=run["lastStep"], step=f"step {run['lastStep']}{planned}", time=duration(run["seconds"])
+        steps=run["lastStep"],
+        step=f"step {run['lastStep']}{planned}",
+        time=format_duration(run["seconds"], whole=True),
     )
     return f"{end}: {str(error)[:MAX_ERROR]}." if error and reason and not running else f"{end}."
-
-
-def duration(seconds: float | None) -> str:
-    """Formats seconds as 6.6 s, 42 s, 4 min 12 s, 3 h 5 min or 2 d 4 h."""
-    if seconds is None:
-        return "an unknown time"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s".removesuffix(" 0 s")
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from ppo_ds.errors import UserError
-from ppo_ds.tracking.html.result import duration
-from ppo_ds.tracking.jsonl import read_events, read_metrics
+from ppo_ds.tracking.formatting import format_duration
+from ppo_ds.tracking.jsonl import read_events, read_metrics, read_rows
 
 MAX_POINTS = 1000  # points of a curve
 MAX_EVENTS = 500
@@ -29,20 +29,17 @@ Record = dict[str, Any]
 
 
 def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, Any]:
-    """Returns everything that the report shows of a run.
+    """Returns everything that the report shows of a run; ``sample_bytes`` bounds the size of the samples.
 
-    Files that are missing, as after a crash, and lines that were cut off are left out. ``sample_bytes``
-    bounds the size of the samples.
-
-    Raises:
-        UserError: The directory does not exist or has no metrics, samples and events.
+    Missing files and lines that were cut off are left out. Raises UserError if it is no run directory.
     """
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
     records = [record for record in read_metrics(run_dir / "metrics.jsonl") if _is_number(record["step"])]
     events = current_events(read_events(run_dir / "events.jsonl"))
     for event in events:
-        event["after"] = duration(event["time"] if _is_number(event["time"]) else None)
+        seconds = event["time"] if _is_number(event["time"]) else None
+        event["after"] = format_duration(seconds, whole=True)
     files = sample_files(run_dir)
     if not records and not events and not any(files.values()):
         raise UserError(f"{run_dir}: no run directory: it has no metrics.jsonl, samples/ or events.jsonl")
@@ -98,10 +95,7 @@ def current_events(events: Sequence[Record]) -> list[Record]:
 
 
 def first_evaluation(run_dir: Path, summary: Record) -> dict[str, float]:
-    """Returns the held-out metrics before training, which metrics.jsonl does not have.
-
-    They are in the summary, or, if the run has not ended, in its newest checkpoint.
-    """
+    """Returns the held-out metrics before training, from the summary or else the newest checkpoint."""
     first = {
         f"{HELD_OUT}/{found[1].removeprefix('pair_')}": value
         for key, value in summary.items()
@@ -151,10 +145,7 @@ def curves(records: Sequence[Record], first: dict[str, float]) -> dict[str, dict
 
 
 def thinned(values: Sequence[float], limit: int) -> Sequence[int]:
-    """Returns the indices of at most ``limit`` values: the first, the last, and extremes of equal parts.
-
-    Each part keeps its smallest and its largest value, so that no peak is lost.
-    """
+    """Returns the indices of at most ``limit`` values: both ends, and the extremes of equal parts."""
     count = len(values)
     if count <= limit:
         return range(count)
@@ -181,8 +172,8 @@ def sample_files(run_dir: Path) -> dict[str, list[tuple[int, Path]]]:
 def read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[str, Any]:
     """Reads samples of evenly spaced steps, at most ``limit`` bytes, and at least one row of each step.
 
-    Returns {"prompts": the different prompts, "rows": the rows, with "prompt" as an index into prompts,
-    "shown": {split: [steps shown, steps recorded]}}.
+    Returns {"prompts": the different prompts, "rows": rows with the index of their prompt, "shown": {split:
+    [steps shown, steps recorded]}}.
     """
     prompts: dict[str, int] = {}
     rows: list[Record] = []
@@ -203,19 +194,6 @@ def read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[s
     return {"prompts": list(prompts), "rows": rows, "shown": shown}
 
 
-def read_rows(path: Path) -> list[Record]:
-    """Reads the rows of a file of samples; a line that was cut off is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
-
-
 def evenly(count: int, limit: int) -> list[int]:
     """Returns at most ``limit`` indices below ``count``: evenly spaced, with the first and the last."""
     if count <= limit:
@@ -229,14 +207,15 @@ def short_row(row: Record) -> Record:
     prompt, response = str(row.get("asked") or row.get("prompt", "")), str(row.get("response", ""))
     if len(response) > MAX_RESPONSE:  # the shortened response is shown without its turns
         short.pop("turns", None)
-    short["prompt"], short["response"] = _cut(prompt, MAX_PROMPT), _cut(response, MAX_RESPONSE)
+    short["prompt"], short["response"] = cut(prompt, MAX_PROMPT), cut(response, MAX_RESPONSE)
     return {
-        key: _cut(value, MAX_PROMPT) if isinstance(value, str) and key != "response" else value
+        key: cut(value, MAX_PROMPT) if isinstance(value, str) and key != "response" else value
         for key, value in short.items()
     }
 
 
-def _cut(text: str, limit: int) -> str:
+def cut(text: str, limit: int) -> str:
+    """Returns a text of at most ``limit`` characters and a note of how many are missing."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"
 
 
