@@ -95,9 +95,8 @@ def start_all(starting: Iterable[Pending[T]]) -> list[Pending[T]]:
 def wait_on_all_ranks(pending: Pending[T], world: World, check: Callable[[], None]) -> T:
     """Waits until the results of all ranks are known, and returns that of this rank. A collective.
 
-    All ranks wait together and call ``check``, a collective that raises Abandoned on all ranks after a stop
-    request. Each task that is completed on any rank counts as progress on all ranks, so that slow tasks are
-    not taken for a hang.
+    ``check`` is a collective that raises Abandoned on all ranks after a stop request. Each task that is
+    completed on any rank counts as progress on all ranks, so that slow tasks are not taken for a hang.
     """
     completed = 0
     try:

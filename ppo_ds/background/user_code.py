@@ -29,11 +29,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def load_object(path: str, key: str, kind: Literal["function", "class"]) -> Any:
-    """Imports the object at ``pkg.mod:name`` or ``file.py:name``.
-
-    Raises UserError naming ``key`` if the object cannot be imported. If the module lacks the name, the error
-    lists the module's own objects of that kind.
-    """
+    """Imports the object at ``pkg.mod:name`` or ``file.py:name``; raises UserError naming ``key``."""
     source, _, name = path.rpartition(":")
     if not source or not name:
         raise UserError(f"{key}={path}: must be pkg.mod:{kind} or file.py:{kind}")
@@ -59,8 +55,7 @@ def where_defined(function: Callable[..., Any]) -> str:
 def where_raised(error: BaseException, function: Callable[..., Any]) -> str:
     """Returns FILE:LINE of the last line in the file of ``function`` that ran before an exception.
 
-    If the exception passed no line of that file, for example because a decorator of another file raised it,
-    returns where the function is defined.
+    If it passed no line of that file, returns where the function is defined.
     """
     code = _code_of(function)
     lines = [

@@ -91,12 +91,10 @@ class DemonstrationSource:
 
     In a text, all tokens but the first are learned, and an end token is appended. In a demonstration,
     ``learn`` selects the last answer, every assistant turn, or all tokens but the first; end tokens are
-    learned too. The prompt of a demonstration is encoded as for generation; the answer is what the chat
-    template writes after it. Tokens after the last learned one are left out. Rows are truncated to
-    ``max_tokens`` on the right, and dropped if no learned token remains.
+    learned too. Tokens after the last learned one are left out. Rows are truncated to ``max_tokens`` on the
+    right, and dropped if no learned token remains.
 
-    ``report`` counts the rows that were read ("rows"), truncated on the right ("truncated") and dropped
-    ("dropped"). ``len(source)`` is the number of rows that were not dropped.
+    ``report`` counts the rows that were read ("rows"), truncated and dropped; ``len(source)`` the others.
     """
 
     unit = "texts"
@@ -118,11 +116,10 @@ class DemonstrationSource:
         max_tokens_key: str = "data.ptx_max_tokens",
         world: World | None = None,
     ):
-        """Reads and encodes the data set.
+        """Reads and encodes the data set; see PromptSource.
 
-        For ``revision``, ``apply_chat_template``, ``system``, ``max_samples`` and ``world`` see PromptSource.
         ``prompt_column`` is the column of the prompt of a row with a separate answer; None: "prompt". ``key``
-        and ``max_tokens_key`` are the config keys of ``path`` and ``max_tokens``, for error messages.
+        and ``max_tokens_key`` are the config keys of ``path`` and ``max_tokens``.
         """
         self.path, self.key, self.max_tokens_key, self.learn = path, key, max_tokens_key, learn
         self._tokenizer = tokenizer
@@ -187,8 +184,8 @@ class DemonstrationSource:
     def join(self, pieces: list[tuple[list[int], bool]], chat: bool) -> tuple[list[int], list[bool]]:
         """Joins the tokens of the pieces of a row and adds the end token of the last answer if it has none.
 
-        A turn that was found by rendering prefixes ends with its last end token, after which a template may
-        write more text. If the template marks the turns, the end token may come directly after the mark.
+        A turn that was found by rendering prefixes ends with its last end token. If the template marks the
+        turns, the end token may come directly after the mark.
         """
         ids: list[int] = []
         learned: list[bool] = []
@@ -253,8 +250,7 @@ class DemonstrationSource:
     def prompts(self, count: int, max_new_tokens: int) -> Prompts | None:
         """Returns the prompts of the first ``count`` rows that have one, for generation; None without any.
 
-        The metadata of a prompt has its text ("prompt_text"), the messages of a chat ("messages") and the
-        answer in the data ("answer").
+        Their metadata have "prompt_text", the "messages" of a chat and the "answer" in the data.
         """
         found: list[tuple[list[int], int, Row]] = []
         for i in self._kept:

@@ -9,8 +9,6 @@ from typing import Any
 
 from ppo_ds.types import Row
 
-EVALUATION = "data.eval_path"  # key of the held-out rows
-
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -49,13 +47,8 @@ def changed_rows(before: Mapping[str, Any], now: Sequence[Fingerprint], checkpoi
         saved = before.get(data.key)
         if saved is None or saved == data.saved():
             continue
-        if data.key == EVALUATION:
-            effect = "scores before and after cannot be compared"
-        elif saved["rows"] == data.rows:
-            effect = "the run continues with the new rows, in the same order"
-        else:
-            effect = "the current pass continues in another order, which repeats rows and leaves out others"
         yield (
             f"{data.key}={data.path}: its rows have changed since {checkpoint} ({saved['rows']} rows then, "
-            f"{data.rows} now); {effect}"
+            f"{data.rows} now); scores before and after cannot be compared, and with another number of rows "
+            "the current pass repeats some and leaves out others"
         )

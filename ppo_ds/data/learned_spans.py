@@ -1,10 +1,8 @@
 """Finds the characters of a rendered chat that a language-modelling loss learns.
 
 A chat template may mark the assistant's text with ``{% generation %}``. Otherwise a turn is found by
-rendering prefixes of the chat: it begins where the prompt before it ends, and it ends where the chat up to it
-ends, or where the next message begins. This is exact if the template renders a prefix in the same way as the
-beginning of the whole chat. Other chats are refused, for example if the template drops the reasoning of
-earlier turns.
+rendering prefixes of the chat, which is exact if the template renders a prefix as the beginning of the whole
+chat. Other chats are refused, for example if the template drops the reasoning of earlier turns.
 """
 
 from __future__ import annotations
@@ -66,9 +64,8 @@ def turn_span(tokenizer: Tokenizer, chat: list[Message], i: int, text: str) -> S
 def end_before_next(tokenizer: Tokenizer, chat: list[Message], i: int, text: str) -> int | None:
     """Returns where message ``i`` ends because the next one begins, or None if that cannot be found.
 
-    The template of Qwen3 adds an empty reasoning to the last answer only, so that the chat up to an earlier
-    answer is no prefix of the whole chat, but the chat up to the message after it is one. That message is
-    rendered in the same way if it follows directly on the prompt.
+    The template of Qwen3 adds an empty reasoning to the last answer only. The chat up to an earlier answer is
+    then no prefix of the whole chat, but the chat up to the message after it is one.
     """
     before = tokenizer.render_chat(chat[:i], to_answer=False)
     try:

@@ -1,8 +1,7 @@
 """Parses raw rows into prompts (a text, or a chat up to the assistant's answer) and response length limits.
 
-A chat is a list of ``{"role", "content"}``, or of ``{"from", "value"}`` as in ShareGPT. Roles are taken from
-the row and never inferred from the position. A final answer in the row is removed, because the policy
-generates its own.
+A chat is a list of ``{"role", "content"}``, or of ``{"from", "value"}`` as in ShareGPT. A final answer in the
+row is removed, because the policy generates its own.
 """
 
 from __future__ import annotations
@@ -108,10 +107,9 @@ def add_system_message(messages: list[Message], format: PromptFormat) -> list[Me
 
 
 def parse_max_new_tokens(row: Row) -> int | None:
-    """Returns the row's limit of response tokens, from its column "max_new_tokens", or None if it has none.
+    """Returns the row's limit of response tokens, from its column "max_new_tokens", or None.
 
-    Integers arrive as floats from a Parquet column with gaps and as text from CSV, where an empty cell means
-    None.
+    It may be a float (a Parquet column with gaps) or a text (CSV, where an empty cell means None).
     """
     value = row.get(LIMIT_COLUMN)
     if value is None or value == "":

@@ -20,10 +20,8 @@ T = TypeVar("T")
 class MixedSource:
     """Mixes the prompts of several data sets in proportion to their weights, whatever their sizes.
 
-    The sets take turns by a fixed rule (``WeightedRoundRobin``). In any number of steps, each set's count
-    differs from its share by less than two prompts, on any number of ranks. Each set is repeated in passes of
-    its own, so a prompt of a small set with a large weight occurs more often, possibly twice in one step. One
-    epoch has as many prompts as all sets together, but it does not contain each prompt exactly once.
+    The sets take turns (``WeightedRoundRobin``); each is repeated in passes of its own, so a prompt of a
+    small set with a large weight occurs more often. One epoch has as many prompts as all sets together.
     """
 
     unit = "prompts"

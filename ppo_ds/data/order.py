@@ -41,10 +41,8 @@ class WeightedRoundRobin:
 
     ``turns[position]`` is (i, k): the k-th turn of member i, both counted from 0. For every n, each member's
     count among the first n positions differs from its share of n by less than one turn. The rule is
-    Tijdeman's (The chairman assignment problem, 1980): of the m members, consider those that are behind by
-    1 / (2m - 2) turns or more, and take the member that would be the first to fall too far behind. (Always
-    taking the member that is furthest behind is off by more than one turn for some weights.) If the weights
-    are written as integers without a common divisor, the period of the sequence is their sum.
+    Tijdeman's (The chairman assignment problem, 1980): among those of the m members that are behind by 1 /
+    (2m - 2) turns or more, it takes the one that would be the first to fall too far behind.
     """
 
     def __init__(self, weights: Sequence[float]):

@@ -1,10 +1,8 @@
 """Preference pairs as token ids: a preferred and a rejected text, for the training of a reward model.
 
 A row with K ranked answers becomes all its pairs, at most K (K - 1) / 2, as in InstructGPT (Ouyang et al.
-2022). The pairs of a row stay together when rows are shuffled. They fall into one optimizer step or into two
-consecutive ones, unless a row has more pairs than a step. InstructGPT divides the loss of each row by its
-number of pairs. Here every pair has the same weight. If all rows have the same number of pairs, the two
-losses are equal; otherwise, a row with more pairs has more weight.
+2022), which divides the loss of each row by its number of pairs. Here every pair has the same weight. The
+pairs of a row stay together when rows are shuffled.
 """
 
 from __future__ import annotations
@@ -126,7 +124,7 @@ def _number(value: object, what: str) -> float:
 
 
 def _with_prompt(row: Row, answer: object, name: str, format: PromptFormat) -> Prompt:
-    """Returns an answer with the prompt of its row: a text, or a chat that ends with the assistant.
+    """Returns an answer with its prompt: a text, or a chat that ends with the assistant.
 
     An answer that is a chat with a message before the assistant's first one contains the prompt.
     """
@@ -173,17 +171,13 @@ class PreferenceSource:
     """Holds the token ids of preference pairs, the same on every rank.
 
     A prompt and an answer that are texts are joined by one space, unless either has white space there, and
-    encoded with the special tokens that the tokenizer adds by default. Chats are rendered by the chat
-    template. Nothing else is added. ``data.apply_chat_template=true`` makes a text prompt a user message.
-    Unlike for prompts of PPO, null means false, so that the reward model reads ``prompt + " " + chosen``.
+    encoded with the tokenizer's default special tokens. Chats are rendered by the chat template.
+    ``data.apply_chat_template=true`` makes a text prompt a user message; unlike for prompts of PPO, null
+    means false.
 
-    ``report`` maps names to numbers; ``len(source)`` is the number of pairs that are used:
-
-    - "rows": all rows that were read.
-    - "pairs": all pairs of answers with different ranks.
-    - "tied": pairs of answers with the same rank, which are left out.
-    - "identical": pairs of two texts with the same tokens, which are dropped.
-    - "dropped": pairs that are dropped because a text has more than ``max_tokens`` tokens.
+    ``report`` counts the rows that were read ("rows"), pairs of answers with different ranks ("pairs") and
+    with the same rank ("tied", left out), pairs with the same tokens ("identical", dropped), and pairs with a
+    text of more than ``max_tokens`` tokens ("dropped"). ``len(source)`` is the number of pairs that are used.
     """
 
     unit = "pairs"
@@ -327,10 +321,8 @@ class PairOrder:
 def padding_token(tokenizer: Tokenizer, sources: Sequence[PreferenceSource]) -> int:
     """Returns a token to pad texts with, which is not the last token of any of the texts.
 
-    In a batch, transformers reads the score of a decoder at the last token that is not its pad token. This
-    would be the wrong token if a text ends with the tokenizer's own pad token, as with pad = eos and a chat
-    template that writes the end token. Another special token is then used, or else a token that occurs in no
-    text. No token is added to the vocabulary, so that a critic can start from the reward model.
+    transformers reads the score of a decoder at the last token that is not its pad token, the wrong one for a
+    text that ends with it. Without a free special token, a token is taken that occurs in no text.
     """
     ends = {token for source in sources for token in source.last_tokens}
     special = [tokenizer.pad_id, *tokenizer.hf.all_special_ids]

@@ -39,25 +39,19 @@ class _ParsedRow(NamedTuple):
 class PromptSource:
     """Holds the prompts of a data set, checked and tokenized, identically on every rank.
 
-    Chats are rendered by the tokenizer's chat template. By default, text prompts are rendered too if the
-    tokenizer has a template, because a chat model is not trained on bare text. A prompt of more than
-    ``max_prompt_tokens`` tokens is dropped or truncated on the left; truncating on the right would remove the
-    position where the response begins. A row's column "max_new_tokens" lowers the run's ``max_new_tokens``
-    for its response.
+    Chats are rendered by the tokenizer's chat template; by default, text prompts are rendered too if there is
+    one. A prompt of more than ``max_prompt_tokens`` tokens is dropped or truncated on the left, as
+    ``long_prompts`` says. A row's column "max_new_tokens" lowers the run's ``max_new_tokens`` for its
+    response.
 
-    ``report`` maps names to numbers of rows; ``len(source)`` is rows - dropped:
-
-    - "rows": all rows that were read.
-    - "truncated": rows whose prompt was truncated on the left.
-    - "dropped": rows that were left out.
-    - "lowered": rows that ask for longer responses than the run allows.
-    - "repeated": kept rows whose prompt has the same ids as an earlier one.
-    - "same_id": rows with the same "id" as an earlier row.
+    ``report`` counts the rows that were read ("rows"), truncated, dropped, that ask for longer responses than
+    the run allows ("lowered"), kept rows with the prompt ids of an earlier one ("repeated"), and rows with
+    the "id" of an earlier one ("same_id"). ``len(source)`` is rows - dropped.
 
     ``split`` and ``revision`` apply to a Hub data set; ``max_samples`` rows are read from the beginning
     (None: all). ``prompt_column`` None: the first of PROMPT_COLUMNS that a row has. ``system`` is a message
-    for chats without one. ``long_prompts`` is truncate_left or drop. ``key`` is the config key of ``path``.
-    The ranks of ``world`` share the tokenization, which is a collective; None: a single process.
+    for chats without one. ``key`` is the config key of ``path``. The ranks of ``world`` share the
+    tokenization, which is a collective; None: a single process.
     """
 
     unit = "prompts"
@@ -150,9 +144,8 @@ class PromptSource:
     def _metadata(self, i: int) -> Row:
         """Returns the raw row with the reserved keys "prompt_text" and, for chats, "messages".
 
-        "prompt_text" is the prompt before truncation. The reserved keys replace columns of the same names, so
-        that they mean the same in every row. "data_source" is the path of the data set unless the row has a
-        column of that name.
+        "prompt_text" is the prompt before truncation. "data_source" is the path of the data set unless the
+        row has a column of that name.
         """
         row = self._rows[self._kept[i]]
         prompt = parse_prompt(row, self._format)
@@ -263,11 +256,10 @@ def prompt_id(text: str) -> str:
 def eval_batches(
     source: Source, *, rank: int, world_size: int, rows_per_batch: int, max_prompts: int | None = None
 ) -> list[tuple[Prompts, Tensor]]:
-    """Splits the first ``max_prompts`` prompts over the ranks and into batches.
+    """Splits the first ``max_prompts`` prompts over the ranks and into batches of at most ``rows_per_batch``.
 
-    Returns the prompts and weights ([b] float32) of each batch, which has at most ``rows_per_batch`` rows.
-    Every rank gets the same number of batches of the same sizes, because generation is collective under
-    ZeRO-3. To fill the batches, the last prompt is repeated with weight 0.
+    Returns the prompts and weights ([b] float32) of each batch. Every rank gets equally many batches of the
+    same sizes, because generation is collective under ZeRO-3: the last prompt is repeated with weight 0.
     """
     n = len(source) if max_prompts is None else min(max_prompts, len(source))
     per_rank = -(-n // world_size)

@@ -1,8 +1,7 @@
 """Raw rows of a data set, with a location for each row that error messages name.
 
 Local files are read here and not by ``datasets``, so that a bad line is reported as ``file:line``, rows keep
-exactly their values (no columns are added to rows that lack them), and nothing is written to a cache that
-ranks would share. All values of a CSV file are text.
+exactly their values, and nothing is written to a cache. All values of a CSV file are text.
 """
 
 from __future__ import annotations
@@ -116,9 +115,8 @@ def load_rows(
     """Loads the first ``max_rows`` rows of a data set; a collective if ``world`` has several ranks.
 
     ``path`` is a local file, a local folder (all its data files in the order of their names), a Hub data set,
-    to which ``split`` and ``revision`` apply, or a file of one, hf://datasets/OWNER/NAME/FILE, to which only
-    ``revision`` applies. ``key`` is the config key that error messages name. On each node, a Hub data set is
-    downloaded by the first rank.
+    to which ``split`` and ``revision`` apply, or a file of one, hf://datasets/OWNER/NAME/FILE. ``key`` is the
+    config key that error messages name. On each node, the first rank downloads a Hub data set.
     """
     files = on_all(world, lambda: _data_files(path, key))
     refuse_different(world, files is None, f"{key}={path}")
@@ -175,10 +173,9 @@ def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | 
 def parse_rows(
     world: World | None, rows: Rows, parse: Callable[[Row], T], key: str, path: str
 ) -> tuple[list[T], Fingerprint]:
-    """Parses all rows on every rank; a collective if ``world`` has several ranks.
+    """Parses all rows on every rank and returns the results and the fingerprint of the rows. A collective.
 
-    Returns the results and the fingerprint of the rows. Raises the UserErrors of ``map_rows`` on every rank,
-    and UserError if the ranks have read different rows. ``key`` is the config key of ``path``.
+    Raises the UserErrors of ``map_rows`` on every rank, and UserError if the ranks have read different rows.
     """
     digest = RowDigest()
 
@@ -346,8 +343,7 @@ def _parquet_batches(
 ) -> Iterator[pyarrow.RecordBatch]:
     """Yields batches with at least the first ``n`` rows; raises UserError if they exceed the memory limits.
 
-    The batch size depends on the largest column: a value is at most as large as the column's decoded pages,
-    but each row of a batch may repeat it.
+    A value is at most as large as the column's decoded pages, but each row of a batch may repeat it.
     """
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]

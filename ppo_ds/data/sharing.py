@@ -1,17 +1,14 @@
 """Divides the reading and the tokenization of a data set among the ranks.
 
 Every rank reads all rows, because a reward may ask for any of them, but tokenizes only a share and gets the
-other token ids from the other ranks. This needs no cache, which could be stale or written by another user.
-Texts are encoded one by one, so the ids are the same on any number of ranks.
-
-All functions are collectives if ``world`` has several ranks. ``world=None`` stands for a single process.
+other token ids from the other ranks. All functions are collectives; ``world=None`` is a single process.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, TypeVar
 
@@ -51,35 +48,6 @@ def refuse_different(world: World | None, value: object, source: str) -> None:
         )
 
 
-def tokenize_rows(
-    world: World | None, sizes: Sequence[int], tokenize: Callable[[slice], Iterable[Sequence[int]]]
-) -> Iterator[Sequence[int]]:
-    """Yields the token ids of all rows, of which each rank tokenizes a share.
-
-    ``sizes`` are the rows' numbers of characters. ``tokenize`` returns the ids of the rows of a slice, one
-    sequence or more for each row, or raises UserError.
-    """
-
-    def encode(share: slice) -> Iterator[Sequence[int]]:
-        return chain.from_iterable(map(tokenize, tokenizer_chunks(sizes[share], share.start)))
-
-    if world is None or world.size == 1:
-        yield from encode(slice(0, len(sizes)))
-        return
-    share = shares(sizes, world.size)[world.rank]
-
-    def encode_share() -> TokenRows:
-        rows = TokenRows()
-        for ids in encode(share):
-            rows.append(ids)
-        return rows
-
-    own = world.on_all(encode_share)
-    yield from TokenRows.from_lengths(
-        all_gather_array(world, own.ids), all_gather_array(world, array("I", own.lengths))
-    )
-
-
 def encode_rows(
     world: World | None,
     tokenizer: Tokenizer,
@@ -90,8 +58,9 @@ def encode_rows(
 ) -> Iterator[Sequence[int]]:
     """Yields the token ids of the pieces of all rows, of which each rank tokenizes a share.
 
-    ``join`` makes one sequence or more of the token ids of a row's pieces; without it, each piece is a
-    sequence that must not be empty. UserErrors of both functions get the location of the row.
+    ``sizes`` are the rows' numbers of characters. ``join`` makes one sequence or more of the token ids of a
+    row's pieces; without it, each piece is a sequence that must not be empty. UserErrors of both functions
+    get the location of the row.
     """
 
     def tokenize(part: slice) -> Iterator[list[int]]:
@@ -111,7 +80,17 @@ def encode_rows(
                 sequences = ids if join is None else join(row, ids)
             yield from sequences
 
-    yield from tokenize_rows(world, sizes, tokenize)
+    def encode(share: slice) -> Iterator[list[int]]:
+        return chain.from_iterable(map(tokenize, tokenizer_chunks(sizes[share], share.start)))
+
+    if world is None or world.size == 1:
+        yield from encode(slice(0, len(sizes)))
+        return
+    share = shares(sizes, world.size)[world.rank]
+    own = world.on_all(lambda: TokenRows.of(encode(share)))
+    yield from TokenRows.from_lengths(
+        all_gather_array(world, own.ids), all_gather_array(world, array("I", own.lengths))
+    )
 
 
 def shares(sizes: Sequence[int], count: int) -> list[slice]:

@@ -34,6 +34,14 @@ class TokenRows:
         self._starts = array("L", [0])  # where each row begins; the last entry is the end of the last row
 
     @classmethod
+    def of(cls, sequences: Iterable[Sequence[int]]) -> Self:
+        """Stores sequences of token ids."""
+        rows = cls()
+        for ids in sequences:
+            rows.append(ids)
+        return rows
+
+    @classmethod
     def from_lengths(cls, ids: array[int], lengths: Iterable[int]) -> Self:
         """Divides the ids of all rows by the lengths of the rows."""
         rows = cls(ids.typecode)

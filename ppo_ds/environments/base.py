@@ -89,9 +89,7 @@ def load_environment(path: str, arguments: Mapping[str, Any]) -> Callable[[], En
 def read_messages(value: Any) -> tuple[Message, ...]:
     """Checks messages; raises InvalidResult unless they are dicts of texts with role and content.
 
-    Other texts, such as name or tool_call_id, are kept for the chat template. All texts must be valid
-    Unicode: no tokenizer accepts a lone surrogate, which a program's output may contain if it was decoded
-    with ``errors="surrogateescape"``.
+    All texts must be valid Unicode, since no tokenizer accepts a lone surrogate.
     """
     if not isinstance(value, (list, tuple)) or not value:
         raise InvalidResult(f"returned {described(value)}, which is not a list of messages")
@@ -115,11 +113,6 @@ def read_messages(value: Any) -> tuple[Message, ...]:
                     f"surrogate at character {error.start + 1}"
                 ) from error
     return tuple(dict(message) for message in value)
-
-
-def read_reset(value: Any) -> tuple[Message, ...] | None:
-    """Checks the result of ``Environment.reset``; raises InvalidResult."""
-    return None if value is None else read_messages(value)
 
 
 def read_step(value: Any) -> Step:

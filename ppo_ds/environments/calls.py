@@ -18,7 +18,7 @@ from ppo_ds.environments.base import (
     InvalidResult,
     Step,
     load_environment,
-    read_reset,
+    read_messages,
     read_step,
 )
 from ppo_ds.environments.feedback import FeedbackEncoder
@@ -61,7 +61,8 @@ class CallPool:
 def begin(make: Callable[[], Environment], row: Row) -> tuple[Environment, tuple[Message, ...] | None]:
     """Makes an environment and resets it; returns it with the messages of the prompt, if it gives any."""
     environment = make()
-    return environment, read_reset(environment.reset(deepcopy(row)))
+    messages = environment.reset(deepcopy(row))
+    return environment, None if messages is None else read_messages(messages)
 
 
 def take_step(environment: Environment, answer: str) -> Step:

@@ -1,12 +1,8 @@
 """Encodes the feedback of an environment as the tokens between two turns of the policy.
 
 The tokens of the prompt and of the policy are kept and never encoded again, since encoding their text might
-give other tokens than those that the policy sampled (TRL, verl and prime-rl do the same). For a chat, the
-tokens between two turns are found by rendering a short conversation with the chat template, with and without
-the feedback. Their text begins after the content of the assistant's message, so it has the end of that
-message, the messages of the feedback and the beginning of the next answer. An end token that the policy has
-sampled itself is left out, and so is a stop string of one token with which the template ends an answer. In a
-row without a chat template, the texts of the feedback are encoded as they are.
+give other tokens than the sampled ones. For a chat, the tokens between two turns are found by rendering a
+short conversation with and without the feedback. An end token that the policy has sampled itself is left out.
 """
 
 from __future__ import annotations
@@ -31,9 +27,9 @@ class FeedbackEncoder:
     def encode_chat(self, feedback: tuple[Message, ...], last_id: int) -> list[int]:
         """Returns the tokens that follow a turn of the policy whose last token is ``last_id``.
 
-        Raises UserError if the chat template refuses the messages, or if it renders the conversation before
-        the feedback in another way than without the feedback. The tokens of a response would then not be
-        those that the policy gets for the same conversation elsewhere.
+        Raises UserError if the chat template refuses the messages, or renders the conversation before the
+        feedback in another way than without it: the policy would get other tokens for the same conversation
+        elsewhere.
         """
         render = self._tokenizer.render_chat
         before, after = render(_BEFORE, to_answer=False), render([*_BEFORE, *feedback])

@@ -1,13 +1,9 @@
 """Multi-turn responses: the policy and an environment take turns until the episode ends.
 
-A response holds all turns of the policy and the feedback between them, token by token as the policy sampled
-or read them. Feedback is attended to, but it is no action: response_mask is False, the log-prob is 0.
-``sampling.max_new_tokens`` limits the whole response, feedback included (as in TRL and verl), so a multi-turn
-response needs no more memory than another one.
-
-All rows of a rank take their turns together: the decode backend continues the rows that are not done, then
-the environments of these rows run in a pool. All ranks call the backend equally often. A rank whose rows are
-all done decodes one token of a filler row, whose result is dropped.
+A response holds all turns of the policy and the feedback between them. Feedback is attended to, but it is no
+action: response_mask is False, the log-prob is 0. ``sampling.max_new_tokens`` limits the whole response,
+feedback included (as in TRL and verl). All rows of a rank take their turns together, and all ranks call the
+backend equally often; a rank whose rows are all done decodes one token of a filler row.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Audits a reward model before training: scores a few fixed dialogues in several ways.
 
-A score must not depend on the other texts of its batch or on the padding, and it must be a finite number that
-differs between texts; a violation is recorded as a failure. Other observations are recorded as remarks for
-the user, above all how often a fitting response scores above an unrelated one. Every rank runs the same
-forwards on the same texts.
+A violation, such as a score that depends on the other texts of its batch, is recorded as a failure, other
+observations as remarks. Every rank runs the same forwards on the same texts.
 """
 
 from __future__ import annotations
@@ -57,11 +55,7 @@ DIALOGUES = (
 
 
 def probes(tokenizer: Tokenizer) -> list[tuple[Row, str]]:
-    """Returns the rows of the dialogues, as a data set would have them, with responses.
-
-    Every row comes with its fitting response, then with an empty one, and then with an unrelated one, that of
-    the next dialogue. ``tokenizer`` is the actor's.
-    """
+    """Returns the rows of the dialogues: first with fitting, then with empty, then unrelated responses."""
     rows: list[Row] = []
     for turns, _ in DIALOGUES:
         messages: list[Message] = [
@@ -129,8 +123,8 @@ def run_audit(
 ) -> Findings | None:
     """Runs ``inspect`` unless the audit is off, and passes lines with its findings to ``note``.
 
-    ``name`` is the model's key and path, ``key`` the reward's section in the config. In mode ``strict``,
-    every rank raises UserError if any rank found a failure.
+    In mode ``strict``, every rank raises UserError if any rank found a failure. ``name`` is the model's
+    KEY=PATH.
     """
     if mode not in ("report", "strict"):
         return None
@@ -155,11 +149,7 @@ def audit_classifier(
     is_decoder: bool,
     dtype: str,
 ) -> Findings:
-    """Audits a sequence classifier.
-
-    ``score(texts, padding_side)`` splits the texts into batches and returns their scores, [B]. ``tokenizer``
-    is the actor's; ``is_decoder`` and ``dtype`` describe the reward model.
-    """
+    """Audits a sequence classifier; ``score(texts, padding_side)`` returns the scores, [B]."""
     findings, count = Findings(dtype), len(DIALOGUES)
     texts = [encoder(row, response, True) for row, response in probes(tokenizer)]
     together = score(texts, "right")
@@ -193,10 +183,9 @@ def audit_chat_scorer(
 ) -> Findings:
     """Audits a model that defines its own get_score.
 
-    ``score(chats, batched)`` returns the scores, [B]; it calls get_scores if ``batched``, else get_score. It
-    raises RewardError, whose message starts with ``name``, if the model's code fails; if only get_scores
-    fails, for example because it calls a function that a library has removed, get_score is used instead.
-    ``tokenizer`` is the actor's.
+    ``score(chats, batched)`` returns the scores, [B], by get_scores if ``batched``, else by get_score. If
+    only get_scores fails, for example because it calls a function that a library has removed, get_score is
+    used.
     """
     findings, count = Findings(dtype, batches_agree=has_get_scores), len(DIALOGUES)
     chats = [

@@ -20,10 +20,7 @@ from ppo_ds.types import Reward, Rollout, Row, Scores
 
 
 class RewardError(RunError):
-    """Raised during training when a reward returns something that is not a valid score.
-
-    Exceptions raised inside a user's reward function are passed on unchanged, with their traceback.
-    """
+    """Raised during training when a reward returns something that is not a valid score."""
 
 
 @runtime_checkable
@@ -110,9 +107,8 @@ class TextScores:
 class TextReward(ABC):
     """Base class of rewards that read only text.
 
-    Subclasses implement ``score_responses``, which other rewards may call with modified texts of the same
-    rows. If the model of a reward is sharded over ranks, every rank must call the reward the same number of
-    times, each time with one text per row.
+    If the model of a reward is sharded over ranks, every rank must call ``score_responses`` the same number
+    of times, each time with one text per row.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -185,10 +181,9 @@ def text_inside(text: str, tag: str) -> str | None:
 
 
 def span_inside(text: str, tag: str) -> tuple[int, int] | None:
-    """Returns where the stripped text between the first <tag> and the next </tag> starts and ends.
+    """Returns start and end of the stripped text between the first <tag> and the next </tag>, or None.
 
-    Returns None without these tags. It uses ``str.find`` because a lazy regular expression takes quadratic
-    time on adversarial texts.
+    A lazy regular expression would take quadratic time on adversarial texts.
     """
     start = text.find(f"<{tag}>")
     end = text.find(f"</{tag}>", start)
@@ -231,8 +226,7 @@ def token_scores(scores: TextScores, responses: Responses, rollout: Rollout, tok
 def token_ends(ends: Sequence[int], ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """Returns for each offset in ``ends``, in increasing order, the index of the token that completes it.
 
-    An offset counts characters of the decoded text of ``ids``. The end of the text is completed by the last
-    token, even if that token has no text of its own.
+    An offset counts characters of the decoded text of ``ids``; its end belongs to the last token.
     """
     text, tokens, count = tokenizer.decode(ids), [], 1  # number of tokens up to the end of the last step
     for end in ends:

@@ -86,9 +86,8 @@ def get_score_reward(
 ) -> GetScoreReward:
     """Loads a model that defines its own get_score as a reward; for the arguments see ``model_reward``.
 
-    The audit also compares the model's get_scores with its get_score. If they disagree or get_scores fails on
-    any rank, responses are scored one by one on all ranks. Without an audit, get_scores is used unchecked if
-    the model has it.
+    If get_scores disagrees with get_score or fails on any rank, responses are scored one by one on all ranks.
+    Without an audit, get_scores is used unchecked if the model has it.
     """
     if zero.stage == 3:
         raise UserError(

@@ -1,7 +1,6 @@
 """Posts JSON to a service and returns the JSON of its reply.
 
-Transient failures (no connection, a timeout, status 429 or 5xx) are retried after a pause that doubles each
-time; any other failure is final. Redirects are not followed and replies are read up to a size limit. The
+Transient failures (no connection, a timeout, status 429 or 5xx) are retried; any other failure is final. The
 service's key comes from the environment and is removed from every error and reply.
 """
 
@@ -15,8 +14,6 @@ import random
 import re
 from base64 import b64encode
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Annotated, Any
 
 import httpx
@@ -209,12 +206,8 @@ def _spellings(key: str) -> re.Pattern[str]:
 
 
 def _parse_retry_after(value: str) -> float:
-    """Converts a Retry-After header, a number or a date, to seconds; returns 0 if it is neither."""
+    """Converts a Retry-After header to seconds; returns 0 for a date, after which the usual pause applies."""
     try:
         return max(0.0, float(value))
     except ValueError:
-        pass
-    try:
-        return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):  # TypeError: a date without a time zone
         return 0.0

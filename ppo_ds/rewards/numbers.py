@@ -1,12 +1,10 @@
 r"""Extracts the number that a response gives as its result, and compares numbers.
 
-If the text has <answer>...</answer>, only the content of that tag is read. The result is the content of the
-last \boxed{...}; without a box, the number after the last "####" (GSM8K's mark); without that mark, the last
-number of the text. Signs, decimals, exponents (2e3, 2^{10}, 3.5 \times 10^{-3}), thousands separators (1,234
-and LaTeX's 1{,}234), currency signs, fractions (3/4, 2 1/2, \frac{3}{4}, \frac34) and percents are
-understood. The whole content of a box, and a whole reference, must be a single number such as 1 000 000: no
-part of 2\sqrt{3} or 2:1 is taken as the result. Every pattern takes time linear in the text, because
-responses may be long and arbitrary.
+If the text has <answer>...</answer>, only the content of that tag is read. The result is the last
+\boxed{...}, else the number after the last "####" (GSM8K's mark), else the last number of the text. Signs,
+decimals, exponents, thousands separators (1,234 and LaTeX's 1{,}234), currency signs, fractions and percents
+are understood. A whole box, and a whole reference, must be a single number: no part of 2\sqrt{3} or 2:1 is
+taken as the result. Every pattern takes time linear in the text, because responses may be long and arbitrary.
 """
 
 from __future__ import annotations

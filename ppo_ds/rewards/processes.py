@@ -1,7 +1,6 @@
 """Worker processes that call a reward function (worker.py is what they run).
 
-A worker may run code that a response contains, so its replies are not trusted: they are JSON, limited in
-size, and their scores are checked again.
+A worker may run code that a response contains, so its replies are JSON, limited in size, and checked again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A reward from a network service: a scoring service, or a language model as judge.
 
-It is slower and less reliable than a model on the run's own machines; see docs/rewards.md. Any persistent
-failure stops the run: a response without a score is never counted as 0.
+Any persistent failure stops the run: a response without a score is never counted as 0.
 """
 
 from __future__ import annotations
@@ -53,11 +52,7 @@ class InvalidReply(ValueError):
 
 
 class ScoringService:
-    """Sends several responses per request to a service that returns one score each.
-
-    The request is {"items": [{"prompt", "response", "messages" for chats, "row" if ``send_rows``}, ...]}. The
-    reply is {"scores": [one number per item]}.
-    """
+    """Sends several responses per request to a service that returns one score each (docs/rewards.md)."""
 
     def __init__(self, batch_size: int, send_rows: bool):
         self.batch_size, self._send_rows = batch_size, send_rows
@@ -90,11 +85,7 @@ class ScoringService:
 
 
 class Judge:
-    """Requests a chat completion for each response and parses the score from the judge's text.
-
-    OpenAI, vLLM, llama.cpp and many other servers accept this format. The arguments are those of
-    RemoteReward.
-    """
+    """Requests a chat completion for each response and parses the score from the judge's text."""
 
     batch_size = 1
 

@@ -79,9 +79,8 @@ class FormatReward(Rule):
     """Scores the format of tagged reasoning as MiniMind does: the whole format and each single tag.
 
     A response gets ``pattern_score`` if one of ``patterns`` matches from its start (re.DOTALL), and
-    ``tag_score`` for each of ``tags`` that occurs exactly once. By default, a well-formed response gets 0.5 +
-    4 x 0.25. The default patterns are MiniMind's except for the atomic groups (?>...), which match the same
-    texts in linear time.
+    ``tag_score`` for each of ``tags`` that occurs exactly once. The default patterns are MiniMind's with
+    atomic groups (?>...), which match the same texts in linear time.
     """
 
     pattern_score: float = 0.5

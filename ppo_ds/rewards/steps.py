@@ -1,9 +1,7 @@
 """Steps of a response, for rewards that score each step of a solution (process rewards).
 
-A response is cut at each separator, which is by default a blank line. The pieces that are not blank are its
-steps. The separator after a step belongs to the step, and the last step ends where the response ends.
-
-This module imports no torch, so that reward functions can use ``split_steps`` in worker processes.
+A response is cut at each separator; the pieces that are not blank are its steps. The separator belongs to the
+step before it. This module imports no torch, so that reward functions can use it in worker processes.
 """
 
 from __future__ import annotations

@@ -41,22 +41,16 @@ class TextEncoder:
 
     ``template`` selects the format:
 
-    - chat: the reward tokenizer's chat template, applied to the row's messages (or its prompt as a single
-      user message) and the response.
-    - pair: two segments, the input format of cross-encoders: the prompt (the contents of the row's messages)
-      and the response.
-    - concat: prompt and response as one text. If the reward model has the actor's vocabulary
-      (``actors_vocabulary``), the prompt is taken as the actor's chat template renders it, because the
-      reward model's vocabulary has that markup too. Otherwise the contents of the messages and the response
-      are joined by line breaks.
-    - text: prompt (the contents of the row's messages) and response, joined by one space unless either has
-      white space there, and encoded with the tokenizer's default special tokens. This is the format in which
-      stage=reward_model trains on texts.
+    - chat: the reward tokenizer's chat template, applied to the row's messages and the response.
+    - pair: the prompt and the response as two segments, the input format of cross-encoders.
+    - concat: prompt and response as one text. With the actor's vocabulary (``actors_vocabulary``) the prompt
+      keeps its chat markup; otherwise messages and response are joined by line breaks.
+    - text: prompt and response, joined by one space unless either has white space there, with the tokenizer's
+      default special tokens: the format in which stage=reward_model trains on texts.
 
-    Texts are truncated to ``max_tokens`` on the left, because the response is at the end. In a pair, only the
-    prompt is truncated, unless the response alone reaches the limit. ``append_eos`` applies to all
-    formats but pair: True appends the end token to each text, False to no text, None to finished responses of
-    concat.
+    Texts are truncated to ``max_tokens`` on the left, because the response is at the end; in a pair, the
+    prompt first. ``append_eos`` applies to all formats but pair: True appends the end token to each text,
+    False to no text, None to finished responses of concat.
     """
 
     def __init__(
@@ -140,8 +134,7 @@ def collate(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Collates texts into padded ids, attention mask and token types, each [b,T].
 
-    Token types are None if a text has none. The mask is computed from the lengths, so a pad id inside a text
-    remains attended.
+    Token types are None if a text has none. A pad id inside a text remains attended.
     """
 
     def padded(rows: Sequence[Tensor], value: int) -> Tensor:

@@ -71,10 +71,7 @@ def call_function(
 def load_function(
     path: str, key: str = "reward.path", parameters: tuple[str, ...] = ("prompts", "responses", "rows")
 ) -> Callable[..., Any]:
-    """Imports the function at ``pkg.mod:fn`` or ``file.py:fn`` and checks that it takes these arguments.
-
-    Raises UserError naming ``key`` if it cannot be imported or is not such a function.
-    """
+    """Imports the function at ``pkg.mod:fn`` or ``file.py:fn``; raises UserError naming ``key``."""
     function = load_object(path, key, "function")
     if isinstance(function, type) or not callable(function):
         raise UserError(

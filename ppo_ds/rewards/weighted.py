@@ -52,10 +52,9 @@ class Part(Section):
 class WeightedReward:
     """Computes total = sum of weight x clip(normalize(score of the part)).
 
-    ``Scores.components`` maps the name of each part to its score before weighting, per-token scores included;
-    the weighted components add up to ``Scores.sums``. A normalized part also has ``<name>_raw``, its score
-    before normalization. A part's own components follow as ``<name>/<component>``. Per-token scores of a
-    part are weighted, but neither normalized nor clipped.
+    ``Scores.components`` maps the name of each part to its score before weighting, per-token scores included.
+    A normalized part also has ``<name>_raw``; a part's own components follow as ``<name>/<component>``.
+    Per-token scores of a part are weighted, but neither normalized nor clipped.
     """
 
     def __init__(
@@ -106,11 +105,9 @@ class WeightedReward:
         return self.start_evaluation(rollout).result()
 
     def start_evaluation(self, rollout: Rollout) -> Pending[Scores]:
-        """Starts to score held-out responses without normalizing any part.
+        """Starts to score held-out responses without normalizing any part, or clipping a normalized one.
 
-        The moments change during training, so normalized scores of two evaluations could not be compared. The
-        ``clip`` of a normalized part is not applied either, because it limits normalized scores. The moments
-        are not updated.
+        The moments change during training, so normalized scores of two evaluations could not be compared.
         """
         return self._start(rollout, training=False)
 
@@ -204,10 +201,9 @@ def _name_in_errors(part: str) -> Iterator[None]:
 class AnswerMix(SlowTextReward):
     """Mixes the scores of the whole response and of its tagged answer, like MiniMind's reasoning reward.
 
-    The score is ``whole`` x score of the whole text + ``answer`` x score of the text inside the tag. A
-    response without the tags gets the unweighted score of the whole text. Both scores are first clipped to
-    [-clip, clip]. In the second pass, responses without the tags are scored as empty texts, because a sharded
-    model needs the same number of texts in both passes on every rank.
+    The score is ``whole`` x score of the whole text + ``answer`` x score of the text inside the tag, both
+    clipped to [-clip, clip]. A response without the tags gets the unweighted score of the whole text; its
+    second text is empty, because a sharded model needs the same number of texts in both passes on every rank.
     """
 
     def __init__(

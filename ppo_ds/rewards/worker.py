@@ -1,7 +1,7 @@
 """Worker process of a reward function: receives one call at a time and sends back its scores.
 
-A worker is a new Python interpreter, not a fork, because forking a process that uses CUDA or communicators
-may deadlock. It imports the user's function by its path and never imports torch by itself.
+It is a new interpreter, because forking a process that uses CUDA may deadlock, and imports no torch by
+itself.
 """
 
 from __future__ import annotations

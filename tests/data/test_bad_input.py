@@ -34,12 +34,6 @@ def said(path, tokenizer, **options):
     ("name", "content", "line"),
     [
         ("x.jsonl", b"", "data.path=x.jsonl: the data set is empty"),
-        ("x.jsonl", b"\n \n", "data.path=x.jsonl: the data set is empty"),
-        (
-            "x.jsonl",
-            lines({"prompt": "a"}, '{"promp'),
-            "x.jsonl:2: not a JSON object on one line: Unterminated string",
-        ),
         (
             "x.jsonl",
             lines({"prompt": "a"}, '{"prompt": "b"} x'),
@@ -52,21 +46,8 @@ def said(path, tokenizer, **options):
         ),
         (
             "x.jsonl",
-            '{"prompt": "a"}'.encode("utf-16"),
-            "x.jsonl:1: not a JSON object on one line: 'utf-8' codec can't decode byte 0xff",
-        ),
-        (
-            "x.jsonl",
             b"\x1f\x8b\x08\x00gz",
             "x.jsonl:1: not a JSON object on one line: 'utf-8' codec can't decode byte 0x8b",
-        ),
-        (
-            "x.jsonl.gz",
-            b"\x1f\x8b\x08\x00gz",
-            (
-                "data.path=x.jsonl.gz: the name of a data file must end in one of .jsonl, "
-                ".json, .parquet, .csv"
-            ),
         ),
         ("x.json", b'[{"prompt": "a", "n": ' + b"9" * 5000 + b"}]", "x.json:1: not JSON: Exceeds the limit"),
         (
@@ -79,29 +60,6 @@ def said(path, tokenizer, **options):
             b'messages\n"[{""role"": ""user""}]"\n',
             ('x.csv:2: column "messages" must be a list of messages, not a text (CSV has no lists'),
         ),
-        ("x.parquet", b"", "x.parquet: cannot be read as Parquet: "),
-        (
-            "x.jsonl",
-            lines({"prompt": "a"}, {"prompt": None}),
-            'x.jsonl:2: column "prompt" must be a text or a list of messages, not null',
-        ),
-        (
-            "x.jsonl",
-            lines({"prompt": 5}),
-            'x.jsonl:1: column "prompt" must be a text or a list of messages, not int',
-        ),
-        (
-            "x.jsonl",
-            lines({"prompt": {"text": "a"}}),
-            'x.jsonl:1: column "prompt" must be a text or a list of messages, not dict',
-        ),
-        ("x.jsonl", lines({"prompt": ""}), 'x.jsonl:1: column "prompt" is empty'),
-        ("x.jsonl", lines({"prompt": " \t\u3000\n"}), 'x.jsonl:1: column "prompt" is only white space'),
-        (
-            "x.jsonl",
-            lines({"prompt": "a\udc80"}),
-            ('x.jsonl:1: column "prompt" is not valid Unicode: a lone surrogate at character 2'),
-        ),
         (
             "x.jsonl",
             lines({"b\n\ud800\x1b[2J": 1}),
@@ -112,33 +70,8 @@ def said(path, tokenizer, **options):
         ),
         (
             "x.jsonl",
-            lines({"messages": []}),
-            ('x.jsonl:1: column "messages": nothing to answer: no message before the assistant\'s'),
-        ),
-        (
-            "x.jsonl",
-            lines({"messages": USER}),
-            'x.jsonl:1: column "messages" must be a text or a list of messages, not dict',
-        ),
-        (
-            "x.jsonl",
-            lines({"messages": [USER, None]}),
-            ('x.jsonl:1: column "messages", message 2 must be an object with role and content, not null'),
-        ),
-        (
-            "x.jsonl",
-            lines({"messages": [USER | {"content": [{"text": "a"}]}]}),
-            'x.jsonl:1: column "messages", message 1: the content must',
-        ),
-        (
-            "x.jsonl",
             lines({"messages": [USER | {"role": "us\ud800er"}]}),
             'x.jsonl:1: column "messages", message 1 is not valid Unicode',
-        ),
-        (
-            "x.jsonl",
-            lines({"messages": [USER | {"content": "\n"}]}),
-            'x.jsonl:1: column "messages", message 1 is only white space',
         ),
         (
             "x.jsonl",
@@ -149,11 +82,6 @@ def said(path, tokenizer, **options):
             "x.jsonl",
             lines({"messages": [USER], "tools": [{"name": "f"}]}),
             'x.jsonl:1: column "tools": tools are not shown to the policy',
-        ),
-        (
-            "x.jsonl",
-            lines({"prompt": "a", "max_new_tokens": "z" * 999}),
-            'x.jsonl:1: column "max_new_tokens" must be a whole number of at least 1',
         ),
     ],
 )

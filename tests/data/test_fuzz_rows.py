@@ -7,7 +7,6 @@ import re
 import tempfile
 from pathlib import Path
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -130,30 +129,3 @@ def test_any_text_is_unchanged(prompts: list[str], kind: str) -> None:
     source = read(f"x.{kind}", content.encode(), PLAIN)
     assert [row["prompt_text"] for row in source.batch(range(len(prompts))).metadata] == prompts
     expect_texts(source)
-
-
-@pytest.mark.parametrize("long_prompts", ["truncate_left", "drop"])
-def test_very_long_prompts(tmp_path, long_prompts):
-    """Prompts of 100,000 characters are truncated on the left or dropped, and counted."""
-    file = tmp_path / "x.jsonl"
-    file.write_text(
-        "".join(json.dumps({"prompt": text}) + "\n" for text in ["b" * 99_999 + "c"] * 3 + ["ok"])
-    )
-    source = PromptSource(
-        str(file), tokenizer=PLAIN, max_new_tokens=9, max_prompt_tokens=8, long_prompts=long_prompts
-    )
-    cut = long_prompts == "truncate_left"
-    assert source.report == {
-        "rows": 4,
-        "truncated": 3 * cut,
-        "dropped": 3 * (not cut),
-        "lowered": 0,
-        "repeated": 2 * cut,
-        "same_id": 0,
-    }
-    kept = [
-        PLAIN.decode(ids[mask].tolist())
-        for prompts in [source.batch(range(len(source)))]
-        for ids, mask in zip(prompts.ids, prompts.mask, strict=True)
-    ]
-    assert kept == ["bbbbbbbc"] * 3 * cut + ["ok"]

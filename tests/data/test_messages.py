@@ -54,6 +54,7 @@ def test_parse_prompt(row, column, prompt):
         ({"prompt": None}, None, 'column "prompt" must be a text or a list of messages, not null'),
         ({"prompt": 5}, None, 'column "prompt" must be a text or a list of messages, not int'),
         ({"prompt": ""}, None, 'column "prompt" is empty'),
+        ({"prompt": " \t\u3000\n"}, None, 'column "prompt" is only white space'),
         ({"prompt": "a\ud800"}, None, "a lone surrogate at character 2"),
         (
             {"question": "a", "answer": "b"},

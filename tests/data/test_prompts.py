@@ -282,14 +282,7 @@ def test_limits_stay_with_their_prompts_if_others_are_dropped(source):
         {"prompt": "b", "max_new_tokens": 4},
     ]
     made = source(*rows, max_prompt_tokens=2, long_prompts="drop")
-    assert made.batch([0, 1]).limits.tolist() == [2, 4] and made.report == {
-        "rows": 4,
-        "truncated": 0,
-        "dropped": 2,
-        "lowered": 0,
-        "repeated": 0,
-        "same_id": 0,
-    }
+    assert made.batch([0, 1]).limits.tolist() == [2, 4] and made.report["dropped"] == 2
 
 
 def test_limits_of_a_csv_file_are_text(tmp_path, tokenizer):

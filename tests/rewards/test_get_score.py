@@ -144,14 +144,7 @@ def test_ranks_agree_on_how_to_score(tmp_path, build, tokenizer):
 
 @pytest.mark.parametrize(
     "returned",
-    [
-        "scores.tolist()",
-        "scores",
-        "scores.squeeze()",
-        "list(scores)",
-        "scores.squeeze().tolist()",
-        "scores.numpy()",
-    ],
+    "scores.tolist() scores scores.squeeze() list(scores) scores.squeeze().tolist() scores.numpy()".split(),
 )
 def test_scores_of_many_shapes(tmp_path, build, tokenizer, returned):
     path = save_own_code(tmp_path / "tiny_rm", GET_SCORE + GET_SCORES.format(returned=returned))

@@ -572,35 +572,14 @@ def test_a_whole_run_writes_the_key_nowhere(tmp_path, monkeypatch):
         return lengths(number, body) if number == 0 else (500, {}, SECRET.encode())
 
     with serving(reply) as service:
-        command = [
-            sys.executable,
-            "launch/train.py",
-            "algo=rloo",
-            "reward=remote",
-            f"reward.url={service.url}",
-            "reward.key_env=JUDGE_KEY",
-            "eval.train_prompts=0",
-        ]
-        command += [
-            f"data.path={rows}",
-            f"actor.model.path={tmp_path / 'model'}",
-            "actor.model.dtype=fp32",
-            "rollout.prompts_per_step=2",
-        ]
-        command += [
-            "rollout.samples_per_prompt=2",
-            "sampling.max_new_tokens=2",
-            "run.steps=2",
-            f"run.dir={tmp_path / 'run'}",
-            "checkpoint.every=1",
-        ]
-        command += [
-            "tracker.wandb.mode=offline",
-            "reward.send_rows=true",
-            "reward.retries=1",
-            "reward.backoff_seconds=0",
-            "run.verbose=true",
-        ]
+        settings = f"""
+            algo=rloo reward=remote reward.url={service.url} reward.key_env=JUDGE_KEY reward.send_rows=true
+            reward.retries=1 reward.backoff_seconds=0 eval.train_prompts=0 data.path={rows}
+            actor.model.path={tmp_path / "model"} actor.model.dtype=fp32 sampling.max_new_tokens=2
+            rollout.prompts_per_step=2 rollout.samples_per_prompt=2 run.steps=2 run.dir={tmp_path / "run"}
+            run.verbose=true checkpoint.every=1 tracker.wandb.mode=offline
+        """
+        command = [sys.executable, "launch/train.py", *settings.split()]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         with subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT

@@ -253,19 +253,7 @@ def test_regex(rates, text, settings, score):
 
 @pytest.mark.parametrize(
     ("length", "score"),
-    [
-        (0, 0.0),
-        (1, 0.0),
-        (2, 0.25),
-        (4, 0.75),
-        (5, 1.0),
-        (7, 1.0),
-        (10, 1.0),
-        (11, 0.75),
-        (13, 0.25),
-        (14, 0.0),
-        (99, 0.0),
-    ],
+    zip((0, 1, 2, 4, 5, 7, 10, 11, 13, 14, 99), (0, 0, 0.25, 0.75, 1, 1, 1, 0.75, 0.25, 0, 0), strict=True),
 )
 def test_length_ramps_outside_of_the_range(rates, length, score):
     settings = dict(shortest=5, longest=10, ramp=4)

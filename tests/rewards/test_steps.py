@@ -134,14 +134,6 @@ def test_random_tokens_against_a_search_from_the_start():
         assert token_ends(ends, ids, tokenizer) == expected, (ids, ends)
 
 
-def test_one_step_is_paid_like_a_single_score(tokenizer, tmp_path):
-    """The score of a whole response goes to its last token, and so does the reward of its only step."""
-    scores = bind(by_length(tmp_path), "reward")(tokenizer=tokenizer)(
-        make_rollout(tokenizer, [("p", "one"), ("q", "four")], finished=[True, False])
-    )
-    assert scores.per_token.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
-
-
 def test_a_part_of_a_mixture_may_give_step_rewards(pieces, tmp_path):
     """One part scores the steps of the whole response, one the steps inside the tag, one the length."""
     steps, whole = by_length(tmp_path), {"_target_": "ppo_ds.rewards.rules.RegexReward", "pattern": "d"}

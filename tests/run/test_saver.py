@@ -109,16 +109,13 @@ def test_a_resume_warns_if_the_rows_have_changed():
 
     assert resumed(checkpoints, [replace(TRAIN, path="moved.jsonl"), held_out])[1] == []
     longer, other = replace(TRAIN, rows=120, digest="two"), replace(held_out, digest="new")
+    effect = (
+        "scores before and after cannot be compared, and with another number of rows the current pass "
+        "repeats some and leaves out others"
+    )
     assert resumed(checkpoints, [longer, other])[1] == [
-        "warning    data.path=prompts.jsonl: its rows have changed since step_1 (100 rows then, 120 now); "
-        "the current pass continues in another order, which repeats rows and leaves out others",
-        "warning    data.eval_path=eval.jsonl: its rows have changed since step_1 (8 rows then, 8 now); "
-        "scores before and after cannot be compared",
-    ]
-    edited = replace(TRAIN, digest="two")
-    assert resumed(checkpoints, [edited, held_out])[1] == [
-        "warning    data.path=prompts.jsonl: its rows have changed since step_1 (100 rows then, 100 now); "
-        "the run continues with the new rows, in the same order"
+        f"warning    {key}: its rows have changed since step_1 ({then} rows then, {now} now); {effect}"
+        for key, then, now in (("data.path=prompts.jsonl", 100, 120), ("data.eval_path=eval.jsonl", 8, 8))
     ]
 
 
