@@ -61,8 +61,7 @@ def take_lock(run_dir: Path) -> run_lock.RunLock | None:
     """Checks the run directory on rank 0 and takes its lock, which is held until this process ends.
 
     The other ranks on rank 0's node only check that no other run holds the lock, so that they end with the
-    same exit code as rank 0. The check does not import torch, so a second start is refused within a second or
-    two.
+    same exit code as rank 0. Nothing heavy is imported.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
@@ -139,12 +138,8 @@ def prepare_environment(verbose: bool, trains: bool = False, fixed_segments: boo
     such files.
 
     With ``fixed_segments``, expandable segments, which vLLM's memory pool for sleeping does not support, are
-    not switched on. If the user's own variable switches them on, vLLM 0.32 switches them off while it
-    allocates in that pool, and on again afterwards (use_memory_pool in its device_allocator/cumem.py). Not
-    tried on a GPU.
-
-    With ``trains``, raises UserError if this machine has a GPU that torch cannot use and the user has not
-    chosen the CPU.
+    not switched on (not tried on a GPU). With ``trains``, raises UserError if this machine has a GPU that
+    torch cannot use and the user has not chosen the CPU.
     """
     os.umask(os.umask(0o077) | 0o002)
     for name, value in DEFAULTS.items():

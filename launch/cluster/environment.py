@@ -2,12 +2,9 @@
 
     python launch/cluster/environment.py FILE
 
-`deepspeed --hostfile` passes on only variables such as NCCL_*, UCX_* and PYTHON*. It also passes on the lines
-of the file that DS_ENV_FILE names. `launch/cluster/deepspeed.sh` writes that file and starts the ranks.
-
-Keys and passwords are left out, because the launcher logs the values and pdsh shows them in the list of
-processes. So are variables that differ between nodes. Every line is NAME=VALUE, since DeepSpeed accepts
-neither comments nor empty lines.
+`deepspeed --hostfile` passes on variables such as NCCL_*, and the lines NAME=VALUE of the file that
+DS_ENV_FILE names. Secrets are left out, because the launcher logs the values and pdsh shows them in the list
+of processes. So are variables that differ between nodes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Builds a workspace of Weights & Biases from the catalogue of metrics.
 
-It has one section for each prefix of metrics, with the panels of ``report.html``, a panel for each metric
-that is in none of them, and the histograms that only dashboards show. A last section has the tables of
-responses. The library wandb-workspaces comes with the extra ``dashboards``.
+It has a section for each prefix of metrics, with the panels of ``report.html``, all other metrics and the
+histograms, and a section with tables of responses. It needs the extra ``dashboards``.
 """
 
 from __future__ import annotations

@@ -61,14 +61,9 @@ def evaluate(
 ) -> Comparison:
     """Compares ``models`` on the prompts of ``config``. A collective.
 
-    Args:
-        config: The config of a PPO run. Its data, memory settings and sampling settings are used. actor.model
-            gives all settings of the models but their paths.
-        models: The policies; all others are compared with the first one.
-        rewards: Names and sections of the rewards that score the responses.
-        samples: Number of sampled responses to each prompt; None: one greedy response.
-        judge: Judges each pair of a model's response and the first model's response to the same prompt.
-        note: Receives lines about the progress.
+    All models are compared with the first one. actor.model gives all of their settings but the paths.
+    ``rewards`` maps names to sections. ``samples`` is the number of sampled responses to each prompt; None:
+    one greedy response. ``note`` receives lines about the progress.
     """
     readers = read_prompts(config, world, models, samples)
     check_functions(world, readers, rewards, judge)

@@ -79,17 +79,9 @@ def export(
 ) -> Path:
     """Writes the model ``role``, a key of FOLDERS, to ``out``, and the actor's adapter to ``out/adapter``.
 
-    Each of the two folders gets a model card. The folder is written under a temporary name and renamed, so it
-    is complete or absent.
-
-    Args:
-        force: Replaces ``out`` if it is a model folder.
-        trust_remote_code: Runs the Python code of models that the checkpoint's config trusts.
-        name: The name on the Hub for the model card, if the model will be uploaded.
-        adapter: Raises UserError, and writes nothing, if the model has no adapter.
-
-    Returns:
-        The path of the exported folder.
+    Each of the two folders gets a model card. The folder is complete or absent. ``force`` replaces a model
+    folder, ``name`` is the name on the Hub for the card, and ``adapter`` raises UserError, and writes nothing,
+    if the model has no adapter. Returns the path of the exported folder.
     """
     out = target_folder(checkpoint, role, out, force)
     config = read_config(checkpoint, role, trust_remote_code)

@@ -66,16 +66,9 @@ def write_card(
 ) -> None:
     """Writes README.md and curves.png into an exported model folder.
 
-    Paths of this machine are not shown, except for their last part. The results are those of the
-    checkpoint's step and of the last evaluation until then, whose step is named. The card of a critic has no
-    results, since all evaluations are those of the policy.
-
-    Args:
-        folder: The exported folder of the model, or of the adapter.
-        checkpoint: The checkpoint that was exported.
-        config: The config of its run.
-        role: adapter, actor, ema, critic or scorer.
-        name: The name on the Hub; None: the model is loaded from the folder itself.
+    ``role`` is adapter, actor, ema, critic or scorer, and ``name`` the name on the Hub, if any. Of paths of
+    this machine only the last part is shown. The results are those of the checkpoint's step and of the last
+    evaluation until then; the card of a critic has none.
     """
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     progress = state["state"].get("progress", {})

@@ -37,13 +37,10 @@ def verdict(in_order: float, swapped: float) -> dict[str, Any]:
 class PairwiseJudge:
     """Compares pairs with the function ``fn(prompts, responses_a, responses_b, rows)`` at ``path``.
 
-    The arguments are lists of equal length: prompts and responses as text, and the rows of the data set. The
-    function returns one number from 0 to 1 for each pair: 1 if response a is better, 0 if response b is
-    better, 0.5 for a tie, or the probability that response a is better. It may be a coroutine function. The
-    lists are copies that it may modify.
-
-    Each pair is compared twice, with the responses in either place, and the two preferences are averaged: a
-    judge that always prefers the first place gives 0.5 for each pair.
+    The arguments are lists of equal length, which the function may modify: prompts and responses as text, and
+    the rows of the data set. It returns for each pair the probability from 0 to 1 that response a is better.
+    It may be a coroutine function. Each pair is compared with the responses in either place, and the two
+    preferences are averaged: a judge that always prefers the first place gives 0.5 for each pair.
     """
 
     def __init__(self, path: str):

@@ -1,12 +1,7 @@
 """Runs a pipeline: stages, each an ordinary run with its own launcher, and an evaluation at the end.
 
-launch/pipeline.py reads the pipeline's file and the command line, and checks the configs of all stages. This
-module starts the processes. It imports neither torch nor Hydra.
-
 pipeline.json in the pipeline's directory records which jobs are done, and a sha256 sum of the models that the
-stages before each job had made when it began. A job that is done is not started again, unless its settings
-have changed. A stage that was stopped or killed resumes from its own checkpoint. A stage is refused if the
-models before it have changed since it began, because its checkpoint was trained with the old ones.
+stages before each job had made when it began. It imports neither torch nor Hydra.
 """
 
 from __future__ import annotations
@@ -146,11 +141,7 @@ def run_job(
 
 
 def is_done(job: Job, folder: Path, inputs: str) -> bool:
-    """Returns whether a job needs no start: it is recorded as done, with the same inputs and settings.
-
-    Such a stage is nevertheless started if ``run.resume`` is not auto, or if its result is missing. It then
-    behaves like any run in a used directory.
-    """
+    """Returns whether a job needs no start: it is done with these inputs and settings, and has a result."""
     if read_record(folder).get(job.name) != {"inputs": inputs, "done": True}:
         return False
     if job.config is None:
@@ -167,7 +158,7 @@ def is_done(job: Job, folder: Path, inputs: str) -> bool:
 
 
 def check_inputs(job: Job, folder: Path, inputs: str) -> None:
-    """Raises UserError if a stage that has begun took other models from earlier stages than these."""
+    """Raises UserError if a stage that has begun, and has a checkpoint, took other models than these."""
     if job.config is None or job.config.run.resume == "restart":
         return
     begun = recorded_steps(job.run_dir) or any((job.run_dir / "checkpoints").glob("step_*"))

@@ -1,8 +1,7 @@
 """Responses of several models to the same prompts, and their log-probs.
 
-Each rank holds one whole policy at a time. Each model reads the prompts with its tokenizer and chat template.
-The responses do not depend on the number of ranks: sampled responses are drawn in groups of prompts that are
-the same for any number of ranks, each group with a seed of its own.
+Each rank holds one whole policy at a time. The responses do not depend on the number of ranks: they are
+sampled in groups of prompts that are the same for any number of ranks, each with a seed of its own.
 """
 
 from __future__ import annotations

@@ -24,10 +24,9 @@ def config_of_settings(
 ) -> ConfigT:
     """Builds and checks a Config from the settings that were read from ``file``.
 
-    Raises UserError for invalid settings and for a chat template that is the path of a file. Unless
-    ``trust_remote_code`` is true, it also raises UserError for a model, reward models included, that runs its
-    own Python code. Without ``with_template`` the chat template is left out. Settings of other stages than
-    those of ``kind`` are refused.
+    Raises UserError for invalid settings, for stages other than those of ``kind``, for a chat template that
+    is the path of a file, and, unless ``trust_remote_code``, for a model that runs its own Python code.
+    Without ``with_template`` the chat template is left out.
     """
     if not isinstance(settings, dict) or not is_plain(settings):
         raise UserError(f"{file}: holds no settings, which are nested mappings with text as keys")

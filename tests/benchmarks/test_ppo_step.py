@@ -26,9 +26,8 @@ ROOT = Path(__file__).parents[2]
 STEPS, PASSES = 1, 3
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("benchmark")
+@pytest.mark.slow
+def test_the_figures_of_a_run_are_consistent(tmp_path):
     command = [
         sys.executable,
         "benchmarks/ppo_step.py",
@@ -38,87 +37,40 @@ def found(tmp_path_factory):
         "1",
         "--steps",
         str(STEPS),
-        "--set",
-        f"algo.epochs={PASSES}",
     ]
-    done = subprocess.run(
-        [
-            *command,
-            "--folder",
-            str(folder),
-            "--json",
-            str(folder / "out.json"),
-            "--set",
-            "rollout.backend=hf",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command += ["--set", f"algo.epochs={PASSES}", "--set", "rollout.backend=hf"]
+    command += ["--folder", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert not (folder / "run" / "model").exists()  # nothing is exported
-    return json.loads((folder / "out.json").read_text()) | {"printed": done.stdout}
+    assert not (tmp_path / "run" / "model").exists()  # nothing is exported
+    for word in ("generate", "update_actor", "samples/s", "pad_frac", "host_rss_gb", "GEMM peak", "decode"):
+        assert word in done.stdout, word
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert "rollout.backend=hf" in found["overrides"] and found["machine"]["threads"] == 1
 
-
-@pytest.mark.slow
-def test_every_figure_is_a_number(found):
-    numbers = [
-        found[name]
-        for name in ("samples_per_s", "tokens_per_s", "new_tokens_per_s", "decode_bandwidth_fraction")
-    ]
-    numbers += [
-        *found["seconds"].values(),
-        *found["mfu"].values(),
-        *found["metrics"].values(),
-        *found["limits"].values(),
-    ]
+    rates = ("samples_per_s", "tokens_per_s", "new_tokens_per_s", "decode_bandwidth_fraction")
+    numbers = [found[name] for name in rates]
+    for name in ("seconds", "mfu", "metrics", "limits"):
+        numbers += found[name].values()
     assert all(math.isfinite(number) for number in numbers)
-    assert min(found["limits"].values()) > 0
-    assert all(0 < share < 1 for share in found["mfu"].values())
+    assert min(found["limits"].values()) > 0 and all(0 < share < 1 for share in found["mfu"].values())
 
-
-@pytest.mark.slow
-def test_the_first_step_is_not_counted(found):
+    # the first step is not counted
     assert found["steps"] == len(found["seconds_per_step"]) == len(found["cpu_seconds"]) == STEPS
     all_ranks = zip(found["cpu_seconds_of_all_ranks"], found["cpu_seconds"], strict=True)
     assert all(total >= own > 0 for total, own in all_ranks)
+    for step in found["seconds_per_step"]:
+        phases = sum(seconds for name, seconds in step.items() if name != "time/step")
+        assert phases == pytest.approx(step["time/step"], abs=1e-6)
 
-
-@pytest.mark.slow
-def test_updates_are_counted_with_the_configured_passes(found):
-    """A forward and a backward cost as much as three forwards, so three passes cost nine forwards."""
+    # a forward and a backward cost as much as three forwards, so three passes cost nine forwards
     flops = {name: share * found["seconds"][name] for name, share in found["mfu"].items()}
     assert flops["time/update_actor"] / flops["time/ref_logprobs"] == pytest.approx(9)
     assert flops["time/update_critic"] / flops["time/values"] == pytest.approx(9)
 
-
-@pytest.mark.slow
-def test_phases_sum_to_the_step(found):
-    for step in found["seconds_per_step"]:
-        assert sum(seconds for name, seconds in step.items() if name != "time/step") == pytest.approx(
-            step["time/step"], abs=1e-6
-        )
-
-
-@pytest.mark.slow
-def test_rates_times_seconds_are_counts(found):
     assert found["samples_per_s"] * found["seconds"]["time/step"] == pytest.approx(8)
-    assert found["samples_per_step"] == 8
-    assert 1 <= found["response_tokens_mean"] <= 16
-    tokens = found["tokens_per_s"] * found["seconds"]["time/step"]
-    assert 8 * (1 + 1) <= tokens <= 8 * (8 + 16)
-
-
-@pytest.mark.slow
-def test_the_trainer_ran_with_the_configured_settings(found):
-    assert "rollout.backend=hf" in found["overrides"]
-    assert found["machine"]["threads"] == 1
-
-
-@pytest.mark.slow
-def test_the_table_names_phases_and_rates(found):
-    for word in ("generate", "update_actor", "samples/s", "pad_frac", "host_rss_gb", "GEMM peak", "decode"):
-        assert word in found["printed"], word
+    assert found["samples_per_step"] == 8 and 1 <= found["response_tokens_mean"] <= 16
+    assert 8 * (1 + 1) <= found["tokens_per_s"] * found["seconds"]["time/step"] <= 8 * (8 + 16)
 
 
 # -- counting ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ All runs are in fp32 with one thread and fixed seeds, so that equal code gives e
 Processors and library versions round differently: record and compare on one machine with the same packages.
 
 The script imports nothing of the project. It uses only the command line, config keys, and files of the run
-directory, which rarely change with the code. For a key in ``RENAMED``, it uses the name that the code knows.
+directory, which rarely change with the code.
 """
 
 from __future__ import annotations
@@ -35,19 +35,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 900  # maximum seconds of one launch; an idle machine needs about ten
 UNCOMPARED = ("time/", "perf/", "mem/", "health/rank_time_spread_s")  # metrics that differ between equal runs
-# New key -> old key. Cases have the new keys; if the code does not know a new key, the old key is used.
-RENAMED = {
-    "algo.reward_shaping": "algo.reward",
-    "algo.rollout_is": "algo.correction",
-    "algo.policy.loss": "algo.policy.kind",
-    "actor.zero.generation_gather": "actor.zero.generate",
-}
-
 # {start}: the folder of the shared tiny model and its data, {run}: the run directory, {here}: this file.
 # The learning rate and the warm-ups are those that the quickstart had when the first record was made.
 COMMON = """+experiment=quickstart run.dir={run} run.seed=0 run.threads=1 run.timeout_minutes=5
@@ -150,37 +140,14 @@ def environment() -> dict[str, str]:
     return own | fixed | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def known_keys() -> set[str]:
-    """Returns the dotted names of all config keys and sections that the code of this working tree knows."""
-    command = [sys.executable, str(ROOT / "launch" / "train.py"), "+experiment=quickstart", "--cfg", "job"]
-    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=True)
-
-    def names(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-        for key, value in tree.items():
-            yield f"{prefix}{key}"
-            if isinstance(value, dict):
-                yield from names(value, f"{prefix}{key}.")
-
-    return set(names(yaml.safe_load(done.stdout)))
-
-
-def spelled(argument: str, known: set[str]) -> str:
-    """Returns the argument with the old name of its key if this code does not know the new name."""
-    for new, old in RENAMED.items():
-        key = argument.partition("=")[0]
-        if f"{key}.".startswith(f"{new}.") and new not in known:
-            return old + argument.removeprefix(new)
-    return argument
-
-
 class RunFailed(Exception):
     """Raised for a run that did not end with exit code 0."""
 
 
-def run(name: str, arguments: str, work: Path, known: set[str]) -> Record:
+def run(name: str, arguments: str, work: Path) -> Record:
     """Runs one case under the folder ``work`` and returns its record; raises RunFailed."""
     places = {"run": work / name, "start": work / "start", "here": Path(__file__).resolve()}
-    words = [spelled(word, known).format_map(places) for word in arguments.split()]
+    words = [word.format_map(places) for word in arguments.split()]
     command = [sys.executable, str(ROOT / "launch" / "train.py"), *words]
     if name in ON_TWO_RANKS:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -210,12 +177,11 @@ def run_all(chosen: dict[str, str], work: Path, jobs: int) -> Iterator[Outcome]:
 
     The first case with the shared tiny model runs before the others, because its ``prepare`` makes the model.
     """
-    known = known_keys()
 
     def timed(name: str) -> Outcome:
         begin = time.monotonic()
         try:
-            result: Record | RunFailed = run(name, chosen[name], work, known)
+            result: Record | RunFailed = run(name, chosen[name], work)
         except RunFailed as failure:
             result = failure
         return name, result, time.monotonic() - begin

@@ -70,13 +70,6 @@ def test_a_tensor_is_hashed_by_type_shape_and_content_alone(tmp_path):
         assert (hashes["x"] == first["x"]) == (name == "same"), name
 
 
-def test_an_argument_takes_the_spelling_that_the_code_knows():
-    new, old = "algo.reward_shaping.clip=2", "algo.reward.clip=2"
-    assert baseline.spelled(new, {"algo.reward_shaping"}) == new
-    assert baseline.spelled(new, {"algo.reward"}) == old
-    assert baseline.spelled("reward=function", {"algo.reward"}) == "reward=function"
-
-
 def test_an_unknown_run_is_a_mistake_of_the_user(tmp_path):
     command = [sys.executable, baseline.__file__, "record", str(tmp_path / "file"), "--only", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True)
