@@ -2,9 +2,6 @@
 
 The policy may call the calculator with "?12+34". The environment answers ">46=", and the policy takes another
 turn. Any other turn is the answer to the problem: its reward is 1 if the answer is right, and 0 otherwise.
-
-``prepare`` trains a tiny model on a few demonstrations of both ways, most of which do without the calculator.
-PPO then gets problems without demonstrations. No stage trains on the held-out problems.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """The task of the quickstart: a language model learns to add, "12+34=" -> "46".
 
-``prepare_stages`` writes an untrained model, problems with their answers, and preference pairs of which some
-have the wrong label. The pipelines ``quickstart`` and ``learned_reward`` (conf/pipeline/) start from these.
-
-``prepare`` is for a single PPO run, +experiment=quickstart. It trains a tiny model on answers (a short
-supervised warm start) until it solves about half of the problems that it has not seen. PPO then gets problems
-without answers and a reward that is 1 or 0.
-
-No stage trains on the held-out problems.
+The pipelines ``quickstart`` and ``learned_reward`` (conf/pipeline/) start from the files of
+``prepare_stages``, and +experiment=quickstart, a single PPO run, from those of ``prepare``. No stage trains
+on the held-out problems.
 """
 
 from __future__ import annotations
@@ -129,8 +124,7 @@ def preference_pairs(rows: list[Row], count: int, wrong_labels: float, seed: int
     """Makes ``count`` pairs of a correct and a wrong answer.
 
     The problems are used in turn. In round(``count`` x ``wrong_labels``) pairs, ``chosen`` is the wrong
-    answer, and ``subset`` is wrong_label. Problem and answer are separate columns, because the reward model
-    must join them as PPO's reward does.
+    answer, and ``subset`` is wrong_label.
     """
     generator = random.Random(seed)
     flipped = set(generator.sample(range(count), round(count * wrong_labels)))
@@ -299,22 +293,14 @@ def warm_start(
 
 @torch.no_grad()
 def greedy_accuracy(model: nn.Module, ids: Tensor, labels: Tensor) -> float:
-    """Returns the share of rows [N,T] whose greedy answer is the labelled one.
-
-    One forward on the correct answers suffices, because greedy decoding gives the correct answer if and only
-    if each of its tokens is the most likely one after the correct tokens before it.
-    """
+    """Returns the share of rows [N,T] whose greedy answer is the labelled one, by one forward."""
     greedy = model(input_ids=ids).logits[:, :-1].argmax(-1)
     expected = labels[:, 1:]
     return ((greedy == expected) | (expected == IGNORED)).all(1).float().mean().item()
 
 
 def _batches(rows: int, batch_size: int, count: int) -> Iterator[Tensor]:
-    """Yields ``count`` batches of row indices from torch's global random state.
-
-    Each row is used once per pass, except that the last rows of a pass are skipped if they do not fill a
-    batch.
-    """
+    """Yields ``count`` batches of row indices; the last rows of a pass that fill no batch are skipped."""
     order = torch.empty(0, dtype=torch.long)
     for _ in range(count):
         if len(order) < min(batch_size, rows):

@@ -159,10 +159,7 @@ class Chat:
 
 
 def respond(partner: Partner, show: Callable[[str], None]) -> tuple[str, str]:
-    """Generates the answer to the last message; returns it and a line about it.
-
-    ``show`` receives pieces of the text. The answer has at most as many tokens as the model has positions.
-    """
+    """Generates the answer to the last message; returns it and a line about it. ``show`` gets its pieces."""
     text, ids = partner.prompt()
     limit = min(partner.sampling.max_new_tokens, (partner.policy.max_tokens or 2**31) - len(ids))
     sampling, start = replace(partner.sampling, max_new_tokens=limit), time.perf_counter()
@@ -228,10 +225,7 @@ def load_partners(
     greedy: bool,
     note: Callable[[str], None],
 ) -> list[Partner]:
-    """Loads the tokenizers, the reward and the models.
-
-    Raises UserError for a missing model or a wrong reward before the weights of a policy are loaded.
-    """
+    """Loads the tokenizers, the reward and the models; checks all arguments before a model is loaded."""
     hub = hub_models(config, models)
     download_files(hub, world)
     tokenizers = [tokenizer_of(config, model) for model in models]
@@ -262,10 +256,7 @@ def load_partners(
 
 
 def run_chat(chat: Chat, read_line: Callable[[], str | None]) -> None:
-    """Handles lines of input until /quit or the end of the input.
-
-    ``read_line`` returns None at the end of the input, and raises KeyboardInterrupt for Ctrl-C.
-    """
+    """Handles lines of input until /quit, or until ``read_line`` returns None. Ctrl-C does not end it."""
     while True:
         try:
             line = read_line()

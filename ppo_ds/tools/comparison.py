@@ -23,10 +23,7 @@ Estimate = dict[str, float]  # "mean", "low" and "high": an estimate and its con
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of one value per prompt, with the percentile bootstrap interval of level LEVEL.
-
-    The prompts are resampled, with the same random numbers in each call.
-    """
+    """Returns the mean of one value per prompt, with an interval from the same resamples in each call."""
     given = np.asarray(values, dtype=np.float64)
     random = np.random.default_rng(0)
     rows = max(1, CHUNK // len(given))

@@ -99,10 +99,7 @@ def check_functions(
     rewards: Mapping[str, dict[str, Any]],
     judge: PairwiseJudge | None,
 ) -> None:
-    """Raises UserError if a reward or the judge cannot work with the prompts, before models are loaded.
-
-    Reward functions and the judge are called once, with trial responses. A collective.
-    """
+    """Raises UserError if a reward or the judge fails in a call with trial responses. A collective."""
     sections = {reward_key(name): section for name, section in rewards.items()}
 
     def check() -> None:
@@ -249,10 +246,9 @@ def summarize(
 def accuracy(
     scores: Mapping[str, Mapping[str, list[list[float]]]], correct_above: float | None
 ) -> dict[str, Any]:
-    """Returns pass@k by each reward whose scores tell correct from wrong responses.
+    """Returns pass@k by the first reward if ``correct_above`` is given, and by rewards of 0 and 1 alone.
 
-    This is the first reward if ``correct_above`` is given, and with several responses to a prompt each reward
-    whose scores are all 0 or 1. ``scores`` maps reward -> model -> prompt -> response.
+    The latter need several responses to a prompt. ``scores`` maps reward -> model -> prompt -> response.
     """
     found: dict[str, Any] = {}
     for position, (reward, by_model) in enumerate(scores.items()):
@@ -272,10 +268,7 @@ def accuracy(
 def divergence(
     rows: Sequence[dict[str, Any]], names: Sequence[str], sampling: SamplingConfig, greedy: bool
 ) -> dict[str, Any]:
-    """Returns the KL of each model to the first one, estimated from the model's own responses.
-
-    With other than full sampling, the same number is no estimate of the KL and has another name.
-    """
+    """Returns the KL of each model to the first one, or the mean log-ratio if it does not estimate the KL."""
     first, others = names[0], names[1:]
     measured = [name for name in others if "log_ratio" in rows[0]["responses"][name]]
     found: dict[str, Any] = {}

@@ -79,9 +79,9 @@ def export(
 ) -> Path:
     """Writes the model ``role``, a key of FOLDERS, to ``out``, and the actor's adapter to ``out/adapter``.
 
-    Each of the two folders gets a model card. The folder is complete or absent. ``force`` replaces a model
-    folder, ``name`` is the name on the Hub for the card, and ``adapter`` raises UserError, and writes nothing,
-    if the model has no adapter. Returns the path of the exported folder.
+    Each of the two folders gets a model card. The folder, whose path is returned, is complete or absent.
+    ``force`` replaces a model folder, ``name`` is the name on the Hub for the card, and ``adapter`` raises
+    UserError, and writes nothing, if the model has no adapter.
     """
     out = target_folder(checkpoint, role, out, force)
     config = read_config(checkpoint, role, trust_remote_code)

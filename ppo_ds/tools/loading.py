@@ -54,11 +54,7 @@ def tokenizer_of(config: PPOConfig, model: NamedModel) -> Tokenizer:
 
 
 def load_decoder(config: PPOConfig, model: NamedModel, tokenizer: Tokenizer, positions: int = 1) -> Policy:
-    """Loads a policy at the sampling temperature.
-
-    Raises UserError if it has no embedding for an id of the tokenizer, or cannot read rows of ``positions``
-    tokens.
-    """
+    """Loads a policy at the sampling temperature; raises UserError if it lacks embeddings or positions."""
     policy = load_policy(
         model_section(config, model),
         temperature=config.sampling.temperature,

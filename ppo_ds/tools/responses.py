@@ -106,9 +106,8 @@ def respond(
 ) -> dict[str, Responses]:
     """Returns this rank's responses of each model, in the order of ``models``. A collective.
 
-    ``readers`` are those of ``read_prompts``. ``samples`` is the number of sampled responses to each prompt;
-    None: one greedy response. The log-ratios are computed for the models that have the vocabulary of the
-    first one, at the sampling temperature. The first model is loaded last, so that it is loaded only once.
+    The log-ratios are computed for the models that have the vocabulary of the first one, at the sampling
+    temperature. The first model is loaded last, so that it is loaded only once.
     """
     hub = hub_models(config, models)
     first, found = models[0], dict[str, Responses]()
@@ -139,10 +138,7 @@ def respond(
 def read_prompts(
     config: PPOConfig, world: World, models: Sequence[NamedModel], samples: int | None
 ) -> dict[str, Reader]:
-    """Loads the tokenizer and the prompts of each model; models with the same tokenizer share them.
-
-    A collective, which downloads the files that this needs.
-    """
+    """Downloads and reads the tokenizer and the prompts of each model. A collective."""
     download_files(hub_models(config, models), world)
     readers: dict[str, Reader] = {}
     for model in models:
@@ -172,10 +168,7 @@ def read_prompts(
 
 
 def make_batches(config: Config, source: PromptSource, world: World, samples: int | None) -> list[Batch]:
-    """Divides the prompts into batches and returns those of this rank.
-
-    Every rank gets the same number of batches, because scoring may be a collective.
-    """
+    """Returns this rank's batches, as many as the other ranks have, because scoring may be a collective."""
     count, each = min(config.eval.max_prompts or len(source), len(source)), samples or 1
     size = min(-(-count // (world.size if samples is None else GROUPS)), max(1, MAX_ROWS // each))
     starts = range(0, count, size)
@@ -199,11 +192,7 @@ def same_vocabulary(reader: Reader, other: Reader) -> bool:
 def generate(
     config: PPOConfig, world: World, policy: Policy, reader: Reader, greedy: bool
 ) -> tuple[list[Rollout], float]:
-    """Returns the responses of a policy to this rank's prompts, and the time in seconds.
-
-    ``rollout.backend=auto`` takes the first backend that supports the model. Unlike in training, no parity
-    check compares its log-probs with those of training.
-    """
+    """Returns the responses of a policy to this rank's prompts, and the time in seconds."""
     name = choose_backend(config, policy, reader.longest)
     budget = config.memory.rollout_tokens
     if budget == "auto":
