@@ -26,11 +26,10 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 from launch.cli import Parser, compose_for_models, parse_options, split_models  # noqa: E402
 from launch.composing import EXAMPLES  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
-from launch.process import complain, prepare_environment  # noqa: E402
+from launch.process import complain, prepare_environment, run_main  # noqa: E402
 from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
 from ppo_ds.config.checks.data import hub_names, looks_local  # noqa: E402
 from ppo_ds.config.schema import PPOConfig  # noqa: E402
-from ppo_ds.distributed.exit import exit_now  # noqa: E402
 from ppo_ds.errors import RunError, UserError, printable  # noqa: E402
 from ppo_ds.tools.model_argument import NamedModel, find_models  # noqa: E402
 
@@ -122,6 +121,4 @@ def read_line() -> str | None:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    # a normal interpreter exit may crash in threads of the libraries although the chat succeeded
-    exit_now(code)
+    run_main(main)

@@ -38,11 +38,10 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 from launch.cli import Parser, compose_for_models, parse_options, split_models, to_yaml, used_paths  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
-from launch.process import complain, prepare_environment, refuse, report, write_line  # noqa: E402
+from launch.process import complain, prepare_environment, refuse, report, run_main, write_line  # noqa: E402
 from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
 from ppo_ds.config.checks.data import hub_names, looks_local  # noqa: E402
 from ppo_ds.config.schema import PPOConfig, resolved  # noqa: E402
-from ppo_ds.distributed.exit import exit_now  # noqa: E402
 from ppo_ds.errors import RunError, UserError, printable  # noqa: E402
 from ppo_ds.storage.drafts import write_file  # noqa: E402
 from ppo_ds.tools.comparison import table  # noqa: E402
@@ -197,10 +196,4 @@ def create_folder(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-    except KeyboardInterrupt:  # Ctrl-C while the libraries are imported
-        write_line("error: interrupted")
-        code = 130
-    # a normal interpreter exit may crash in threads of the libraries although the run succeeded
-    exit_now(code)
+    run_main(main)

@@ -11,8 +11,9 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ppo_ds.distributed.exit import exit_now, on_exit
 from ppo_ds.distributed.gpus import refuse_unused_gpu, supports_expandable_segments
@@ -77,6 +78,16 @@ def take_lock(run_dir: Path) -> run_lock.RunLock | None:
 
 def write_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def run_main(main: Callable[[list[str]], int]) -> NoReturn:
+    """Runs a command; ends this process without the libraries' destructors, which are slow and may crash."""
+    try:
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:  # Ctrl-C while the libraries are imported
+        write_line("error: interrupted")
+        code = 130
+    exit_now(code)
 
 
 def end_run(error: str) -> None:

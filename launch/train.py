@@ -22,7 +22,7 @@ if __name__ == "__main__":
     gc.disable()
 from launch.cli import load_config  # noqa: E402
 from launch.hub import use_caches_without_the_hub  # noqa: E402
-from launch.process import complain, prepare_environment, refuse, report, take_lock, write_line  # noqa: E402
+from launch.process import complain, prepare_environment, refuse, report, run_main, take_lock  # noqa: E402
 from ppo_ds.config.checks.data import hub_names  # noqa: E402
 from ppo_ds.config.schema import PPOConfig  # noqa: E402
 from ppo_ds.distributed.exit import exit_now, on_exit, run_with_timeout  # noqa: E402
@@ -100,9 +100,4 @@ def open_screen() -> Screen | None:
 
 
 if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-    except KeyboardInterrupt:  # Ctrl-C while the libraries are imported
-        write_line("error: interrupted")
-        code = 130
-    exit_now(code)  # skips the libraries' destructors, which take longer than a config check
+    run_main(main)
