@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from benchmarks.busy import parsed, table
-from tests.support.environment import ROOT, environment
+from tests.support.environment import run_python
 
 
 @pytest.mark.parametrize(
@@ -39,29 +36,7 @@ def test_ratios_are_medians_over_rounds():
 
 @pytest.mark.slow
 def test_it_measures_beside_a_busy_process():
-    done = subprocess.run(
-        [
-            sys.executable,
-            "benchmarks/busy.py",
-            "W0",
-            "--dry",
-            "--busy",
-            "1",
-            "--rounds",
-            "1",
-            "--settle",
-            "0.1",
-        ],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_python(*"benchmarks/busy.py W0 --dry --busy 1 --rounds 1 --settle 0.1".split())
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[-4:]] == [
-        "1",
-        "setting",
-        "runtime",
-        "ppo_ds",
-    ]
+    firsts = [line.split()[0] for line in done.stdout.splitlines()[-4:]]
+    assert firsts == ["1", "setting", "runtime", "ppo_ds"]

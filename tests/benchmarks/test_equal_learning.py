@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,7 +28,7 @@ from benchmarks.equal_learning_trl import grpo_arguments, ppo_arguments, reward_
 from launch.cli import load_config
 from ppo_ds.examples import sums
 from ppo_ds.models import tiny
-from tests.support.environment import ROOT, environment
+from tests.support.environment import ROOT, run_python
 
 ROWS = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "12+30=", "answer": "42"}]
 
@@ -216,14 +214,12 @@ def test_the_table_has_mean_and_range_over_the_seeds() -> None:
 @pytest.mark.slow
 def test_the_command_trains_measures_and_draws(tmp_path: Path) -> None:
     study = tmp_path / "study"
-    command = [sys.executable, str(ROOT / "benchmarks" / "equal_learning.py"), "--quick", "--seeds", "0"]
-    command += ["--folder", str(study)]
+    script = str(ROOT / "benchmarks" / "equal_learning.py")
+    command = [script, "--quick", "--seeds", "0", "--folder", str(study)]
     trainers = ["ours"]
     if trl := os.environ.get("TRL_PYTHON"):
         command, trainers = [*command, "--trl-python", trl], ["ours", "trl"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=900, check=False
-    )
+    done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = json.loads((study / "results.json").read_text())["runs"]
     assert [(run["algorithm"], run["trainer"]) for run in runs] == [

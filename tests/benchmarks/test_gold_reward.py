@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 
 from benchmarks import gold_reward
 from benchmarks.gold_reward import WORST, best_accuracy, draw_pairs, gold, table
-from tests.support.environment import ROOT, environment
+from tests.support.environment import ROOT, run_python
 
 
 def test_the_gold_reward_falls_with_the_distance_from_the_sum() -> None:
@@ -51,10 +49,8 @@ def test_the_table_has_the_highest_gold_reward_and_its_distance() -> None:
 
 @pytest.mark.slow
 def test_the_command_trains_all_models_and_draws_the_plot(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gold_reward.py"), "--quick", "--folder", "study"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600, check=False
-    )
+    script = str(ROOT / "benchmarks" / "gold_reward.py")
+    done = run_python(script, "--quick", "--folder", "study", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "study" / "results.json").read_text())
     assert [study["pairs"] for study in found["studies"]] == [8, 16]

@@ -1,17 +1,13 @@
 """Tests the checks for a GPU: time limits, evaluation of results, and that their commands run on the CPU."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu_checks
 from benchmarks.gpu_checks import CHECKS, Check, Result, Run
-
-ROOT = Path(__file__).parents[2]
+from tests.support.environment import run_python
 
 
 def result(*steps, code=0, log=""):
@@ -132,11 +128,6 @@ def test_without_a_gpu_nothing_runs(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_check_runs_on_the_cpu(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "benchmarks/gpu_checks.py", "resume", "--cpu", "--out", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("benchmarks/gpu_checks.py", "resume", "--cpu", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("passed  resume: 4 steps: all metrics are equal\n")

@@ -6,7 +6,6 @@ The speed is not tested.
 import ast
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from benchmarks.report import Limits, figures, limit_fractions, table
 from ppo_ds.compute.sizes import Size
 from ppo_ds.errors import UserError
 from ppo_ds.run.performance import UpdateCost
+from tests.support.environment import run_python
 
 ROOT = Path(__file__).parents[2]
 STEPS, PASSES = 1, 3
@@ -28,19 +28,9 @@ STEPS, PASSES = 1, 3
 
 @pytest.mark.slow
 def test_the_figures_of_a_run_are_consistent(tmp_path):
-    command = [
-        sys.executable,
-        "benchmarks/ppo_step.py",
-        "W2",
-        "--dry",
-        "--threads",
-        "1",
-        "--steps",
-        str(STEPS),
-    ]
-    command += ["--set", f"algo.epochs={PASSES}", "--set", "rollout.backend=hf"]
-    command += ["--folder", str(tmp_path), "--json", str(tmp_path / "out.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command = f"benchmarks/ppo_step.py W2 --dry --threads 1 --steps {STEPS} --set algo.epochs={PASSES}"
+    command += f" --set rollout.backend=hf --folder {tmp_path} --json {tmp_path}/out.json"
+    done = run_python(*command.split())
     assert done.returncode == 0, done.stderr[-3000:]
     assert not (tmp_path / "run" / "model").exists()  # nothing is exported
     for word in ("generate", "update_actor", "samples/s", "pad_frac", "host_rss_gb", "GEMM peak", "decode"):
@@ -313,8 +303,9 @@ def test_a_benchmark_does_not_measure_the_cpu_of_a_gpu_machine(monkeypatch, caps
     assert end.value.code == 2 and capsys.readouterr().err == "error: torch cannot use the GPU\n"
 
 
-def test_trl_step_imports_nothing_of_the_project():
-    tree = ast.parse((ROOT / "benchmarks" / "trl_step.py").read_text())
+@pytest.mark.parametrize("other", ["trl_step", "plain_loop"])
+def test_other_trainers_import_nothing_of_the_project(other):
+    tree = ast.parse((ROOT / "benchmarks" / f"{other}.py").read_text())
     modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     assert not [module for module in modules if module.split(".")[0] in ("ppo_ds", "benchmarks", "launch")]

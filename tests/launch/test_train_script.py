@@ -151,15 +151,10 @@ def test_a_wrong_config_is_refused_before_anything_heavy_is_imported(tmp_path: P
     assert (done.returncode, done.stdout, done.stderr.splitlines()) == (2, "[]\n", LINES)
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [{}, pytest.param({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, marks=pytest.mark.slow)],
-    ids=["plain python", "rank 0"],
-)
 def test_a_second_start_in_a_run_directory_is_refused_before_anything_is_imported_or_touched(
-    tmp_path: Path, held: subprocess.Popen[str], environment: dict[str, str]
+    tmp_path: Path, held: subprocess.Popen[str]
 ) -> None:
-    done = without_libraries(tmp_path, *MINIMAL, "run.dir=run", **environment)
+    done = without_libraries(tmp_path, *MINIMAL, "run.dir=run")
     assert (done.returncode, done.stdout) == (2, "[]\n")
     (line,) = done.stderr.splitlines()
     assert (

@@ -1,8 +1,10 @@
-"""Provides the environment of processes that tests start."""
+"""Starts processes of tests, and provides their environment."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,3 +21,10 @@ def environment(**more: str) -> dict[str, str]:
         "PYTHONWARNINGS": "ignore",
         **more,
     }
+
+
+def run_python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments; a test that hangs fails after 15 minutes."""
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=900
+    )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.environment import run_python
 from tests.tools import baseline
 
 RECORD = {
@@ -71,7 +70,6 @@ def test_a_tensor_is_hashed_by_type_shape_and_content_alone(tmp_path):
 
 
 def test_an_unknown_run_is_a_mistake_of_the_user(tmp_path):
-    command = [sys.executable, baseline.__file__, "record", str(tmp_path / "file"), "--only", "nothing"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python(baseline.__file__, "record", str(tmp_path / "file"), "--only", "nothing")
     assert done.returncode == 2 and "--only: no such run: nothing" in done.stderr
     assert not (tmp_path / "file").exists()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import export
 from ppo_ds.models import tiny
-from tests.integration.launching import ROOT, TIMEOUT, environment
+from tests.support.environment import ROOT, run_python
 
 STEP = "checkpoints/step_000002"
 
@@ -125,10 +123,8 @@ def test_export_of_a_run_that_a_restart_has_moved(run_dir: Path, tmp_path: Path)
 def test_export_from_another_folder_of_a_moved_run(run_dir: Path, tmp_path: Path) -> None:
     moved = run_dir.rename(tmp_path / "moved")
     (tmp_path / "work").mkdir()
-    command = [sys.executable, str(ROOT / "launch" / "export.py"), "../moved", "mine", "--step", "2"]
-    done = subprocess.run(
-        command, cwd=tmp_path / "work", env=environment(), capture_output=True, text=True, timeout=TIMEOUT
-    )
+    script = str(ROOT / "launch" / "export.py")
+    done = run_python(script, "../moved", "mine", "--step", "2", cwd=tmp_path / "work")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"step_000002, actor: {tmp_path / 'work' / 'mine'}\n" and done.stderr == ""
     assert (tmp_path / "work" / "mine" / "model.safetensors").exists() and not (moved / "exports").exists()
