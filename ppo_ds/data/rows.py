@@ -226,11 +226,30 @@ def _local_files(local: Path, path: str, key: str) -> list[Path] | None:
 def _load_on_nodes(world: World | None, load: Callable[[], datasets.Dataset]) -> pyarrow.Table:
     """Returns the table that ``load`` returns, without its metadata, which may declare images or sounds.
 
-    The first rank of each node downloads and writes the cache of ``datasets``, which the others then read.
+    ``load`` sends several requests to the Hub. Therefore only the first rank of each node calls it, and the
+    other ranks read the Arrow files that it has written to the cache of ``datasets``. If the split is only a
+    part of the files, as in train[:10%], all ranks call ``load``.
     """
-    first = on_all(world, load if world is None or world.is_first_on_node else lambda: None)
-    dataset = on_all(world, lambda: load() if first is None else first)
-    return dataset.data.table.replace_schema_metadata(None)
+    if world is None or world.size == 1:
+        return load().data.table.replace_schema_metadata(None)
+    dataset = world.on_all(load if world.is_first_on_node else lambda: None)
+    names = world.gather_objects(None if dataset is None else _whole_files(dataset))
+    if all(names[rank] for rank in range(world.size) if names[rank] is not None):
+        files = names[world.rank - world.local_rank] or ()
+        table = pyarrow.concat_tables(_memory_mapped(name) for name in files)
+    else:
+        table = world.on_all(lambda: load() if dataset is None else dataset).data.table
+    return table.replace_schema_metadata(None)
+
+
+def _whole_files(dataset: datasets.Dataset) -> list[str]:
+    """Returns the Arrow files of a data set, or an empty list if it does not consist of whole files."""
+    names = [file["filename"] for file in dataset.cache_files]
+    return names if sum(_memory_mapped(name).num_rows for name in names) == len(dataset) else []
+
+
+def _memory_mapped(name: str) -> pyarrow.Table:
+    return datasets.table.MemoryMappedTable.from_file(name).table
 
 
 def _load_from_hub(path: str, split: str, revision: str | None, key: str) -> datasets.Dataset:

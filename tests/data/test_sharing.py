@@ -147,7 +147,8 @@ def test_arrays_of_different_lengths_are_concatenated(exchanged, monkeypatch):
     assert joined == [array("I", [2**32 - 1, 7, 0, *range(10)])] * 3
 
 
-def test_the_first_rank_of_each_node_loads_a_hub_data_set_before_the_others(tmp_path, jsonl, monkeypatch):
+@pytest.mark.parametrize(("split", "loads"), [("train", [0, 2]), ("train[:50%]", [0, 1, 2, 3])])
+def test_one_rank_of_each_node_asks_the_hub_for_a_data_set(split, loads, tmp_path, jsonl, monkeypatch):
     path, load_dataset = jsonl(*PROMPTS[2::3]), datasets.load_dataset
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     this_rank, loading = threading.local(), []
@@ -158,10 +159,10 @@ def test_the_first_rank_of_each_node_loads_a_hub_data_set_before_the_others(tmp_
 
     def read(world):
         this_rank.number = world.rank
-        return list(load_rows("org/name", world=world))
+        return list(load_rows("org/name", split=split, world=world))
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    expected = list(load_dataset("json", data_files={"train": path}, split="train"))
-    assert len(expected) == 3 and "prompt" in expected[0]
+    expected = list(load_dataset("json", data_files={"train": path}, split=split))
+    assert len(expected) == (3 if split == "train" else 2) and "prompt" in expected[0]
     assert run_ranks(4, read, nodes=2) == [expected] * 4
-    assert sorted(loading[:2]) == [0, 2] and sorted(loading) == [0, 1, 2, 3]
+    assert sorted(loading) == loads
