@@ -30,6 +30,9 @@ from ppo_ds.errors import UserError
 # Groups whose options set keys of every stage. Keys that the stage of a run does not use are left out.
 STAGE_GROUPS = ("zero", "debug")
 
+# Names of other trainers -> options here that no similar name would suggest
+OWN_NAMES = {"ppo": "standard"}
+
 # Advice that Hydra appends to its errors; it is wrong here, since keys need no plus sign.
 HYDRAS_ADVICE = re.compile(
     r"\s*(?:To append|To override|Use \+|You may|Did you mean to override|Either remove|full_key:|object_type"
@@ -233,9 +236,10 @@ def _in_order(
             options, value = folders.options(group), override.value()
             for name in () if deletes else value if isinstance(value, list) else [value]:
                 if str(name) not in options:
+                    meant = OWN_NAMES.get(str(name).lower(), str(name))
                     wrong.append(
                         f"{argument}: no such {group}; available: "
-                        f"{', '.join(options)}{did_you_mean(str(name), options)}"
+                        f"{', '.join(options)}{did_you_mean(meant, options)}"
                     )
     if wrong:  # further checks would report problems that only follow from the wrong group
         raise UserError(*problems, *wrong)

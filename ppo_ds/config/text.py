@@ -37,5 +37,5 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """
     names = list(candidates)
     close = [name for name in names if name.startswith(f"{word}_")][:3]
-    close = close or get_close_matches(word, names, n=1, cutoff=0.6)
+    close = close or get_close_matches(word.lower(), names, n=1, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -287,7 +287,10 @@ def test_one_line_for_each_mistake(argument: str, line: str) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "suggestion"),
-    [("algo=grop", "grpo"), ("tracker=wnadb", "wandb"), ("--data.path=x.jsonl", "data.path=x.jsonl")],
+    [
+        *(("algo=grop", "grpo"), ("algo=ppo", "standard"), ("algo=DAPO", "dapo"), ("tracker=wnadb", "wandb")),
+        ("--data.path=x.jsonl", "data.path=x.jsonl"),
+    ],
 )
 def test_what_a_user_may_have_meant_is_suggested(argument: str, suggestion: str) -> None:
     lines = complaints(*MINIMAL, argument)
