@@ -45,7 +45,7 @@ class Pool:
         tasks = tuple(start_coroutine(run(call), "calls") for call in calls)
 
         def cancel() -> None:
-            for task in tasks:
+            for task in reversed(tasks):  # before a running call frees its slot for one that waits
                 task.cancel()
 
         return Pending(lambda: [task.result() for task in tasks], tasks, cancel)

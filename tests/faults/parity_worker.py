@@ -58,20 +58,6 @@ class StaleGenerator(CopyingGenerator):
     left_out = LEFT_OUT
 
 
-class Copying(RolloutConfig):
-    """Decodes with a copy."""
-
-    backend: Literal["copying"] = "copying"
-    generator = f"{__name__}.CopyingGenerator"
-
-
-class Stale(RolloutConfig):
-    """Decodes with a copy of which a layer is left out."""
-
-    backend: Literal["stale"] = "stale"
-    generator = f"{__name__}.StaleGenerator"
-
-
 def train(root: Path, case: str, run_dir: Path, backend: str) -> str:
     """Trains, or continues the run in ``run_dir``, and returns why the run ended."""
     stage, algo = CASES[case]
@@ -93,6 +79,19 @@ def train(root: Path, case: str, run_dir: Path, backend: str) -> str:
 
 def main() -> None:
     root = Path(sys.argv[1])
+
+    class Copying(RolloutConfig):
+        """Decodes with a copy."""
+
+        backend: Literal["copying"] = "copying"
+        generator = f"{__name__}.CopyingGenerator"
+
+    class Stale(RolloutConfig):
+        """Decodes with a copy of which a layer is left out."""
+
+        backend: Literal["stale"] = "stale"
+        generator = f"{__name__}.StaleGenerator"
+
     final_report.plot_curves = lambda *_, **__: False  # a plot takes a second, and no test reads it
     for case in CASES:
         assert train(root, case, root / case / "stale", "stale") == "max_parity"

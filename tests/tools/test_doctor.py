@@ -278,10 +278,8 @@ def test_generation_memory_of_a_sharded_actor() -> None:
 
 
 def test_memory_of_an_engine_with_its_own_weights() -> None:
-    config = with_settings(
-        plan("actor.zero.stage=3"),
-        [("rollout.backend", "vllm"), ("rollout.vllm.tensor_parallel", 2), ("rollout.vllm.kv_cache_gb", 1)],
-    )
+    whole = plan("actor.zero.stage=3", "rollout.backend=vllm", "rollout.vllm.kv_cache_gb=1")
+    config = with_setting(whole, "rollout.vllm.tensor_parallel", 2)
     shapes = Models(BIG, None, None, {}, 0)
     found = {
         level: estimate(with_setting(config, "rollout.vllm.sleep", level), shapes, GPU)
@@ -309,10 +307,11 @@ def test_memory_of_an_engine_with_its_own_weights() -> None:
 
 
 def test_optimizer_states_move_if_the_engine_needs_their_memory() -> None:
-    config, shapes = plan("actor.zero.stage=3"), Models(BIG, None, None, {}, 0)
+    config = plan("actor.zero.stage=3", "rollout.backend=vllm")
+    shapes = Models(BIG, None, None, {}, 0)
     # 5.5 GB of the actor, 1.6 GB of graphs; 90 % of the other 5.1 GB are less than the 5.2 GB of the engine
     gpu = Hardware(4, Hardware(4, 0).context + 12 * GIB)
-    found = estimate(with_setting(config, "rollout.backend", "vllm"), shapes, gpu)
+    found = estimate(config, shapes, gpu)
     actor = found.engines["actor"]
     assert found.moved == actor.masters + actor.moments + actor.buffers
     assert found.generation.endswith("optimizer states offloaded")
