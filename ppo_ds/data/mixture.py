@@ -25,6 +25,7 @@ class MixedSource:
     """
 
     unit = "prompts"
+    max_tokens_key = "data.max_prompt_tokens"
 
     def __init__(self, sources: Sequence[PromptSource], weights: Sequence[float], *, key: str = "data.mix"):
         self.key, self.sources = key, tuple(sources)

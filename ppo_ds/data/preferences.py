@@ -181,6 +181,7 @@ class PreferenceSource:
     """
 
     unit = "pairs"
+    max_tokens_key = "reward_model.max_tokens"
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ class PromptSource:
     """
 
     unit = "prompts"
+    max_tokens_key = "data.max_prompt_tokens"
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ class StreamSource(Protocol[Batch_co]):
 
     key: str
     unit: str  # what an index counts, for error messages
+    max_tokens_key: str  # the config key of the length above which rows are dropped
 
     @property
     def path(self) -> str: ...
@@ -44,7 +45,7 @@ class Stream(Generic[S, Batch]):
             raise UserError(
                 f"{source.key}={source.path}: {len(source)} {source.unit} are fewer than one step takes "
                 f"({key}={batch_size}); set {key} to at most {len(source)}, or add data"
-                + (f" ({dropped} more are dropped as too long)" if dropped else "")
+                + (f" ({dropped} more are dropped: raise {source.max_tokens_key})" if dropped else "")
             )
         self.source, self._batch_size = source, batch_size
         self._order = source.order(seed, shuffle)

@@ -26,11 +26,11 @@ class PolicyConfig(Variants):
     tag = "loss"
     variants = POLICY_LOSSES
     function: ClassVar[str]  # dotted name of the loss
-    # Unit of the ratio that the loss gets, token or sequence_mean; None: algo.action_level
+    # Unit of the ratio that the loss gets: token, sequence or sequence_mean; None: algo.action_level
     ratio: ClassVar[str | None] = None
     # True if the loss determines the ratio itself, so that algo.action_level must be token
     own_ratio: ClassVar[bool] = False
-    # True if all tokens of a response have one ratio, so that a weight of 0 would leave a token its gradient
+    # True if all tokens of a response have one ratio with a gradient, which reaches tokens of weight 0 too
     response_ratio: ClassVar[bool] = False
     # At action_level=sequence: True if the loss of a response is the sum over its tokens, False if each token
     # has the loss of the whole response.
