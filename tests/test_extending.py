@@ -26,7 +26,7 @@ from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS, KLEstimatorEntry
 from ppo_ds.algorithm.loss.aggregation import BatchTotals, Share, token_mean
 from ppo_ds.algorithm.loss.keys import LOSS_AGGREGATIONS, LossConfig
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES, PPO, PolicyConfig
-from ppo_ds.algorithm.policy.ppo import ppo
+from ppo_ds.algorithm.policy.losses import ppo
 from ppo_ds.algorithm.policy.surrogate import PolicyTerms, TokenLoss
 from ppo_ds.assemble.generator import build_generator
 from ppo_ds.config.schema import Config

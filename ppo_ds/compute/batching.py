@@ -5,11 +5,11 @@ All functions are deterministic; indices are on the CPU.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,39 +110,19 @@ def fill_groups(descending: list[int], token_budget: int) -> list[int]:
 def cheapest_groups(descending: list[int], token_budget: int) -> list[int]:
     """Returns the ends of the padded groups with the smallest total cost, by dynamic programming.
 
-    Of two equally cheap groupings, it is the one with the later start of the last group. A last group from
-    ``start`` costs ``size * end + base``. A later start has rows that are no longer: once it is as cheap
-    as an earlier one, it stays so. Starts therefore wait in a queue, ordered by the ends from which each
-    replaces the one before it, and the time is linear in the number of rows (Galil and Park 1992).
+    Of two equally cheap groupings, it is the one with the later start of the last group.
     """
-    count = len(descending)
-    costs = [0] * (count + 1)  # of the cheapest grouping of the first 0, 1, 2, ... rows
+    sizes, count = np.array(descending), len(descending)
+    costs = np.zeros(count + 1, dtype=np.int64)  # of the cheapest grouping of the first 0, 1, 2, ... rows
     starts = [0] * (count + 1)  # of its last group
-    # the starts that may still be chosen; bases and last ends of their groups; the ends at which the next
-    # start in the queue replaces them
-    queue, bases, lasts, replaced = deque[int](), [0] * count, [0] * count, [0] * count
-
-    def replacing_end(earlier: int, later: int) -> int:
-        beyond, slope = lasts[earlier] + 1, descending[earlier] - descending[later]
-        gap = bases[later] - bases[earlier]
-        if slope:
-            return min(beyond, -(-gap // slope))
-        return later + 1 if gap <= 0 else beyond
-
+    earliest = 0  # start of the longest group that fits; it moves with the end, since rows get shorter
     for end in range(1, count + 1):
-        start = end - 1
-        size = descending[start]
-        bases[start] = costs[start] - start * size + FORWARD
-        lasts[start] = start + max(1, token_budget // size) if size else count
-        while len(queue) > 1 and replacing_end(queue[-1], start) <= replaced[queue[-2]]:
-            queue.pop()
-        if queue:
-            replaced[queue[-1]] = replacing_end(queue[-1], start)
-        queue.append(start)
-        while len(queue) > 1 and replaced[queue[0]] <= end:
-            queue.popleft()
-        best = queue[0]
-        costs[end], starts[end] = descending[best] * end + bases[best], best
+        while earliest < end - 1 and (end - earliest) * descending[earliest] > token_budget:
+            earliest += 1
+        tokens = np.arange(end - earliest, 0, -1) * sizes[earliest:end]
+        found = (costs[earliest:end] + tokens)[::-1]
+        starts[end] = end - 1 - int(found.argmin())
+        costs[end] = found.min() + FORWARD
     ends = [count]
     while starts[ends[-1]]:
         ends.append(starts[ends[-1]])

@@ -33,9 +33,9 @@ from ppo_ds.finetune.pair_scores import PairScores, pair_padding, pair_plan, sco
 from ppo_ds.finetune.pairwise import pairwise_loss
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.run.export import export_model
-from ppo_ds.run.failure_dump import dump_failure, origin_of
+from ppo_ds.run.failure_dump import dump_failure
 from ppo_ds.run.health import TooManySkips
-from ppo_ds.run.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
+from ppo_ds.run.nan_debug import replay_rows
 from ppo_ds.run.stage import Evaluation, RunContext, StepResult
 from ppo_ds.types import PreferencePairs, to_device
 
@@ -225,9 +225,8 @@ class RewardModelTrainer:
         full = pairs.filled(world.size)
         plan = pair_plan(full, 1, world, packed=False)
         micros = [full.select(part).trimmed() for part in plan]
-        rows = [ReplayedRow(int(part), world.rank) for part in plan]
-        scores = CheckedOutput("score", lambda output: output[:, None])
-        replay_rows("scorer", self.scorer, scores, partial(self.loss, count=len(pairs)), micros, rows)
+        loss = partial(self.loss, count=len(pairs))
+        replayed = replay_rows({"scorer": (self.scorer, loss)}, plan, micros, world)
         texts = [
             [
                 self.tokenizer.decode(ids[mask].tolist(), skip_special_tokens=False)
@@ -238,7 +237,8 @@ class RewardModelTrainer:
         return dump_failure(
             run_dir / "dumps" / f"step_{step:06d}",
             step,
-            origin_of(gathered_rows(rows, world), error.last_skip.what),
+            error.last_skip.what,
+            replayed,
             rows=[{"pair": i, "prompt": chosen, "rejected": no} for i, (chosen, no) in enumerate(texts)],
             place="pair {pair} of the step",
             columns=pairs.tensors(),

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +43,14 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.masked import sum_and_count
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.run.export import export_actor
-from ppo_ds.run.failure_dump import dump_failure, origin_of
+from ppo_ds.run.failure_dump import dump_failure
 from ppo_ds.run.health import TooManySkips
 from ppo_ds.run.metrics import MetricSums
 from ppo_ds.run.microbatches import filled, microbatch_rows, padding
-from ppo_ds.run.nan_debug import CheckedOutput, ReplayedRow, gathered_rows, replay_rows
+from ppo_ds.run.nan_debug import replay_rows
 from ppo_ds.run.stage import Evaluation, RunContext, StepResult
 from ppo_ds.types import Metrics, Prompts, Rollout, Sequences, to_device
 
-LOGPROBS = CheckedOutput("log-prob of token {}", attrgetter("logprobs"))
 EVAL_ROWS = 1024  # held-out rows that are divided into forwards together
 NOISE_SEED_OFFSET = 1_000_000_007  # seeds of the noise differ from those of other random numbers
 
@@ -277,9 +275,8 @@ class SFTTrainer:
         batch, world = error.last_skip.batch, self.context.world
         full = filled(batch, world.size)
         plan = microbatch_rows(full, 1, world)
-        replayed = [ReplayedRow(int(part), world.rank) for part in plan]
         loss = partial(self.loss, batch=full, totals=self.totals(batch), index=step - 1)
-        replay_rows("actor", self.actor, LOGPROBS, loss, plan, replayed)
+        replayed = replay_rows({"actor": (self.actor, loss)}, plan, plan, world)
         rows = [
             {
                 "location": self.rows.source.location(number),
@@ -292,7 +289,8 @@ class SFTTrainer:
         return dump_failure(
             run_dir / "dumps" / f"step_{step:06d}",
             step,
-            origin_of(gathered_rows(replayed, world), error.last_skip.what),
+            error.last_skip.what,
+            replayed,
             rows=rows,
             place="the row {location}",
             columns=batch.tensors(),

@@ -18,26 +18,6 @@ from ppo_ds.ops.masked import masked_sum, widen
 _FLOOR = -1e4  # exp(-1e4) is 0 even in float64; avoids 0 * log 0 = NaN where a logit is -inf
 
 
-def logprobs_from_logits(
-    logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = 1024
-) -> Tensor:
-    """Computes log softmax(logits / temperature)[label] in nats: [...,V], [...] -> [...].
-
-    The result is float32 (float64 for float64 logits).
-    """
-    return _RowStatistics.apply(_as_3d(logits), labels, temperature, chunk_size, False)[0].view(labels.shape)
-
-
-def entropy_from_logits(logits: Tensor, temperature: float = 1.0, chunk_size: int | None = 1024) -> Tensor:
-    """Computes the entropy of softmax(logits / temperature) in nats: [...,V] -> [...]; differentiable.
-
-    The result is float32 (float64 for float64 logits).
-    """
-    return _RowStatistics.apply(_as_3d(logits), None, temperature, chunk_size, True)[1].view(
-        logits.shape[:-1]
-    )
-
-
 def logprobs_and_entropy_from_logits(
     logits: Tensor,
     labels: Tensor,
@@ -45,7 +25,11 @@ def logprobs_and_entropy_from_logits(
     chunk_size: int | None = 1024,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes log-probs and entropy in one pass; the entropy is None without ``with_entropy``."""
+    """Computes log softmax(logits / temperature)[label] and the entropy in nats: [...,V], [...] -> [...].
+
+    The results are float32 (float64 for float64 logits) and differentiable. The entropy is None without
+    ``with_entropy``.
+    """
     logprobs, entropy = _RowStatistics.apply(_as_3d(logits), labels, temperature, chunk_size, with_entropy)
     return logprobs.view(labels.shape), entropy.view(labels.shape) if with_entropy else None
 
@@ -93,32 +77,28 @@ def _shifted(block: Tensor, temperature: float) -> Tensor:
 
 
 class _RowStatistics(torch.autograd.Function):
-    """Autograd function of log-probs and entropy.
-
-    logits [B,T,V], labels [B,T] or None -> log-probs [B,T] or None, entropy [B,T] or None.
-    """
+    """Autograd function: logits [B,T,V], labels [B,T] -> log-probs [B,T], entropy [B,T] or None."""
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: Tensor,
-        labels: Tensor | None,
+        labels: Tensor,
         temperature: float,
         chunk_size: int | None,
         with_entropy: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         shape = logits.shape[:2]
-        labels = None if labels is None else labels.reshape(shape)
+        labels = labels.reshape(shape)
         log_norm = torch.empty(shape, dtype=widen(logits[:0]).dtype, device=logits.device)
-        logprobs = None if labels is None else torch.empty_like(log_norm)
+        logprobs = torch.empty_like(log_norm)
         entropy = torch.empty_like(log_norm) if with_entropy else None
         for block in _blocks(shape, chunk_size):
             z = _shifted(logits[block], temperature)
             exp = z.exp()
             norm = exp.sum(dim=-1)
             log_norm[block] = norm.log()
-            if labels is not None and logprobs is not None:
-                logprobs[block] = z.gather(-1, labels[block].unsqueeze(-1)).squeeze(-1) - log_norm[block]
+            logprobs[block] = z.gather(-1, labels[block].unsqueeze(-1)).squeeze(-1) - log_norm[block]
             if entropy is not None:
                 entropy[block] = log_norm[block] - exp.mul_(z.clamp_(min=_FLOOR)).sum(dim=-1) / norm
         ctx.save_for_backward(logits, labels, log_norm, entropy)

@@ -1,4 +1,4 @@
-"""Dump of the optimizer step that ended a PPO run, for launch/replay.py.
+"""Dump of the optimizer step that ended a PPO run, for launch/replay.py, and the replay of its rows.
 
 run/failure_dump.py describes its files.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.health import NonFiniteStep
 from ppo_ds.ppo.learner import Learner
-from ppo_ds.ppo.nan_debug import find_origin
 from ppo_ds.ppo.sample_rows import sample_rows
 from ppo_ds.run import failure_dump
 from ppo_ds.run.failure_dump import FORMAT
+from ppo_ds.run.microbatches import microbatch_rows
+from ppo_ds.run.nan_debug import Replayed, ReplayedRow, replay_rows
 from ppo_ds.types import Experience
 
 
@@ -46,12 +48,17 @@ def dump_failure(
     folder: Path, step: int, skipped: NonFiniteStep, learner: Learner, tokenizer: Tokenizer, config: Path
 ) -> str:
     """Locates the first non-finite tensor, writes the dump and returns the error message. A collective."""
-    origin = find_origin(learner, skipped)
+    if skipped.row is None:
+        replayed = locate_nonfinite(learner, skipped.minibatch, skipped.kl_coef, skipped.critic_only)
+    else:
+        position = skipped.rows.tolist().index(skipped.row)
+        replayed = [ReplayedRow(position, skipped.rank, first=skipped.what[0])]
     texts = sample_rows(skipped.minibatch, tokenizer, -1)
     return failure_dump.dump_failure(
         folder,
         step,
-        origin,
+        skipped.what,
+        replayed,
         rows=[
             {"row_of_the_rollout": number, **row}
             for number, row in zip(skipped.rows.tolist(), texts, strict=True)
@@ -63,6 +70,26 @@ def dump_failure(
         about={"kl_coef": skipped.kl_coef, "critic_only": skipped.critic_only},
         hint=f"; replay it with: {command('replay')} {folder}",
     )
+
+
+def locate_nonfinite(
+    learner: Learner, minibatch: Experience, kl_coef: float, critic_only: bool
+) -> list[ReplayedRow]:
+    """Replays every row of ``minibatch`` and returns the results in their order. A collective.
+
+    Weights, optimizers and counters do not change.
+    """
+    world = learner.world
+    plan = microbatch_rows(minibatch, 1, world)
+    totals, value_totals = learner.totals(minibatch)
+    models: dict[str, Replayed] = {}
+    if not critic_only:
+        policy_loss = partial(learner.policy_loss, totals=totals, value_totals=value_totals, kl_coef=kl_coef)
+        models["actor"] = learner.actor, policy_loss
+    if learner.critic is not None:
+        value_loss = partial(learner.value_loss, critic=learner.critic, totals=value_totals)
+        models["critic"] = learner.critic, value_loss
+    return replay_rows(models, plan, [minibatch.select(part).trimmed() for part in plan], world)
 
 
 def read_dump(folder: Path) -> Dump:

@@ -18,7 +18,7 @@ from ppo_ds.config.targets import NESTED
 from ppo_ds.config.types import Must, Number, Positive, Section
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.ops.running import RunningMoments
+from ppo_ds.ops.moments import RunningMoments
 from ppo_ds.rewards.base import (
     Responses,
     RewardError,

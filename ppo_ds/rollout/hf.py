@@ -19,7 +19,7 @@ from transformers import (
 from ppo_ds.compute.batching import plan_microbatches
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import beat, counting
-from ppo_ds.ops.logprobs import logprobs_from_logits
+from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
 from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
 from ppo_ds.types import Prompts, Rollout, to_device
 
@@ -164,7 +164,10 @@ class LogprobRecorder(LogitsProcessor):
     def take(self, tokens: Tensor) -> None:
         """Records the log-probs of tokens [B] drawn from the pending logits."""
         if self.pending is not None:
-            self.logprobs.append(logprobs_from_logits(self.pending, tokens, self.temperature))
+            logprobs, _ = logprobs_and_entropy_from_logits(
+                self.pending, tokens, self.temperature, with_entropy=False
+            )
+            self.logprobs.append(logprobs)
         self.pending = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

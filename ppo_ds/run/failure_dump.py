@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +26,11 @@ FORMAT = 1
 SHOWN = 200  # characters of a row in the error message
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The origin of the first non-finite number, as far as it could be found."""
-
-    what: str
-    rank: int | None  # the rank that computed it
-    position: int | None  # position of its row in the optimizer step
-
-
-def origin_of(replayed: list[ReplayedRow], what: tuple[str, ...]) -> Origin:
-    """Returns the first non-finite tensor of a replay; ``what`` names those that the run itself found."""
-    for row in replayed:
-        if row.first is not None:
-            return Origin(row.first, row.rank, row.position)
-    return Origin(
-        f"{' and '.join(what)} (finite when the step was replayed: a fault of the hardware or of a kernel?)",
-        None,
-        None,
-    )
-
-
 def dump_failure(
     folder: Path,
     step: int,
-    origin: Origin,
+    what: tuple[str, ...],
+    replayed: list[ReplayedRow],
     *,
     rows: list[dict[str, Any]],
     place: str,
@@ -63,17 +42,22 @@ def dump_failure(
 ) -> str:
     """Writes the dump and returns the error message. A collective.
 
+    ``what`` names the tensors that the run itself found not finite, ``replayed`` has the results of a replay.
     ``rows`` are those of the optimizer step as text, of which the message shows "prompt"; ``place`` is the
     name of a row in the message, such as "row {number}"; ``columns`` are the tensors of the rows, ``about``
     further entries of update.json, and ``hint`` the end of the message if the dump was written.
     """
-    line = f"step {step}: not finite: {origin.what}"
-    if origin.position is not None:
-        row = rows[origin.position]
-        prompt = row["prompt"]
+    first = " and ".join(what)
+    first += " (finite when the step was replayed: a fault of the hardware or of a kernel?)"
+    contents: dict[str, Any] = {"step": step, "what": first, "rank": None, "place": None}
+    where = ""
+    bad = next((row for row in replayed if row.first is not None), None)
+    if bad is not None:
+        prompt = rows[bad.position]["prompt"]
         shown = prompt if len(prompt) <= SHOWN else f"{prompt[: SHOWN // 2]} ... {prompt[-SHOWN // 2 :]}"
-        line += f", on rank {origin.rank}, in {place.format(**row)}, prompt {shown!r}"
-    contents = {"step": step, "what": origin.what, "rank": origin.rank, "place": origin.position}
+        where = f", on rank {bad.rank}, in {place.format(**rows[bad.position])}, prompt {shown!r}"
+        contents |= {"what": bad.first, "rank": bad.rank, "place": bad.position}
+    line = f"step {step}: not finite: {contents['what']}{where}"
     contents |= {**(about or {}), "rows": finite(rows)}
     try:
         write_dump(folder, contents, columns, models, config)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,62 +16,48 @@ from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.types import Sequences
 
+# a model, and the function that computes its loss of a micro-batch, which it returns first
+Replayed = tuple[TrainedModel, Callable[[Any], tuple[Any, ...]]]
+
 
 @dataclass
 class ReplayedRow:
     """Result of replaying a single row of an optimizer step."""
 
     position: int  # position in the minibatch
-    rank: int  # the rank that replayed it
+    rank: int | None  # the rank that replayed it
     losses: dict[str, float] = field(default_factory=dict)  # model -> the row's part of the step's loss
     first: str | None = None  # name of the first tensor that was not finite
 
 
-class CheckedOutput(NamedTuple):
-    """The numbers of a model's output that a replay checks."""
-
-    label: str  # format string that names one number by its column, such as "log-prob of token {}"
-    numbers: Callable[[Any], Tensor]  # gets the tensor of these numbers, [b,columns]
-
-
 def replay_rows(
-    name: str,
-    model: TrainedModel,
-    result: CheckedOutput,
-    compute_loss: Callable[[Any], tuple[Any, ...]],
-    micros: Sequence[Sequences],
-    rows: list[ReplayedRow],
-) -> None:
-    """Runs forward and backward of ``model`` on one row at a time and adds the findings to ``rows``.
+    models: Mapping[str, Replayed], plan: Sequence[Tensor], micros: Sequence[Sequences], world: World
+) -> list[ReplayedRow]:
+    """Runs forward and backward of the models on one row at a time; returns the rows of all ranks in order.
 
-    A collective. ``micros`` holds a micro-batch for each of ``rows``; ``compute_loss`` returns its loss
-    first. Gradients are dropped, so that weights, optimizer and counters do not change.
+    A collective. ``plan`` has the positions of this rank's rows in the minibatch, ``micros`` the rows.
+    Gradients are dropped, so that weights, optimizers and counters do not change.
     """
-    with nonfinite_tensors(name, model, result) as found:
-        for i, (micro, row) in enumerate(zip(micros, rows, strict=True), start=1):
-            loss, *_ = compute_loss(micro)
-            _note(found, f"loss of the {name}", loss.detach())
-            model.backward(loss, last=i == len(rows))
-            row.losses[name] = float(loss.detach()) / model.world.size
-            row.first, found[:] = row.first or next(iter(found), None), []
-    model.skip(overflow=False)
-
-
-def gathered_rows(rows: Sequence[ReplayedRow], world: World) -> list[ReplayedRow]:
-    """Returns the replayed rows of all ranks in the order of their positions. A collective."""
+    rows = [ReplayedRow(int(position), world.rank) for position in plan]
+    for name, (model, compute_loss) in models.items():
+        with nonfinite_tensors(name, model) as found:
+            for micro, row in zip(micros, rows, strict=True):
+                loss, *_ = compute_loss(micro)
+                _note(found, f"loss of the {name}", loss.detach())
+                model.backward(loss, last=row is rows[-1])
+                row.losses[name] = float(loss.detach()) / world.size
+                row.first, found[:] = row.first or next(iter(found), None), []
+        model.skip(overflow=False)
     return sorted((row for part in world.gather_objects(rows) for row in part), key=lambda row: row.position)
 
 
 @contextmanager
-def nonfinite_tensors(name: str, model: TrainedModel, result: CheckedOutput) -> Iterator[list[str]]:
-    """Yields the list of non-finite outputs and gradients of ``model``, in the order of computation."""
-    found: list[str] = []
+def nonfinite_tensors(name: str, model: TrainedModel) -> Iterator[list[str]]:
+    """Yields the list of non-finite outputs and gradients of ``model``, in the order of computation.
 
-    def note_result(module: Any, inputs: Any, output: Any) -> None:
-        """Checks the numbers [1,columns] of a single row, in which every position is attended."""
-        bad = (~result.numbers(output).detach().isfinite()).nonzero()
-        if len(bad):
-            found.append(result.label.format(int(bad[0, -1])))
+    Outputs are those of the layers and of the whole model, for a single row without padding.
+    """
+    found: list[str] = []
 
     def note_output(module: Any, inputs: Any, output: Any, what: str) -> None:
         for leaf in tree_leaves(output):
@@ -80,10 +66,8 @@ def nonfinite_tensors(name: str, model: TrainedModel, result: CheckedOutput) -> 
 
     with ExitStack() as hooks:
         for path, module in model.module.named_modules():
-            if not path:
-                hooks.callback(module.register_forward_hook(note_result).remove)
-            elif not any(module.children()):
-                hook = partial(note_output, what=f"output of {name}.{path}")
+            if not path or not any(module.children()):
+                hook = partial(note_output, what=f"output of {name}.{path}".removesuffix("."))
                 hooks.callback(module.register_forward_hook(hook).remove)
         for path, parameter in model.module.named_parameters():
             if parameter.requires_grad:

@@ -29,8 +29,9 @@ from ppo_ds.algorithm.value import loss as value
 from ppo_ds.compute.linear_logprobs import linear_statistics
 from ppo_ds.config.registry import import_target
 from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig
+from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
 from ppo_ds.ops.masked import keep, masked_whiten
-from ppo_ds.ops.running import RunningMoments
+from ppo_ds.ops.moments import RunningMoments
 
 
 def agg_of(name: Any) -> aggregation.Aggregation:
@@ -232,3 +233,12 @@ def token_rewards(scores, mask, kl=None, kl_coef=0.0, place="last_token", token_
 
 def linear_logprobs_and_entropy(*args, with_entropy=True, **options):
     return linear_statistics(*args, with_entropy=with_entropy, **options)[:2]
+
+
+def logprobs_from_logits(logits, labels, temperature=1.0, chunk_size=1024):
+    return logprobs_and_entropy_from_logits(logits, labels, temperature, chunk_size, with_entropy=False)[0]
+
+
+def entropy_from_logits(logits, temperature=1.0, chunk_size=1024):
+    labels = torch.zeros(logits.shape[:-1], dtype=torch.long)
+    return logprobs_and_entropy_from_logits(logits, labels, temperature, chunk_size)[1]

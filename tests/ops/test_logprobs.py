@@ -5,13 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ppo_ds.ops.logprobs import (
-    entropy_from_logits,
-    logprobs_and_entropy_from_logits,
-    logprobs_from_logits,
-    sequence_logprobs,
-)
+from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
 from ppo_ds.ops.sequences import response_slice
+from tests.ops.by_name import entropy_from_logits, logprobs_from_logits
 from tests.ops.golden import assert_no_stale_entries, check, gradient, leaf, outputs
 
 
@@ -77,18 +73,6 @@ def example(shape=(3, 5), vocabulary=11, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, vocabulary, generator=generator, dtype=torch.float64).to(dtype)
     return x, torch.randint(vocabulary, shape, generator=generator)
-
-
-def test_worked_by_hand():
-    x = torch.tensor([[0.0, 1.0, 3.0]]).log()  # probabilities 0, 1/4, 3/4
-    logprob, entropy = logprobs_and_entropy_from_logits(x, torch.tensor([2]))
-    assert logprob.item() == pytest.approx(-0.2876821, abs=1e-6)  # log 3/4
-    # 1/4 log 4 + 3/4 log 4/3: a logit of -inf must not give NaN
-    assert entropy.item() == pytest.approx(0.5623351, abs=1e-6)
-    # log 9/10
-    assert logprobs_from_logits(x, torch.tensor([2]), temperature=0.5).item() == pytest.approx(
-        -0.1053605, abs=1e-6
-    )
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 4, 7, 1024])
@@ -181,9 +165,3 @@ def test_memory_is_a_chunk_and_the_gradient(dtype, sliced, chunk):
     assert grad.numel() == 128 * vocabulary
     full = {d: sum(n > chunk * vocabulary for n in sizes) for d, sizes in seen.elements.items()}
     assert full == {d: int(d == dtype) for d in full}
-
-
-def test_sequence_logprobs():
-    x = torch.tensor([[-1.0, -2.0, float("nan")], [float("-inf"), 1.0, 1.0]])
-    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
-    assert sequence_logprobs(x, mask).tolist() == [-3.0, 0.0]

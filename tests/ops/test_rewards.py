@@ -145,9 +145,6 @@ def test_every_table_entry_is_used():
     assert_no_stale_entries("rewards.json", TARGETS, NOT_TARGETS)
 
 
-KL = torch.tensor([[1.0, 2.0, float("nan")], [3.0, 4.0, 5.0], [float("inf")] * 3])
-
-
 def test_a_mask_with_a_hole_gets_the_score_at_its_last_position():
     mask = torch.tensor([[1, 0, 1, 0]])
     assert token_rewards(torch.tensor([3.0]), mask, torch.ones(1, 4), 1.0).tolist() == [[-1.0, 0.0, 2.0, 0.0]]

@@ -5,9 +5,13 @@ import math
 import pytest
 import torch
 
-from ppo_ds.algorithm.policy.covariance import clip_cov_tokens, kl_cov_tokens
 from ppo_ds.algorithm.policy.keys import ClipCov, KLCov
-from ppo_ds.algorithm.policy.selection import off_policy_tokens, top_entropy_tokens
+from ppo_ds.algorithm.policy.selection import (
+    clip_cov_tokens,
+    kl_cov_tokens,
+    off_policy_tokens,
+    top_entropy_tokens,
+)
 
 NAN = math.nan
 MASK = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])

@@ -36,7 +36,7 @@ from ppo_ds.algorithm.credit.gae import compute_gae  # noqa: E402
 from ppo_ds.algorithm.credit.keys import ADVANTAGE_ESTIMATORS  # noqa: E402
 from ppo_ds.algorithm.credit.positions import ScorePosition  # noqa: E402
 from ppo_ds.algorithm.credit.responses import CreditOptions, Responses  # noqa: E402
-from ppo_ds.algorithm.credit.returns import discounted_returns  # noqa: E402
+from ppo_ds.algorithm.credit.returns import discounted_sum  # noqa: E402
 from ppo_ds.algorithm.credit.whitening import Whitening  # noqa: E402
 from ppo_ds.algorithm.kl import controllers  # noqa: E402
 from ppo_ds.algorithm.loss import aggregation  # noqa: E402
@@ -45,8 +45,7 @@ from ppo_ds.config.sections.algo import GAEConfig  # noqa: E402
 from ppo_ds.ops import logprobs as lp  # noqa: E402
 from ppo_ds.ops import masked  # noqa: E402
 from ppo_ds.ops import sequences as seqs  # noqa: E402
-from ppo_ds.ops.moments import explained_variance  # noqa: E402
-from ppo_ds.ops.running import RunningMoments  # noqa: E402
+from ppo_ds.ops.moments import RunningMoments, explained_variance  # noqa: E402
 from tests.ops import by_name  # noqa: E402
 
 CASES = Path(__file__).resolve().parents[2].parent / "shared" / "peertests" / "cases.json"
@@ -192,7 +191,7 @@ def gae_next_token(scores, values, mask, kl, kl_coef, gamma, lam, whiten_rewards
 
 @adapter
 def returns_to_go(rewards, mask, gamma=1.0):
-    return {"returns": discounted_returns(rewards, mask, gamma)}
+    return {"returns": discounted_sum(rewards, mask, gamma)}
 
 
 @adapter
@@ -421,7 +420,7 @@ def finite(call, keys):
 @adapter
 def logprobs(logits, labels, temperature=1.0, chunk=1024, weights=None, entropy_weights=None):
     logits = logits.clone().requires_grad_()
-    a = lp.logprobs_from_logits(logits, labels, temperature, chunk)
+    a = by_name.logprobs_from_logits(logits, labels, temperature, chunk)
     b, e = lp.logprobs_and_entropy_from_logits(logits, labels, temperature, chunk)
     loss = (b * (1.0 if weights is None else weights)).sum()
     if entropy_weights is not None:
@@ -432,7 +431,7 @@ def logprobs(logits, labels, temperature=1.0, chunk=1024, weights=None, entropy_
 
 @adapter
 def entropy(logits, chunk=1024, mask=None):
-    e = lp.entropy_from_logits(logits, 1.0, chunk)
+    e = by_name.entropy_from_logits(logits, 1.0, chunk)
     out = {"entropy": e, "mean": e.mean(), "bits": e * math.log2(math.e)}
     if mask is not None:
         out["masked"] = masked.keep(e, mask)

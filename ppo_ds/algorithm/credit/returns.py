@@ -12,8 +12,7 @@ from ppo_ds.ops.masked import keep
 
 def reinforce(responses: Responses, options: CreditOptions) -> Estimate:
     """Estimates the discounted sum of future rewards, without a baseline."""
-    returns = discounted_returns(responses.rewards, responses.states, options.gae.gamma)
-    return responses.of_tokens(returns)
+    return responses.of_tokens(discounted_sum(responses.rewards, responses.states, options.gae.gamma))
 
 
 def remax(responses: Responses, options: CreditOptions) -> Estimate:
@@ -23,19 +22,14 @@ def remax(responses: Responses, options: CreditOptions) -> Estimate:
     """
     assert responses.baselines is not None
     rewards = responses.rewards - token_rewards(responses.baselines, responses.states)
-    return responses.of_tokens(discounted_returns(rewards, responses.states, options.gae.gamma))
+    return responses.of_tokens(discounted_sum(rewards, responses.states, options.gae.gamma))
 
 
 @torch.no_grad()
-def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """Computes G_t = r_t + gamma * G_{t+1}: [B,T] -> [B,T]. Holes in the mask are skipped without decay."""
-    return discounted_sum(rewards, mask, gamma)
-
-
 def discounted_sum(x: Tensor, mask: Tensor, decay: float | Tensor) -> Tensor:
-    """Computes y_t = x_t + decay * y_{t+1} over the positions with mask = 1; 0 elsewhere.
+    """Computes y_t = x_t + decay * y_{t+1}, [B,T], over the positions with mask = 1; 0 elsewhere.
 
-    ``decay`` is a number, or one number for each row [B].
+    Holes in the mask are skipped without decay. ``decay`` is a number, or one number for each row [B].
     """
     columns = keep(x, mask).t().contiguous()
     ones = torch.ones_like(columns)

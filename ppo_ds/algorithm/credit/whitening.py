@@ -23,12 +23,15 @@ class Whitening:
     level: str  # token | sequence
 
     def whiten(self, advantages: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
-        """Whitens all rows together: [B,R] -> [B,R]. A collective if ``reduce`` is a collective."""
+        """Whitens all rows together: [B,R] -> [B,R]. A collective if ``reduce`` is a collective.
+
+        The variance has a floor of 1e-8 (OpenRLHF, NeMo-Aligner).
+        """
+        options = {"unbiased": self.unbiased, "eps": 0.0, "min_var": 1e-8, "reduce": reduce}
         if self.level == "token":
-            return normalize_advantages(advantages, mask, self.unbiased, reduce)
+            return masked_whiten(advantages, mask, **options)
         per_response = masked_mean(advantages, mask, dim=1)[:, None]
-        nonempty = mask.any(dim=1, keepdim=True)
-        whole = normalize_advantages(per_response, nonempty, self.unbiased, reduce)
+        whole = masked_whiten(per_response, mask.any(dim=1, keepdim=True), **options)
         return broadcast_sequence(whole[:, 0], mask)
 
     def whiten_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
@@ -42,13 +45,3 @@ class Whitening:
             groups = zip(advantages.split(group_size), mask.split(group_size), strict=True)
             return torch.cat([self.whiten(*group) for group in groups])
         return advantages
-
-
-def normalize_advantages(
-    advantages: Tensor, mask: Tensor, unbiased: bool = False, reduce: Reduce | None = None
-) -> Tensor:
-    """Shifts and scales advantages [B,T] to mean 0 and variance 1 over the rows of all ranks.
-
-    The variance has a floor of 1e-8 (OpenRLHF, NeMo-Aligner).
-    """
-    return masked_whiten(advantages, mask, unbiased=unbiased, eps=0.0, min_var=1e-8, reduce=reduce)

@@ -122,7 +122,7 @@ class PPO(DualClipped):
     """Clipped surrogate (Schulman et al. 2017), with an optional dual clip."""
 
     loss: Literal["ppo"] = "ppo"
-    function = f"{_HERE}.ppo.ppo"
+    function = f"{_HERE}.losses.ppo"
     sums_over_tokens = False
 
 
@@ -130,7 +130,7 @@ class GSPO(DualClipped):
     """Clipped surrogate with one ratio per response, the geometric mean over tokens (Zheng et al. 2025)."""
 
     loss: Literal["gspo"] = "gspo"
-    function = f"{_HERE}.ppo.ppo"
+    function = f"{_HERE}.losses.ppo"
     ratio = "sequence_mean"
     own_ratio = True
     response_ratio = True
@@ -140,21 +140,21 @@ class CISPO(MayLackLowerBound):
     """Log-probability weighted by the clipped ratio, which gets no gradient (MiniMax 2025)."""
 
     loss: Literal["cispo"] = "cispo"
-    function = f"{_HERE}.cispo.cispo"
+    function = f"{_HERE}.losses.cispo"
 
 
 class REINFORCE(PolicyConfig):
     """Advantage times log-probability, without a ratio."""
 
     loss: Literal["reinforce"] = "reinforce"
-    function = f"{_HERE}.reinforce.reinforce"
+    function = f"{_HERE}.losses.reinforce"
 
 
 class SAPO(PolicyConfig):
     """Advantage times a smooth gate of the ratio in place of the clip (Gao et al. 2025)."""
 
     loss: Literal["sapo"] = "sapo"
-    function = f"{_HERE}.sapo.sapo"
+    function = f"{_HERE}.losses.sapo"
     sums_over_tokens = False
     tau_pos: Positive = Field(1.0, description="Temperature of sapo's gate for positive advantages.")
     tau_neg: Positive = Field(
@@ -177,21 +177,21 @@ class DPPOTV(DPPO):
     """Advantage times ratio, masked where the token's probability moved too far (Qi et al. 2026)."""
 
     loss: Literal["dppo_tv"] = "dppo_tv"
-    function = f"{_HERE}.dppo.dppo_tv"
+    function = f"{_HERE}.losses.dppo_tv"
 
 
 class DPPOKL(DPPO):
     """The same with the KL between the token and all others as the distance (Qi et al. 2026)."""
 
     loss: Literal["dppo_kl"] = "dppo_kl"
-    function = f"{_HERE}.dppo.dppo_kl"
+    function = f"{_HERE}.losses.dppo_kl"
 
 
 class GMPO(Clipped):
     """Advantage times the geometric mean of a response's clipped ratios (Zhao et al. 2025)."""
 
     loss: Literal["gmpo"] = "gmpo"
-    function = f"{_HERE}.gmpo.gmpo"
+    function = f"{_HERE}.losses.gmpo"
     own_ratio = True
     response_ratio = True
 
@@ -214,8 +214,8 @@ class ClipCov(Covariance, MayLackLowerBound):
     """Clipped surrogate without a few random tokens of high covariance (Cui et al. 2025)."""
 
     loss: Literal["clip_cov"] = "clip_cov"
-    function = f"{_HERE}.covariance.clip_cov"
-    selection = f"{_HERE}.covariance.clip_cov_tokens"
+    function = f"{_HERE}.losses.clip_cov"
+    selection = f"{_HERE}.selection.clip_cov_tokens"
     cov_low: Number = Field(1.0, description="Least covariance of a token that clip_cov selects.")
     cov_high: Number = Field(5.0, description="Largest covariance of a token that clip_cov selects.")
 
@@ -231,6 +231,6 @@ class KLCov(Covariance):
     """Advantage times ratio, with a KL penalty on the tokens of the highest covariance (Cui et al. 2025)."""
 
     loss: Literal["kl_cov"] = "kl_cov"
-    function = f"{_HERE}.covariance.kl_cov"
-    selection = f"{_HERE}.covariance.kl_cov_tokens"
+    function = f"{_HERE}.losses.kl_cov"
+    selection = f"{_HERE}.selection.kl_cov_tokens"
     kl_cov_coef: NonNegative = Field(1.0, description="Coefficient of kl_cov's penalty.")

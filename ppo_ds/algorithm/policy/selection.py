@@ -6,6 +6,7 @@ Every rank holds all rows, so all compute the same bool mask [B,T]. Ties are bro
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,3 +48,36 @@ def mask_of(chosen: Tensor, mask: Tensor) -> Tensor:
     selected = torch.zeros(int(mask.sum()), dtype=torch.bool)
     selected[chosen] = True
     return torch.zeros_like(mask, dtype=torch.bool).masked_scatter(mask, selected)
+
+
+def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Computes the centred product of log-prob and advantage of each token under the mask, [N] float64."""
+    logprobs, advantages = logprobs[mask].double(), advantages[mask].double()
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+
+
+def clip_cov_tokens(
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator, policy: Any
+) -> Tensor:
+    """Selects a random ``cov_frac`` (None: 0.0002, as in the paper) of all tokens, at least one.
+
+    They are among those whose covariance is in (cov_low, cov_high). ``generator`` must have the same state
+    on every rank.
+    """
+    covariance = covariances(logprobs, advantages, mask)
+    candidates = ((covariance > policy.cov_low) & (covariance < policy.cov_high)).nonzero()[:, 0]
+    count = count_of(len(covariance), 0.0002 if policy.cov_frac is None else policy.cov_frac)
+    order = torch.randperm(len(candidates), generator=generator)
+    return mask_of(candidates[order[:count]], mask)
+
+
+def kl_cov_tokens(
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator, policy: Any
+) -> Tensor:
+    """Selects the ``cov_frac`` of all tokens, at least one, with the largest covariance.
+
+    ``cov_frac`` None is 0.002, as in the paper. ``generator`` is not used.
+    """
+    covariance = covariances(logprobs, advantages, mask)
+    count = count_of(len(covariance), 0.002 if policy.cov_frac is None else policy.cov_frac)
+    return mask_of(largest(covariance, count), mask)

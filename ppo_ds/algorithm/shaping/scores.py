@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ppo_ds.config.sections.algo import RewardShapingConfig
 from ppo_ds.ops.masked import Reduce, widen
-from ppo_ds.ops.running import RunningMoments
+from ppo_ds.ops.moments import RunningMoments
 from ppo_ds.types import Rollout, ScoredRollout
 
 

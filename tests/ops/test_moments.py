@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_ds.ops.running import RunningMoments
+from ppo_ds.ops.moments import RunningMoments
 
 
 def test_batches_merge_to_the_moments_of_all():
@@ -17,15 +17,6 @@ def test_batches_merge_to_the_moments_of_all():
     assert moments.std == pytest.approx(np.std(x.numpy()), rel=1e-10)
 
 
-def test_two_ranks_count_as_one():
-    """Each rank updates with 2 numbers; ``reduce`` adds the sums of the simulated other rank."""
-    mine, other = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])
-    sent = iter([torch.tensor([2.0, 12.0]), (other.double() - 4).square().sum().reshape(1)])
-    moments = RunningMoments()
-    moments.update(mine, reduce=lambda t: t + next(sent))
-    assert (moments.count, moments.mean, moments.std) == (4, 4.0, pytest.approx(5**0.5))
-
-
 @pytest.mark.parametrize("batches", [[], [[]], [[2.0]], [[2.0, 2.0], [2.0]]])
 def test_values_without_variance_are_not_divided(batches):
     moments = RunningMoments()
@@ -33,12 +24,3 @@ def test_values_without_variance_are_not_divided(batches):
         moments.update(torch.tensor(batch))
     assert moments.std == 1.0
     assert moments.normalize(torch.tensor([3.0])).item() == 3.0 - moments.mean
-
-
-def test_the_state_is_restored():
-    moments, other = RunningMoments(), RunningMoments()
-    moments.update(torch.tensor([1.0, 2.0, 4.0]))
-    other.load_state_dict(moments.state_dict())
-    for each in (moments, other):
-        each.update(torch.tensor([9.0]))
-    assert other.state_dict() == moments.state_dict()
