@@ -9,7 +9,6 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,17 +111,17 @@ def cheapest_groups(descending: list[int], token_budget: int) -> list[int]:
 
     Of two equally cheap groupings, it is the one with the later start of the last group.
     """
-    sizes, count = np.array(descending), len(descending)
-    costs = np.zeros(count + 1, dtype=np.int64)  # of the cheapest grouping of the first 0, 1, 2, ... rows
+    sizes, count = torch.tensor(descending), len(descending)
+    costs = torch.zeros(count + 1).long()  # of the cheapest grouping of the first 0, 1, 2, ... rows
     starts = [0] * (count + 1)  # of its last group
     earliest = 0  # start of the longest group that fits; it moves with the end, since rows get shorter
     for end in range(1, count + 1):
         while earliest < end - 1 and (end - earliest) * descending[earliest] > token_budget:
             earliest += 1
-        tokens = np.arange(end - earliest, 0, -1) * sizes[earliest:end]
-        found = (costs[earliest:end] + tokens)[::-1]
-        starts[end] = end - 1 - int(found.argmin())
-        costs[end] = found.min() + FORWARD
+        tokens = torch.arange(end - earliest, 0, -1) * sizes[earliest:end]
+        least, rows_before = (costs[earliest:end] + tokens).flip(0).min(0)  # the first of equals
+        starts[end] = end - 1 - int(rows_before)
+        costs[end] = least + FORWARD
     ends = [count]
     while starts[ends[-1]]:
         ends.append(starts[ends[-1]])
