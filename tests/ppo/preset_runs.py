@@ -237,13 +237,8 @@ def run_context(world, budgets) -> RunContext:
     )
 
 
-def make_and_learn(
-    config: Config, world, numbers: Numbers, experience: Experience | None = None, **parts: Any
-) -> Run:
-    """Runs one PPO step without weights; if ``experience`` is given, only the update.
-
-    ``parts`` are further arguments of the learner.
-    """
+def make_and_learn(config: Config, world, numbers: Numbers, **parts: Any) -> Run:
+    """Runs one PPO step without weights; ``parts`` are further arguments of the learner."""
     lagged = config.algo.old_policy == "lagged"
     context = run_context(world, fixed_budgets(world, score_tokens=config.memory.score_tokens))
     actor = ToldActor(numbers, lagged)
@@ -252,51 +247,31 @@ def make_and_learn(
         if learns_values(config) and numbers.values is not None
         else None
     )
-    coef, seen = kl_controller(config).value, {}
-    if experience is None:
-        reference = ToldReference(numbers.ref.masked_fill(~numbers.mask.bool(), NAN), numbers.ref)
-        make = experience_maker(
-            config,
-            context,
-            actor=actor,
-            reference=reference,
-            critic=critic,
-            lagged=actor if lagged else None,
-            masked_stop_ids=masked_stop_ids(config.algo.train_on_eos, (EOS,), numbers.pad_id),
-        )
-        # In these tests the old policy always differs from the policy that learns, so its log-probs are
-        # computed before the update even for a single optimizer step.
-        rollout = numbers.rollout()
-        scores = scores_of(rollout)
-        if numbers.baselines is not None:
-            greedy = rollout.select(torch.arange(0, numbers.rows, config.rollout.samples_per_prompt))
-            scores = replace(scores, greedy=replace(greedy, scores=numbers.baselines.float()))
-        if make.forwards.old_logprobs == "update":
-            make.forwards.old_logprobs = "forward"
-        experience, seen = make(rollout, Pending.of(scores), coef)
+    coef = kl_controller(config).value
+    reference = ToldReference(numbers.ref.masked_fill(~numbers.mask.bool(), NAN), numbers.ref)
+    make = experience_maker(
+        config,
+        context,
+        actor=actor,
+        reference=reference,
+        critic=critic,
+        lagged=actor if lagged else None,
+        masked_stop_ids=masked_stop_ids(config.algo.train_on_eos, (EOS,), numbers.pad_id),
+    )
+    rollout = numbers.rollout()
+    scores = scores_of(rollout)
+    if numbers.baselines is not None:
+        greedy = rollout.select(torch.arange(0, numbers.rows, config.rollout.samples_per_prompt))
+        scores = replace(scores, greedy=replace(greedy, scores=numbers.baselines.float()))
+    # In these tests the old policy always differs from the policy that learns, so its log-probs are computed
+    # before the update even for a single optimizer step.
+    if make.forwards.old_logprobs == "update":
+        make.forwards.old_logprobs = "forward"
+    experience, seen = make(rollout, Pending.of(scores), coef)
     unlimited = ParityMonitor(None, stops=True)
     learn = learner(config, context, actor=actor, critic=critic, parity=unlimited, **parts)
     experience, learned = learn(experience, coef, seed=3)
     return Run(config, experience, seen, learned, actor, critic)
-
-
-def experience_with(numbers: Numbers, advantages: Tensor) -> Experience:
-    """Makes an experience with these advantages, as in a run without a critic."""
-    rollout = numbers.rollout()
-    return Experience(
-        ids=rollout.ids,
-        attention_mask=rollout.attention_mask,
-        response_mask=rollout.response_mask,
-        finished=rollout.finished,
-        decode_logprobs=rollout.logprobs,
-        logprobs=numbers.old.float(),
-        old_logprobs=numbers.old.float(),
-        ref_logprobs=numbers.ref.float(),
-        rewards=torch.zeros(numbers.rows, WIDTH + 1),
-        advantages=advantages.float(),
-        weights=torch.ones(numbers.mask.shape),
-        scores=numbers.scores.float(),
-    )
 
 
 def states(columns: Tensor, mask: Tensor) -> Tensor:

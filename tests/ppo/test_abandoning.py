@@ -21,22 +21,8 @@ def loop(world, tokenizer, monkeypatch):
 class Moments(Counter):
     """A counter whose ``state_dict`` is the state itself, not a copy."""
 
-    def __init__(self):
-        self.state = {"n": 0}
-
-    @property
-    def n(self):
-        return self.state["n"]
-
-    @n.setter
-    def n(self, n):
-        self.state["n"] = n
-
     def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
+        return vars(self)
 
 
 def draws():
@@ -89,15 +75,6 @@ def draws_and_back():
     return found
 
 
-def test_critic_pretraining_and_the_first_evaluation_are_abandoned_too(loop):
-    run, events = loop(algo=("algo.value.pretrain_rollouts=3",), parts={"counter": Counter()})
-    leave_in(run, "collect", step=2)
-    assert run.fit() == "signal" and len(named(events, "learn critic")) == 1 and not named(events, "save")
-    run, events = loop(scores=[0.1], parts={"counter": Counter()})
-    leave_in(run, "evaluator", step=1)
-    assert run.fit() == "signal" and "prompts 1" not in events
-
-
 def cut_short(loop, **plan):
     """Returns a run that was interrupted in the evaluation after step 2, and its actions."""
     run, events = loop(
@@ -120,12 +97,6 @@ def resumed(loop, run, **how):
     return again, events
 
 
-def test_a_step_with_an_interrupted_evaluation_is_complete_and_logged(loop):
-    run, events = cut_short(loop)
-    assert named(events, "log") == [1, 2] and named(events, "save") == [2]
-    assert "policy/loss" in run.tracker.metrics[2] and "eval/score_mean" not in run.tracker.metrics[2]
-
-
 def test_the_next_start_first_repeats_the_evaluation(loop):
     run, _ = cut_short(loop, keep_best=True)
     again, events = resumed(loop, run, scores=[0.7, 0.5], keep_best=True)
@@ -143,22 +114,3 @@ def test_the_next_start_first_repeats_the_evaluation(loop):
     assert line["eval/score_mean"] == 0.7 and line["policy/loss"] == 1.0 and line["episodes"] == 4
     assert again.saver.checkpoints.saved[0]["progress"]["unevaluated"] is None
     assert named(events, "log") == [2, 3, 4] and again.state.best_score == 0.7
-
-
-def test_the_repeated_evaluation_may_be_interrupted_again(loop):
-    run, _ = cut_short(loop)
-    again, events = resumed(loop, run, stop=("signal",), scores=[0.7])
-    leave_in(again, "evaluator", step=1)
-    assert again.fit() == "signal" and not named(events, "log") and not named(events, "save")
-    assert again.state.unevaluated is not None
-
-
-def test_the_evaluation_after_the_last_step_is_repeated_too(loop):
-    run, _ = loop(stop=(None, None, "signal"), scores=[0.1, 0.2], total_steps=2, parts={"counter": Counter()})
-    leave_in(run, "evaluator", step=2)
-    assert run.fit() == "signal"
-    again, events = loop(total_steps=2, scores=[0.6], parts={"counter": Counter()})
-    again.saver.checkpoints.load = lambda path, models, copies: run.saver.checkpoints.saved[-1]
-    again.saver.resume("somewhere")
-    assert again.fit() == "done" and named(events, "log") == [2] and named(events, "export")
-    assert named(events, "finish")[0]["heldout_score_mean_after"] == 0.6

@@ -65,14 +65,6 @@ def test_the_score_on_the_position_after_the_last_token(next_state, states, trai
     )
 
 
-def test_wider_padding_adds_no_position():
-    """Whether a response has a further position depends on its limit, not on the width of the batch."""
-    place = ScorePosition("next_token", "trained")
-    wide = rows().resized(1, 6)
-    assert place.states(wide).int().tolist() == [row + [0] * 3 for row in ONE_MORE]
-    assert rounded(paid(place, wide)) == [[*row, 0, 0, 0] for row in ON_NEXT]
-
-
 @pytest.mark.parametrize("place", ["last_token", "next_token"])
 def test_scores_of_tokens_are_added_on_the_tokens(place):
     plain, more = (

@@ -72,26 +72,6 @@ def test_without_memory_for_a_graph_all_ranks_repeat_the_forwards_without_graphs
     assert line.startswith(f"warning: out of memory in log-probs and values: it is repeated with {SETTING}")
 
 
-def test_a_second_error_halves_the_budget(world):
-    budgets, runs = fixed_budgets(world, score_tokens=100), []
-    make, kept = keeping(world, Watched())
-    forward_models = make.forwards.forward_models
-
-    def fails_twice(*rows):
-        found = forward_models(*rows)
-        runs.append((len(kept.kept.by_model), budgets.score.tokens))
-        if len(runs) < 3:
-            raise torch.OutOfMemoryError
-        return found
-
-    make.forwards.forward_models = fails_twice
-    make.forwards.guard = partial(
-        budgets.guard, budgets.score, what="log-probs", repeatable=True, economize=kept.switch_off
-    )
-    make(answers([2, 1], [0.5, 0.25]), 0.5)
-    assert runs == [(2, 100), (0, 100), (0, 50)]
-
-
 @pytest.mark.parametrize("budget", [100, 1])
 def test_a_phase_that_cannot_be_repeated_names_the_setting(world, budget):
     """With ZeRO-3 the other ranks wait in a collective; a budget of one token cannot be halved."""

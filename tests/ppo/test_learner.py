@@ -10,11 +10,9 @@ import torch
 
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
 from ppo_ds.assemble.algorithm import transforms
-from ppo_ds.types import Sequences
 from tests.ppo.learner_cases import (
     ANSWERS,
     PROMPTS,
-    TinyCritic,
     TinyPolicy,
     V,
     by_hand,
@@ -119,11 +117,6 @@ def test_minibatch_size_makes_the_steps(world, rows):
         assert actor.steps == steps and actor.backwards == [1] * steps
 
 
-def test_the_seed_orders_the_rows(world, rows):
-    heads = [learned(world, rows, seed=seed)[1].module.head for seed in (3, 3, 4)]
-    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
-
-
 def test_padding_metrics(world, experience):
     """The four rows have 9, 7, 3 and 2 tokens.
 
@@ -166,19 +159,6 @@ def test_the_first_ratio_is_one_and_one_step_reports_the_state_before_it(world, 
     assert actor.backwards[0] > 1
 
 
-def test_value_numbers(world, rows):
-    seen, *_ = learned(world, rows, minibatch_size=8, epochs=1, budget=20, value=dict(clip=None, coef=0.1))
-    with torch.no_grad():
-        values = TinyCritic(1, 2)(rows.ids, rows.attention_mask, rows.response_width)[rows.value_mask]
-    returns = rows.returns[rows.value_mask].double()
-    # the metric does not include the coefficient
-    assert seen["value/loss"] == pytest.approx(float((values - returns).square().mean() / 2), rel=1e-6)
-    assert seen["value/explained_var"] == pytest.approx(
-        float(1 - (returns - values).var() / returns.var()), rel=1e-5
-    )
-    assert seen["value/mean"] == pytest.approx(float(values.mean()), rel=1e-6) and seen["value/clipfrac"] == 0
-
-
 def test_gradient_norms_are_those_of_the_whole_step_averaged_over_steps(world, rows):
     reference = TinyPolicy(V, 1)
     rows, _ = on_policy(rows)
@@ -188,18 +168,3 @@ def test_gradient_norms_are_those_of_the_whole_step_averaged_over_steps(world, r
     expected = torch.cat([p.grad.flatten() for p in reference.parameters()]).norm()
     seen, *_ = learned(world, rows, minibatch_size=8, epochs=1, budget=20)
     assert seen["policy/grad_norm"] == pytest.approx(float(expected), rel=1e-6)
-
-
-def test_an_answer_without_actions_weighs_nothing(world, experience):
-    """A row with an empty mask is part of every forward, but changes no gradient."""
-    full = experience([2, 2, 2], [3, 1, 2])
-    empty = full.select(torch.tensor([0, 1, 2, 1]))
-    mask, attention = empty.response_mask.clone(), empty.attention_mask.clone()
-    mask[3], attention[3, 2:] = False, False
-    states = torch.nn.functional.pad(mask, (0, 1))
-    rows = replace(empty, response_mask=mask, attention_mask=attention, value_mask=states)
-    assert isinstance(rows, Sequences) and rows.response_lengths.tolist() == [3, 1, 2, 0]
-    seen, *engines = learned(world, rows, minibatch_size=4, epochs=1, budget=1)
-    _, *others = learned(world, full, minibatch_size=3, epochs=1)
-    same(engines, [engine.module for engine in others])
-    assert all(number == number for number in seen.values())

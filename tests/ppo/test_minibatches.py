@@ -25,18 +25,6 @@ def test_all_gather_rows_keeps_the_order_of_the_ranks(on_ranks, experience):
         assert rows.prompt_lengths.tolist() == [2, 4, 1, 1] and rows.response_lengths.tolist() == [3, 1, 5, 2]
 
 
-def test_all_gather_rows_gathers_objects_too(on_ranks):
-    """Raw rows and parts of scores are gathered in the order of the ranks, the same number on each."""
-    shares = [
-        answers([2, 1], metadata=({"n": 0}, {"n": 1}), style=[0.5, 1.5]),
-        answers([1, 3], metadata=({"n": 2}, {"n": 3}), style=[2.5, 3.5]),
-    ]
-    for rows in on_ranks(2, lambda world: all_gather_rows(shares[world.rank], world)):
-        assert [row["n"] for row in rows.metadata] == [0, 1, 2, 3]
-        assert [parts["style"] for parts in rows.components] == [0.5, 1.5, 2.5, 3.5]
-        assert rows.response_lengths.tolist() == [2, 1, 1, 3] and rows.limits.tolist() == [3, 3, 4, 4]
-
-
 def test_concatenated_rows_have_the_width_of_the_widest():
     rows = concatenate(
         [

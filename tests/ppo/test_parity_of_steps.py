@@ -66,16 +66,11 @@ def test_an_engine_with_its_own_weights_suspects_the_sync():
     assert "use another" not in str(raised.value) and "rollout.backend=vllm" in str(raised.value)
 
 
-@pytest.mark.parametrize("backend", ["auto", "vllm"])
-def test_the_monitor_knows_whether_the_backend_has_weights_of_its_own(backend):
-    config = composed("standard", f"rollout.backend={backend}")
-    assert parity_monitor(config).own_weights is (backend == "vllm")
-
-
 @pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-3), ("fp16", 2e-2), ("bf16", 1e-1)])
 def test_the_limit_is_by_default_that_of_the_start(dtype, bound):
     precision = f"actor.model.dtype={dtype}"
     assert parity_monitor(composed("standard", precision)) == ParityMonitor(bound, stops=True)
+    assert parity_monitor(composed("standard", precision, "rollout.backend=vllm")).own_weights
     given = composed("standard", precision, "health.max_parity=0.25", "health.parity_action=warn")
     assert parity_monitor(given) == ParityMonitor(0.25, stops=False)
     assert parity_monitor(composed("standard", precision, "health.max_parity=null")).highest is None

@@ -33,12 +33,6 @@ def test_rows_as_text(experience, tokenizer):
     assert [row["ended_by"] for row in rows] == ["<eos>", "<eos>", None, "<eos>"]
 
 
-def test_special_tokens_of_a_prompt_are_shown(experience, tokenizer):
-    ids = experience.ids.clone()
-    ids[0, 1] = 1
-    assert sample_rows(replace(experience, ids=ids), tokenizer, 1)[0]["prompt"] == "<eos>"
-
-
 def test_columns_of_tokens_by_hand(experience, tokenizer):
     """The second state of row 0 has a reward too, and row 2 the reward of the state after its last token."""
     rewards = experience.rewards.clone()
@@ -69,13 +63,6 @@ def test_columns_end_at_the_limit(experience, tokenizer):
 def test_columns_that_a_run_does_not_compute_are_missing(experience, tokenizer):
     plain = replace(without_critic(experience), logprobs=None, ref_logprobs=None)
     assert list(token_columns(plain, tokenizer, 0, 9)) == ["text", "ids", "advantages", "rewards"]
-
-
-def test_an_empty_response_has_empty_columns(experience, tokenizer):
-    attention = experience.attention_mask.clone()
-    attention[1, 2:] = False
-    empty = replace(experience, attention_mask=attention, response_mask=attention[:, 2:])
-    assert {len(column) for column in token_columns(empty, tokenizer, 1, 9).values()} == {0}
 
 
 def byte_level():
@@ -109,11 +96,6 @@ def test_pieces_of_bytes_are_whole_characters():
 def test_pieces_keep_the_spaces_of_words():
     pieces = token_texts([0, 1, 2, 4, 0], words())
     assert pieces == ["so", " what", "ever", "!", " so"]
-
-
-def test_the_id_of_a_prompt_depends_on_its_text():
-    assert prompt_id("a") == prompt_id("a") != prompt_id("b")
-    assert len(prompt_id("\ud800")) == 12
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -12,12 +12,10 @@ from ppo_ds.ppo.experience import ExperienceMaker, mask_stops
 from ppo_ds.ppo.scoring import scored, wait_for_scores
 from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rewards.function import FunctionReward
-from ppo_ds.rewards.remote import RemoteReward
 from ppo_ds.run.stopping import Abandoned
 from ppo_ds.types import Rollout, Scores
 from tests.ppo.algo_cases import Stub, maker, rounded, shaper
 from tests.ppo.test_collector import PER_ROUND, SAMPLES, dynamic
-from tests.rewards.service import serving
 
 EOS = 2
 
@@ -123,8 +121,6 @@ import pathlib, time
 ASLEEP, IN_LOOP = "time.sleep(0.01)", "import asyncio; await asyncio.sleep(0.01)"
 OVERLAPPING = {
     "processes": ("", ASLEEP, {"pool": "process", "workers": 2}),
-    "threads": ("", ASLEEP, {"pool": "thread", "workers": 2}),
-    "coroutines": ("async ", IN_LOOP, {"pool": "thread", "workers": 2}),
     "one coroutine": ("async ", IN_LOOP, {}),
 }
 
@@ -152,20 +148,6 @@ def test_a_function_overlaps_with_the_forwards(world, tmp_path, name):
     make = maker(world, actor=actor, reference=Signalling((tmp_path / "forward").touch))
     experience, _ = make_with(make, rollout, pending)
     assert experience.scores.tolist() == [3, 3] and actor.forwards == 1
-
-
-def test_a_service_overlaps_with_the_forwards(world):
-    forward = Event()
-
-    def reply(number, body):
-        assert forward.wait(100)
-        return 200, {}, b'{"scores": [0.5, 2]}'
-
-    with serving(reply) as service:
-        reward, rollout = RemoteReward(service.url, tokenizer=Words()), rollout_of([3, EOS], [4, 5, EOS])
-        pending = start_scoring(reward, rollout)
-        experience, _ = make_with(maker(world, reference=Signalling(forward.set)), rollout, pending)
-    assert experience.scores.tolist() == [0.5, 2]
 
 
 # -- waiting ---------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import json
 from copy import deepcopy
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,34 +103,6 @@ def test_an_aborted_run_shows_no_old_evaluation(tmp_path, capsys, exported):
     write_report(tmp_path, "a dry run", state, exported=exported, checkpoint="c", lists_files=False)
     shown = capsys.readouterr().out
     assert ("Held-out data" in shown) == exported and str(tmp_path) not in shown and "checkpoint" not in shown
-
-
-@pytest.mark.parametrize(("every", "steps"), [(None, [3]), (0, []), (1, [1, 2, 3]), (2, [2, 3]), (3, [3])])
-def test_checkpoints_are_saved_when_due_and_once(loop, every, steps):
-    run, events = loop(checkpoint_every=every)
-    run.fit()
-    assert named(events, "save") == steps
-
-
-@pytest.mark.parametrize(
-    ("minutes", "every", "steps"),
-    [
-        (2, None, [2, 4, 6, 7]),  # the interval starts anew at any checkpoint
-        (2.5, None, [3, 6, 7]),  # saved at the first step that ends after the interval
-        (0.5, None, [1, 2, 3, 4, 5, 6, 7]),
-        (2, 3, [2, 3, 5, 6, 7]),
-        (1e9, None, [7]),
-        (None, None, [7]),
-        (0.5, 0, []),  # checkpoint.every=0 switches both off
-    ],
-)
-def test_checkpoints_are_saved_by_time_at_the_ends_of_steps(loop, monkeypatch, minutes, every, steps):
-    """Each step takes a minute of rank 0's clock."""
-    clock = count(1000.0, 60.0)
-    monkeypatch.setattr("ppo_ds.run.timing.time.monotonic", lambda: next(clock))
-    run, events = loop(checkpoint_minutes=minutes, checkpoint_every=every, total_steps=7)
-    run.fit()
-    assert named(events, "save") == steps
 
 
 def test_the_lock_is_marked_before_the_last_save_and_after_an_error(loop):
@@ -237,21 +208,6 @@ def test_the_tables_say_that_they_show_prompts_of_the_training(tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("scores", "best"),
-    [
-        ([9.0, 0.0, -1.0, 0.5], [1, 3]),  # 0 is a score like any other
-        ([9.0, -3.0, -2.0, -2.0], [1, 2]),
-        ([9.0, 1.0, float("nan"), 0.5], [1]),
-        ([9.0, float("nan"), 0.1, 0.2], [2, 3]),
-    ],
-)
-def test_the_best_checkpoint_has_the_highest_score_so_far(loop, scores, best):
-    run, events = loop(scores=scores, eval_every=1, keep_best=True, checkpoint_every=0)
-    run.fit()
-    assert [event[1:] for event in events if event[0] == "save"] == [(step, True) for step in best]
-
-
-@pytest.mark.parametrize(
     ("scores", "steps"),
     [
         ([9.0, 0.5, 0.4, 0.3, 9.9], 3),  # the evaluation before the first step does not count
@@ -295,19 +251,6 @@ def test_a_run_that_is_stopped_and_resumed_ends_early_at_the_same_step(loop, sto
         assert (last.fit(), last.state.step) == (reason, {2: 6, 3: 8, 9: 12}[patience])
 
 
-def test_the_evaluation_of_a_stop_besides_the_schedule_selects_no_checkpoint(loop):
-    options = {"eval_every": 2, "keep_best": True, "patience": 1, "total_steps": 12}
-    run, _ = loop(scores=[0.0, 0.5, 0.8, 0.7], **options)
-    assert (run.fit(), run.state.step, run.state.best_step) == ("early_stop", 6, 4)
-    stopped, events = loop(scores=[0.0, 0.5, 0.9], stop_at_step=3, **options)
-    stopped.fit()
-    assert stopped.state.best_step == 2 and ("save", 3, False) in events
-    resumed, _ = loop(scores=[0.8, 0.7], **options)
-    resumed.saver.checkpoints.load = lambda path, models, copies: stopped.saver.state_dict()
-    resumed.saver.resume("somewhere")
-    assert (resumed.fit(), resumed.state.step, resumed.state.best_step) == ("early_stop", 6, 4)
-
-
 def test_an_early_stop_is_explained(loop, caplog):
     for first, best in (
         (0.1, "the best is 0.5 at step 2"),
@@ -320,14 +263,6 @@ def test_an_early_stop_is_explained(loop, caplog):
         why = f"early_stop: no better eval/score_mean in 1 evaluation(s) in a row (eval.patience=1); {best}"
         assert [record.getMessage() for record in caplog.records] == [why]
         assert run.tracker.told[-1] == (3, "ended", why)
-
-
-def test_a_run_says_that_no_evaluation_was_better_than_the_first(loop, caplog):
-    run, _ = loop(scores=[0.6, 0.5, 0.4, 0.3], eval_every=1, keep_best=True)
-    assert run.fit() == "done"
-    assert [record.getMessage() for record in caplog.records] == [
-        "done: no eval/score_mean was better than the 0.6 before the training; the best is 0.5 at step 1"
-    ]
 
 
 def test_another_metric_on_resume_forgets_the_best_checkpoint(loop):

@@ -31,16 +31,6 @@ def test_the_critic_alone_learns_in_the_first_steps(loop):
     assert run.stage.make_experience.critic_only == [True, True, False]
 
 
-def test_a_resumed_run_continues_its_warm_up(loop):
-    run, _ = loop(algo=WARMUP, stop_at_step=1)
-    run.fit()
-    resumed, events = loop(algo=WARMUP)
-    resumed.saver.checkpoints.saved.append(run.saver.state_dict())
-    resumed.saver.resume("somewhere")
-    resumed.fit()
-    assert learning(events) == ["learn critic", "learn"]
-
-
 def test_the_critic_is_pretrained_before_the_first_step(loop):
     """Pretraining uses its own rollouts, after the first evaluation.
 

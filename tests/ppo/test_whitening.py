@@ -51,15 +51,6 @@ def test_whitening_of_the_experience(world, over, level, unbiased, expected):
     assert flat(made, mask) == pytest.approx(expected(unbiased), abs=1e-5) and made[~mask].abs().max() == 0
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_whitening_by_minibatch_is_left_to_the_learner(world, level):
-    raw, mask = columns()
-    whitening = Whitening("minibatch", True, level)
-    assert torch.equal(whitening.whiten_rollout(raw, mask, 2, world.sum), raw)
-    expected = whitened(TOKENS, True) if level == "token" else per_token(whitened(WHOLE, True))
-    assert flat(whitening.whiten(raw, mask), mask) == pytest.approx(expected, abs=1e-5)
-
-
 @pytest.mark.parametrize("over", ["batch", "group"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_two_ranks_equal_one(on_ranks, world, over, level):
