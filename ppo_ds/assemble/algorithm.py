@@ -29,6 +29,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.ops.masked import Reduce
 from ppo_ds.planning.forwards import kept_roles, old_logprobs_source
 from ppo_ds.ppo.experience import ExperienceMaker
+from ppo_ds.ppo.health import BOUNDS, ParityMonitor
 from ppo_ds.ppo.kept_forwards import KeptForwards
 from ppo_ds.ppo.learner import Learner, RatioCounts, Schedule
 from ppo_ds.ppo.losses import (
@@ -42,9 +43,8 @@ from ppo_ds.ppo.losses import (
     ValueObjective,
     forward_options,
 )
+from ppo_ds.ppo.minibatches import Transform, whitened, with_selected, with_top_entropy, without_truncated
 from ppo_ds.ppo.model_outputs import ModelForwards
-from ppo_ds.ppo.parity import BOUNDS, ParityMonitor
-from ppo_ds.ppo.transforms import Transform, whitened, with_selected, with_top_entropy, without_truncated
 from ppo_ds.run.stage import RunContext, StepContext
 from ppo_ds.types import Sequences
 

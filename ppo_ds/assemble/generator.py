@@ -17,7 +17,7 @@ from ppo_ds.engine.rng import fork_rng
 from ppo_ds.errors import UserError
 from ppo_ds.models.size import shape_of
 from ppo_ds.planning.vllm_memory import engine_memory
-from ppo_ds.ppo.parity import PARITY_ROWS, Gap, ParityError, disagreement, parity_gap
+from ppo_ds.ppo.health import PARITY_ROWS, Gap, ParityError, disagreement, parity_gap
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.rollout.keys import BACKENDS, VLLM
 from ppo_ds.run.token_budgets import TokenBudget

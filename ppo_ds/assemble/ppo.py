@@ -31,9 +31,8 @@ from ppo_ds.distributed.world import seed_everything
 from ppo_ds.planning.budgets import settle
 from ppo_ds.planning.forwards import kept_roles
 from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
-from ppo_ds.ppo.health import KLMonitor
+from ppo_ds.ppo.health import Gap, KLMonitor
 from ppo_ds.ppo.meter import build_meter
-from ppo_ds.ppo.parity import Gap
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rollout.base import Generator, SamplingParams

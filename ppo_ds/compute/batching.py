@@ -18,14 +18,11 @@ FORWARD = 64  # fixed cost of one more forward pass, in tokens
 def plan_forwards(
     lengths: Tensor, token_budget: int, at_least: int = 1, packed: bool = False
 ) -> list[Tensor]:
-    """Groups rows of ``lengths`` [B] into forward passes, each row in one group; returns their row
-    indices.
+    """Groups rows of ``lengths`` [B] into forward passes within ``token_budget``; returns their row indices.
 
-    Rows are sorted by length, longest first, so that an out-of-memory error occurs in the first group. A
-    group stays within ``token_budget``, unless it is a single row. Packed rows cost the sum of their
-    lengths; padded ones cost rows * longest + ``FORWARD``, and the grouping has the smallest total cost.
-    The most expensive groups are halved until there are ``at_least``, since every rank must run the same
-    number of forward passes.
+    The longest rows come first, so that an out-of-memory error occurs in the first group. Packed rows cost
+    the sum of their lengths; padded ones cost rows * longest + ``FORWARD``, and the grouping is the cheapest.
+    The most expensive groups are halved until there are ``at_least``: all ranks run the same number.
     """
     assert 1 <= at_least <= len(lengths), f"{at_least} groups of {len(lengths)} rows"
     order = torch.argsort(lengths.cpu(), descending=True, stable=True)
@@ -43,11 +40,7 @@ def plan_forwards(
 def plan_microbatches(
     prompt_lengths: Tensor, limits: Tensor, token_budget: int, at_least: int = 1
 ) -> list[Tensor]:
-    """Groups rows before generation, when only the limit of each response is known; see plan_forwards.
-
-    ``limits`` [B] is the maximum number of new tokens of each row. A group costs rows * (its longest prompt +
-    its largest limit).
-    """
+    """Groups rows before generation, at a cost of rows * (longest prompt + largest limit of new tokens)."""
     assert 1 <= at_least <= len(limits), f"{at_least} groups of {len(limits)} rows"
     order = torch.argsort((prompt_lengths + limits).cpu(), descending=True, stable=True)
     prompts, responses = prompt_lengths.cpu()[order].tolist(), limits.cpu()[order].tolist()
@@ -70,11 +63,7 @@ def _groups(order: Tensor, ends: list[int]) -> list[Tensor]:
 
 
 def split_groups(ends: list[int], at_least: int, cost: Callable[[int, int], int]) -> list[int]:
-    """Halves the most expensive group of several rows, the first of equals, until there are ``at_least``.
-
-    Groups are consecutive rows and are given and returned by their ends. ``cost(start, end)`` is the cost of
-    a group.
-    """
+    """Halves the most expensive group, the first of equals, until there are ``at_least``; returns ends."""
     if len(ends) >= at_least:
         return ends
     ends = list(ends)
@@ -129,10 +118,9 @@ def cheapest_groups(descending: list[int], token_budget: int) -> list[int]:
 
 
 def balance_ranks(lengths: Tensor, ranks: int) -> list[Tensor]:
-    """Assigns rows of ``lengths`` [B] to ranks, B divisible by ``ranks``; returns the row indices of each.
+    """Assigns the same number of rows of ``lengths`` [B] to each rank; returns the row indices of each.
 
-    Rows are sorted by length and assigned in snake order (0 1 2 2 1 0 0 1 2 ...), so that every rank gets
-    the same number of rows and about the same number of tokens.
+    Sorted by length, they are dealt in snake order (0 1 2 2 1 0 0 1 2 ...), for similar numbers of tokens.
     """
     assert len(lengths) % ranks == 0, f"{len(lengths)} rows over {ranks} ranks"
     rounds = torch.argsort(lengths.cpu(), descending=True, stable=True).view(-1, ranks).clone()
@@ -141,10 +129,7 @@ def balance_ranks(lengths: Tensor, ranks: int) -> list[Tensor]:
 
 
 def plan_share(lengths: Tensor, token_budget: int, rank: int, ranks: int, packed: bool) -> list[Tensor]:
-    """Groups the share of ``rank`` of the rows of ``lengths`` [B] into forward passes; see plan_forwards.
-
-    Every rank gets the same number of groups.
-    """
+    """Groups the share of ``rank`` of the rows of ``lengths`` [B] into as many forwards as all ranks run."""
     shares = balance_ranks(lengths, ranks)
     plans = [plan_forwards(lengths[rows], token_budget, packed=packed) for rows in shares]
     plan, count = plans[rank], max(len(plan) for plan in plans)

@@ -1,7 +1,6 @@
-"""RMSNorm and rotary position embeddings with fewer kernels and fewer saved tensors than autograd needs.
+"""RMSNorm and rotary position embeddings with fewer kernels and saved tensors than autograd needs.
 
-Results and gradients are bit-identical to those of transformers: the same operations run in the same
-order.
+Results and gradients are bit-identical to those of transformers.
 """
 
 from __future__ import annotations

@@ -126,10 +126,7 @@ def _within(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
 
 
 class _Sums:
-    """Running statistics of each row over the blocks of the vocabulary.
-
-    They are the largest logit, sum exp(z - largest) and sum exp(z - largest) (z - largest).
-    """
+    """The largest logit, sum exp(z - largest) and sum exp(z - largest) (z - largest) of each row so far."""
 
     def __init__(self, like: Tensor):
         self.largest = torch.full_like(like, torch.finfo(like.dtype).min)

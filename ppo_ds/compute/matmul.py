@@ -79,10 +79,7 @@ def packs(weight: Tensor) -> bool:
 
 
 def packed(weight: Tensor) -> Tensor:
-    """Returns a copy of the weight in oneDNN's layout for products with few rows; it suits any other number.
-
-    The products equal oneDNN's products with the weight itself up to rounding.
-    """
+    """Returns a copy of the weight in oneDNN's layout, which suits products with few rows best."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 32)
 
 

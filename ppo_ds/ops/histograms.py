@@ -23,10 +23,9 @@ def count_bins(values: Tensor, edges: Tensor, mask: Tensor | None = None) -> Ten
 
 
 def count_equal_bins(values: Tensor, bins: int = BINS) -> tuple[Tensor, Tensor]:
-    """Counts the finite values in bins of equal width from the least to the largest value.
+    """Counts the finite values in bins of equal width: counts [bins] and edges [bins+1], on the CPU.
 
-    Returns counts [bins] and edges [bins+1], both on the CPU. Equal values get one bin of width 1 around
-    them; without finite values, both are empty.
+    Equal values get one bin of width 1; without finite values, both are empty.
     """
     values = values[values.isfinite()].double().cpu()
     if not len(values):

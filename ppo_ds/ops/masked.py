@@ -47,8 +47,7 @@ def masked_mean_var(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes mean, variance and count (0-dim) of the positions with mask = 1 over all ranks; detached.
 
-    Two passes in float64, since E[x^2] - E[x]^2 loses all precision far from 0. The variance of fewer than
-    two positions is 0.
+    Two passes, since E[x^2] - E[x]^2 loses all precision far from 0. The variance of one position is 0.
     """
     total = reduce or (lambda t: t)
     mask = mask.bool().expand_as(x)

@@ -19,11 +19,10 @@ def response_mask(
     lengths: Tensor | None = None,
     include_eos: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Determines which response tokens [B,T] are actions of the policy.
+    """Returns the actions [B,T] bool, the lengths [B] up to the first stop token, and if there is one [B].
 
     ``lengths`` [B] are the generated tokens, if the backend knows them. Without ``include_eos`` the stop
-    token is no action, but counts in the lengths. Returns the mask [B,T] bool; lengths [B] long up to and
-    including the first stop token; finished [B] bool, True if the row contains a stop token.
+    token is no action, but counts in the lengths.
     """
     width = response_ids.shape[1]
     positions = torch.arange(width, device=response_ids.device)
@@ -60,20 +59,15 @@ def last_token_index(mask: Tensor) -> Tensor:
 
 
 def next_token_mask(mask: Tensor) -> Tensor:
-    """Sets ``mask`` also at the position after the last token, where DeepSpeed-Chat and TRL put the score.
-
-    [B,T] -> [B,T]. In an empty row, this is the first position. A full row stays unchanged. The result has
-    the dtype of ``mask``.
-    """
+    """Sets ``mask`` [B,T] also at the position after the last token; a full row stays unchanged."""
     positions = torch.arange(mask.shape[1], device=mask.device)
     return (mask.bool() | (positions == last_token_index(mask)[:, None] + 1)).to(mask.dtype)
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
-    """Numbers the attended positions of each row 0, 1, 2, ...: [B,S] -> [B,S] long.
+    """Numbers the attended positions of each row 0, 1, 2, ...: [B,S] -> [B,S] long; masked ones get 1.
 
-    Masked positions get 1; any valid position id would work. Without explicit position ids, left padding
-    shifts the positions of models with learned position embeddings (GPT-2, OPT).
+    Without position ids, left padding shifts the learned position embeddings of GPT-2 and OPT.
     """
     attended = attention_mask.bool()
     return torch.where(attended, attended.long().cumsum(dim=1) - 1, 1)

@@ -60,8 +60,8 @@ def filter_logits(scores: Tensor, top_k: int, top_p: float) -> Tensor:
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Returns the token of each row [n] at which the running sum of the weights [n,V] exceeds u x total.
 
-    A float32 running sum over 150k tokens would be off by more than its smallest terms. A float64 running
-    sum of block sums therefore selects a block, and one of the weights in this block selects the token.
+    A float64 running sum of block sums selects a block, and one of its weights selects the token: a float32
+    sum over 150k tokens would be off by more than its smallest terms.
     """
     n, vocabulary = weights.shape
     if vocabulary % _BLOCK:

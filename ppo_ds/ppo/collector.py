@@ -1,7 +1,4 @@
-"""Collection of the rollout of one PPO step: generation and scoring, in one or several rounds.
-
-Scoring may go on in the background; dynamic sampling waits for it.
-"""
+"""Collection of the rollout of one PPO step: generation and scoring, in one or several rounds."""
 
 from __future__ import annotations
 
@@ -79,9 +76,8 @@ class GreedyRolloutCollector(RolloutCollector):
 class DynamicRolloutCollector(RolloutCollector):
     """DAPO's dynamic sampling (Yu et al. 2025): replaces prompts whose responses all have the same score.
 
-    Rounds run until all ranks together have enough prompts whose responses differ in score, in the order
-    in which they were drawn. After ``max_rounds``, prompts with equal scores fill the batch, so its size
-    never changes.
+    Rounds run until all ranks together have enough prompts whose responses differ in score. After
+    ``max_rounds``, prompts with equal scores fill the batch, so its size never changes.
     """
 
     group_size: int

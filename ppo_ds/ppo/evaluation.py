@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,12 +16,13 @@ from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ppo.sample_rows import last_message, response_columns
 from ppo_ds.ppo.scoring import StartScoring, wait_for_scores
 from ppo_ds.ppo.win_rate import ReferenceResponses, Rows, win_rate
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.run.metrics import MetricSums
 from ppo_ds.run.stage import HELD_OUT, Evaluation
-from ppo_ds.types import Prompts, Rollout, Row, Scores
+from ppo_ds.types import Prompts, Rollout, Scores
 
 PHASE = "in an evaluation"
 
@@ -125,61 +125,24 @@ class Evaluator:
         rows, sums = [], scores.sums
         for i in counted.nonzero().flatten().tolist():
             response = rollout.response_ids[i, : rollout.response_lengths[i]].tolist()
+            notes = {"episode_end": rollout.episode_ends[i]} if rollout.episode_ends else {}
+            if scores.components:
+                notes["components"] = {name: float(column[i]) for name, column in scores.components.items()}
             row = {
                 "prompt": rollout.metadata[i]["prompt_text"],
                 "asked": last_message(rollout.metadata[i]),
-                "response": self.tokenizer.decode(response),
-                "score": float(sums[i]),
-                "length": len(response),
-                "finish": "stop" if rollout.finished[i] else "length",
                 "prompt_id": prompt_id(rollout.metadata[i]["prompt_text"]),
-                **episode_columns(
-                    rollout.feedback_mask,
-                    None if rollout.episode_ends is None else rollout.episode_ends[i],
-                    i,
-                    response,
-                    self.tokenizer,
-                ),
+                **response_columns(rollout, i, response, float(sums[i]), notes, self.tokenizer),
             }
-            if scores.components:
-                row["components"] = {name: float(column[i]) for name, column in scores.components.items()}
             if more:
                 row["rewards"] = {name: float(column[i]) for name, column in more.items()}
             rows.append(row)
         return rows
 
 
-def episode_columns(
-    feedback_mask: Tensor | None, end: str | None, i: int, ids: list[int], tokenizer: Tokenizer
-) -> dict[str, Any]:
-    """Returns what a sample row says about the episode of row ``i``, whose response has the tokens ``ids``.
-
-    "turns" are the texts of the policy and of the environment in turn, "episode_end" is ``end``. Returns
-    {} without an environment.
-    """
-    if feedback_mask is None or end is None:
-        return {}
-    turns = [
-        {
-            "by": "environment" if is_feedback else "policy",
-            "text": tokenizer.decode([ids[t] for t in positions]),
-        }
-        for is_feedback, positions in groupby(range(len(ids)), feedback_mask[i].tolist().__getitem__)
-    ]
-    return {"turns": turns, "episode_end": end}
-
-
 @contextmanager
 def _heartbeat_phase(what: str) -> Iterator[None]:
-    """Sets the phase of the heartbeat to ``what`` inside the block.
-
-    PhaseTimer does not record this phase: its time counts for the timer's current phase, if there is one.
-    """
+    """Sets the phase of the heartbeat, but not of the PhaseTimer, to ``what`` inside the block."""
     heartbeat.enter(f"{what}, {PHASE}")
     yield
     heartbeat.enter(PHASE)
-
-
-def last_message(row: Row) -> str:
-    """Returns the last message of a chat, without the template, or the prompt text of any other row."""
-    return row["messages"][-1]["content"] if "messages" in row else row["prompt_text"]

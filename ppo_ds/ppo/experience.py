@@ -57,10 +57,7 @@ class ExperienceMaker:
     def __call__(
         self, rollout: Rollout, pending_scores: Pending[Scores], kl_coef: float, critic_only: bool = False
     ) -> tuple[Experience, Metrics]:
-        """Makes the experience of all ranks from the rollout of this rank, with metrics. A collective.
-
-        ``critic_only`` says that the update will train only the critic.
-        """
+        """Makes the experience of all ranks from the rollout of this rank, with metrics. A collective."""
         if self.masked_stop_ids:
             rollout = mask_stops(rollout, self.masked_stop_ids)
         mask = rollout.response_mask
@@ -112,10 +109,7 @@ class ExperienceMaker:
         return all_gather_rows(experience, self.world), metrics
 
     def baselines(self, greedy: ScoredRollout) -> Tensor:
-        """Returns the shaped score of the greedy response to the prompt of each row, [B].
-
-        The running moments do not include these scores.
-        """
+        """Returns the shaped score of the greedy response to the prompt of each row, [B]."""
         shaped, _ = self.shaper(greedy, update=False)
         return (shaped + greedy.token_scores.sum(1)).repeat_interleave(self.group_size)
 
@@ -184,23 +178,15 @@ def add_weight_metrics(sums: MetricSums, experience: Experience, section: Bounde
 
 def response_notes(rollout: ScoredRollout) -> tuple[dict[str, Any], ...] | None:
     """Returns what Experience.notes says about each response."""
-    columns = {
-        "components": rollout.components if rollout.components[0] else None,
-        "episode_end": rollout.episode_ends,
-    }
-    present = {name: column for name, column in columns.items() if column is not None}
-    return (
-        tuple({name: column[i] for name, column in present.items()} for i in range(len(rollout)))
-        if present
-        else None
-    )
+    columns = {"components": rollout.components, "episode_end": rollout.episode_ends}
+    present = {name: column for name, column in columns.items() if column and column[0]}
+    if not present:
+        return None
+    return tuple({name: column[i] for name, column in present.items()} for i in range(len(rollout)))
 
 
 def mask_stops(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> Rollout:
-    """Removes end tokens from the response mask; models still attend to them.
-
-    zysNLP's code always does this. DeepSpeed-Chat does it if the pad token is an end token.
-    """
+    """Removes end tokens from the response mask; models still attend to them (zysNLP, DeepSpeed-Chat)."""
     ids = rollout.response_ids
     stops = torch.isin(ids, torch.tensor(stop_token_ids, dtype=ids.dtype))
     last = torch.arange(rollout.response_width) == rollout.response_lengths[:, None] - 1

@@ -1,7 +1,4 @@
-"""Metrics computed from an Experience.
-
-Every rank holds all rows, so nothing here is a collective.
-"""
+"""Metrics computed from an Experience. Every rank holds all rows, so nothing here is a collective."""
 
 from __future__ import annotations
 
@@ -77,10 +74,7 @@ def decode_gap(experience: Experience) -> dict[str, Tensor]:
 
 
 def episode_metrics(experience: Experience) -> dict[str, Tensor]:
-    """Computes the metrics of an environment: turns, feedback, and the reasons why episodes ended.
-
-    Returns {} without an environment.
-    """
+    """Computes the metrics of an environment, {} without one."""
     feedback, notes = experience.feedback_mask, experience.notes
     if feedback is None or notes is None:
         return {}
@@ -95,11 +89,7 @@ def episode_metrics(experience: Experience) -> dict[str, Tensor]:
 
 
 def count_turns(feedback: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the number of turns of each response, [B] long.
-
-    Each run of tokens in ``feedback`` [B,R] is followed by a turn. ``lengths`` [B] are those of the
-    responses; an empty response has no turn.
-    """
+    """Returns the number of turns of each response, [B] long: each run of ``feedback`` [B,R] precedes one."""
     begins = feedback & ~pad(feedback[:, :-1], (1, 0))
     return begins.sum(1) + (lengths > 0)
 

@@ -1,18 +1,27 @@
-"""Health checks of PPO: non-finite numbers in an experience and the limit on the KL.
+"""Health checks of PPO, alike on all ranks: non-finite numbers, the KL, and the parity of log-probs.
 
-All ranks make the same decisions, since each rank holds the rows of all ranks and gets the same reduced sums.
+The log-probs of the decode backend are compared with those of the training engine at start-up, where wrong
+position ids or masks show, and in each step, since stale weights show only after an update.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ppo_ds.engine.hybrid import HybridActor
+from ppo_ds.errors import UserError
+from ppo_ds.ppo.minibatches import scatter_tokens
+from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.run.health import SkippedStep
-from ppo_ds.types import Experience, Metrics
+from ppo_ds.run.metrics import MetricSums
+from ppo_ds.run.microbatches import forward_rows, scoring_plan
+from ppo_ds.run.stopping import StepRefused
+from ppo_ds.types import Experience, Metrics, Prompts
 
 LABELS = {  # column -> label of one of its numbers, in the order in which the columns are computed
     "scores": "score",
@@ -30,10 +39,7 @@ LABELS = {  # column -> label of one of its numbers, in the order in which the c
 
 @dataclass(frozen=True)
 class NonFiniteStep(SkippedStep):
-    """A skipped optimizer step of PPO, with the data that a replay needs.
-
-    ``what`` may also name a column of the experience, such as "score" or "log-prob of token 17".
-    """
+    """A skipped optimizer step of PPO, with the data that a replay needs."""
 
     minibatch: Experience  # the rows of the step, from all ranks
     rows: Tensor  # [b] long: the index of each of these rows in the rollout
@@ -44,10 +50,7 @@ class NonFiniteStep(SkippedStep):
 
 
 def first_nonfinite(experience: Experience) -> tuple[str, int] | None:
-    """Returns the name and the row of the first non-finite number, or None.
-
-    Columns are searched in the order of LABELS, each only where its mask is set.
-    """
+    """Returns the name and the row of the first non-finite number under a mask, in the order of LABELS."""
     actions = experience.response_mask
     masks = {
         **dict.fromkeys(
@@ -68,27 +71,117 @@ def first_nonfinite(experience: Experience) -> tuple[str, int] | None:
     return None
 
 
-@dataclass
-class KLMonitor:
-    """Compares kl/k3_token_mean with a limit.
+# -- parity of log-probs, limits ----------------------------------------------------------------------
 
-    k3 is never negative, whereas k1 is signed and becomes negative when a policy collapses.
-    """
+PARITY_ROWS, PARITY_TOKENS = 8, 16  # rows per rank, and new tokens per row
+
+# Largest allowed mean |difference| per token, in nats. Rounding errors of the dtype are well below these
+# bounds, real errors far above them (left padding without position ids changes GPT-2's log-probs by 0.1 and
+# more).
+BOUNDS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
+
+
+Gap = tuple[float, float]  # mean and max |log-prob difference| per token, nats
+
+
+class ParityError(UserError):
+    """Raised, on all ranks, if decoding and training disagree on the log-probs of the same tokens."""
+
+
+@torch.no_grad()
+def parity_gap(
+    prompts: Prompts, *, actor: HybridActor, generator: Generator, sampling: SamplingParams, token_budget: int
+) -> Gap:
+    """Measures the gap between the log-probs of a few tokens in generation and in training. A collective."""
+    few = prompts.select(torch.arange(min(PARITY_ROWS, len(prompts))))
+    short = replace(sampling, max_new_tokens=min(PARITY_TOKENS, sampling.max_new_tokens), min_new_tokens=0)
+    with actor.generation_mode():
+        rollout = generator(few, short)
+    plan = scoring_plan(rollout, token_budget, actor.world)
+    logprobs = scatter_tokens([out.logprobs for out in forward_rows(actor, rollout, plan)], rollout, plan)
+    gap = (rollout.logprobs - logprobs).abs().masked_fill(~rollout.response_mask, 0.0)
+    sums = MetricSums()
+    sums.add_mean("mean", gap, rollout.response_mask)
+    sums.add_max("max", gap.max())
+    found = sums.reduced(actor.world)
+    return found["mean"], found["max"]
+
+
+def disagreement(gap: Gap, dtype: str) -> str | None:
+    """Returns an error message if ``gap`` exceeds the bound of ``dtype``, otherwise None."""
+    mean, largest = gap
+    if mean <= BOUNDS[dtype]:
+        return None
+    return (
+        f"generation and training disagree: log-probs of the same tokens differ by {mean:.4g} nats on "
+        f"average (at most {largest:.4g}), allowed for {dtype} is {BOUNDS[dtype]:.4g}"
+    )
+
+
+@dataclass
+class Limit:
+    """An upper limit of a metric."""
 
     highest: float | None  # nats per token; None: no limit
     stops: bool
     above: bool = False
 
-    def exceeded(self, metrics: Metrics) -> str | None:
+    def exceeds(self, value: float) -> bool:
+        return self.highest is not None and math.isfinite(value) and value > self.highest
+
+    def rises(self, value: float) -> bool:
+        """Returns whether ``value`` is above the limit and the one before was not."""
+        was_above, self.above = self.above, self.exceeds(value)
+        return self.above and not was_above
+
+
+class KLMonitor(Limit):
+    """Compares kl/k3_token_mean with a limit.
+
+    k3 is never negative, whereas k1 is signed and becomes negative when a policy collapses.
+    """
+
+    def warning(self, metrics: Metrics) -> str | None:
         """Returns a message in the step in which the KL rises above the limit, otherwise None."""
         kl = metrics.get("kl/k3_token_mean")
-        if self.highest is None or kl is None:
-            return None
-        was_above, self.above = self.above, kl > self.highest
-        if was_above or not self.above:
+        if kl is None or not self.rises(kl):
             return None
         return (
             f"kl/k3_token_mean={kl:.4g} nats per token is above health.max_kl={self.highest:g}: "
             "lower actor.optim.lr or algo.epochs, raise algo.kl.coef, or set algo.target_kl; "
             "health.kl_action says whether this stops the run"
+        )
+
+
+@dataclass
+class ParityMonitor(Limit):
+    """Compares the gap of each PPO step with a limit."""
+
+    old_from_rollout: bool = False  # algo.old_logprobs=rollout, which excludes algo.rollout_is
+    own_weights: bool = False  # the decode backend has weights of its own (rollout.backend=vllm)
+
+    def stop_if_exceeded(self, mean: float) -> None:
+        """Raises StepRefused if a mean gap above the limit ends the run; a non-finite one does not."""
+        if self.stops and self.exceeds(mean):
+            raise StepRefused("max_parity", self.message(mean))
+
+    def warning(self, metrics: Metrics) -> str | None:
+        """Returns a message in the step in which the gap rises above the limit, otherwise None."""
+        mean = metrics.get("parity/logp_abs_diff_mean")
+        return self.message(mean) if mean is not None and self.rises(mean) else None
+
+    def message(self, mean: float) -> str:
+        cause = "the decode backend probably has stale weights, so use another rollout.backend"
+        if self.own_weights:
+            cause = (
+                "the engine of rollout.backend=vllm probably has stale weights, because the sync did not "
+                "send some names or vLLM ignored them, so report the model"
+            )
+        weights = "algo.rollout_is.kind"
+        if self.old_from_rollout:
+            weights = f"algo.old_logprobs=recompute and {weights}"
+        return (
+            f"parity/logp_abs_diff_mean={mean:.4g} nats per token is above health.max_parity="
+            f"{self.highest:g}: {cause}; if the gap is rounding, set {weights} and raise health.max_parity; "
+            "health.parity_action says whether this stops the run"
         )

@@ -30,8 +30,7 @@ class KeptOutputs(NamedTuple):
 class KeptForwards:
     """Runs forwards of a rollout with gradients, and keeps their outputs until the update takes them.
 
-    Forwards are kept only if every rank runs all its rows in one forward, which is then the only
-    micro-batch of the update. Each rank then trains on the rows that it has generated.
+    Every rank must run all its rows in one forward, which is then the only micro-batch of the update.
     """
 
     options: Mapping[str, Mapping[str, Any]]  # model -> options of its forward in the update
@@ -49,7 +48,6 @@ class KeptForwards:
     def of_rollout(self, rollout: Sequences, plan: list[Tensor], critic_only: bool) -> Iterator[None]:
         """Allows forwards of ``rollout`` to be kept inside the block if ``plan`` permits it. A collective.
 
-        ``plan`` has the row indices of each forward. With ``critic_only`` no forward of the actor is kept.
         An exception that leaves the block drops the outputs.
         """
         self.kept = KeptOutputs(None, {})
@@ -79,10 +77,6 @@ class KeptForwards:
         total = int(self.world.sum(torch.tensor(tokens)))
         return most <= self.token_budget and 2 * most * self.world.size <= 3 * total
 
-    def keeps(self, name: str) -> bool:
-        """Returns whether the next forward of a model is kept."""
-        return name in self.names
-
     def forward(self, name: str, model: Callable[..., Any]) -> Any:
         """Runs ``model`` with gradients on the rows of the rollout, keeps its output and returns it."""
         rows = self.sequences
@@ -93,10 +87,7 @@ class KeptForwards:
         return out
 
     def switch_off(self) -> str | None:
-        """Drops the outputs and keeps no further forward, if the last rollout permitted forwards to be kept.
-
-        Returns the setting with the same effect, or None if nothing has changed. Every rank returns the same.
-        """
+        """Keeps no further forward; returns the setting with the same effect, None if nothing was kept."""
         if self.kept.rows is None:
             return None
         self.kept, self.off = KeptOutputs(None, {}), True

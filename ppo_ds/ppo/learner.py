@@ -1,7 +1,6 @@
 """Implements learn: several epochs of clipped policy and value updates over one experience.
 
-Actor and critic step together or not at all: the backward passes of both come first, then all ranks agree
-on whether every loss and gradient is finite (engine/lockstep.py).
+Actor and critic step together or not at all, see engine/lockstep.py.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ from ppo_ds.engine.trained import StepInfo, TrainedModel
 from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ops.histograms import RATIO_EDGES, count_bins
 from ppo_ds.ops.masked import keep, sum_and_count
-from ppo_ds.ppo.health import NonFiniteStep, first_nonfinite
+from ppo_ds.ppo.health import NonFiniteStep, ParityMonitor, first_nonfinite
 from ppo_ds.ppo.kept_forwards import KeptForwards, KeptOutputs
 from ppo_ds.ppo.losses import Parts, PtxObjective, Term, ValueObjective, actor_loss, forward_options
-from ppo_ds.ppo.minibatches import minibatches, scatter_tokens
-from ppo_ds.ppo.parity import ParityMonitor
-from ppo_ds.ppo.transforms import Transform
+from ppo_ds.ppo.minibatches import Transform, minibatches, scatter_tokens
 from ppo_ds.run.metrics import MetricSums, step_metrics
 from ppo_ds.run.microbatches import microbatch_rows, microbatches, padding
 from ppo_ds.run.stage import StepContext
@@ -71,7 +68,7 @@ class RatioCounts:
         self.world, self.counts = world, None  # counts in the bins of RATIO_EDGES on this rank, [N] long
 
     def add(self, micro: Experience, logprobs: Tensor) -> None:
-        """Counts the ratios of a micro-batch; ``logprobs`` [b,R'] are of the current policy."""
+        """Counts the ratios of a micro-batch to the current policy's ``logprobs`` [b,R']."""
         old_logprobs = logprobs if micro.old_logprobs is None else micro.old_logprobs.to(logprobs.device)
         edges = torch.tensor(RATIO_EDGES, device=logprobs.device)
         ratios = (logprobs - old_logprobs).exp()
@@ -212,10 +209,9 @@ class Learner:
         metrics: MetricSums,
         kept: dict[str, Any],
     ) -> tuple[dict[str, Tensor], ActorBackward | None]:
-        """Accumulates the gradients of one optimizer step and returns the losses by model.
+        """Accumulates the gradients of one optimizer step over ``micros``; returns the losses by model.
 
-        ``micros`` are this rank's micro-batches of ``minibatch``. Outputs in ``kept`` are removed, so that
-        their graphs are freed after the backward.
+        Outputs in ``kept`` are removed, so that their graphs are freed after the backward.
         """
         totals, value_totals = self.totals(minibatch)
         losses: dict[str, Tensor] = {}
@@ -242,10 +238,9 @@ class Learner:
         actor: ActorBackward | None,
         first: bool,
     ) -> LockstepResult:
-        """Steps all models or none, and sums what the next steps and the parity check need over ranks.
+        """Steps all models or none; the ``first`` raises StepRefused if the gap of generation is too large.
 
-        ``sums`` of the result begins with the sum and the count of approx_kl if the schedule has a
-        target_kl. The ``first`` step checks the gap of generation. Raises StepRefused if it is too large.
+        With a target_kl, ``sums`` of the result begins with the sum and the count of approx_kl.
         """
         extra, measures_gap = [], False
         if actor is not None:
@@ -269,10 +264,7 @@ class Learner:
         self.parity.stop_if_exceeded(total / max(count, 1.0))
 
     def totals(self, minibatch: Experience) -> tuple[BatchTotals, BatchTotals]:
-        """Counts the actions and, with a critic, the trained states of one optimizer step.
-
-        Not a collective, since every rank holds all rows.
-        """
+        """Counts the actions and, with a critic, the trained states of one optimizer step. No collective."""
         norm, size = self.norm * len(minibatch), self.world.size
         totals = batch_totals([minibatch.response_mask], dp_size=size, norm=norm)
         for term in self.terms:
@@ -341,11 +333,9 @@ class Learner:
         kl_coef: float,
         out: PolicyOutput | None = None,
     ) -> tuple[Tensor, Parts, Tensor]:
-        """Computes a micro-batch's part of the actor's loss, its metrics and its log-probs [b,R']
-        (detached).
+        """Computes a micro-batch's part of the actor's loss, its metrics and its detached log-probs [b,R'].
 
-        With a shared trunk, the loss includes the value loss. ``out`` is the output of the actor, if it is
-        known.
+        With a shared trunk, the loss includes the value loss. ``out`` is the actor's output, if it is known.
         """
         if out is None:
             out = self.actor(

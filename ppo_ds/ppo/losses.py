@@ -25,8 +25,7 @@ Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see algorit
 class Term(Protocol):
     """A summand of the actor's loss.
 
-    At action level sequence a response is one action: it has one ratio and is one term of each mean, and its
-    log-prob and its KL are summed over its tokens. The aggregation of the terms says so.
+    At action level sequence a response is one action, whose log-prob and KL are summed over its tokens.
     """
 
     @property
@@ -178,10 +177,7 @@ class PositiveNLLTerm(Term):
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """Computes the critic's loss: coef * (1/2 if half) * squared error, clipped around the old value.
-
-    At action level sequence there is one value per response.
-    """
+    """Computes the critic's loss: coef * (1/2 if half) * squared error, clipped around the old value."""
 
     value: ValueConfig
     agg: Aggregation

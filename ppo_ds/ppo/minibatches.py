@@ -1,4 +1,4 @@
-"""Exchanges the rows of a rollout among ranks, forms minibatches and collects the outputs of forwards.
+"""Exchanges the rows of a rollout among ranks, forms minibatches, transforms them and collects outputs.
 
 Every rank receives all rows. One seeded permutation of the *global* rows forms the minibatches, so that
 the number of ranks affects only the speed, and totals are known without communication.
@@ -6,15 +6,17 @@ the number of ranks affects only the speed, and totals are known without communi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from ppo_ds.algorithm.credit.whitening import Whitening
+from ppo_ds.algorithm.policy.selection import top_entropy_tokens
 from ppo_ds.distributed.world import World
-from ppo_ds.types import Sequences, to_device
+from ppo_ds.types import Experience, Sequences, to_device
 
 S = TypeVar("S", bound=Sequences)
 
@@ -51,18 +53,14 @@ def minibatches(n_rows: int, minibatch_size: int, generator: torch.Generator) ->
 def scatter_tokens(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
     """Assembles per-token outputs [B,R], float32 on the CPU, from the ``parts`` [b,R'] of all forwards.
 
-    Positions beyond the end of a response are 0. A generated token that is not an action (an end token
-    outside the mask) keeps its value.
+    Positions beyond the end of a response are 0; an end token outside the mask keeps its value.
     """
     responses = sequences.response_attention
     return scatter_rows(parts, plan, torch.zeros(responses.shape)).masked_fill(~responses, 0.0)
 
 
 def scatter_states(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
-    """Assembles per-state outputs [B,S], float32 on the CPU, from the ``parts`` [b,S'] of all forwards.
-
-    Positions beyond the state after the last token of a response are 0.
-    """
+    """Assembles per-state outputs [B,S] in the same way; 0 beyond the state after the last token."""
     states = torch.arange(sequences.response_width + 1) <= sequences.response_lengths[:, None]
     return scatter_rows(parts, plan, torch.zeros(states.shape)).masked_fill(~states, 0.0)
 
@@ -77,3 +75,41 @@ def scatter_rows(parts: list[Tensor], plan: list[Tensor], out: Tensor) -> Tensor
     for rows, part, piece in zip(plan, parts, pieces, strict=True):
         out[rows, : part.shape[1]] = piece.view(part.shape)
     return out
+
+
+# A transform of an optimizer step: (its rows, from all ranks, a generator) -> rows of the same number. The
+# generator has the same state on every rank; it draws selected tokens, never the order of the rows.
+Transform = Callable[[Experience, torch.Generator], Experience]
+
+
+def whitened(rows: Experience, _: torch.Generator, *, whitening: Whitening) -> Experience:
+    """Whitens the advantages (`algo.advantage.whiten=minibatch`)."""
+    return replace(rows, advantages=whitening.whiten(rows.advantages, rows.response_mask))
+
+
+def without_truncated(rows: Experience, _: torch.Generator) -> Experience:
+    """Removes the responses that did not end with a stop from the masks of the losses (Yu et al. 2025)."""
+    ended = rows.finished[:, None]
+    states = None if rows.value_mask is None else rows.value_mask & ended
+    return replace(rows, response_mask=rows.response_mask & ended, value_mask=states)
+
+
+def with_top_entropy(rows: Experience, _: torch.Generator, *, share: float) -> Experience:
+    """Limits the policy loss to the ``share`` of the tokens with the highest entropy (Wang et al. 2025).
+
+    The other tokens still count in the divisor of the mean. Rows without entropies stay as they are.
+    """
+    if rows.entropy is None:
+        return rows
+    kept = top_entropy_tokens(rows.entropy, rows.response_mask, share)
+    return replace(rows, weights=rows.weights.masked_fill(~kept, 0.0))
+
+
+def with_selected(
+    rows: Experience, generator: torch.Generator, *, selection: Callable[..., Tensor]
+) -> Experience:
+    """Adds the column ``selected`` of a policy loss (PolicyConfig.selection) to rows that have log-probs."""
+    if rows.logprobs is None:
+        return rows
+    selected = selection(rows.logprobs, rows.advantages, rows.response_mask, generator)
+    return replace(rows, selected=selected)

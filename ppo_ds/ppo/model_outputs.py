@@ -85,7 +85,7 @@ class ModelForwards:
         self, name: str, model: TrainedModel, rollout: Rollout, plan: list[Tensor], **options: Any
     ) -> list[Any]:
         """Runs a trained model on the rows of each entry of ``plan``; may keep the graph for the update."""
-        if self.kept is not None and self.kept.keeps(name):
+        if self.kept is not None and name in self.kept.names:
             return [self.kept.forward(name, model)]
         return forward_rows(model, rollout, plan, **options)
 

@@ -5,14 +5,14 @@ Every rank holds all rows of an Experience, but only the metadata of its own pro
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from ppo_ds.data.prompts import prompt_id
 from ppo_ds.distributed.world import World
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.ppo.evaluation import episode_columns, last_message
 from ppo_ds.ppo.experience_metrics import reference_log_ratio
-from ppo_ds.types import Experience, Rollout
+from ppo_ds.types import Experience, Rollout, Row
 
 DIGITS = 4  # decimals of the numbers of tokens
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not yet a character
@@ -21,42 +21,55 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not yet a 
 def sample_rows(
     experience: Experience, tokenizer: Tokenizer, limit: int, token_limit: int = 0
 ) -> list[dict[str, Any]]:
-    """Returns the first ``limit`` rows (-1: all) as text, with their numbers.
-
-    With ``token_limit``, each has columns of its first tokens, at most that many, see ``token_columns``.
-    """
+    """Returns the first ``limit`` rows (-1: all) as text, with columns of ``token_limit`` tokens of each."""
     log_ratio, width = reference_log_ratio(experience), experience.prompt_width
     kl = [None] * len(experience) if log_ratio is None else log_ratio.sum(1).tolist()
     rows = []
     for i in range(len(experience) if limit < 0 else min(limit, len(experience))):
         prompt = experience.ids[i, :width][experience.attention_mask[i, :width]].tolist()
         response = experience.response_ids[i, : experience.response_lengths[i]].tolist()
-        finished = bool(experience.finished[i])
         notes = {} if experience.notes is None else experience.notes[i]
-        end = notes.get("episode_end")
+        last = tokenizer.decode(response[-1:], skip_special_tokens=False)
         tokens = {"tokens": token_columns(experience, tokenizer, i, token_limit)} if token_limit else {}
         rows.append(
             {
                 "prompt": tokenizer.decode(prompt, skip_special_tokens=False),
-                "response": tokenizer.decode(response),
-                "score": float(experience.scores[i]),
-                **({"components": notes["components"]} if "components" in notes else {}),
+                **response_columns(experience, i, response, float(experience.scores[i]), notes, tokenizer),
                 "kl": kl[i],
-                "length": len(response),
-                "finish": "stop" if finished else "length",
-                "ended_by": tokenizer.decode(response[-1:], skip_special_tokens=False) if finished else None,
-                **episode_columns(experience.feedback_mask, end, i, response, tokenizer),
+                "ended_by": last if experience.finished[i] else None,
                 **tokens,
             }
         )
     return rows
 
 
-def token_columns(experience: Experience, tokenizer: Tokenizer, i: int, limit: int) -> dict[str, list[Any]]:
-    """Returns columns of the first ``limit`` response tokens of row ``i``, each with one entry per token.
+def response_columns(
+    rows: Experience | Rollout,
+    i: int,
+    ids: list[int],
+    score: float,
+    notes: dict[str, Any],
+    tokenizer: Tokenizer,
+) -> dict[str, Any]:
+    """Returns the columns of the response of row ``i`` with the tokens ``ids``; ``notes`` as in Experience.
 
-    The last token of a response also has the reward of the state after it; values are those of the state
-    before a token. Columns that the run does not compute are missing.
+    In an episode, "turns" are the texts of the policy and of the environment in turn.
+    """
+    finish = "stop" if rows.finished[i] else "length"
+    found = {"response": tokenizer.decode(ids), "score": score, "length": len(ids), "finish": finish, **notes}
+    if rows.feedback_mask is not None:
+        by = groupby(range(len(ids)), rows.feedback_mask[i].tolist().__getitem__)
+        found["turns"] = [
+            {"by": "environment" if feedback else "policy", "text": tokenizer.decode([ids[t] for t in turn])}
+            for feedback, turn in by
+        ]
+    return found
+
+
+def token_columns(experience: Experience, tokenizer: Tokenizer, i: int, limit: int) -> dict[str, list[Any]]:
+    """Returns the columns that the run computes of the first ``limit`` response tokens of row ``i``.
+
+    The last token of a response also has the reward of the state after it.
     """
     length = int(experience.response_lengths[i])
     count = min(length, limit)
@@ -86,10 +99,7 @@ def token_columns(experience: Experience, tokenizer: Tokenizer, i: int, limit: i
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
-    """Returns the piece of text that each token adds to the text of the tokens before it.
-
-    A token that ends within a character adds nothing; the one that completes the character adds it.
-    """
+    """Returns the text that each token adds to that of the tokens before it: only complete characters."""
     texts, start, end = [], 0, 0  # ids[start:end] are the last tokens whose text is complete
     for i in range(1, len(ids) + 1):
         before, text = (tokenizer.decode(ids[start:stop], skip_special_tokens=False) for stop in (end, i))
@@ -109,3 +119,8 @@ def prompt_notes(rollout: Rollout, limit: int, world: World) -> list[dict[str, s
     mine = rollout.metadata if limit < 0 else rollout.metadata[:limit]
     notes = [{"asked": last_message(about), "prompt_id": prompt_id(about["prompt_text"])} for about in mine]
     return [note for part in world.gather_objects(notes) for note in part]
+
+
+def last_message(row: Row) -> str:
+    """Returns the last message of a chat, without the template, or the prompt text of any other row."""
+    return row["messages"][-1]["content"] if "messages" in row else row["prompt_text"]

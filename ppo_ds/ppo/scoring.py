@@ -25,8 +25,8 @@ def wait_for_scores(pending: Pending[Scores], world: World, check: Callable[[], 
 def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
     """Combines a rollout and its scores into a ScoredRollout on the CPU.
 
-    Scores of tokens that are not actions, such as end tokens that were masked after scoring, move to the
-    action before them, or to the first action if there is none. A row without actions loses them.
+    Scores of tokens that are no actions, such as masked end tokens, move to the action before them, or to the
+    first action. A row without actions loses them.
     """
     mask, token_scores = rollout.response_mask.cpu(), scores.per_token.cpu().float()
     positions = torch.arange(mask.shape[1]).expand(mask.shape)

@@ -133,7 +133,7 @@ class PPOTrainer:
             unit = "seq" if algo.kl.unit == "sequence" else "token"
             self.kl.update(metrics.get(f"kl/ref_{unit}_mean", math.nan), len(experience))
 
-        exceeded = self.kl_monitor.exceeded(metrics)
+        exceeded = self.kl_monitor.warning(metrics)
         ends_run = self.kl_monitor.stops
         warnings = (self.learn.parity.warning(metrics), None if ends_run else exceeded)
         return StepResult(

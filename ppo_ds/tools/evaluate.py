@@ -14,7 +14,7 @@ from ppo_ds.config.schema import PPOConfig, TextConfig
 from ppo_ds.config.sections.data import SamplingConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.planning.budgets import CPU_LIMITS, largest_scoring
-from ppo_ds.ppo.evaluation import last_message
+from ppo_ds.ppo.sample_rows import last_message
 from ppo_ds.run.token_budgets import TokenBudget
 from ppo_ds.tools.comparison import Estimate, compare, estimate, pass_rates, prompt_means
 from ppo_ds.tools.loading import load_reward

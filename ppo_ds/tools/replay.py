@@ -17,8 +17,7 @@ from ppo_ds.distributed.world import connect
 from ppo_ds.engine.checkpoint.state import load_model
 from ppo_ds.errors import UserError
 from ppo_ds.ppo.failure_dump import Dump, locate_nonfinite, read_dump
-from ppo_ds.ppo.health import first_nonfinite
-from ppo_ds.ppo.parity import ParityMonitor
+from ppo_ds.ppo.health import ParityMonitor, first_nonfinite
 from ppo_ds.run.health import Health
 from ppo_ds.run.nan_debug import ReplayedRow
 from ppo_ds.run.stage import StepContext

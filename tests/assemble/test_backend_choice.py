@@ -4,7 +4,7 @@ import pytest
 
 from ppo_ds.assemble.generator import choose_backend
 from ppo_ds.errors import UserError
-from ppo_ds.ppo.parity import ParityError
+from ppo_ds.ppo.health import ParityError
 
 GOOD, BAD = (1e-6, 1e-5), (0.5, 2.0)
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_ds.assemble import generator as generators
-from ppo_ds.ppo.parity import ParityError
+from ppo_ds.ppo.health import ParityError
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.rollout.static import StaticGenerator

@@ -260,7 +260,8 @@ algo.policy.off_policy_limit=0 -> algo.policy.off_policy_limit=0: must be above 
 algo.policy.delta=0.1 ->
     algo.policy.delta=0.1: only used with algo.policy.loss=dppo_tv or dppo_kl (it is ppo); set it to null
 algo.loss.norm=100 -> algo.loss.norm=100: only used with algo.loss.agg=token_sum_norm (it is token_mean)
-algo.kl.controller=adaptive algo.kl.min_coef=0.1 -> algo.kl.coef=0.05: must be at least algo.kl.min_coef=0.1
+algo.kl.controller=adaptive algo.kl.min_coef=0.1 ->
+    algo.kl.coef=0.05: must lie between algo.kl.min_coef=0.1 and algo.kl.max_coef=null
 algo.rollout_is.kind=tis algo.action_level=sequence ->
     algo.rollout_is.kind=tis: weights tokens, so algo.action_level must be token
 algo.kl.controller=adaptive algo.kl.horizon=0.1 -> algo.kl.horizon=0.1: one step of

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.integration.launching import ROOT, TIMEOUT, command, environment, launch
 
@@ -58,34 +57,6 @@ def test_it_continues_where_it_stopped_and_may_change_the_number_of_ranks(tmp_pa
         ]
         == 1
     )
-
-
-@pytest.mark.slow
-def test_the_written_config_runs_again(tmp_path):
-    assert launch("python", *SMALL, "run.steps=1", cwd=tmp_path).returncode == 0
-    again = launch("python", "--config-path", "run", "--config-name", "config", "run.dir=again", cwd=tmp_path)
-    assert again.returncode == 0, again.stdout + again.stderr
-    first, second = (
-        yaml.safe_load((tmp_path / name / "config.yaml").read_text()) for name in ("run", "again")
-    )
-    assert first.pop("run") | {"dir": "again"} == second.pop("run") and first == second
-    same = ("reward/score_mean", "policy/loss", "value/loss", "policy/grad_norm")
-    assert [metrics(tmp_path / "run")[0][name] for name in same] == [
-        metrics(tmp_path / "again")[0][name] for name in same
-    ]
-
-
-@pytest.mark.slow
-def test_a_mistake_is_one_line_from_one_rank_and_exit_code_2(tmp_path):
-    done = launch("deepspeed", *SMALL, "actor.optim.lrr=1", "rollout.prompts_per_step=15", cwd=tmp_path)
-    errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]
-    assert done.returncode == 2 and len(errors) == 3, (
-        done.stdout + done.stderr
-    )  # third error: 15 prompts are not divisible into minibatches of 8
-    assert "actor.optim.lrr=1" in errors[0] and "actor.optim.lr" in errors[0]
-    assert "rollout.prompts_per_step=15" in errors[1] and "14 or 16" in errors[1]
-    assert "Traceback" not in done.stdout + done.stderr
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

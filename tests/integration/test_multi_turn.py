@@ -35,32 +35,6 @@ def numbers(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if not k.startswith(speed)} for line in lines]
 
 
-FRAGILE = """
-from ppo_ds.examples.calculator import Calculator
-
-class Fragile(Calculator):
-    def reset(self, row):
-        super().reset(row)
-        if row["prompt"].startswith("1"):
-            raise OSError("no connection")
-
-    def step(self, answer):
-        if answer.startswith("?"):
-            raise OSError("no connection")
-        return super().step(answer)
-"""
-
-
-def test_errors_of_the_environment_do_not_end_the_run(tmp_path: Path) -> None:
-    """A reset that fails leaves an empty response, which no part of the step trains on."""
-    (tmp_path / "fragile.py").write_text(FRAGILE)
-    path = f"rollout.environment.path={tmp_path}/fragile.py:Fragile"
-    run = trained(tmp_path / "run", path, "rollout.environment.trial=false")
-    ended = [line["rollout/ended_error_frac"] for line in numbers(run) if "rollout/turns_mean" in line]
-    assert len(ended) == 4 and all(share > 0 for share in ended)
-    assert any(line["rollout/turns_mean"] < 1 for line in numbers(run) if "rollout/turns_mean" in line)
-
-
 def test_a_resumed_run_draws_the_same_turns(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole")
     trained(tmp_path / "parts", "run.stop_at_step=2")

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import OPTConfig, OPTForCausalLM
 
-from ppo_ds.models import tiny
-from tests.faults.pipeline_lab import LIMIT, PIPELINE, STAGES, kill_session, make, run, start
-from tests.support.environment import environment
+from tests.faults.pipeline_lab import LIMIT, STAGES, kill_session, make, run, start
 
 pytestmark = pytest.mark.slow
 
@@ -55,36 +49,3 @@ def test_a_stopped_pipeline_goes_on_and_ends_with_a_comparison(tmp_path: Path) -
     assert run(tmp_path, "sums") == 0
     said = [line for line in log.read_text().splitlines() if line.startswith("pipeline ")]
     assert len(said) == 4 and all(line.endswith(": is done") for line in said)
-
-
-def test_the_dry_run_of_deepspeed_chat_works_with_local_stand_ins(tmp_path: Path) -> None:
-    """The scorer has the architecture of OPT-350m, whose output is projected and not normalized first."""
-    tokenizer = tiny.character_tokenizer("abcdefghijklmnopqrstuvwxyz :\nHA")
-    for name, width, before in (("actor", 32, True), ("scorer", 16, False)):
-        config = OPTConfig(
-            vocab_size=tokenizer.vocab_size, hidden_size=32, word_embed_proj_dim=width, num_hidden_layers=2,
-            num_attention_heads=2, ffn_dim=64, do_layer_norm_before=before, pad_token_id=tokenizer.pad_id,
-            bos_token_id=tokenizer.stop_ids[0], eos_token_id=tokenizer.stop_ids[0],
-        )  # fmt: skip
-        torch.manual_seed(0)
-        tiny.save(OPTForCausalLM(config), tokenizer, tmp_path / name)
-    rows = [
-        {
-            "prompt": f"\n\nHuman: {c}{d}\n\nAssistant:",
-            "response": " yes",
-            "chosen": " yes",
-            "rejected": " no",
-        }
-        for c in "abcdef"
-        for d in "abcdef"
-    ]
-    (tmp_path / "rm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    local = ["data.path=rm.jsonl", "data.eval_path=rm.jsonl", "sft:actor.model.path=actor"]
-    done = subprocess.run(
-        [sys.executable, PIPELINE, "+pipeline=deepspeed_chat", "ranks=1", "run.dry_run=true", *local,
-         "reward_model:scorer.model.path=scorer"],
-        cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=LIMIT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert done.stdout.count("dry run: config, data, ") == 3
-    assert not (tmp_path / "outputs" / "deepspeed_chat").exists()

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ppo_ds.examples.sums import reward
 from ppo_ds.tracking.catalogue import find
 from ppo_ds.tracking.jsonl import read_events
-from tests.integration.launching import launch
 from tests.integration.launching import run as run_command
 from tests.support.environment import ROOT, environment
 
@@ -94,17 +93,6 @@ def test_the_evaluation_compares_base_sft_and_ppo(run):
     assert accuracy["sft"] == pytest.approx(summary["heldout_accuracy_before"], abs=0.0051)
     assert accuracy["ppo"] == pytest.approx(summary["heldout_accuracy_after"], abs=0.0051)
     assert found["win_rate"]["ppo"]["sft"]["low"] > 0.5
-
-
-def test_a_shortened_run_ends_no_worse_than_it_began(tmp_path):
-    """At a learning rate of 6e-4 after a warm-up of 2 optimizer steps, accuracy fell from 48 % to 25 %."""
-    short = ("run.steps=6", "run.stop_at_step=3", f"run.dir={tmp_path}/run")
-    done = launch("python", "+experiment=quickstart", *short, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    # rounding on another processor may change some of the 400 answers
-    assert summary["heldout_accuracy_after"] > summary["heldout_accuracy_before"] - 0.02
-    assert all(line["policy/ratio_max"] < 10 for line in metrics(tmp_path / "run"))
 
 
 def test_what_is_left_behind(run):

@@ -41,7 +41,6 @@ MODEL_REWARD = {
 SHARDED_REWARD = {"reward": {**MODEL_REWARD["reward"], "zero": {"stage": 3}}}
 FROM_ACTOR = {"critic": {"init": "actor", "model": {"path": None}}}
 ONE_STEP = {"run": {"steps": 1}}
-LORA = {"actor": {"lora": {"rank": 4, "lr": 3e-3}}, "critic": {"lora": {"rank": 4, "lr": None}}}
 # Adam normalises each gradient by its magnitude plus eps. With eps 1e-8, gradients near 0 that consist only
 # of rounding errors change the weights noticeably.
 # A critic with one value for each answer passes its optimum in two steps of 1e-3; its gradient there is a
@@ -71,18 +70,6 @@ def frozen(stage: int, **zero: Any) -> dict[str, Any]:
     return {"reference": {"zero": {"stage": stage, **zero}}}
 
 
-def interrupted(label: str, *overlays: dict[str, Any]) -> list[Case]:
-    """Returns runs on two ranks that sample their answers.
-
-    One run makes three steps at once. Another makes only the first step, and a third makes the other two from
-    the checkpoint of that step.
-    """
-    stopped = {"run": {"stop_at_step": 1}, "checkpoint": {"every": 1}}
-    resumed = {"run": {"resume": f"{ASSETS}/2/{label} stopped/checkpoints/step_000001"}}
-    ways = {"drawn": {}, "stopped": stopped, "resumed": resumed}
-    return [case(f"{label} {way}", *overlays, how, generate="sample") for way, how in ways.items()]
-
-
 ON_ONE_RANK: list[Case] = [
     case("zero0", staged(0), generate="record"),
     case("zero3", staged(3)),
@@ -94,7 +81,6 @@ ON_ONE_RANK: list[Case] = [
     case("zero0 greedy", staged(0), GREEDY, generate="sample"),
     case("zero0 greedy hf", staged(0), GREEDY, HF, generate="sample"),
     case("zero0 critic from reward", staged(0), MODEL_REWARD, ONE_STEP),
-    case("zero0 lora", staged(0), LORA),
     *algorithms(0),
 ]
 
@@ -109,19 +95,14 @@ ON_TWO_RANKS: list[Case] = [
     *[case(f"zero{stage} bf16", staged(stage, "bf16")) for stage in (2, 3)],
     case("zero3 tied", staged(3), TIED),
     case("zero3 tied bf16", staged(3, "bf16"), TIED, ONE_STEP),
-    case("zero3 disturbed", staged(3), generate="disturb"),
     case("zero3 greedy", staged(3), GREEDY, generate="sample"),
     case("zero3 greedy row by row", staged(3), GREEDY, {"memory": {"rollout_tokens": 1}}, generate="sample"),
     case("zero3 greedy layers", staged(3), GREEDY, LAYERS, generate="sample"),
-    *interrupted("zero0 hf", staged(0), HF),
     case("zero3 same prompt", staged(3), SAME_PROMPT, ONE_STEP, generate="sample"),
     case("replicated reference", staged(3), OTHER_REFERENCE, frozen(0), ONE_STEP),
     case("offloaded reference", staged(0), OTHER_REFERENCE, frozen(3, offload_params=True), ONE_STEP),
     case("zero3 critic from reward", staged(3), MODEL_REWARD, SHARDED_REWARD, ONE_STEP),
     case("zero3 critic from actor", staged(3), FROM_ACTOR, ONE_STEP),
-    case("zero3 lora", staged(3), LORA),
-    case("zero3 lora checkpointed", staged(3), LORA, CHECKPOINTED),
-    case("zero2 lora row by row", staged(2, offload_optimizer=True), LORA, ROW_BY_ROW),
     *algorithms(3),
     *[case(name, staged(2), AT_ONCE if name == "no exchange" else {}, mistake=name) for name in MISTAKES],
 ]

@@ -77,11 +77,11 @@ def staged(stage: int, dtype: str = "fp32", reference: int | None = None, **zero
 def case(label: str, *overlays: dict[str, Any], **switches: str) -> Case:
     """Returns one case.
 
-    ``switches`` are generate=record|replay|sample|disturb and mistake=..., see invariant_worker.py. A run
+    ``switches`` are generate=record|replay|sample and mistake=..., see invariant_worker.py. A run
     that replays rollouts has no bound on the parity, because its policy may differ from the one that decoded
     them.
     """
-    replays = switches.get("generate", "replay") in ("replay", "disturb")
+    replays = switches.get("generate", "replay") == "replay"
     config: dict[str, Any] = {"health": {"max_parity": None}} if replays else {}
     for overlay in overlays:
         config = merged(config, overlay)

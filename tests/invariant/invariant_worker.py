@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -80,68 +79,6 @@ class Replayer:
                 f"another prompt than the recorded one in row {i}"
             )
         return rollout
-
-
-class Interrupted(Exception):
-    """Raised inside generation mode on purpose."""
-
-
-class Disturber(Replayer):
-    """Disturbs generation mode before it replays.
-
-    An exception leaves the mode on all ranks, then on only one rank; then the mode is entered while active.
-    """
-
-    def __init__(self, trainer: PPOTrainer, file: Path):
-        super().__init__(trainer, file)
-        self.actor, self.generate = trainer.actor, trainer.collect.generator
-        self.seen: list[dict[str, bool]] = []
-
-    def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
-        with self.actor.generation_mode():  # generation mode is already active here
-            inside = self.state()
-            self.generate(prompts, sampling)
-        still_inside = self.state()
-        self.generate(prompts, sampling)
-        self.seen.append(
-            {
-                "filled": inside["filled"] and still_inside["filled"],
-                "eval": not inside["training"] and not still_inside["training"],
-            }
-        )
-        return super().__call__(prompts, sampling)
-
-    def interrupt(self, prompts: Prompts, sampling: SamplingParams) -> None:
-        for ranks in (range(self.world.size), [self.world.size - 1]):
-            try:
-                with self.actor.generation_mode():
-                    self.generate(prompts, sampling)
-                    if self.world.rank in ranks:
-                        raise Interrupted
-            except Interrupted:
-                pass
-            outside = self.state()
-            self.seen.append(
-                {
-                    "emptied": not outside["filled"],
-                    "train": outside["training"],
-                    "released": outside["released"],
-                }
-            )
-            try:
-                self.actor.lm  # noqa: B018
-            except AssertionError:
-                self.seen[-1]["refused outside"] = True
-
-    def state(self) -> dict[str, bool]:
-        sharded = self.actor.zero_stage == 3
-        whole = list(self.actor._copy.parameters()) if sharded else []
-        shards = list(self.actor.module.parameters()) if sharded else []
-        return {
-            "filled": all(p.numel() > 0 for p in whole) if sharded else self.actor._depth > 0,
-            "released": all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in shards),
-            "training": self.actor.module.training,
-        }
 
 
 def watch_steps(model: TrainedModel) -> list[float]:
@@ -232,29 +169,12 @@ def rotary(trainer: PPOTrainer) -> Found:
     return {name: {"dtype": str(buffer.dtype), "values": buffer.tolist()} for name, buffer in buffers.items()}
 
 
-def set_generator(trainer: PPOTrainer, how: str, file: Path, step: int) -> list[dict[str, bool]]:
-    """Replaces the generator of a run that has made ``step`` steps.
-
-    Returns the list to which a Disturber appends its observations.
-    """
+def set_generator(trainer: PPOTrainer, how: str, file: Path, step: int) -> None:
+    """Replaces the generator of a run that has made ``step`` steps, unless it is to sample."""
     if how == "record":
         trainer.collect.generator = Recorder(trainer, file)
     elif how == "replay":
         trainer.collect.generator = Replayer(trainer, file, calls=step)
-    elif how == "disturb":
-        disturber, sample, prompts = Disturber(trainer, file), trainer.collect, trainer.collect.prompts
-
-        def interrupted_sample() -> tuple[Rollout, Pending[Scores], Metrics]:
-            mine = next(prompts)
-            disturber.interrupt(mine, sample.sampling)
-            sample.prompts = iter([mine])
-            return sample()
-
-        sample.generator, trainer.collect = disturber, interrupted_sample
-        return disturber.seen
-    else:
-        assert how == "sample", how
-    return []
 
 
 def run(case: Case, root: Path, out: Path) -> None:
@@ -266,16 +186,11 @@ def run(case: Case, root: Path, out: Path) -> None:
     experiences = watch_experience(trainer)
     forwards, layer_runs = count_forwards(trainer), count_layer_runs(trainer)
     rollouts, step = root / case.get("rollouts", "rollouts.safetensors"), training.saver.state.step
-    found["seen"] = set_generator(trainer, case.get("generate", "replay"), rollouts, step)
+    set_generator(trainer, case.get("generate", "replay"), rollouts, step)
     with made(case.get("mistake")):
         found["reason"] = training.fit()
     assert found["reason"] in ("done", "stop_at_step"), found["reason"]  # no run is compared in part
-    found |= {
-        "norms": norms,
-        "layer_runs": layer_runs,
-        "forwards": world.gather_objects(forwards[0]),
-        "seen": world.gather_objects(found["seen"]),
-    }
+    found |= {"norms": norms, "layer_runs": layer_runs, "forwards": world.gather_objects(forwards[0])}
     tensors = views_of_the_actor(trainer, experiences[-1])
     for role, model in trainer.models.items():
         weights = consolidated(model) or {}

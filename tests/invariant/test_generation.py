@@ -1,7 +1,4 @@
-"""Tests that generation mode gathers and releases weights, even if its block raises.
-
-Ranks decode independently and draw different samples.
-"""
+"""Tests that ranks decode independently, draw different samples, and that backends and stages agree."""
 
 from __future__ import annotations
 
@@ -42,19 +39,6 @@ def test_what_was_generated_has_the_log_probs_of_the_training_engine(runs: Launc
         assert max(step["parity/logp_abs_diff_max"] for step in runs[name].steps) < 1e-4, name
 
 
-def test_a_resumed_run_draws_what_it_would_have_drawn(runs: Launches) -> None:
-    """Compares answers, metrics and weights bit for bit."""
-    whole, resumed = runs["2/zero0 hf drawn"], runs["2/zero0 hf resumed"]
-    assert len(whole.steps) == 3 and whole.steps[1:] == resumed.steps
-    assert [whole.samples(step) for step in (2, 3)] == [resumed.samples(step) for step in (2, 3)]
-    assert whole.samples(2) != whole.samples(3)
-    for name in (
-        "trained_logits",
-        *(name for name in whole.tensors if name.startswith(("actor/", "critic/", "last/"))),
-    ):
-        assert torch.equal(whole.tensors[name], resumed.tensors[name]), name
-
-
 def test_ranks_decode_different_numbers_of_tokens(runs: Launches) -> None:
     """Inside generation mode no rank waits for the others, even with ZeRO-3."""
     first, second = runs["2/zero3 greedy row by row"].found["forwards"]
@@ -74,21 +58,3 @@ def test_ranks_draw_different_samples_of_the_same_prompt(runs: Launches) -> None
     rows = runs["2/zero3 same prompt"].samples(1)
     assert [row["prompt"] for row in rows] == 8 * ["feed"]
     assert len({row["response"] for row in rows}) == 8, rows
-
-
-def assert_undisturbed(plain: Run, disturbed: Run) -> None:
-    """Asserts bit-identical results: generation must not affect training."""
-    assert disturbed.steps == plain.steps
-    assert disturbed.found["norms"] == plain.found["norms"]
-    for name in plain.tensors:
-        assert torch.equal(plain.tensors[name], disturbed.tensors[name]), name
-    for rank in disturbed.found["seen"]:
-        # per step: an exception on all ranks, an exception on one rank, and entry while active
-        assert len(rank) == 9 and all(all(state.values()) for state in rank), rank
-        assert [sorted(state) for state in rank[:3]] == 2 * [
-            ["emptied", "refused outside", "released", "train"]
-        ] + [["eval", "filled"]]
-
-
-def test_an_exception_inside_leaves_nothing_behind(runs: Launches) -> None:
-    assert_undisturbed(runs["2/zero3"], runs["2/zero3 disturbed"])

@@ -94,13 +94,16 @@ def test_golden(case, key):
 
 def ziegler(c):
     return trace(
-        AdaptiveKLController(c.params["init"], c.params["target"], c.params["horizon"]), c.kl, c.n_steps
+        AdaptiveKLController(c.params["init"], c.params["target"], horizon=c.params["horizon"]),
+        c.kl,
+        c.n_steps,
     )
 
 
 def threshold(c):
     p = c.params
-    controller = ThresholdKLController(p["init"], p["target_seed_b"], p["up"], p["down"])
+    assert (p["up"], p["down"]) == (1.5, 0.5)
+    controller = ThresholdKLController(p["init"], p["target_seed_b"], 1e-4, 10.0)
     return trace(controller, c.kl_seed_b, c.n_steps)
 
 
@@ -157,7 +160,7 @@ def test_adaptive_controller_bounds():
 
 
 def test_threshold_controller_is_strict_and_bounded():
-    controller = ThresholdKLController(0.2, target=0.01)
+    controller = ThresholdKLController(0.2, 0.01, 1e-4, 10.0)
     assert trace(controller, [0.02, 0.005], [1, 1]) == [0.2, 0.2]
     assert trace(controller, [0.0] * 40, [1] * 40)[-1] == 1e-4
     assert trace(controller, [1.0] * 40, [1] * 40)[-1] == 10.0

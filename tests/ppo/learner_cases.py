@@ -14,6 +14,7 @@ from ppo_ds.config.registry import import_target
 from ppo_ds.config.sections.algo import EntropyConfig, ValueConfig
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.ppo.health import ParityMonitor
 from ppo_ds.ppo.learner import Learner, RatioCounts, Schedule
 from ppo_ds.ppo.losses import (
     EntropyTerm,
@@ -23,9 +24,7 @@ from ppo_ds.ppo.losses import (
     ReferenceKLTerm,
     ValueObjective,
 )
-from ppo_ds.ppo.minibatches import minibatches
-from ppo_ds.ppo.parity import ParityMonitor
-from ppo_ds.ppo.transforms import whitened, without_truncated
+from ppo_ds.ppo.minibatches import minibatches, whitened, without_truncated
 from ppo_ds.run.health import Health
 from ppo_ds.run.stage import StepContext
 from tests.ppo.algo_cases import timer

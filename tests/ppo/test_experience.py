@@ -1,13 +1,11 @@
 """Tests make_experience on stubs: token rewards, advantages and metrics, computed by hand."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from ppo_ds.ppo.scoring import scored
 from ppo_ds.types import Rollout, Scores
-from tests.ppo.algo_cases import AS_IT_IS, Stub, gae, maker, rounded
+from tests.ppo.algo_cases import Stub, maker, rounded
 
 
 def scored_rollout(rollout, scores, per_token=0.0, **components):
@@ -90,62 +88,3 @@ def test_the_reference_is_resident_only_while_it_scores(world, rollout):
     seen, reference = [], Moving()
     maker(world, reference=reference, token_budget=1)(rollout, 0.5)
     assert seen == [True, True] and not reference.is_resident
-
-
-@pytest.mark.parametrize("whiten", ["none", "batch"])
-def test_ranks_and_budgets_change_nothing(on_ranks, world, whiten):
-    """Four rows on one rank, or two rows on each of two ranks at other widths, give the same experience."""
-    lengths = [(2, 3), (1, 1), (4, 2), (3, 5)]
-    g = torch.Generator().manual_seed(0)
-
-    def rows(which):
-        p, r = max(lengths[i][0] for i in which), max(lengths[i][1] for i in which)
-        ids, mask = torch.full((len(which), p + r), 9), torch.zeros(len(which), p + r, dtype=torch.bool)
-        for k, i in enumerate(which):
-            a, b = lengths[i]
-            ids[k, p - a : p + b], mask[k, p - a : p + b] = tokens[i], True
-        finished, limits = torch.tensor([i != 2 for i in which]), torch.full((len(which),), 5)
-        return Rollout(
-            ids, mask, mask[:, p:], finished, limits, torch.zeros(len(which), r), tuple({} for _ in which)
-        )
-
-    tokens = [torch.randint(0, 9, (a + b,), generator=g) for a, b in lengths]
-    scores = [0.5, -1.0, 2.0, 3.5]
-    whitening = replace(AS_IT_IS, over=whiten)
-
-    def make(world, which, budget):
-        rollout = scored_rollout(rows(which), [scores[i] for i in which], style=[scores[i] for i in which])
-        return maker(
-            world, estimate_advantages=gae(gamma=0.9, lam=0.8), whitening=whitening, token_budget=budget
-        )(rollout, 0.3)
-
-    whole, seen = make(world, [0, 1, 2, 3], 1000)
-    for budget in (1, 12, 1000):
-        for experience, numbers in on_ranks(
-            2, lambda world, budget=budget: make(world, [2 * world.rank, 2 * world.rank + 1], budget)
-        ):
-            for name in (
-                "ids",
-                "attention_mask",
-                "response_mask",
-                "finished",
-                "scores",
-                "value_mask",
-                "weights",
-            ):
-                masks = {"ids": experience.attention_mask, "weights": experience.response_mask}
-                under = masks.get(name, torch.ones_like(getattr(experience, name), dtype=torch.bool))
-                assert torch.equal(getattr(experience, name)[under], getattr(whole, name)[under]), name
-            for name in (
-                "logprobs",
-                "old_logprobs",
-                "ref_logprobs",
-                "values",
-                "rewards",
-                "advantages",
-                "returns",
-            ):
-                torch.testing.assert_close(
-                    getattr(experience, name), getattr(whole, name), rtol=1e-5, atol=1e-5
-                )
-            assert numbers == pytest.approx(seen, abs=1e-5)

@@ -175,13 +175,13 @@ def test_a_value_head_on_the_actor(world):
 
 
 @pytest.mark.parametrize("whiten", ["none", "batch", "group", "minibatch"])
-@pytest.mark.parametrize("kind", WITHOUT_CRITIC)
+@pytest.mark.parametrize("kind", ["gae", *WITHOUT_CRITIC])
 def test_two_ranks_make_the_same_experience_as_one(on_ranks, world, kind, whiten):
     """One rank has two groups of two responses; two ranks have one group each, padded to its own width."""
     lengths, scores, tokens = [3, 1, 2, 4], [0.5, -1.0, 2.0, 3.5], [[1, 2, 3], [4], [5, 6], [7, 2, 1, 4]]
     parts = {"right": [0.0, 1.0, 1.0, 0.0], "form": [3.0, 1.0, 2.0, -1.0]}
 
-    def make(world, which):
+    def make(world, which, budget):
         rollout = answers(
             [lengths[i] for i in which],
             [scores[i] for i in which],
@@ -189,17 +189,17 @@ def test_two_ranks_make_the_same_experience_as_one(on_ranks, world, kind, whiten
             limits=[5] * len(which),
             **{name: [column[i] for i in which] for name, column in parts.items()},
         )
-        algorithm = dict(
-            estimate_advantages=critic_free(kind, 0.9, 2, reduce=world.sum),
-            whitening=replace(AS_IT_IS, over=whiten),
-            group_size=2,
-        )
-        return critic_free_maker(world, **algorithm)(rollout, 0.3)
+        algorithm = dict(whitening=replace(AS_IT_IS, over=whiten), group_size=2, token_budget=budget)
+        if kind == "gae":
+            return maker(world, estimate_advantages=gae(gamma=0.9, lam=0.8), **algorithm)(rollout, 0.3)
+        estimate = critic_free(kind, 0.9, 2, reduce=world.sum)
+        return critic_free_maker(world, estimate_advantages=estimate, **algorithm)(rollout, 0.3)
 
-    whole, numbers = make(world, [0, 1, 2, 3])
-    for made, seen in on_ranks(2, lambda world: make(world, [2 * world.rank, 2 * world.rank + 1])):
+    whole, numbers = make(world, [0, 1, 2, 3], 1000)
+    for made, seen in on_ranks(2, lambda world: make(world, [2 * world.rank, 2 * world.rank + 1], 1)):
         torch.testing.assert_close(made.advantages, whole.advantages, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(made.rewards, whole.rewards)
+        for name in ("scores", "finished", "logprobs", "ref_logprobs", "rewards"):
+            torch.testing.assert_close(getattr(made, name), getattr(whole, name), msg=name)
         assert seen == pytest.approx(numbers, abs=1e-6)
 
 

@@ -88,45 +88,29 @@ def test_other_objectives_of_whole_answers(micro, kind, ratios):
 
 
 @pytest.mark.parametrize(("level", "n"), [("token", 3), ("sequence", 2)])
-def test_entropy_is_a_bonus(micro, level, n):
-    """All exact entropies are 5.
+@pytest.mark.parametrize(("kind", "total"), [("exact", 15), ("sample", 5.8)])
+def test_entropy_is_a_bonus(micro, level, n, kind, total):
+    """All exact entropies are 5; the estimates are -log p of the sampled tokens, 0.9 + 1.8 + 3.1.
 
-    The bonus is the mean over three tokens. On level sequence it is the mean over two responses, whose
-    entropy is the sum over their tokens.
+    The bonus is the mean over three tokens, or over two responses, with the sum over their tokens.
     """
-    plain, _, _ = policy(micro, level=level)
-    loss, seen, out = policy(micro, level=level, entropy_coef=0.1)
-    assert loss == pytest.approx(plain - 0.1 * 15 / n) and mean(seen["policy/entropy"]) == pytest.approx(5)
-    assert gradient(out.entropy) == pytest.approx([-0.1 / n] * 3)
-
-
-@pytest.mark.parametrize(("level", "n"), [("token", 3), ("sequence", 2)])
-def test_the_entropy_of_the_sample(micro, level, n):
-    """The estimate is -log p of the sampled tokens, 0.9 + 1.8 + 3.1; a bonus decreases their log-probs."""
     plain, _, before = policy(micro, level=level)
-    loss, seen, out = policy(micro, level=level, entropy_coef=0.1, entropy_kind="sample")
-    assert loss == pytest.approx(plain - 0.1 * 5.8 / n) and mean(seen["policy/entropy"]) == pytest.approx(
-        5.8 / 3
-    )
+    loss, seen, out = policy(micro, level=level, entropy_coef=0.1, entropy_kind=kind)
+    assert loss == pytest.approx(plain - 0.1 * total / n)
+    assert mean(seen["policy/entropy"]) == pytest.approx(total / 3)
     pushed = [x - y for x, y in zip(gradient(out.logprobs), gradient(before.logprobs), strict=True)]
-    # only the estimate has a gradient
-    assert pushed == pytest.approx([0.1 / n] * 3) and out.entropy.grad is None
+    if kind == "exact":
+        assert gradient(out.entropy) == pytest.approx([-0.1 / n] * 3) and pushed == [0, 0, 0]
+    else:  # a bonus decreases the log-probs of the sample; only the estimate has a gradient
+        assert pushed == pytest.approx([0.1 / n] * 3) and out.entropy.grad is None
 
 
-@pytest.mark.parametrize(
-    ("level", "agg", "expected"),
-    [
-        ("token", "token_mean", (0.125 + 0.02 + 0.5) / 3),
-        ("token", "seq_mean_token_mean", (0.145 / 2 + 0.5) / 2),
-        ("sequence", "token_mean", (0.145 + 0.5) / 2),  # the KL of a response is summed over its tokens
-    ],
-)
-def test_the_kl_in_the_loss(micro, level, agg, expected):
-    """For log ratios 0.5, -0.2 and 1, k2 is 0.125, 0.02 and 0.5; the metric is its mean over tokens."""
-    plain, seen, _ = policy(micro, level=level, agg=agg)
+def test_the_kl_in_the_loss_of_whole_answers(micro):
+    """For log ratios 0.5, -0.2 and 1, k2 is 0.125, 0.02 and 0.5, summed over the tokens of a response."""
+    plain, seen, _ = policy(micro, level="sequence")
     assert "policy/kl_loss" not in seen
-    loss, seen, _ = policy(micro, level=level, agg=agg, kl_in_loss=True, kl_coef=0.7)
-    assert loss == pytest.approx(plain + 0.7 * expected)
+    loss, seen, _ = policy(micro, level="sequence", kl_in_loss=True, kl_coef=0.7)
+    assert loss == pytest.approx(plain + 0.7 * (0.145 + 0.5) / 2)
     assert mean(seen["policy/kl_loss"]) == pytest.approx(0.645 / 3)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.ppo.parity import disagreement, parity_gap
+from ppo_ds.ppo.health import disagreement, parity_gap
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Prompts, Rollout
 

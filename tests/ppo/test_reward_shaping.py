@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.ppo.algo_cases import answers, shaper
 
@@ -73,49 +72,34 @@ def test_a_resumed_shaper_continues_unchanged(world, normalize):
 # -- penalties -----------------------------------------------------------------------------------------------
 
 
-def penalised(world, rollout, **penalties):
-    return shaper(world, **penalties)(rollout)[0].tolist()
+EOS_SET = dict(missing_eos="set", missing_eos_value=-3.0)
+EOS_SUBTRACTED = dict(missing_eos="subtract", missing_eos_value=1.0)
 
 
-def test_length_penalty_per_token(world):
-    """The penalty counts all generated tokens, including an end token that is not an action."""
-    rollout = answers([3, 1, 0], [1.0, 1.0, 1.0])
-    hidden = replace(
-        rollout, response_mask=torch.tensor([[True, True, False], [True, False, False], [False] * 3])
-    )
-    for rows in (rollout, hidden):
-        assert penalised(world, rows, length_penalty=0.25) == [0.25, 0.75, 1.0]
-    assert penalised(world, rollout, length_penalty=-1.0) == [4.0, 2.0, 1.0]
-
-
-def test_the_length_penalty_comes_before_the_missing_end_penalty(world):
-    rollout = answers([2, 2], [1.0, 1.0], finished=[True, False])
-    assert penalised(world, rollout, length_penalty=0.5, missing_eos="set", missing_eos_value=-3.0) == [
-        0.0,
-        -3.0,
-    ]
-    assert penalised(world, rollout, length_penalty=0.5, missing_eos="subtract", missing_eos_value=1.0) == [
-        0.0,
-        -1.0,
-    ]
-
-
-def test_overlong_penalty_uses_the_limit_of_each_response(world):
-    """A response loses up to 3 over the last two tokens before its limit.
-
-    The lengths are 3 of 6, 5 of 6, 6 of 6, 3 of 4 and 6 of 20 tokens.
-    """
-    rollout = answers([3, 5, 6, 3, 6], [0.0] * 5, limits=[6, 6, 6, 4, 20])
-    assert penalised(world, rollout, overlong_buffer=2, overlong_factor=3.0) == [0, -1.5, -3, -1.5, 0]
-
-
-def test_overlong_ramp_as_a_share_of_the_limit(world):
-    """The ramp is 0.2 of the limit, rounded up: 1 token for limits 4 and 5, 2 for 10, and 3 for 12."""
-    lengths, limits = [9, 10, 4, 5, 4, 10, 11], [10, 10, 5, 5, 4, 12, 12]
-    found = penalised(
-        world, answers(lengths, [0.0] * 7, limits=limits), overlong_buffer=0.2, overlong_factor=1.0
-    )
-    assert found == pytest.approx([-1 / 2, -1, 0, -1, -1, -1 / 3, -2 / 3])
+@pytest.mark.parametrize(
+    ("lengths", "limits", "finished", "penalties", "expected"),
+    [
+        ([3, 1, 0], None, None, dict(length_penalty=0.25), [0.25, 0.75, 1.0]),
+        ([3, 1, 0], None, None, dict(length_penalty=-1.0), [4.0, 2.0, 1.0]),
+        # the length penalty comes before that of a missing end
+        ([2, 2], None, [True, False], EOS_SET | dict(length_penalty=0.5), [0.0, -3.0]),
+        ([2, 2], None, [True, False], EOS_SUBTRACTED | dict(length_penalty=0.5), [0.0, -1.0]),
+        # a response loses up to 3 over the last two tokens before its own limit
+        ([3, 5, 6, 3, 6], [6, 6, 6, 4, 20], None, dict(overlong_buffer=2, overlong_factor=3.0),
+         [1, -0.5, -2, -0.5, 1]),
+        # the ramp is 0.2 of the limit, rounded up: 1 token for limits 4 and 5, 2 for 10, and 3 for 12
+        ([9, 10, 4, 5, 4, 10, 11], [10, 10, 5, 5, 4, 12, 12], None,
+         dict(overlong_buffer=0.2, overlong_factor=1.0), [1 / 2, 0, 1, 0, 0, 2 / 3, 1 / 3]),
+        # a ramp of 8 tokens is shortened to the limit
+        ([0, 2, 4], [4, 4, 4], None, dict(overlong_buffer=8, overlong_factor=1.0), [1.0, 0.5, 0.0]),
+    ],
+)  # fmt: skip
+def test_penalties(world, lengths, limits, finished, penalties, expected):
+    """All scores are 1. Lengths count all generated tokens, also an end token that is not an action."""
+    rollout = answers(lengths, [1.0] * len(lengths), limits=limits, finished=finished)
+    hidden = replace(rollout, response_mask=rollout.response_mask.roll(-1, 1))
+    for rows in (rollout, hidden) if "length_penalty" in penalties else (rollout,):
+        assert shaper(world, **penalties)(rows)[0].tolist() == pytest.approx(expected)
 
 
 def test_the_score_of_an_unfinished_response_is_on_the_normalised_scale(world):
@@ -129,12 +113,3 @@ def test_the_score_of_an_unfinished_response_is_on_the_normalised_scale(world):
     rollout = answers([2, 2], [1.0, -2.0], finished=[True, False])
     assert make(rollout)[0].tolist() == [1.5, -1.0]
     assert make.moments.mean == -0.5  # of the original scores
-
-
-def test_the_overlong_ramp_is_at_most_as_long_as_the_limit(world):
-    """A ramp of 8 tokens is shortened to a limit of 4, so it begins at 0 tokens.
-
-    An empty response has no penalty, and a response of half the limit has half the penalty.
-    """
-    rollout = replace(answers([0, 2, 4], [1.0, 1.0, 1.0]), limits=torch.tensor([4, 4, 4]))
-    assert penalised(world, rollout, overlong_buffer=8, overlong_factor=1.0) == [1.0, 0.5, 0.0]

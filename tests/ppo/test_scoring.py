@@ -1,6 +1,6 @@
 """Tests scores that are computed while the models work: their overlap, waiting, stops, and step rewards."""
 
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from threading import Event
 
 import pytest
@@ -12,7 +12,6 @@ from ppo_ds.ppo.experience import ExperienceMaker, mask_stops
 from ppo_ds.ppo.scoring import scored, wait_for_scores
 from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rewards.function import FunctionReward
-from ppo_ds.run.stopping import Abandoned
 from ppo_ds.types import Rollout, Scores
 from tests.ppo.algo_cases import Stub, maker, rounded, shaper
 from tests.ppo.test_collector import PER_ROUND, SAMPLES, dynamic
@@ -181,31 +180,6 @@ def test_all_ranks_wait_together_with_signs_of_life(on_ranks):
 
     assert on_ranks(2, work) == [[1.0], [2.5] * 3]
     assert checks[0] == checks[1] >= 4 and heartbeat.read().beats >= beats + 4
-
-
-def test_a_stop_request_cancels_the_calls_of_all_ranks(on_ranks, tmp_path):
-    """One rank's function never returns."""
-    code = "def score(p, texts, rows):\n    while texts[0] == 'd': pass\n    return [1]"
-    (tmp_path / "hangs.py").write_text(code)
-    pendings = [None, None]
-
-    def work(world):
-        settings = {"pool": "process", "workers": 1, "timeout_seconds": 1e6}
-        reward = FunctionReward(f"{tmp_path}/hangs.py:score", tokenizer=Words(), **settings)
-        pendings[world.rank] = reward.start_scoring(rollout_of([3 + world.rank, EOS]))
-        calls = []
-
-        def check():
-            calls.append(None)
-            if world.max_int(int(len(calls) == 3)):
-                raise Abandoned
-
-        with pytest.raises(Abandoned):
-            wait_for_scores(pendings[world.rank], world, check)
-
-    on_ranks(2, work)
-    for pending in pendings:
-        assert not wait(pending.tasks, 100).not_done
 
 
 def test_the_first_error_cancels_the_other_calls(world):

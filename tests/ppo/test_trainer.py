@@ -12,7 +12,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.ppo.health import KLMonitor
 from ppo_ds.run.final_report import write_report
 from ppo_ds.run.health import TooManySkips
-from ppo_ds.run.stage import HELD_OUT, TRAIN_PROMPTS
+from ppo_ds.run.stage import TRAIN_PROMPTS
 from ppo_ds.run.state import EXIT_CODES, Selection, TrainState
 from tests.ppo.trainer_cases import named, replace_learn, stand_ins
 
@@ -192,19 +192,6 @@ def test_prompts_of_the_training_are_reported_as_such_and_select_nothing(loop):
         "train_prompts_score_mean_before": 0.2,
         "train_prompts_score_mean_after": 0.6,
     }
-
-
-def test_the_tables_say_that_they_show_prompts_of_the_training(tmp_path, capsys):
-    row = {"prompt": "p", "asked": "p", "response": "r", "score": 1.0}
-    for data in (HELD_OUT, TRAIN_PROMPTS):
-        metrics = {f"{data}/score_mean": 0.5, f"{data}/short_mean": 0.1}
-        state = TrainState(first_eval=metrics, last_eval=metrics, first_rows=[row], last_rows=[row])
-        write_report(tmp_path, "a run", state, exported=True)
-        shown = capsys.readouterr().out
-        assert ("Training prompts (not held out)" in shown) == (data == TRAIN_PROMPTS)
-        assert ("Held-out data" in shown) == (data == HELD_OUT)
-        assert ("Responses to training prompts" in shown) == (data == TRAIN_PROMPTS)
-        assert "score_mean" in shown and "short_mean" in shown
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,9 @@ def answers(prompts, lengths, letter=3):
     )
 
 
-def reference(world, folder, *, initial=True, generate=None, settings=SETTINGS, earlier=None):
+def reference(world, folder, *, initial=True, generate=None, settings=SETTINGS):
     return ReferenceResponses(
-        file=folder / FILE,
-        earlier=earlier,
-        settings=settings,
-        world=world,
-        is_initial_actor=initial,
-        generate=generate,
+        file=folder / FILE, settings=settings, world=world, is_initial_actor=initial, generate=generate
     )
 
 
@@ -94,17 +89,6 @@ def test_a_resumed_run_compares_with_the_same_responses(make, caplog):
     resumed = later(make(), [3, 3, 5, 9])
     assert resumed().metrics[WIN_RATE] == pytest.approx(2.5 / 3)
     assert not caplog.records
-
-
-def test_a_run_in_another_directory_takes_the_responses_of_the_earlier_run(make, tmp_path, world):
-    make()()
-    (tmp_path / "other").mkdir()
-    found = reference(world, tmp_path / "other", earlier=tmp_path / FILE)
-    rows = json.loads((tmp_path / FILE).read_text())["rows"]
-    assert found.find([row["prompt"] for row in rows]) == rows
-    (tmp_path / FILE).unlink()  # the next start in the directory does not need it
-    found = reference(world, tmp_path / "other", earlier=tmp_path / FILE)
-    assert found.find([row["prompt"] for row in rows]) == rows
 
 
 @pytest.mark.parametrize("damage", ["settings", "prompts", "no file", "not json", "other json"])

@@ -11,8 +11,7 @@ import torch
 from ppo_ds.algorithm.kl.controllers import AdaptiveKLController
 from ppo_ds.config.registry import STAGES
 from ppo_ds.config.sections.run import CheckpointConfig
-from ppo_ds.ppo.health import KLMonitor
-from ppo_ds.ppo.parity import ParityMonitor
+from ppo_ds.ppo.health import KLMonitor, ParityMonitor
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.run.health import Health
 from ppo_ds.run.loop import Run

@@ -30,8 +30,8 @@ def gae(responses: Responses, options: CreditOptions) -> Estimate:
 def one_step(responses: Responses, options: CreditOptions) -> Estimate:
     """Estimates one advantage per response, treated as a single action: sum of rewards - V.
 
-    With ``value_position`` "prompt_last", V is V(prompt). With "response_last" it is V(prompt, response),
-    which is not a valid baseline: the advantages of a perfect critic would all be zero.
+    With ``value_position`` "prompt_last", V is V(prompt). With "response_last" it is V(prompt, response), no
+    valid baseline: a perfect critic would make all advantages zero.
     """
     assert responses.values is not None
     mask, values, column = responses.mask, responses.values, responses.lengths
@@ -70,18 +70,12 @@ def compute_gae(
 
 @torch.no_grad()
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """Computes the lambda of each response from its number of tokens (VAPO, Yue et al. 2025): [B] -> [B].
-
-    lambda = 1 - 1 / (alpha * length), at least 0. The sum of the weights lambda^k of all later errors is then
-    alpha * length: it grows with the response.
-    """
+    """Computes VAPO's lambda of each response, 1 - 1 / (alpha * length), at least 0 (Yue et al. 2025)."""
     return (1 - 1 / (alpha * lengths.clamp(min=1))).clamp(min=0.0)
 
 
 def next_values(values: Tensor, mask: Tensor, bootstrap_value: Tensor | None) -> Tensor:
-    """Returns the value at the next position with mask = 1, after the last one ``bootstrap_value`` [B] or
-    0: [B,T].
-    """
+    """Returns the value [B,T] at the next position with mask = 1; ``bootstrap_value`` [B] or 0 at the end."""
     width = values.shape[1]
     final = (
         torch.zeros_like(values[:, 0]) if bootstrap_value is None else widen(bootstrap_value).to(values.dtype)

@@ -1,7 +1,4 @@
-"""Estimators that compare the value of a response with those of the other responses to the same prompt.
-
-Every response has one advantage, which all of its tokens share.
-"""
+"""Estimators that compare responses to the same prompt. All tokens of a response share its advantage."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ EPS = 1e-6  # added to a standard deviation, and the least mean that a score is 
 class Groups:
     """Statistics of the groups of numbers ``x`` [B]: of all numbers with the same entry of ``groups`` [B].
 
-    They are computed in float64: equal scores must differ from their mean by 0, not by a rounding error that
-    is divided by EPS. A group has two numbers or more, which a check of the config ensures.
+    They are in float64: equal scores must differ from their mean by 0, not by rounding divided by EPS.
     """
 
     def __init__(self, x: Tensor, groups: Tensor):
@@ -41,7 +37,6 @@ class Groups:
 
     @cached_property
     def others(self) -> Tensor:
-        """Number of the other members of the group."""
         return (self.count - 1).clamp(min=1)
 
     @cached_property

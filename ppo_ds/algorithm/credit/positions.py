@@ -63,9 +63,8 @@ def token_rewards(
 ) -> Tensor:
     """Computes rewards [B,T]: -kl_penalty (+ token_scores) at each token, + the score [B] at one position.
 
-    "last_token" is the last position with mask = 1; an empty row has none and gets no score. "next_token"
-    is one position later (the last one if the row is full), an additional state: pass
-    ``next_token_mask(mask)`` to compute_gae and value_loss (DeepSpeed-Chat, TRL).
+    "last_token" is the last position with mask = 1, if there is one, "next_token" is one position later (the
+    last one if the row is full).
     """
     scores = widen(scores)
     rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)

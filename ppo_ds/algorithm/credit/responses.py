@@ -82,11 +82,7 @@ class Responses:
 
     @property
     def totals(self) -> Tensor:
-        """Value of each response: the sum of its rewards, [B].
-
-        A response without actions has no rewards, so its score is used instead, which affects the baselines
-        of the other responses.
-        """
+        """Value of each response [B]: the sum of its rewards, or its score if it has no actions."""
         return torch.where(self.states.any(dim=1), masked_sum(self.rewards, self.states, dim=1), self.scores)
 
     def of_responses(self, advantages: Tensor) -> Estimate:

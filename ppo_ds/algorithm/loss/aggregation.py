@@ -3,12 +3,8 @@
 A micro-batch without any action has a loss of 0 with zero gradients, not NaN: its rank must still run the
 same backward as the other ranks.
 
-Metrics of a loss are detached *local sums* that add up exactly over micro-batches and ranks. Their shape
-determines how they are reduced:
-    [2]     (sum, count), a mean after summation
-    [5]     moments, the input of explained_variance() after summation
-    0-dim   a maximum
-All are float64, so that the order of summation does not matter in practice.
+Metrics of a loss are detached *local sums* in float64, to be added over micro-batches and ranks: [2] are the
+sum and the count of a mean, [5] the input of explained_variance(); 0-dim is a maximum.
 """
 
 from __future__ import annotations
@@ -25,15 +21,12 @@ from ppo_ds.ops.masked import Reduce, masked_mean, masked_sum
 
 @dataclass
 class BatchTotals:
-    """Counts of one optimizer step over all ranks and micro-batches.
-
-    ``norm`` is the constant divisor of the aggregation "token_sum_norm".
-    """
+    """Counts of one optimizer step over all ranks and micro-batches."""
 
     tokens: float
     sequences: float  # sequences with at least one token
     dp_size: int = 1
-    norm: float | None = None
+    norm: float | None = None  # the constant divisor of the aggregation "token_sum_norm"
     positive_tokens: float = 0.0  # tokens of the correct responses, for algo.positive_nll
 
 
@@ -90,12 +83,8 @@ Aggregation = Callable[[Tensor, Tensor, BatchTotals | None], Share]
 def aggregate(loss: Tensor, mask: Tensor, agg: Aggregation, totals: BatchTotals | None = None) -> Tensor:
     """Aggregates a per-token loss [B,T] to a scalar. Sequences without tokens do not count.
 
-    Args:
-        agg: One of the functions above.
-        totals: None aggregates over this batch only. With totals, the result is this micro-batch's share of
-            the whole optimizer step, times dp_size, since data-parallel training averages gradients over
-            ranks. Summed over micro-batches and averaged over ranks it is the mean over the whole step, for
-            any split of the rows (with DeepSpeed: ``engine.backward(loss, scale_wrt_gas=False)``).
+    With ``totals`` it is this micro-batch's share of the whole optimizer step times dp_size, since gradients
+    are averaged over ranks (DeepSpeed: ``engine.backward(loss, scale_wrt_gas=False)``).
     """
     share = agg(loss, mask, totals)
     if totals is None or share.divisor is None:

@@ -76,10 +76,7 @@ def dppo_kl(terms: PolicyTerms, policy: Any) -> TokenLoss:
 
 
 def masked_beyond(distance: Tensor, delta: float, terms: PolicyTerms) -> TokenLoss:
-    """Computes -A r, and 0 for tokens that moved too far in the direction of their advantage.
-
-    These have A > 0 and r > 1, or A < 0 and r < 1, and a distance from the old policy above ``delta``.
-    """
+    """Computes -A r, and 0 for tokens further than ``delta`` away in the direction of their advantage."""
     logprobs, old = terms.logprobs.detach(), terms.old_logprobs
     away = torch.where(terms.advantages > 0, logprobs > old, (terms.advantages < 0) & (logprobs < old))
     masked = away & (distance > delta)
@@ -117,11 +114,7 @@ def clip_cov(terms: PolicyTerms, policy: Any) -> TokenLoss:
 
 
 def kl_cov(terms: PolicyTerms, policy: Any) -> TokenLoss:
-    """Computes -A r, without a clip, and adds a penalty to the selected tokens.
-
-    It is kl_cov_coef * |log pi - log pi_old|, the estimate of KL(old || new) in the authors' code. It has no
-    limit, as in verl.
-    """
+    """Computes -A r, plus kl_cov_coef * |log pi - log pi_old| of selected tokens, unlimited as in verl."""
     assert terms.selected is not None
     loss = -terms.advantages * terms.ratio
     penalized = loss + policy.kl_cov_coef * terms.differences.abs()

@@ -17,10 +17,9 @@ from ppo_ds.ops.masked import keep, masked_mean
 def off_policy_tokens(
     logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, mask: Tensor, limit: float
 ) -> Tensor:
-    """Selects the tokens with a negative advantage of responses that the policy has moved away from.
+    """Selects the tokens with a negative advantage of off-policy responses (DeepSeek-V3.2, 2025).
 
-    This is the mask of off-policy sequences of DeepSeek-V3.2 (2025): the mean of log pi_sampling - log pi
-    over the tokens of the response exceeds ``limit``.
+    In these the mean of log pi_sampling - log pi exceeds ``limit``.
     """
     drift = masked_mean(sampling_logprobs - logprobs.detach(), mask, dim=1)[:, None]
     return (keep(advantages, mask) < 0) & (drift > limit)
@@ -61,8 +60,7 @@ def clip_cov_tokens(
 ) -> Tensor:
     """Selects a random ``cov_frac`` (None: 0.0002, as in the paper) of all tokens, at least one.
 
-    They are among those whose covariance is in (cov_low, cov_high). ``generator`` must have the same state
-    on every rank.
+    Their covariance is in (cov_low, cov_high). ``generator`` has the same state on every rank.
     """
     covariance = covariances(logprobs, advantages, mask)
     candidates = ((covariance > policy.cov_low) & (covariance < policy.cov_high)).nonzero()[:, 0]
@@ -74,10 +72,7 @@ def clip_cov_tokens(
 def kl_cov_tokens(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator, policy: Any
 ) -> Tensor:
-    """Selects the ``cov_frac`` of all tokens, at least one, with the largest covariance.
-
-    ``cov_frac`` None is 0.002, as in the paper. ``generator`` is not used.
-    """
+    """Selects the ``cov_frac`` (None: 0.002, as in the paper) of all tokens with the largest covariance."""
     covariance = covariances(logprobs, advantages, mask)
     count = count_of(len(covariance), 0.002 if policy.cov_frac is None else policy.cov_frac)
     return mask_of(largest(covariance, count), mask)

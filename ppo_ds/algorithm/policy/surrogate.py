@@ -20,14 +20,10 @@ from ppo_ds.ops.masked import keep, masked_mean
 
 
 class PolicyTerms(NamedTuple):
-    """Holds what an objective is computed from. All are [B,T], and 0 outside the mask.
+    """Holds what an objective is computed from. All are [B,T], and 0 outside the mask."""
 
-    ``ratio`` is that of the token or of its response, clamped; ``differences`` is log pi - log pi_old,
-    unclamped. Gradients flow through ``ratio``, ``differences`` and ``logprobs``.
-    """
-
-    ratio: Tensor
-    differences: Tensor
+    ratio: Tensor  # of the token or of its response, clamped; with a gradient, as the next two
+    differences: Tensor  # log pi - log pi_old, unclamped
     logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
@@ -54,10 +50,7 @@ def unclipped(loss: Tensor) -> TokenLoss:
 
 
 def ratio_bounds(clip_low: float | None, clip_high: float | None) -> tuple[float, float]:
-    """Returns the bounds 1 - clip_low and 1 + clip_high of the ratio.
-
-    ``clip_low`` None is no lower bound, as is 1, since a ratio is positive; ``clip_high`` None uses clip_low.
-    """
+    """Returns 1 - clip_low and 1 + clip_high; clip_low None is no bound, clip_high None uses clip_low."""
     high = clip_low if clip_high is None else clip_high
     assert high is not None, "clip_high must be set if clip_low is None"
     return 1 - (1.0 if clip_low is None else clip_low), 1 + high
@@ -84,9 +77,8 @@ def surrogate_loss(
     [B]. ``policy`` has the keys of ``objective``. ``ratio`` is one per token, or one for all tokens of a
     response: exp of the sum ("sequence") or of the mean ("sequence_mean") of the log-ratios.
 
-    The log-ratio is masked, then clamped to +-log_ratio_clamp, then exponentiated: otherwise float32 gives
-    0 * inf = NaN gradients although the loss is finite. ``selected`` [B,T] are the tokens of
-    PolicyConfig.selection.
+    The log-ratio is clamped before exp: otherwise float32 gives 0 * inf = NaN gradients although the loss is
+    finite. ``selected`` [B,T] are the tokens of PolicyConfig.selection.
     """
     current, old = keep(logprobs, mask), keep(old_logprobs.detach(), mask)
     advantages = keep((advantages if advantages.dim() == 2 else advantages[:, None]).detach(), mask)

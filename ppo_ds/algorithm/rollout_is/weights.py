@@ -1,7 +1,6 @@
 """Importance weights that correct for the sampling engine's log-probs, w = pi / pi_sampling per token.
 
-Each function gives the weights and the ratio W that is compared with the bounds: w at level "token", the
-product of a response's w at "sequence", and their geometric mean at "sequence_mean".
+W is w at level "token", the product of a response's w at "sequence", their geometric mean at "sequence_mean".
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ from ppo_ds.models.packed_attention import may_pack
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel
 from ppo_ds.ppo.experience import ExperienceMaker
+from ppo_ds.ppo.health import ParityMonitor
 from ppo_ds.ppo.learner import Learner, Schedule
 from ppo_ds.ppo.losses import EntropyTerm, PolicyTerm, PtxObjective, ReferenceKLTerm, Term, ValueObjective
+from ppo_ds.ppo.minibatches import whitened
 from ppo_ds.ppo.model_outputs import ModelForwards
-from ppo_ds.ppo.parity import ParityMonitor
-from ppo_ds.ppo.transforms import whitened
 from ppo_ds.run.health import Health
 from ppo_ds.run.stage import StepContext
 from ppo_ds.types import Rollout, Scores, Sequences
