@@ -43,32 +43,22 @@ LONGROPE = {
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
+GROUPED = LlamaConfig(num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=16)
+LONG = Phi3Config(rope_parameters=LONGROPE, max_position_embeddings=131072, pad_token_id=0)
+RELATIVE = DebertaV2Config(relative_attention=True, num_labels=1, pooler_hidden_size=1024)
+
+
 @pytest.mark.parametrize(
     ("name", "config", "heads", "kinds"),
     [
-        (
-            "LlamaForCausalLM",
-            LlamaConfig(num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=16),
-            (4, 1),
-            1,
-        ),
+        ("LlamaForCausalLM", GROUPED, (4, 1), 1),
         ("LlamaForCausalLM", LlamaConfig(num_attention_heads=32, num_hidden_layers=1), (4, 4), 1),
         ("Qwen2ForCausalLM", Qwen2Config(num_attention_heads=14, num_key_value_heads=2), (7, 1), 1),
         ("Gemma2ForCausalLM", Gemma2Config(num_attention_heads=8, num_key_value_heads=4), (2, 1), 2),
         ("Qwen3MoeForCausalLM", Qwen3MoeConfig(num_attention_heads=32, num_key_value_heads=4), (8, 1), 1),
-        (
-            "Phi3ForCausalLM",
-            Phi3Config(rope_parameters=LONGROPE, max_position_embeddings=131072, pad_token_id=0),
-            (4, 4),
-            1,
-        ),
+        ("Phi3ForCausalLM", LONG, (4, 4), 1),
         ("GPT2LMHeadModel", GPT2Config(), (4, None), 1),
-        (
-            "DebertaV2ForSequenceClassification",
-            DebertaV2Config(relative_attention=True, num_labels=1, pooler_hidden_size=1024),
-            (4, None),
-            1,
-        ),
+        ("DebertaV2ForSequenceClassification", RELATIVE, (4, None), 1),
     ],
 )
 def test_a_small_model_of_any_family_runs(

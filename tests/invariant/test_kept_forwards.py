@@ -71,34 +71,29 @@ def test_results_are_those_of_a_second_forward(launches: Launches, stage: int, s
     assert min(min(norms) for norms in kept.found["norms"].values()) > 0
 
 
-def roles(*overrides: str) -> tuple[str, ...]:
-    return kept_roles(composed("standard", "algo.epochs=1", "algo.minibatch_size=null", *overrides))
-
-
-def test_one_graph_is_kept_unless_all_are_asked_for() -> None:
-    assert roles() == ("actor",)
-    assert roles("memory.reuse_forwards=all") == ("actor", "critic")
-    assert roles("memory.reuse_forwards=off") == ()
-    # no forward of the actor comes before the update
-    for without_forward in ("algo.old_logprobs=rollout", "algo.kl.place=loss"):
-        assert roles(without_forward) == ()
-        assert roles(without_forward, "memory.reuse_forwards=all") == ("critic",)
-
-
-@pytest.mark.parametrize("more", ["algo.epochs=2", "algo.minibatch_size=1"])
-def test_no_graph_is_kept_for_a_second_optimizer_step(more: str) -> None:
-    assert roles(more, "memory.reuse_forwards=all") == ()
+ALL = "memory.reuse_forwards=all"
 
 
 @pytest.mark.parametrize(
-    ("override", "kept"),
+    ("overrides", "kept"),
     [
-        ("algo.old_policy=lagged", ("critic",)),
-        ("actor.lora.rank=2", ("critic",)),
-        ("critic.lora.rank=2", ("actor",)),
-        ("algo.policy.top_entropy=0.5", ("critic",)),
-        ("critic.share_trunk=true", ("actor",)),
+        ((), ("actor",)),
+        ((ALL,), ("actor", "critic")),
+        (("memory.reuse_forwards=off",), ()),
+        # no forward of the actor comes before the update
+        (("algo.old_logprobs=rollout",), ()),
+        (("algo.kl.place=loss", ALL), ("critic",)),
+        # a second optimizer step
+        (("algo.epochs=2", ALL), ()),
+        (("algo.minibatch_size=1", ALL), ()),
+        # a model with other forwards before its backward
+        (("algo.old_policy=lagged", ALL), ("critic",)),
+        (("actor.lora.rank=2", ALL), ("critic",)),
+        (("critic.lora.rank=2", ALL), ("actor",)),
+        (("algo.policy.top_entropy=0.5", ALL), ("critic",)),
+        (("critic.share_trunk=true", ALL), ("actor",)),
     ],
 )
-def test_a_model_with_other_forwards_before_its_backward_is_excluded(override: str, kept: Any) -> None:
-    assert roles(override, "memory.reuse_forwards=all") == kept
+def test_models_whose_graph_is_kept(overrides: tuple[str, ...], kept: tuple[str, ...]) -> None:
+    one_step = ("algo.epochs=1", "algo.minibatch_size=null")
+    assert kept_roles(composed("standard", *one_step, *overrides)) == kept

@@ -32,6 +32,7 @@ from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig
 from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
 from ppo_ds.ops.masked import keep, masked_whiten
 from ppo_ds.ops.moments import RunningMoments
+from tests.ppo.conftest import run_ranks
 
 
 def agg_of(name: Any) -> aggregation.Aggregation:
@@ -242,3 +243,8 @@ def logprobs_from_logits(logits, labels, temperature=1.0, chunk_size=1024):
 def entropy_from_logits(logits, temperature=1.0, chunk_size=1024):
     labels = torch.zeros(logits.shape[:-1], dtype=torch.long)
     return logprobs_and_entropy_from_logits(logits, labels, temperature, chunk_size)[1]
+
+
+def on_ranks(size, work):
+    """Runs work(rank, reduce) on each of ``size`` ranks, which are threads, and returns the results."""
+    return run_ranks(size, lambda world: work(world.rank, world.sum))

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from ppo_ds.ops.masked import masked_mean, masked_mean_var, masked_sum, masked_whiten
-from tests.ops.by_name import normalize_advantages
+from tests.ops.by_name import normalize_advantages, on_ranks
 from tests.ops.golden import Close, Within, assert_no_stale_entries, check, outputs
-from tests.ops.ranks import on_ranks
 
 
 def rounded(actual):

@@ -9,13 +9,14 @@ from ppo_ds.algorithm.credit.gae import compute_gae
 from ppo_ds.algorithm.credit.returns import discounted_sum
 from ppo_ds.algorithm.loss.aggregation import batch_totals
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
-from ppo_ds.ops.masked import masked_mean, masked_mean_var, masked_whiten
+from ppo_ds.ops.masked import masked_mean, masked_whiten
 from tests.ops.by_name import (
     aggregate,
     approx_kl,
     entropy_loss,
     kl_loss,
     normalize_advantages,
+    on_ranks,
     policy_loss,
     reinforce_pp_advantages,
     rollout_is_weights,
@@ -23,7 +24,6 @@ from tests.ops.by_name import (
     value_loss,
 )
 from tests.ops.golden import gradient, leaf
-from tests.ops.ranks import on_ranks
 
 SEEDS = range(3)
 MODES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"]
@@ -205,26 +205,6 @@ def test_recursion_is_the_definition(seed, holes):
             assert discounted[row, t].item() == pytest.approx(
                 sum(gamma ** (j - i) * r[j] for j in range(i, len(r))), abs=1e-12
             )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("sizes", [[8], [3, 5], [1, 1, 6]])
-def test_whitened_over_all_ranks(sizes, dtype):
-    """The union has mean 0 and variance 1. The first row is empty, and so a rank that has only this row."""
-    b = batch(dtype=dtype)
-    b["advantages"] = 100 + 3 * b["advantages"]
-    shards = [select(b, rows) for rows in torch.arange(8).split(sizes)]
-
-    def union(function):
-        return torch.cat(on_ranks(len(sizes), lambda rank, reduce: function(shards[rank], reduce)))
-
-    unbiased = union(lambda s, reduce: masked_whiten(s["advantages"], s["mask"], reduce=reduce))
-    biased = union(lambda s, reduce: normalize_advantages(s["advantages"], s["mask"], reduce=reduce))
-    tolerance = 1e-7 if dtype == torch.float64 else 2e-5  # 1e-8 is added to the variance
-    for x, is_unbiased in ((unbiased, True), (biased, False)):
-        mean, var, _ = masked_mean_var(x.double(), b["mask"], is_unbiased)
-        assert abs(mean.item()) < tolerance and abs(var.item() - 1) < tolerance
-        assert torch.equal(x[~b["mask"]], torch.zeros_like(x[~b["mask"]]))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

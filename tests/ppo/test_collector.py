@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 import torch
 
-from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
+from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector
 from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Prompts, Rollout, Scores
@@ -85,35 +85,6 @@ def parts(useful=(), reward=None, **changes):
         )
         | changes
     )
-
-
-def test_generation_ends_before_the_reward_starts():
-    actor, phases = Actor(), []
-
-    @contextmanager
-    def timer(phase):
-        phases.append(phase)
-        yield
-
-    def generator(prompts, sampling):
-        assert actor.generating and phases == ["generate"]
-        return generate(prompts, sampling)
-
-    def reward(rollout):
-        assert not actor.generating and phases == ["generate", "reward"]
-        return reward_for({7})(rollout)
-
-    stream = iter([prompts_of([7]), prompts_of([8])])
-    collect = RolloutCollector(
-        prompts=stream, **parts(actor=actor, generator=generator, reward=reward, timer=timer)
-    )
-    rollout, scores, seen = collect()
-    assert (
-        scores.result().total.tolist() == [7.0, 7.5]
-        and [row["n"] for row in rollout.metadata] == [7, 7]
-        and seen == {}
-    )
-    assert next(stream).metadata[0]["n"] == 8  # only the rows of one step were consumed
 
 
 def dynamic(world, useful, max_rounds=10, reward=None):

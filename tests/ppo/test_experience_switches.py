@@ -110,18 +110,6 @@ def test_the_score_of_a_response_whose_end_is_masked(world):
     assert rounded(following.returns)[0][:2] == [1, 1] and rounded(following.returns)[4][0] == 5
 
 
-def test_advantage_metrics_cover_actions_only(world):
-    """The state after the first response also has an advantage, 90 - 6, but no action follows it."""
-    place = ScorePosition("next_token", "trained")
-    rollout = answers([2, 3], [90.0, 0.0], tokens=[[88, 89], [1, 2, 3]])
-    made, seen = maker(world, charged_kl=None, score_position=place, estimate_advantages=gae(place=place))(
-        rollout, 0.0
-    )
-    assert rounded(made.advantages) == [[2, 1, 0], [-1, -2, -3]]
-    assert made.value_mask.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    assert seen["adv/max_abs"] == 3 and seen["adv/mean"] == pytest.approx(-3 / 5)
-
-
 # -- the old policy ------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ppo_ds.ppo.minibatches import all_gather_rows, concatenate, minibatches, scatter_states, scatter_tokens
+from ppo_ds.ppo.minibatches import all_gather_rows, minibatches, scatter_states, scatter_tokens
 from ppo_ds.run.microbatches import forward_rows, scoring_plan
 from ppo_ds.types import Sequences
 from tests.ppo.algo_cases import answers, real
@@ -23,25 +23,6 @@ def test_all_gather_rows_keeps_the_order_of_the_ranks(on_ranks, experience):
         assert (len(rows), rows.prompt_width, rows.response_width) == (4, 4, 5)
         assert real(rows) == real(shares[0]) + real(shares[1])
         assert rows.prompt_lengths.tolist() == [2, 4, 1, 1] and rows.response_lengths.tolist() == [3, 1, 5, 2]
-
-
-def test_concatenated_rows_have_the_width_of_the_widest():
-    rows = concatenate(
-        [
-            answers([2], [0.5], tokens=[[3, 4]]),
-            answers([1, 3], [1.5, 2.5], tokens=[[6], [7, 8, 5]], limits=[1, 4]),
-        ]
-    )
-    assert rows.ids.tolist() == [
-        [8, 3, 4, 0],
-        [8, 6, 9, 9],
-        [8, 7, 8, 5],
-    ] and rows.response_lengths.tolist() == [2, 1, 3]
-    assert (
-        rows.scores.tolist() == [0.5, 1.5, 2.5]
-        and rows.limits.tolist() == [3, 1, 4]
-        and len(rows.metadata) == 3
-    )
 
 
 def test_minibatches_cover_all_rows_once_an_epoch():

@@ -10,7 +10,7 @@ import torch
 
 from ppo_ds.config.schema import uses_reference
 from ppo_ds.planning.forwards import old_logprobs_source
-from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, kl_estimator, maker, without, without_critic
+from tests.ppo.algo_cases import AS_IT_IS, Stub, answers, kl_estimator, maker, without
 from tests.ppo.learner_cases import ANSWERS, PROMPTS, Engine, TinyCritic, TinyPolicy, V, learner, on_policy
 from tests.ppo.preset_runs import composed
 
@@ -64,16 +64,6 @@ def test_no_actor_forward_if_only_the_critic_trains(world, rows):
     actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
     completed, _ = learner(world, actor, critic, **ONE_STEP)(bare, 0.0, 3, critic_only=True)
     assert completed is bare and critic.steps == 1 and not actor.read
-
-
-def test_an_experience_without_a_reference_is_trained_on(world, rows):
-    bare = without_critic(without(rows, "logprobs", "old_logprobs", "ref_logprobs"))
-    completed, *_, actor, _ = learned(world, rows)
-    alone = Engine(TinyPolicy(V, 1), world)
-    other, _ = learner(world, alone, None, **ONE_STEP)(bare, 0.7, 3)
-    assert torch.equal(alone.module.head, actor.module.head)
-    assert other.logprobs is not None and other.old_logprobs is not None
-    assert all(getattr(other, name) is None for name in ("ref_logprobs", "values", "returns", "value_mask"))
 
 
 # -- making the experience -----------------------------------------------------------------------------------

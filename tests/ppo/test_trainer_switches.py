@@ -100,20 +100,6 @@ def test_a_lagging_policy_is_renewed_at_its_interval(loop, lag, steps):
     )
 
 
-@pytest.mark.parametrize("ema", [True, False])
-@pytest.mark.parametrize("lagged", [True, False])
-def test_a_checkpoint_contains_the_weight_copies(loop, ema, lagged):
-    names = ["ema"] * ema + ["lagged"] * lagged
-    run, _ = loop(ema=ema, lagged=lagged)
-    run.fit()
-    resumed, _ = loop(ema=ema, lagged=lagged)
-    resumed.saver.checkpoints.saved.append(run.saver.state_dict())
-    resumed.saver.resume("somewhere")
-    for copies in (*run.saver.checkpoints.kept, *resumed.saver.checkpoints.kept):
-        assert {name: copy.name for name, copy in copies.items()} == {name: name for name in names}
-    assert len(run.saver.checkpoints.kept) == len(resumed.saver.checkpoints.kept) == 1
-
-
 def test_every_part_with_a_state_is_saved_and_restored(loop):
     run, _ = loop(parts={"scores": Counter(5), "ptx": Counter(6)})
     run.fit()

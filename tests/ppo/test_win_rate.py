@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from ppo_ds.ppo.win_rate import FILE, ReferenceResponses, win_rate
+from ppo_ds.ppo.win_rate import FILE, ReferenceResponses
 from ppo_ds.types import Rollout
 from tests.ppo.test_evaluation import batch, evaluator
 
@@ -43,22 +43,6 @@ def later(found, lengths):
 
     found.generator = generator
     return found
-
-
-def test_by_hand():
-    rows = [
-        {"response": "long", "score": 2.0},
-        {"response": "short", "score": 1.0},
-        {"response": "other", "score": 1.5},
-        {"response": "same", "score": 1.0},
-    ]
-    others = [
-        {"response": "a", "score": 1.0},  # a win
-        {"response": "b", "score": 3.0},  # a loss
-        {"response": "c", "score": 1.5},  # a tie by score
-        {"response": "same", "score": 1.0 - 1e-7},  # a tie: the response is the same
-    ]
-    assert win_rate(rows, others) == (1 + 0 + 0.5 + 0.5) / 4
 
 
 @pytest.fixture

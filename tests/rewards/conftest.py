@@ -1,7 +1,7 @@
 import pytest
 
 from ppo_ds.models.tokenizer import load_tokenizer
-from tests.ops.ranks import on_ranks as on_thread_ranks
+from tests.ops.by_name import on_ranks as on_thread_ranks
 from tests.rewards.model_cases import Build
 from tests.rewards.reward_cases import save_tokenizer
 
@@ -14,7 +14,7 @@ def tokenizer(tmp_path):
 
 @pytest.fixture
 def on_ranks():
-    """Runs work(rank, reduce) on each of ``size`` ranks, which are threads; see tests/ops/ranks.py."""
+    """Runs work(rank, reduce) on each of ``size`` ranks, which are threads; see tests/ops/by_name.py."""
     return on_thread_ranks
 
 
