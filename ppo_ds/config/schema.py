@@ -146,7 +146,9 @@ class PPOConfig(TextConfig):
         ]
         paths = {name: _expand(getattr(data, name)) for name in ("path", "eval_path", "ptx_path")}
         reference = _inherited(self.reference.model, actor.model, path=actor.model.path)
+        learned = any(reward_models(self.reward))  # whose scores have no bound of a correct response
         return {
+            "eval": replace(self.eval, correct_above=None) if learned else self.eval,
             "actor": actor,
             "critic": replace(self.critic, model=_inherited(self.critic.model, actor.model, path=None)),
             "reference": replace(self.reference, model=reference),

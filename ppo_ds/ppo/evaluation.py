@@ -63,7 +63,7 @@ class Evaluator:
                 if self.correct_above is not None:
                     sums.add_mean(f"{self.data}/accuracy", scores > self.correct_above, counted)
                 for name, column in more.items():
-                    sums.add_mean(f"eval/{name}_mean", column, counted)
+                    sums.add_mean_and_std(f"eval/{name}", column, counted)
                 rows += self.sample_rows(rollout, scored, counted, more)
             rows = self.gathered(rows)
             metrics = sums.reduced(self.world)

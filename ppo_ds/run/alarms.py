@@ -8,7 +8,8 @@ not count. A resumed run reads metrics.jsonl and so raises the same alarms as on
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+import re
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,8 @@ class Series:
         return sum(self.first) / WINDOW if len(self.first) == WINDOW else None
 
 
-Past = Mapping[str, Series]  # the finite values of each metric with an alarm, the current step included
+# the finite values of each metric, the current step and the evaluation before the first step included
+Past = Mapping[str, Series]
 
 
 # kind of a condition -> whether a value meets it, given the limit and the earlier values, and it in words
@@ -117,6 +119,22 @@ def score_fell(score: float, past: Past) -> bool:
     return scores.highest_mean - scores.mean > max(spread, NOISE * scores.mean_error)
 
 
+def another_reward_fell(score: float, past: Past) -> bool:
+    """Reports over-optimization (Gao et al. 2023). The eval/score_mean of a reward model has no direction."""
+    is_policy = len(past["reward/score_mean"].recent) > 0
+    return is_policy and score > past["eval/score_mean"].first[0] and bool(fallen_rewards(past))
+
+
+def fallen_rewards(past: Past) -> list[str]:
+    """Returns eval/<name>_mean of the rewards that are below their start by over half of the first spread."""
+    spreads = {name.replace("_mean", "_std"): name for name in past if re.fullmatch(r"eval/.+_mean", name)}
+    return [
+        name
+        for spread, name in spreads.items()
+        if spread in past and past[name].first[0] - past[name].recent[-1] > 0.5 * past[spread].first[0]
+    ]
+
+
 def worse_than_chance_on_pairs(share: float, past: Past) -> bool:
     """Only a reward model logs rm/accuracy; the eval/accuracy of PPO is the share of correct answers."""
     return share < 0.45 and len(past["rm/accuracy"].recent) > 0
@@ -129,6 +147,7 @@ RULES: dict[str, Callable[[float, Past], bool]] = {
         entropy_collapsed,
         longer_but_not_better,
         score_fell,
+        another_reward_fell,
         worse_than_chance_on_pairs,
     )
 }
@@ -154,21 +173,25 @@ def text(name: str, past: Past) -> str:
     state = f"{name}={series.recent[-1]:.4g}"
     if alarm.shows == "means":
         state = f"{name}={series.mean:.4g} as the mean of {WINDOW} steps, {series.highest_mean:.4g} at best"
-    times = f"{alarm.steps} {'evaluations' if name.startswith('eval/') else 'steps'} in a row"
-    return f"{alarm.problem}: {state} ({times}); {alarm.advice}"
+    elif alarm.shows == "changes":
+        changed = [(other, past[other]) for other in (name, *fallen_rewards(past))]
+        state = ", ".join(f"{one} from {its.first[0]:.4g} to {its.recent[-1]:.4g}" for one, its in changed)
+    if alarm.steps > 1:
+        state += f" ({alarm.steps} {'evaluations' if name.startswith('eval/') else 'steps'} in a row)"
+    return f"{alarm.problem}: {state}; {alarm.advice}"
 
 
 @dataclass
 class Alarms:
     """Applies the conditions to the metrics of each step. Only rank 0 uses it."""
 
-    past: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in ALARMS})
+    past: dict[str, Series] = field(default_factory=lambda: defaultdict(Series))
     raised: set[str] = field(default_factory=set)  # the metrics whose alarm was raised and still holds
     contradicted: Counter[str] = field(default_factory=Counter)  # steps in a row in which this was wrong
 
     @classmethod
     def after(cls, records: Iterable[Mapping[str, Any]]) -> Alarms:
-        """Returns the alarms of a run that has logged ``records``."""
+        """Returns the alarms of a run with these records, those of the first evaluation included."""
         alarms = cls()
         for record in records:
             alarms.check(record)
@@ -178,12 +201,12 @@ class Alarms:
         """Adds the metrics of a step and returns the texts of the alarms that they raise."""
         values = {
             name: float(value)
-            for name in ALARMS
-            if isinstance(value := metrics.get(name), int | float) and math.isfinite(value)
+            for name, value in metrics.items()
+            if isinstance(value, int | float) and math.isfinite(value)
         }
         for name, value in values.items():
             self.past[name].add(value)
-        return [text(name, self.past) for name, value in values.items() if self.raises(name, value)]
+        return [text(name, self.past) for name in ALARMS if name in values and self.raises(name, values[name])]
 
     def raises(self, name: str, value: float) -> bool:
         """Returns whether the value raises the alarm on a metric; it may also end it."""

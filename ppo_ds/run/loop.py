@@ -69,7 +69,8 @@ class Run:
 
     def repeat_alarms(self) -> None:
         """Brings the alarms to the state after the steps in metrics.jsonl, without raising them again."""
-        self.alarms = Alarms.after(read_metrics(self.context.run_dir / "metrics.jsonl"))
+        records = read_metrics(self.context.run_dir / "metrics.jsonl")
+        self.alarms = Alarms.after([self.state.first_eval or {}, *records])
 
     def fit(self) -> ExitReason:
         """Trains, exports and reports; returns why the run ended."""
@@ -105,6 +106,7 @@ class Run:
             if evaluation is not None:
                 self.state.first_eval = evaluation.metrics
                 self.state.first_rows = evaluation.rows[:REPORTED_RESPONSES]
+                self.alarms.check(evaluation.metrics)
                 self.tracker.samples(0, evaluation.rows, split=evaluation.data)
                 self.saver.score_of(evaluation)  # raises UserError if it cannot select the best checkpoint
             with self.rollback_on_nonfinite():

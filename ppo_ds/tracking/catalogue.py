@@ -27,7 +27,9 @@ class Alarm:
     problem: str
     advice: str  # which key to change
     condition: str = ""  # of a rule, in words
-    shows: str = "last"  # "last" value in the text, or the "means" of the last and of the best steps
+    # what the text shows: the "last" value, the "means" of the last and of the best steps, or the "changes" of
+    # this metric and of those that fell since the first evaluation
+    shows: str = "last"
 
 
 @dataclass(frozen=True, kw_only=True)

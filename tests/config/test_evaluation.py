@@ -133,3 +133,11 @@ def test_every_metric_of_a_reward_models_evaluation_can_select_the_best_checkpoi
     patterns = STAGES["reward_model"].eval_metrics
     for name in scores.metrics():
         assert any(fnmatchcase(name, pattern) for pattern in patterns), name
+
+
+def test_a_learned_reward_has_no_bound_of_a_correct_response() -> None:
+    experiment = "+experiment=quickstart"
+    assert compose(experiment).eval.correct_above == 0.5
+    assert compose(experiment, "reward=model", "reward.model.path=org/rm").eval.correct_above is None
+    mixed = ["reward=weighted", "+reward.parts.a.reward._target_=ppo_ds.rewards.rules.LengthReward"]
+    assert compose(experiment, *mixed).eval.correct_above == 0.5

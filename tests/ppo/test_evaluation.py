@@ -97,6 +97,7 @@ def test_more_rewards_are_measured_beside_the_first(world, tokenizer):
     found = evaluator(world, batches, tokenizer, more_scoring={"length": lengths, "tokens": tokens})()
     assert found.metrics["eval/score_mean"] == pytest.approx((0.5 + 1.0 + 2.5) / 3)
     assert found.metrics["eval/length_mean"] == pytest.approx(8 / 3)
+    assert found.metrics["eval/length_std"] == pytest.approx((26 / 9) ** 0.5)  # of 1, 2 and 5
     assert found.metrics["eval/tokens_mean"] == pytest.approx(1 + 8 / 3)
     assert [row["rewards"] for row in found.rows] == [
         {"length": 1.0, "tokens": 2.0},

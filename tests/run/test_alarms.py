@@ -32,6 +32,7 @@ HEALTHY = {
     "rm/accuracy": 0.7,
     "eval/accuracy": 0.7,
     "eval/loss": 1.0,
+    "eval/score_mean": 0.5,
 }
 # metric -> the values of a run that fails; other metrics stay healthy
 FAILURES = {
@@ -53,18 +54,22 @@ FAILURES = {
     "rm/accuracy": [0.3] * 20,
     "eval/accuracy": [0.3] * 3,
     "eval/loss": [1.1, 1.2],
+    "eval/score_mean": [0.6],
 }
+# what else a failing run logs: before its failure, and then
+OTHERS = {"eval/score_mean": ({"eval/exact_mean": 0.4, "eval/exact_std": 0.5}, {"eval/exact_mean": 0.1})}
 
 
 def raised(records):
     """Returns (step, metric) of every alarm."""
     alarms = Alarms()
     found = [(step, alarms.check(record)) for step, record in enumerate(records, start=1)]
-    return [(step, re.search(r" (\w+/\w+)=", text)[1]) for step, texts in found for text in texts]
+    return [(step, re.search(r": (\w+/\w+)[ =]", text)[1]) for step, texts in found for text in texts]
 
 
 def failing(name):
-    return [HEALTHY] * 10 + [HEALTHY | {name: value} for value in FAILURES[name]]
+    before, then = OTHERS.get(name, ({}, {}))
+    return [HEALTHY | before] * 10 + [HEALTHY | then | {name: value} for value in FAILURES[name]]
 
 
 def test_every_alarm_has_a_condition_and_a_failing_run():
@@ -171,8 +176,20 @@ def test_texts_are_one_line_with_the_metric_the_value_and_a_key():
             series.add(0.123456)
     for name in ALARMS:
         line = text(name, past)
-        state = rf": {name}=0\.1235( as the mean of 5 steps, 0\.1235 at best)? \("
+        state = rf": {name}(=0\.1235( as the mean of 5 steps, 0\.1235 at best)? \(| from 0\.1235 to 0\.1235;)"
         assert re.search(state, line) and "\n" not in line
+
+
+def test_a_reward_that_falls_while_the_trained_one_rises():
+    first = {"eval/score_mean": 0.41, "eval/exact_mean": 0.475, "eval/exact_std": 0.5}
+    step = {"reward/score_mean": 0.5}
+    fell, both_fell = {"eval/score_mean": 0.69, "eval/exact_mean": 0.05}, {"eval/exact_mean": 0.05}
+    (line,) = Alarms.after([first, step]).check(step | fell)
+    assert ": eval/score_mean from 0.41 to 0.69, eval/exact_mean from 0.475 to 0.05; raise algo.kl.coef" in line
+    assert Alarms.after([first, step]).check(step | both_fell | {"eval/score_mean": 0.4}) == []
+    # less than half of the first spread
+    assert Alarms.after([first, step]).check(step | fell | {"eval/exact_mean": 0.23}) == []
+    assert Alarms.after([first]).check(fell) == []  # the evaluation of a reward model
 
 
 def test_the_keys_that_alarms_and_the_catalogue_name_exist():

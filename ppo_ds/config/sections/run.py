@@ -294,7 +294,9 @@ class PPOEvalConfig(EvalConfig):
 
     greedy: bool = Field(True, description="Decodes greedily; false: samples as for training.")
     correct_above: Number | None = Field(
-        None, description="A score above this counts as correct in eval/accuracy; null: no accuracy."
+        None,
+        description="A score above this counts as correct in eval/accuracy; null, and always with a learned "
+        "reward: no accuracy.",
     )
     rewards: dict[str, dict[Any, Any]] = Field(
         {},

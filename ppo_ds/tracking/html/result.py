@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from ppo_ds.tracking.catalogue import METRICS
 from ppo_ds.tracking.formatting import format_duration
 
 ENDS = {
@@ -80,4 +82,24 @@ def how_it_ended(run: dict[str, Any], running: bool) -> str:
         step=f"step {run['lastStep']}{planned}",
         time=format_duration(run["seconds"], whole=True),
     )
-    return f"{end}: {str(error)[:MAX_ERROR]}." if error and reason and not running else f"{end}."
+    if error and reason and not running:
+        end += f": {str(error)[:MAX_ERROR]}"
+    return f"{end}.{fallen_rewards(run)}"
+
+
+def fallen_rewards(run: dict[str, Any]) -> str:
+    """Returns a sentence on the rewards of eval.rewards that fell while the trained one rose, or ""."""
+    alarm = METRICS["eval/score_mean"].alarm
+    assert alarm is not None
+    texts = [event["text"] for event in run["events"] if alarm.problem in event["text"]]
+    named = re.findall(r"eval/\S+_mean", texts[-1]) if texts else []
+    curves = {name: run["series"][name]["values"] for name in named if name in run["series"]}
+    risen = [name for name, values in curves.items() if values[-1] > values[0]]
+    fell = [
+        f"{name} fell from {values[0]:.3g} to {values[-1]:.3g}"
+        for name, values in curves.items()
+        if values[-1] < values[0]
+    ]
+    if not fell or "eval/score_mean" not in risen:
+        return ""
+    return f" The policy exploits the reward: while its held-out score rose, {' and '.join(fell)}."
