@@ -2,37 +2,68 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 from ppo_ds.assemble.data import Inputs
 from ppo_ds.assemble.multi_turn import with_environment
 from ppo_ds.assemble.ppo_models import Models
+from ppo_ds.background.pending import PeerTaskFailed, call
+from ppo_ds.background.user_code import user_traceback
 from ppo_ds.config.schema import PPOConfig, reference_is_base, rollout_size, uses_reference
 from ppo_ds.data.prompts import eval_batches
 from ppo_ds.engine.frozen import FrozenModel
+from ppo_ds.errors import RunError
 from ppo_ds.ppo.evaluation import Evaluator
 from ppo_ds.ppo.scoring import StartScoring
 from ppo_ds.ppo.win_rate import FILE, ReferenceResponses
 from ppo_ds.rewards.base import start_scoring
+from ppo_ds.rewards.processes import FunctionRaised
 from ppo_ds.rewards.weighted import WeightedReward
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.run.stage import HELD_OUT, TRAIN_PROMPTS, RunContext
+from ppo_ds.run.stopping import StepRefused
+from ppo_ds.secrets import censored
 from ppo_ds.types import Prompts, Reward, Rollout
+
+log = logging.getLogger(__name__)
 
 
 def guarded_scoring(context: RunContext, models: Models, start: StartScoring) -> StartScoring:
-    """Wraps the start of scoring, in which reward models run, so that it is repeated if memory runs out."""
-    return context.budgets.guard(
-        context.budgets.score,
+    """Wraps scoring: it is repeated if memory runs out, and any other error leaves the step on all ranks.
+
+    The exception is a sharded reward model: the ranks wait for each other in its forwards, so that an error
+    before them on one rank ends the run at once.
+    """
+    world = context.world
+
+    def refuse(error: BaseException | None) -> StepRefused:
+        own = None if error is None or isinstance(error, PeerTaskFailed) else describe_failure(error)
+        found = world.gather_objects(own)
+        return StepRefused("reward_error", next(text for text in found if text is not None))
+
+    guard = partial(context.budgets.guard, context.budgets.score, what="the reward", refuse=refuse)
+    guarded = guard(
         start,
-        what="the reward",
         repeatable=not models.reward_models.sharded,
         # the repetition starts rewards in the background again
         discard=lambda pending: pending.cancel(),
     )
+    agree = guard(call, repeatable=True)
+    return lambda rollout: replace(guarded(rollout), agree=agree)
+
+
+def describe_failure(error: BaseException) -> str:
+    """Describes an error of a reward in one line, and logs the traceback of an exception in user code."""
+    if isinstance(error, RunError):
+        return str(error)
+    trace = error.trace if isinstance(error, FunctionRaised) else user_traceback(error)
+    log.error("traceback of the reward:\n%s", censored(trace).rstrip())
+    line = error.line if isinstance(error, FunctionRaised) else f"{type(error).__name__}: {error}"
+    return ", ".join([line.partition("\n")[0], *getattr(error, "__notes__", ())])
 
 
 def build_evaluator(

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.world import World
+from ppo_ds.errors import RunError
 
 _POLL_SECONDS = 0.5  # interval at which ranks exchange their progress
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+class PeerTaskFailed(RunError):
+    """Raised on the ranks whose own tasks have not failed when a task of another rank has."""
+
+
+def call(run: Callable[[], T]) -> T:
+    """Calls a function; an error on one rank is raised on that rank only."""
+    return run()
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,8 @@ class Pending(Generic[T]):
     finish: Callable[[], T]  # computes the result, in the main thread, once all tasks are complete
     tasks: tuple[Future[Any], ...] = ()  # empty if the result is known already
     cancel: Callable[[], None] = lambda: None  # makes the tasks end early; does not wait for them
+    # a collective that computes the result, or raises on all ranks if that fails on one of them
+    agree: Callable[[Callable[[], Any]], Any] = call
 
     @classmethod
     def of(cls, result: T) -> Pending[T]:
@@ -39,21 +51,21 @@ class Pending(Generic[T]):
         """Number of completed tasks."""
         return sum(task.done() for task in self.tasks)
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Waits at most ``seconds`` (None: no limit) for all tasks and returns whether all are complete.
+    @property
+    def error(self) -> BaseException | None:
+        """The error of the first task that has failed."""
+        return next((error for task in self.tasks if task.done() and (error := task.exception())), None)
 
-        If a task has failed, the others are cancelled and its error is raised.
-        """
-        completed, others = wait(self.tasks, seconds, FIRST_EXCEPTION)
-        for task in self.tasks:
-            if task in completed and (error := task.exception()) is not None:
-                self.cancel()
-                raise error
-        return not others
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits at most ``seconds`` (None: no limit) until a task fails; returns whether all are complete."""
+        return not wait(self.tasks, seconds, FIRST_EXCEPTION).not_done
 
     def result(self) -> T:
-        """Waits for all tasks and returns the result."""
+        """Waits for all tasks and returns the result; if one fails, cancels the others and raises."""
         self.wait()
+        if (error := self.error) is not None:
+            self.cancel()
+            raise error
         return self.finish()
 
     def then(self, change: Callable[[T], U]) -> Pending[U]:
@@ -63,7 +75,7 @@ class Pending(Generic[T]):
         """
         if not self.tasks:
             return Pending.of(change(self.finish()))
-        return Pending(lambda: change(self.finish()), self.tasks, self.cancel)
+        return replace(self, finish=lambda: change(self.finish()))  # type: ignore[arg-type, return-value]
 
 
 def all_of(parts: Sequence[Pending[T]]) -> Pending[list[T]]:
@@ -74,7 +86,8 @@ def all_of(parts: Sequence[Pending[T]]) -> Pending[list[T]]:
             part.cancel()
 
     tasks = tuple(task for part in parts for task in part.tasks)
-    return Pending(lambda: [part.finish() for part in parts], tasks, cancel)
+    agree = parts[0].agree if parts else call
+    return Pending(lambda: [part.finish() for part in parts], tasks, cancel, agree)
 
 
 def start_all(starting: Iterable[Pending[T]]) -> list[Pending[T]]:
@@ -96,18 +109,25 @@ def wait_on_all_ranks(pending: Pending[T], world: World, check: Callable[[], Non
     """Waits until the results of all ranks are known, and returns that of this rank. A collective.
 
     ``check`` is a collective that raises Abandoned on all ranks after a stop request. Each task that is
-    completed on any rank counts as progress on all ranks, so that slow tasks are not taken for a hang.
+    completed on any rank counts as progress on all ranks, so that slow tasks are not taken for a hang. If a
+    task of one rank fails, all ranks raise: that rank its error, or all the error of ``pending.agree``.
     """
+
+    def raise_for_peer() -> T:
+        raise PeerTaskFailed("a task of another rank has failed")
+
     completed = 0
     try:
         while True:
             ready = pending.wait(_POLL_SECONDS)
             check()
-            now, ranks_ready = world.sum(torch.tensor([pending.completed, ready])).tolist()
+            failed = pending.error is not None
+            now, ranks_ready, failures = world.sum(torch.tensor([pending.completed, ready, failed])).tolist()
             if now > completed:
                 heartbeat.beat()
-            if ranks_ready == world.size:
-                return pending.result()
+            if failures or ranks_ready == world.size:
+                found: T = pending.agree(raise_for_peer if failures and not failed else pending.result)
+                return found
             completed = now
     except BaseException:
         pending.cancel()

@@ -9,9 +9,11 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from functools import cache, partial, reduce
+from itertools import dropwhile
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Literal
@@ -64,6 +66,15 @@ def where_raised(error: BaseException, function: Callable[..., Any]) -> str:
         if code and frame.filename == code.co_filename
     ]
     return lines[-1] if lines else where_defined(function)
+
+
+def user_traceback(error: BaseException) -> str:
+    """Formats the traceback of an exception without the frames of ppo_ds and asyncio that call user code."""
+    stdlib = sysconfig.get_path("stdlib")
+    callers = (str(Path(__file__).parents[1]), *(f"{stdlib}/{name}" for name in ("asyncio", "concurrent")))
+    frames = traceback.extract_tb(error.__traceback__)
+    kept = dropwhile(lambda frame: frame.filename.startswith(callers), frames)
+    return "".join([*traceback.format_list([*kept]), *traceback.format_exception_only(error)])
 
 
 def _code_of(function: Callable[..., Any]) -> CodeType | None:

@@ -31,6 +31,7 @@ class FunctionRaised(Exception):
         super().__init__(f"{line}\n\nIn the worker process:\n{trace}")
         self.line = line  # type and message of the exception
         self.where = where  # FILE:LINE
+        self.trace = trace
 
 
 class WorkerProcesses:

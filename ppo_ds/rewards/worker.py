@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from zlib import crc32
 
-from ppo_ds.background.user_code import is_async, where_raised
+from ppo_ds.background.user_code import is_async, user_traceback, where_raised
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.user_function import Arguments, InvalidScore, call_function, load_function
 
@@ -69,7 +69,7 @@ def call(function: Callable[..., Any], arguments: Arguments, runner: asyncio.Run
     except BaseException as error:  # also SystemExit
         line = traceback.format_exception_only(error)[-1].strip()
         where = where_raised(error, function)
-        return {"raised": line, "where": where, "traceback": traceback.format_exc()}
+        return {"raised": line, "where": where, "traceback": user_traceback(error)}
 
 
 def seed(number: int) -> None:

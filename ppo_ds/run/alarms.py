@@ -206,7 +206,9 @@ class Alarms:
         }
         for name, value in values.items():
             self.past[name].add(value)
-        return [text(name, self.past) for name in ALARMS if name in values and self.raises(name, values[name])]
+        return [
+            text(name, self.past) for name in ALARMS if name in values and self.raises(name, values[name])
+        ]
 
     def raises(self, name: str, value: float) -> bool:
         """Returns whether the value raises the alarm on a metric; it may also end it."""

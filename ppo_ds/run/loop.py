@@ -48,7 +48,7 @@ class Run:
     # state of this process
     alarms: Alarms = field(init=False, default_factory=Alarms)  # used by rank 0
     reason: ExitReason = field(init=False, default="done")
-    # message of a run that nonfinite, max_kl or max_parity ends
+    # message of a run that nonfinite, max_kl, max_parity or reward_error ends
     error: str | None = field(init=False, default=None)
     eval_score: float | None = field(init=False, default=None)  # Saver.score_of the last step if it counts
     clock: float = field(init=False, default=0.0)  # rank 0's clock after the last step, in seconds
@@ -147,6 +147,9 @@ class Run:
             return Evaluation({}, [])
         try:
             evaluation = self.stage.evaluate()
+        except StepRefused as refused:
+            self.reason, self.error = refused.reason, f"step {step}, evaluation: {refused}"
+            return None
         except Abandoned:
             return None
         if evaluation is None:
@@ -287,7 +290,8 @@ class Run:
                 lists_files=self.lists_files,
             )
             if self.error:
-                log.error("error: %s", censored(self.error))
+                kept = f"; step {self.state.step} is saved in {checkpoint}" if checkpoint else ""
+                log.error("error: %s", censored(self.error + kept))
             elif explanation:
                 log.warning("%s: %s", self.reason, explanation)
         return self.reason

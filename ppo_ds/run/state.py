@@ -11,7 +11,15 @@ from ppo_ds.errors import UserError
 from ppo_ds.types import Metrics
 
 ExitReason = Literal[
-    "done", "early_stop", "stop_at_step", "time_limit", "signal", "nonfinite", "max_kl", "max_parity"
+    "done",
+    "early_stop",
+    "stop_at_step",
+    "time_limit",
+    "signal",
+    "nonfinite",
+    "max_kl",
+    "max_parity",
+    "reward_error",
 ]
 
 EXIT_CODES: dict[ExitReason, int] = {
@@ -23,12 +31,14 @@ EXIT_CODES: dict[ExitReason, int] = {
     "nonfinite": 1,
     "max_kl": 1,
     "max_parity": 1,
+    "reward_error": 1,
 }
 
 RESUME_HINTS: dict[ExitReason, str] = {  # how a run that ended early continues from its last checkpoint
     "signal": "the same command continues (run.resume=auto)",
     "max_kl": "the same command continues (run.resume=auto)",
     "max_parity": "the same command repeats the step (run.resume=auto)",
+    "reward_error": "once the reward is corrected, the same command continues (run.resume=auto)",
     "time_limit": "the same command continues (run.resume=auto)",
     "early_stop": "the same command with a larger eval.patience continues (run.resume=auto)",
     "stop_at_step": "the same command without run.stop_at_step continues (run.resume=auto)",

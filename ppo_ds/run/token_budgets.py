@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -54,8 +55,15 @@ class TokenBudget:
         self.tokens, self.halved_from = self.tokens // 2, self.tokens
 
 
-class PeerOutOfMemory(Exception):
-    """Raised in a repeatable phase on ranks whose collective cannot run, as another rank is out of memory."""
+NO_FAILURE, OUT_OF_MEMORY, FAILED = range(3)  # in increasing order of precedence
+Refuse = Callable[[BaseException | None], BaseException]
+
+
+class PeerFailed(Exception):
+    """Raised in a phase on ranks whose collective cannot run, as another rank has failed."""
+
+    def __init__(self, failure: int):
+        self.failure = failure
 
 
 @dataclass(kw_only=True)
@@ -91,6 +99,7 @@ class TokenBudgets:
         repeatable: bool,
         discard: Callable[[T], None] = lambda result: None,
         economize: Callable[[], str | None] = lambda: None,
+        refuse: Refuse | None = None,
     ) -> Callable[P, T]:
         """Wraps a phase that uses ``budget``: if memory runs out, the phase is repeated or the run ends.
 
@@ -98,12 +107,14 @@ class TokenBudgets:
         at its beginning, before any memory is allocated, and those that ``guard_collective`` wraps.
         ``discard`` receives the result of a rank that had finished a phase which is repeated. ``economize``
         makes the next runs need less memory with the same budget, and returns the setting that does it, or
-        None; it is called before a budget is halved.
+        None; it is called before a budget is halved. After any other error of a repeatable phase on one rank,
+        all ranks raise what ``refuse`` returns, a collective that gets the error of its rank or None.
         """
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
             if repeatable:
-                return self._run_repeatable(budget, what, lambda: run(*args, **kwargs), discard, economize)
+                phase = partial(run, *args, **kwargs)
+                return self._run_repeatable(budget, what, phase, discard, economize, refuse)
             with self.ending(budget, what, economize):
                 return run(*args, **kwargs)
 
@@ -114,13 +125,13 @@ class TokenBudgets:
     ) -> Callable[Concatenate[Any, P], T]:
         """Wraps a collective that may run inside a repeatable phase, such as those that rewards call.
 
-        The ranks first exchange whether one of them is out of memory, since that rank would never reach the
+        The ranks first exchange whether one of them has failed, since that rank would never reach the
         collective. The copy of ``value`` that World then makes on the device is not covered.
         """
 
         def guarded(value: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-            if self._in_phase and self._any_failed(False):
-                raise PeerOutOfMemory
+            if self._in_phase and (failure := self._any_failed(NO_FAILURE)):
+                raise PeerFailed(failure)
             return collective(value, *args, **kwargs)
 
         return guarded
@@ -132,6 +143,7 @@ class TokenBudgets:
         run: Callable[[], T],
         discard: Callable[[T], None],
         economize: Callable[[], str | None],
+        refuse: Refuse | None,
     ) -> T:
         """Runs a phase and repeats it with less memory if a rank runs out of memory. A collective.
 
@@ -139,23 +151,31 @@ class TokenBudgets:
         """
         while True:
             restore_rng = rng_snapshot(self.world)
-            results, error, agreed = list[T](), None, False
+            results, error, other, mine, agreed = list[T](), None, None, NO_FAILURE, NO_FAILURE
             self._in_phase = True
             try:
                 results.append(run())
-            except PeerOutOfMemory:
-                agreed = True
+            except PeerFailed as peer:
+                agreed = peer.failure
             except torch.OutOfMemoryError as own:
                 # only the text is kept: the frames of the traceback hold the tensors of the phase
-                error = single_line(str(own))
+                error, mine = single_line(str(own)), OUT_OF_MEMORY
+            except (Exception, SystemExit) as own:
+                if refuse is None:
+                    raise
+                other, mine = own, FAILED
             finally:
                 self._in_phase = False
             if error is not None:
                 free_memory(self.world)  # the exchange of the failure needs memory on the device
-            if not agreed and not self._any_failed(error is not None):
+            failure = agreed or self._any_failed(mine)
+            if failure == NO_FAILURE:
                 return results[0]
             if results:
                 discard(results.pop())
+            if failure == FAILED:
+                assert refuse is not None
+                raise refuse(other) from other
             before, lowered = "", economize()
             if lowered is None:
                 if not budget.can_halve:
@@ -171,9 +191,9 @@ class TokenBudgets:
             free_memory(self.world)
             restore_rng()
 
-    def _any_failed(self, failed: bool) -> bool:
-        """Returns whether any rank has run out of memory. A collective."""
-        return bool(self.world.max_int(int(failed)))
+    def _any_failed(self, failure: int) -> int:
+        """Returns the failure with the highest precedence on any rank. A collective."""
+        return self.world.max_int(failure)
 
     @contextmanager
     def ending(

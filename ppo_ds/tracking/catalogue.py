@@ -27,8 +27,8 @@ class Alarm:
     problem: str
     advice: str  # which key to change
     condition: str = ""  # of a rule, in words
-    # what the text shows: the "last" value, the "means" of the last and of the best steps, or the "changes" of
-    # this metric and of those that fell since the first evaluation
+    # what the text shows: the "last" value, the "means" of the last and of the best steps, or the "changes"
+    # since the first evaluation of this metric and of those that fell
     shows: str = "last"
 
 

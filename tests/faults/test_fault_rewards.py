@@ -23,7 +23,8 @@ calls = 0
 def score(prompts, responses, rows):
     \"\"\"Rewards "e" and "i" in each response by itself.
 
-    STOP=N sends a signal to rank 1 in its worker's N-th call, which then never returns.
+    STOP=N sends a signal to rank 1 in its worker's N-th call, which then never returns. FAIL=N raises in rank
+    1's N-th call, FAIL=nan returns NaN.
     \"\"\"
     global calls
     calls += 1
@@ -31,6 +32,10 @@ def score(prompts, responses, rows):
         os.kill(os.getppid(), signal.SIGTERM)
         while True:
             pass
+    if os.environ["RANK"] == "1" and os.environ.get("FAIL") == str(calls):
+        rows[0]["missing"]
+    if os.environ["RANK"] == "1" and os.environ.get("FAIL") == f"nan{calls}":
+        return [float("nan")] * len(responses)
     return [0.5 * sum(map(text.count, "ei")) - 0.1 * len(text) for text in responses]
 
 """
@@ -77,3 +82,40 @@ def test_a_pool_changes_no_number_and_a_stopped_run_continues_to_the_same_weight
     assert codes == [0, 0], output
     assert lines(root / "stopped") == lines(root / "plain")
     assert files(root / "stopped", 3) == files(root / "plain", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "more", "fail", "shown"),
+    [
+        ("raises", (), "3", "KeyError: 'missing', in reward.path="),
+        ("nan", (), "nan3", "reward.path="),
+        ("in_a_pool", (*IN_POOL, "reward.workers=1"), "9", "KeyError: 'missing'"),
+        (
+            "evaluated",
+            ("data.eval_path=null", "eval.train_prompts=4", "run.steps=2"),
+            "4",
+            "KeyError: 'missing'",
+        ),
+    ],
+)
+def test_a_reward_that_fails_on_one_rank_loses_no_step(
+    root: Path, ranks: Ranks, name: str, more: tuple[str, ...], fail: str, shown: str
+) -> None:
+    """Two steps are done when rank 1 fails; all ranks save them, and the next start continues."""
+    how = ("run.steps=3", "data.eval_path=null", "eval.every=null", "eval.train_prompts=0", *more)
+    plain = arguments(root, f"{name}_plain", *how)
+    assert ranks.run(2, plain)[0] == [0, 0]
+    failing = arguments(root, name, *how)
+    run = ranks.start(2, failing, FAIL=fail)
+    assert ranks.wait(run) == [1, 1], run.output()
+    output = run.output()
+    last = [line for line in output.splitlines() if line.startswith("error: ")][-1]
+    assert shown in last and f"step 2 is saved in {root / name}" in last and "the same command" in last
+    assert "ppo_ds/" not in output.partition("traceback of")[2].partition("error: ")[0]
+    assert reason(root / name) == "reward_error" and latest(root / name) == 2
+    codes, output = ranks.run(2, failing)
+    assert codes == [0, 0], output
+    steps = 2 if name == "evaluated" else 3
+    assert lines(root / name) == lines(root / f"{name}_plain")
+    assert files(root / name, steps) == files(root / f"{name}_plain", steps)

@@ -227,7 +227,7 @@ def test_scores_in_the_background_are_cancelled_before_the_reward_is_repeated() 
                 raise torch.OutOfMemoryError
             return Pending(lambda: None, (Future(),), lambda: events.append("cancelled"))
 
-        context: Any = SimpleNamespace(budgets=fixed_budgets(world))
+        context: Any = SimpleNamespace(world=world, budgets=fixed_budgets(world))
         models: Any = SimpleNamespace(reward_models=SimpleNamespace(sharded=False))
         guarded_scoring(context, models, start)(None)
         return events

@@ -185,7 +185,9 @@ def test_a_reward_that_falls_while_the_trained_one_rises():
     step = {"reward/score_mean": 0.5}
     fell, both_fell = {"eval/score_mean": 0.69, "eval/exact_mean": 0.05}, {"eval/exact_mean": 0.05}
     (line,) = Alarms.after([first, step]).check(step | fell)
-    assert ": eval/score_mean from 0.41 to 0.69, eval/exact_mean from 0.475 to 0.05; raise algo.kl.coef" in line
+    assert (
+        ": eval/score_mean from 0.41 to 0.69, eval/exact_mean from 0.475 to 0.05; raise algo.kl.coef" in line
+    )
     assert Alarms.after([first, step]).check(step | both_fell | {"eval/score_mean": 0.4}) == []
     # less than half of the first spread
     assert Alarms.after([first, step]).check(step | fell | {"eval/exact_mean": 0.23}) == []

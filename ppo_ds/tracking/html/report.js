@@ -2,7 +2,7 @@
 
 const ENDINGS = { done: "Finished", stop_at_step: "Stopped at run.stop_at_step", early_stop: "Stopped early",
   time_limit: "Time limit reached", signal: "Stopped by a signal", nonfinite: "Not finite", max_kl: "KL limit exceeded",
-  max_parity: "Generation differs from training", error: "Ended with an error" };
+  max_parity: "Generation differs from training", reward_error: "The reward failed", error: "Ended with an error" };
 const CALM = { done: "good", stop_at_step: "accent", early_stop: "accent", time_limit: "accent" };
 const STAGES = { ppo: "PPO", sft: "Supervised fine-tuning", reward_model: "Reward model" };
 const short = (value) => formatNumber(value, 3);

@@ -19,6 +19,7 @@ ENDS = {
     "max_kl": "The run ended after {step}, because the KL exceeded health.max_kl",
     "max_parity": "The run ended after {step}, because generation and training differed by more than "
     "health.max_parity",
+    "reward_error": "The run ended after {step}, because the reward failed",
     "error": "The run ended with an error after {step} and {time}",
 }
 IN_PROGRESS = "The run is in progress: {step}, {time} after its start"

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from ppo_ds.errors import UserError
-from ppo_ds.tracking.html.report import render_report, sections_of
 from ppo_ds.tracking.catalogue import METRICS
+from ppo_ds.tracking.html.report import render_report, sections_of
 from ppo_ds.tracking.html.result import common_results, how_it_ended, result_of
 from ppo_ds.tracking.html.run_data import evenly, flattened, read_run, thinned
 from tests.tracking.html.runs import lines, make_ppo_run, ppo_metrics, sample
@@ -207,12 +207,14 @@ def test_the_head_names_a_reward_that_fell_while_the_trained_one_rose(tmp_path):
     run_dir = make_ppo_run(tmp_path / "run", events=False)
     run = read_run(run_dir)
     problem = METRICS["eval/score_mean"].alarm.problem
-    text = f"{problem}: eval/score_mean from 0.4 to 0.6, eval/exact_mean from 0.475 to 0.2; raise algo.kl.coef"
+    text = (
+        f"{problem}: eval/score_mean from 0.4 to 0.6, eval/exact_mean from 0.475 to 0.2; raise algo.kl.coef"
+    )
     curves = {"eval/score_mean": [0.4, 0.69], "eval/exact_mean": [0.475, 0.05]}
     run["series"] |= {name: {"steps": [0, 20], "values": values} for name, values in curves.items()}
     assert "exploits" not in how_it_ended(run, False)
     run["events"] = [{"step": 10, "time": 1.0, "kind": "alarm", "text": text}]
-    end = " The policy exploits the reward: while its held-out score rose, eval/exact_mean fell from 0.475 to 0.05."
+    end = "exploits the reward: while its held-out score rose, eval/exact_mean fell from 0.475 to 0.05."
     assert how_it_ended(run, False).endswith(end)
     run["series"]["eval/exact_mean"]["values"][-1] = 0.5  # it has recovered
     assert "exploits" not in how_it_ended(run, False)
