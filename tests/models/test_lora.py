@@ -11,15 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    OPTConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
@@ -34,24 +26,10 @@ from ppo_ds.models.policy import load_policy, unsharded_twin
 from ppo_ds.models.value import load_critic
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.hf import generate
-from tests.support.models import SIZES
+from tests.support.models import decoders
 
 V = 60
-SMALL = dict(vocab_size=V, **SIZES, initializer_range=0.3)
-FAMILIES = {
-    "llama": lambda: LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=False),
-    "qwen2": lambda: Qwen2Config(**SMALL, num_key_value_heads=1, tie_word_embeddings=True),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=V, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3, bos_token_id=None,
-        eos_token_id=None,
-    ),
-    "gpt_neox": lambda: GPTNeoXConfig(**SMALL),
-    "opt": lambda: OPTConfig(
-        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
-        word_embed_proj_dim=16, init_std=0.3,
-        max_position_embeddings=64,
-    ),
-}  # fmt: skip
+FAMILIES = decoders(V, std=0.3, dropout=0.0)
 LINEAR = {
     "llama": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
     "qwen2": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},

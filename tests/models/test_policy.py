@@ -8,45 +8,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GemmaConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, Qwen3Config
 
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.policy import Policy, load_policy, unsharded_twin
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.hf import generate
-from tests.support.models import SIZES
+from tests.support.models import SIZES, decoders
 
 V = 60
 SMALL = dict(vocab_size=V, **SIZES, initializer_range=0.5)
 GROUPED = SMALL | dict(num_key_value_heads=1)
-FAMILIES = {
-    "llama": lambda: LlamaConfig(**GROUPED, attention_dropout=0.1, tie_word_embeddings=False),
-    "qwen2": lambda: Qwen2Config(**GROUPED, attention_dropout=0.1, tie_word_embeddings=True),
+FAMILIES = decoders(V, std=0.5, dropout=0.1) | {
     "qwen3": lambda: Qwen3Config(**GROUPED, head_dim=8, attention_dropout=0.1, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**GROUPED, attention_dropout=0.1),
     "gemma": lambda: GemmaConfig(**GROUPED, head_dim=8, attention_dropout=0.1),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=V, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, resid_pdrop=0.1,
-        embd_pdrop=0.1, attn_pdrop=0.1,
-    ),
-    "gpt_neox": lambda: GPTNeoXConfig(**SMALL, hidden_dropout=0.1, attention_dropout=0.1),
-    "opt": lambda: OPTConfig(
-        vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
-        word_embed_proj_dim=16, init_std=0.5,
-        max_position_embeddings=64, dropout=0.1, attention_dropout=0.1, layerdrop=0.1,
-    ),
-}  # fmt: skip
+}
 EVERY = pytest.mark.parametrize("family", FAMILIES)
 LENGTHS = [(1, 2), (4, 3), (2, 5)]  # lengths of prompt and response
 P, R = 4, 5

@@ -18,13 +18,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     DebertaV2Config,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
     MambaConfig,
-    OPTConfig,
     PreTrainedTokenizerFast,
-    Qwen2Config,
     RobertaConfig,
     T5Config,
 )
@@ -33,24 +28,11 @@ from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.models.value import can_start_critic, load_critic, load_reward_model
-from tests.support.models import SIZES
+from tests.support.models import SIZES, decoders
 from tests.support.ports import reserved_port
 
 SMALL = dict(vocab_size=60, **SIZES, initializer_range=0.5)
-DECODERS = {
-    "llama": lambda: LlamaConfig(**SMALL, num_key_value_heads=1, attention_dropout=0.5),
-    "qwen2": lambda: Qwen2Config(**SMALL, num_key_value_heads=1, attention_dropout=0.5),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=60, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5, resid_pdrop=0.5,
-        embd_pdrop=0.5, attn_pdrop=0.5,
-    ),
-    "gpt_neox": lambda: GPTNeoXConfig(**SMALL, hidden_dropout=0.5, attention_dropout=0.5),
-    "opt": lambda: OPTConfig(
-        vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
-        word_embed_proj_dim=16, init_std=0.5,
-        max_position_embeddings=64, dropout=0.5, layerdrop=0.5,
-    ),
-}  # fmt: skip
+DECODERS = decoders(60, std=0.5, dropout=0.5)
 ENCODERS = {
     "deberta": lambda: DebertaV2Config(
         **SMALL, max_position_embeddings=40, relative_attention=True, position_buckets=8,
