@@ -17,7 +17,7 @@ tells the allocator that the capture is over, and the next ``empty_cache`` fails
 continues without graphs; until the fix of pull request 190348, the memory of the failed recording is not
 reused.
 
-This module has been tested with a model of the allocator and of CUDA graphs (tests/rollout), not on a GPU.
+This module has been tested with stand-ins for CUDA graphs only (tests/rollout, tests/gpu_sim), not on a GPU.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -145,14 +144,6 @@ def test_no_control_with_far_more_cores_than_threads(cores: int, started: list[t
     assert started == []
 
 
-def test_a_path_in_another_encoding_is_found(started: list[tuple[object, ...]]) -> None:
-    folder = b"/na\xefve"  # Latin-1
-    spinning.MAPS.write_bytes(MAPPED.encode().replace(b"{}", folder + GOMP.encode()))
-    assert start_spin_control(2, 2, {}) != ""
-    wait_for_control()
-    assert started == [(os.fsdecode(folder) + GOMP, 2)]
-
-
 @pytest.mark.parametrize("problem", ["no file", "a folder", "no library"])
 def test_an_unreadable_list_of_libraries_does_not_end_the_run(
     problem: str, started: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
@@ -166,19 +157,6 @@ def test_an_unreadable_list_of_libraries_does_not_end_the_run(
     assert start_spin_control(2, 2, {}) == ""
     wait_for_control()
     assert started == []
-
-
-@pytest.mark.parametrize("readable", [0, 1])
-def test_the_control_ends_with_a_warning_once_times_cannot_be_read(
-    readable: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    times = iter([{"7": Times(1, 1)}] * readable + [{}] * 2)
-    monkeypatch.setattr(spinning, "thread_times", lambda tasks: next(times))
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    spinning.control(None, 3)  # type: ignore[arg-type]
-    assert caplog.messages == [
-        "/proc/self/task/*/schedstat: not readable any more; OpenMP threads now always spin"
-    ]
 
 
 # With GOMP_SPINCOUNT=INFINITE a waiting thread never sleeps, so that each sleep shows the shorter spinning.

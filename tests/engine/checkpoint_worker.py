@@ -8,12 +8,10 @@ import math
 import random
 import resource
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -25,16 +23,14 @@ from ppo_ds.engine.checkpoint import shards
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.checkpoint.files import CheckpointError
 from ppo_ds.engine.checkpoint.state import consolidated, load_model, model_bytes, save_model
-from ppo_ds.engine.gather import GATHER_ELEMENTS
-from ppo_ds.engine.master_weights import PARTS, MasterWeights, optimizer_shares
+from ppo_ds.engine.master_weights import PARTS, optimizer_shares
 from ppo_ds.engine.trained import LRSchedule, StepInfo, TrainedModel
 from ppo_ds.engine.zero import deepspeed_config
 from tests.engine.rank_results import on_all_ranks
 from tests.engine.recorded_reads import recorded_reads
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LIMIT = 100  # elements per chunk
 NOT_PERSISTENT = {"stage3_param_persistence_threshold": 0}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Case = dict[str, Any]
 
 
@@ -118,32 +114,7 @@ def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
     )
 
 
-def forget_moments(model: TrainedModel) -> None:
-    masters = MasterWeights(model)
-    for name in masters.parameters:
-        elements = masters.local_range(name)
-        masters.set_local(name, "exp_avg", torch.zeros(elements.stop - elements.start))
-
-
-def forget_steps(model: TrainedModel) -> None:
-    masters = MasterWeights(model)
-    masters.set_steps(dict.fromkeys(masters.parameters, 0))
-
-
-def forget_rng(model: TrainedModel) -> None:
-    torch.manual_seed(12345)
-
-
-def exact(
-    world: World,
-    root: Path,
-    stage: int,
-    dtype: str,
-    *,
-    offload: bool,
-    forget: Callable[[TrainedModel], None] | None = None,
-    **raw: Any,
-) -> Case:
+def exact(world: World, root: Path, stage: int, dtype: str, *, offload: bool, **raw: Any) -> Case:
     """Compares 10 steps with a save after 5 to a new engine that loads this save and trains 5 steps."""
     kind = {"raw": raw, "offload": offload}
     options = "".join(f" {key}={value}" for key, value in raw.items())
@@ -161,11 +132,9 @@ def exact(
         load_model(resumed, directory)
     loaded = consolidated(resumed)
     torch.set_rng_state(generator)
-    if forget:
-        forget(resumed)
     rest = train(resumed, range(5, 10))
     return {
-        "case": label + (f" {forget.__name__}" if forget else ""),
+        "case": label,
         "loaded": same(saved, loaded),
         "learned": (saved is None or not same(saved, finished)) and not any(info.skipped for info in whole),
         "steps": whole == rest,
@@ -188,8 +157,6 @@ def exact_cases(world: World, root: Path, full: bool) -> Iterator[Case]:
         yield exact(world, root, stage, dtype, offload=False)
     for dtype in ("fp32", "bf16"):
         yield exact(world, root, 3, dtype, offload=False, zero_optimization=NOT_PERSISTENT)
-    for forget in (forget_moments, forget_steps, forget_rng):
-        yield exact(world, root, 2, "bf16", offload=False, forget=forget)
     if full:
         for stage in (0, 1, 2, 3):
             yield exact(world, root, stage, "fp16", offload=False)  # begins with skipped steps
@@ -310,46 +277,7 @@ def ties(world: World) -> Case:
     }
 
 
-@contextmanager
-def recorded_gathers() -> Iterator[list[int]]:
-    """Records the number of elements of each gather inside the block."""
-    gather, sizes = deepspeed.zero.GatheredParameters, []
-
-    def recorded(parameters: list[nn.Parameter], **options: Any) -> Any:
-        sizes.append(sum(parameter.ds_numel for parameter in parameters))
-        return gather(parameters, **options)
-
-    deepspeed.zero.GatheredParameters = recorded
-    try:
-        yield sizes
-    finally:
-        deepspeed.zero.GatheredParameters = gather
-
-
-def chunked_gathers(world: World) -> Iterator[Case]:
-    """Compares gathering in chunks of about LIMIT elements to one gather of all weights."""
-    model = make(world, 3, "fp32", raw={"zero_optimization": NOT_PERSISTENT})
-    whole = consolidated(model)
-    with recorded_gathers() as sizes:
-        chunked = consolidated(model, gather_elements=LIMIT)
-    largest = max(parameter.ds_numel for parameter in model.module.parameters())
-    yield {"case": "consolidated", "same": same(whole, chunked), "sizes": sizes, "largest": largest}
-
-    from tests.engine import switch_worker  # imports transformers, which the other cases do not need
-
-    actors = [switch_worker.make(world, 3, lora=True, gather_elements=n) for n in (GATHER_ELEMENTS, LIMIT)]
-    with actors[0].generation_mode():
-        whole = {name: x.clone() for name, x in actors[0].lm.named_parameters()}
-    with recorded_gathers() as sizes, actors[1].generation_mode():
-        chunked = {name: x.clone() for name, x in actors[1].lm.named_parameters()}
-    largest = max(parameter.ds_numel for parameter in actors[1].module.parameters())
-    yield {"case": "generation", "same": same(whole, chunked), "sizes": sizes, "largest": largest}
-
-
 def cases(world: World, root: Path, mode: str) -> Iterator[Case]:
-    if mode == "chunks":
-        yield from chunked_gathers(world)
-        return
     yield from exact_cases(world, root, full=mode == "full")
     if mode == "full":
         return

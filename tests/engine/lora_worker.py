@@ -37,13 +37,7 @@ Case = dict[str, Any]
 
 
 def config(
-    root: Path,
-    stage: int,
-    dtype: str = "fp32",
-    *,
-    other_reference: bool = False,
-    checkpointing: bool = False,
-    **zero: bool,
+    root: Path, stage: int, dtype: str = "fp32", *, checkpointing: bool = False, **zero: bool
 ) -> Config:
     role = {
         "zero": {"stage": stage, **zero},
@@ -58,10 +52,7 @@ def config(
             "model": {"path": str(root / "actor"), "dtype": dtype, "gradient_checkpointing": checkpointing},
         },
         "critic": role,
-        "reference": {
-            "model": {"path": str(root / "other")} if other_reference else {},
-            "zero": {"stage": 3 if stage == 3 else 0},
-        },
+        "reference": {"zero": {"stage": 3 if stage == 3 else 0}},
         "rollout": {"prompts_per_step": 2},
         "sampling": {"max_new_tokens": R},
         "data": {"path": "none.jsonl"},
@@ -225,22 +216,6 @@ def trained_actor(world: World, root: Path, stage: int, dtype: str = "fp32", **h
     return found
 
 
-def another_reference(world: World, root: Path) -> Case:
-    """Builds a reference from another path, which must be a separate model."""
-    settings = config(root, 2, other_reference=True)
-    actor = actor_of(settings, world)
-    reference = build_reference(settings, world, NEEDS, actor)
-    other = AutoModelForCausalLM.from_pretrained(root / "other", dtype=torch.float32)
-    ids, mask = batch(0, world)
-    found = reference(ids, mask, R).logprobs.masked_fill(~mask[:, -R:], 0.0)
-    actor.engine.destroy()
-    return {
-        "case": "another reference",
-        "own": type(reference) is FrozenModel,
-        "gap": float((found - plain_logprobs(other, world)).abs().max()),
-    }
-
-
 def trained_critic(world: World, root: Path, stage: int) -> Case:
     """Measures the updates of the head and of B in the first steps, and checks the export."""
     critic = critic_of(config(root, stage), world)
@@ -311,7 +286,7 @@ def resumed(world: World, root: Path, stage: int, dtype: str, role: str) -> Case
 
 
 def refused(world: World, root: Path) -> Case:
-    """Collects the errors of loading adapters with other settings, also from an older version's files."""
+    """Collects the errors of loading adapters with other settings."""
     directory = root / "refused"
 
     def actor(**lora: Any) -> HybridActor:
@@ -333,7 +308,7 @@ def refused(world: World, root: Path) -> Case:
     saved = actor()
     save_model(saved, directory)
     saved.engine.destroy()
-    found = {
+    return {
         "case": "refused",
         "same": complaint(),
         "written out": complaint(alpha=4.0),  # the default, which is twice the rank
@@ -341,18 +316,12 @@ def refused(world: World, root: Path) -> Case:
         "rank": complaint(rank=4),
         "targets": complaint(targets=["q_proj"]),
     }
-    file = directory / "model.json"
-    file.write_text(
-        json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "settings"})
-    )
-    return found | {"older": complaint(alpha=64.0), "older rank": complaint(rank=4)}
 
 
 def cases(world: World, root: Path) -> Iterator[Case]:
     for stage in (0, 3) if world.size == 1 else (0, 1, 2, 3):
         yield trained_actor(world, root, stage)
     if world.size == 1:
-        yield another_reference(world, root)
         yield resumed(world, root, 0, "fp32", "actor")
         yield refused(world, root)
         return

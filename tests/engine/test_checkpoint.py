@@ -8,7 +8,6 @@ import math
 import os
 import random
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +27,6 @@ from ppo_ds.engine.rng import load_rng, save_rng
 from ppo_ds.errors import UserError
 from ppo_ds.storage.drafts import draft_path
 from tests.support.ranks import RankServer
-
-LIMIT = 100  # elements of a chunk, as in the worker
 
 
 def launch(server: RankServer, ranks: int, directory: Path, mode: str, worker: str) -> list[dict[str, Any]]:
@@ -59,17 +56,9 @@ def found(
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(found: dict, ranks: str) -> None:
-    cases = [case for case in found[ranks] if "learned" in case and "forget" not in case["case"]]
+    cases = [case for case in found[ranks] if "learned" in case]
     assert len(cases) == 10
     assert_exact(cases)
-
-
-@pytest.mark.parametrize("ranks", ["one", "two"])
-def test_that_comparison_detects_a_missing_part_of_the_state(found: dict, ranks: str) -> None:
-    cases = [case for case in found[ranks] if "forget" in case["case"]]
-    assert len(cases) == 3
-    for case in cases:
-        assert case["loaded"] and not case["steps"] and not case["weights"], case
 
 
 def test_other_numbers_of_ranks_and_other_stages_read_the_same_weights(found: dict) -> None:
@@ -78,21 +67,6 @@ def test_other_numbers_of_ranks_and_other_stages_read_the_same_weights(found: di
     for case in cases:
         assert case["weights"] and case["lr"], case
         assert case["gap"] < (1e-5 if "fp32" in case["case"] else 1e-2), case
-
-
-@pytest.fixture(scope="module")
-def gathers(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> dict[str, dict[str, Any]]:
-    found = launch(rank_server, 2, tmp_path_factory.mktemp("gathers"), "chunks", "checkpoint_worker")
-    return {case["case"]: case for case in found}
-
-
-@pytest.mark.parametrize("gather", ["consolidated", "generation"])
-def test_sharded_weights_are_gathered_in_chunks_of_bounded_size(gathers: dict, gather: str) -> None:
-    """The workers set a small limit, because the default exceeds the size of any test model."""
-    case = gathers[gather]
-    assert case["same"], case
-    assert len(case["sizes"]) > 2 and max(case["sizes"]) < LIMIT + case["largest"], case
-    assert all(size >= LIMIT for size in case["sizes"][:-1]), case
 
 
 def test_consolidated_weights_have_the_keys_and_ties_of_the_module(found: dict) -> None:
@@ -117,9 +91,8 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_keeps_the_previous_check
 @pytest.mark.slow
 def test_resume_is_exact_with_fp16_and_offload_too(tmp_path: Path, rank_server: RankServer) -> None:
     found = launch(rank_server, 2, tmp_path, "full", "checkpoint_worker")
-    cases = [case for case in found if "forget" not in case["case"]]
-    assert len(cases) == 23
-    assert_exact(cases)
+    assert len(found) == 23
+    assert_exact(found)
 
 
 # -- without models and a process group --------------------------------------------------------------
@@ -146,10 +119,6 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 
 def names(checkpoints: Checkpoints) -> list[str]:
     return sorted(path.name for path in checkpoints.root.iterdir())
-
-
-def test_latest_is_none_without_checkpoints(checkpoints: Checkpoints) -> None:
-    assert checkpoints.latest() is None
 
 
 def test_keeps_the_last_ones_and_the_best(checkpoints: Checkpoints) -> None:
@@ -309,10 +278,6 @@ def test_settings_are_stored(tmp_path: Path) -> None:
     settings = {"run": {"seed": 3, "dir": "x"}, "algo": {"kl": {"coef": 0.05}}}
     checkpoints = Checkpoints(tmp_path / "checkpoints", world=OneRank(), keep_last=2, settings=settings)
     assert checkpoints.settings_of(checkpoints.save(1, {}, {})) == settings
-    about = json.loads((checkpoints.root / "step_000001" / "state.json").read_text())
-    del about["settings"]
-    (checkpoints.root / "step_000001" / "state.json").write_text(json.dumps(about))
-    assert checkpoints.settings_of(checkpoints.root / "step_000001") is None  # as if made by an older version
 
 
 def test_the_number_of_ranks_is_stored(tmp_path: Path) -> None:
@@ -349,37 +314,6 @@ def test_a_lack_of_disk_space_is_reported_before_anything_is_written(
         "it takes 0.00105 GB, 0.0005 GB are free",
     ):
         checkpoints.check_disk_space({})
-
-
-@pytest.mark.parametrize(("kib", "state"), [(8, {}), (100, {"long": "x" * 200_000})])
-def test_a_disk_that_becomes_full_during_a_save(
-    tmp_path: Path, kib: int, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another program has filled the disk, so that it is full in the middle of a tensor file or JSON file."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False
-    ).returncode:
-        pytest.skip("cannot mount a small disk here")
-    try:
-        checkpoints = Checkpoints(disk / "checkpoints", world=OneRank(), keep_last=2)
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(free=10**12))
-        before = checkpoints.save(1, {}, {"at": 1})
-        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-        (disk / "others").write_bytes(bytes(free - kib * 1024))
-        with pytest.raises(
-            CheckpointError,
-            match="step_000002 was not written, older checkpoints are unchanged: "
-            ".*(?i:no space left on device)",
-        ):
-            checkpoints.save(2, {}, state)
-        assert names(checkpoints) == ["latest", "step_000001"]
-        (disk / "others").unlink()
-        assert checkpoints.latest() == before and checkpoints.load(before, {}) == {"at": 1}
-        assert checkpoints.save(2, {}, {}).name == "step_000002"
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_checkpoints_that_a_kill_left_are_pruned_at_the_next_start(tmp_path: Path) -> None:

@@ -37,9 +37,8 @@ def make_models(root: Path) -> None:
         eos_token_id=None,
         pad_token_id=None,
     )
-    for seed, name in enumerate(("actor", "other")):
-        torch.manual_seed(seed)
-        LlamaForCausalLM(config).save_pretrained(root / name)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(root / "actor")
 
 
 def launch(server: RankServer, ranks: int, root: Path) -> list[Case]:
@@ -88,10 +87,6 @@ def test_the_reference_is_the_actors_base_and_the_adapters_are_enabled_again(
     assert case["shared"] and case["reference starts as the actor"] and case["reference stays"], case
     assert case["gap to the base"] < rounding < 0.3 < case["moved"], case
     assert case["adapters on again"], case
-
-
-def test_a_reference_with_another_path_is_loaded(found: dict[str, Case]) -> None:
-    assert found["another reference"]["own"] and found["another reference"]["gap"] < 1e-5
 
 
 @pytest.mark.parametrize("label", FP32 + BF16)
@@ -207,10 +202,8 @@ def test_a_resumed_run_continues_bit_by_bit(found: dict[str, Case], label: str) 
 
 def test_other_adapters_are_refused(found: dict[str, Case], root: Path) -> None:
     case, start = found["refused"], f"run.resume: {root / 'refused'} "
-    assert case["same"] == case["written out"] == case["older"] == ""
+    assert case["same"] == case["written out"] == ""
     assert case["alpha"] == start + "was made with actor.lora.alpha=4, this run has 64: keep it"
     assert case["rank"] == start + "was made with actor.lora.rank=2, this run has 4: keep it"
-    for name in ("targets", "older rank"):
-        assert case[name].startswith(start.rstrip() + ": was saved from another model: ") and case[
-            name
-        ].endswith("with its lora.rank and lora.targets"), case[name]
+    assert case["targets"].startswith(start.rstrip() + ": was saved from another model: "), case
+    assert case["targets"].endswith("with its lora.rank and lora.targets"), case

@@ -10,7 +10,7 @@ import warnings
 from importlib import import_module
 
 from tests.gpu_sim import stub
-from tests.gpu_sim.cases import CASES, LEARNED
+from tests.gpu_sim.cases import CASES
 from tests.gpu_sim.report import Report, listed
 
 
@@ -44,44 +44,15 @@ def print_report(name: str, report: Report) -> None:
         print(report.error)
 
 
-def print_table() -> None:
-    """Prints waits, uploads and captures of decoding, and of the micro-batches of the PPO update."""
-    rows = {f"decoding of {name}": [report] for name, report in run("table").items()}
-    updates = run("learner")
-    for what in LEARNED:
-        one, two = (updates[f"{what} {number} micro-batches"] for number in (1, 2))
-        rows[f"update ({what}), one micro-batch"] = [one]
-        rows[f"update ({what}), each further one"] = [two, one]
-    print("| | waits | blocking uploads | asynchronous uploads | captures | kernels per token |")
-    print("|---|---|---|---|---|---|")
-    for name, (report, *less) in rows.items():
-        if report.error:
-            print(f"| {name} | {report.error.strip().splitlines()[-1][:100]} | | | | |")
-            continue
-        counts = [
-            getattr(report, column).total() - sum(getattr(other, column).total() for other in less)
-            for column in ("waits", "blocking_uploads", "pinned_uploads")
-        ]
-        facts = [str(report.facts.get(fact, "")) for fact in ("captures", "kernels")]
-        print("|", " | ".join([name, *map(str, counts), *facts]), "|")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_sim", description=__doc__)
     parser.add_argument("drives", nargs="*", help=f"{', '.join(CASES)}; default: all")
-    parser.add_argument("--table", action="store_true", help="print the table of docs/performance.md")
     parser.add_argument("--json", help="file to write the reports to, instead of printing them")
-    parser.add_argument("--code", help="folder whose ppo_ds is driven, such as a checkout of another commit")
     arguments = parser.parse_args()
     if (reason := stub.missing()) is not None:
         print(f"skipped: {reason}")
         return 0
-    if arguments.code:
-        sys.path.insert(0, arguments.code)
     warnings.simplefilter("ignore")
-    if arguments.table:
-        print_table()
-        return 0
     reports = {drive: run(drive) for drive in arguments.drives or CASES}
     if arguments.json:
         content = {

@@ -4,20 +4,6 @@ A case runs a part of ppo_ds on the simulated device and yields one Report. ``dr
 of the drive NAME as ``CASES``, a function for each of these names.
 """
 
-DTYPES = ("bf16", "fp16", "fp32")
-OPS = (
-    "linear_logprobs",
-    "logprobs",
-    "masked",
-    "kl",
-    "advantages",
-    "rewards",
-    "sequences",
-    "token_sampling",
-    "running",
-    "losses",
-    "pairwise_loss",
-)
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "gpt_neox", "opt")
 EXPERTS = ("qwen3_moe", "mixtral")
 FAMILIES = DENSE + EXPERTS
@@ -61,7 +47,6 @@ CASES: dict[str, tuple[str, ...]] = {
         *MISTAKES,
         *(f"{name}{CAPTURED}" for name in ("item", "nonzero", "synchronize", "new_tensor", "pinned upload")),
     ),
-    "ops": tuple(f"{op} {dtype}" for op in OPS for dtype in DTYPES),
     "models": (
         *(f"{family} padded" for family in FAMILIES),
         *(f"{family} packed" for family in ("llama", "gpt2")),
@@ -71,8 +56,6 @@ CASES: dict[str, tuple[str, ...]] = {
         *(f"{family} frozen" for family in FAMILIES),
     ),
     "offload": (*(f"{family} reference" for family in ("llama", "gpt2")), "qwen2 reward model"),
-    # for the table of docs/performance.md; no test
-    "table": ("512 tokens", "512 tokens and a stop string", "512 tokens in two waves"),
     "decoding": (*DECODED, "stop strings", "two waves"),
     "learner": (
         *(f"{what} {micros} micro-batches" for what in LEARNED for micros in (1, 2)),

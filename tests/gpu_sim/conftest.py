@@ -14,7 +14,7 @@ import pytest
 
 from tests.gpu_sim import stub
 from tests.gpu_sim.cases import CASES
-from tests.gpu_sim.report import Report
+from tests.gpu_sim.report import Report, listed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,11 +46,15 @@ def reports(
 
 @pytest.fixture
 def report_of(reports: dict[str, dict[str, Report]]) -> Callable[[str, str], Report]:
-    """Returns a function of a drive and a case that returns the report of a case without an error."""
+    """Returns a function of a drive and a case that returns the report of a case without an error.
+
+    An operation that mixes devices is an error too, except in the drive of deliberate mistakes.
+    """
 
     def find(drive: str, case: str) -> Report:
         report = reports[drive][case]
         assert report.error is None, f"{case}:\n{report.error}"
+        assert drive == "device" or not report.mixed, listed(report.mixed)
         return report
 
     return find

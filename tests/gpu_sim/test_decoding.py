@@ -14,36 +14,21 @@ every = pytest.mark.parametrize("case", CASES["decoding"])
 
 
 @every
-def test_no_operation_mixes_devices(report_of, case):
-    report = report_of("decoding", case)
-    assert not report.mixed, listed(report.mixed)
-
-
-@every
-def test_the_host_waits_only_at_checks(report_of, case):
+def test_the_host_waits_only_at_checks_and_no_upload_blocks(report_of, case):
     report = report_of("decoding", case)
     checks = report.facts["steps"] // CHECK
     allowed = checks + 2 + (checks - 1 if case == "stop strings" else 0)
     assert report.waits.total() == allowed, listed(report.waits)
-
-
-@every
-def test_no_upload_blocks(report_of, case):
-    report = report_of("decoding", case)
     assert not report.blocking_uploads, listed(report.blocking_uploads)
 
 
 @every
-def test_a_capture_neither_waits_nor_uploads(report_of, case):
+def test_all_but_the_first_steps_are_replays_and_a_capture_neither_waits_nor_uploads(report_of, case):
     report = report_of("decoding", case)
-    assert report.facts["captures"] and not report.in_capture, listed(report.in_capture)
-
-
-@every
-def test_all_but_the_first_steps_are_replays(report_of, case):
-    facts = report_of("decoding", case).facts
+    facts = report.facts
     assert facts["warm_ups"] + facts["replays"] == facts["steps"]
-    assert facts["captures"] == facts["warm_ups"] <= 2
+    assert 0 < facts["captures"] == facts["warm_ups"] <= 2
+    assert not report.in_capture, listed(report.in_capture)
 
 
 def test_a_step_launches_few_kernels_and_none_for_stop_strings_or_waves(report_of):

@@ -6,17 +6,10 @@ the host takes two waits and one upload.
 
 import pytest
 
-from tests.gpu_sim.cases import CASES, TUNED
+from tests.gpu_sim.cases import TUNED
 from tests.gpu_sim.report import listed
 
-every = pytest.mark.parametrize("case", CASES["finetune"])
 both = pytest.mark.parametrize("number", [1, 2])
-
-
-@every
-def test_no_operation_mixes_devices(report_of, case):
-    report = report_of("finetune", case)
-    assert not report.mixed, listed(report.mixed)
 
 
 @both

@@ -20,4 +20,3 @@ def test_each_weight_is_uploaded_from_locked_pages_for_each_use(report_of, case)
 def test_nothing_is_copied_back(report_of, case):
     report = report_of("offload", case)
     assert not report.downloads and not report.waits, listed(report.downloads + report.waits)
-    assert not report.mixed, listed(report.mixed)

@@ -2,18 +2,11 @@
 
 import pytest
 
-from tests.gpu_sim.cases import CASES, ENCODERS, SCORERS
+from tests.gpu_sim.cases import ENCODERS, SCORERS
 from tests.gpu_sim.report import listed
 
-every = pytest.mark.parametrize("case", CASES["scoring"])
 # Scoring: a collective on the number of forwards (two waits and an upload), and the scores of all texts.
 SCORING_WAITS, SCORING_UPLOADS = 3, 1
-
-
-@every
-def test_no_operation_mixes_devices(report_of, case):
-    report = report_of("scoring", case)
-    assert not report.mixed, listed(report.mixed)
 
 
 @pytest.mark.parametrize("family", ENCODERS + SCORERS)
@@ -27,11 +20,8 @@ def test_waits_and_uploads_of_a_reward_model(report_of, family, forwards):
 @pytest.mark.parametrize("rows", [2, 4])
 def test_waits_and_uploads_of_an_evaluation(report_of, rows):
     report = report_of("scoring", f"evaluation of {rows} rows")
-    batches, checks, ends = (
-        2,
-        2,
-        2,
-    )  # 32 tokens are two checks of 16; tokens and log-probs come back at the end
+    # 32 tokens are two checks of 16; tokens and log-probs come back at the end
+    batches, checks, ends = 2, 2, 2
     metrics, samples = 1, 2
     allowed = batches * (checks + ends + SCORING_WAITS) + metrics + samples
     assert report.waits.total() == allowed, listed(report.waits)

@@ -203,27 +203,7 @@ def test_min_new_tokens_keeps_stop_ids_away(chain, decode_rows):
     assert responses_of(decode_rows(chain(table), [[3]], 5, stop_token_ids=(EOS, 8), top_k=1)) == [[EOS]]
 
 
-def test_pad_is_eos(successor, prompts, sampling, tokenizer):
-    same = tokenizer("abcdefg")
-    same.pad_id = EOS
-    generator = HFGenerator(lambda: successor({3: 4, 4: EOS}, 10), tokenizer=same, token_budget=10_000)
-    rollout = generator(prompts([EOS, 3], [9], [4], pad=EOS), sampling(4, stop_token_ids=(EOS,)))
-    assert responses_of(rollout) == [[4, EOS], [9] * 4, [EOS]] and rollout.finished.tolist() == [
-        True,
-        False,
-        True,
-    ]
-    assert rollout.prompt_lengths.tolist() == [2, 1, 1]
-
-
 # -- stop strings ----------------------------------------------------------------------------------
-
-
-def test_stop_strings_inside_a_token(successor, decode_rows):
-    """Token 5, "xaby", ends the response although text follows the stop string inside the token."""
-    lm = successor({3: 4, 4: 5, 5: 6}, 8)
-    rollout = decode_rows(lm, [[3]], 5, texts=["a", "b", "xaby", "z", "w"], stop_strings=("ab",))
-    assert responses_of(rollout) == [[4, 5]] and rollout.finished.tolist() == [True]
 
 
 def test_decoding_ends_with_the_last_stop_string(successor, decode_rows):
@@ -256,28 +236,6 @@ def test_long_stop_strings_end_decoding_too(chain, prompts, sampling):
 
 
 # -- limits of single rows -------------------------------------------------------------------------
-
-
-def test_decoding_ends_with_the_last_row_that_may_go_on(successor, prompts, sampling, tokenizer):
-    """Decoding takes as many steps as the longest unfinished row needs.
-
-    The limits are 3, 1 and 9, and the last row stops after two tokens, so decoding takes three steps. In
-    chunks of one row it takes 2, 3 and 1 steps.
-    """
-    lm, steps = successor({5: 6, 6: EOS}, 10), []
-    lm.lm_head.register_forward_hook(lambda *_: steps.append(1))
-    rows = prompts([3], [4], [5], limits=[3, 1, 9])
-    for token_budget, expected in ((10_000, 3), (1, 6)):
-        steps.clear()
-        rollout = HFGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=token_budget)(
-            rows, sampling(50, stop_token_ids=(EOS,))
-        )
-        assert responses_of(rollout) == [[3, 3, 3], [4], [6, EOS]] and rollout.finished.tolist() == [
-            False,
-            False,
-            True,
-        ]
-        assert len(steps) == expected
 
 
 def test_a_limit_wins_over_the_least_number_of_tokens(successor, prompts, sampling, tokenizer):

@@ -4,7 +4,6 @@ import gc
 import itertools
 import math
 import re
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
@@ -30,10 +29,10 @@ from transformers import (
 
 from ppo_ds.compute import matmul
 from ppo_ds.models.linear import install_linears
-from ppo_ds.rollout import continuous_batch, graphs, static
+from ppo_ds.rollout import continuous_batch, static
 from ppo_ds.rollout.cache import SlotCache
 from ppo_ds.rollout.decoding import refusal
-from ppo_ds.rollout.graphs import KEPT_GRAPHS, Graphs
+from ppo_ds.rollout.graphs import Graphs
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.rollout.static import StaticGenerator
 
@@ -139,21 +138,6 @@ def test_greedy_responses_are_those_of_generate(batch, family, sampling, texts):
         torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=1e-5)
 
 
-@EVERY
-def test_logprobs_of_drawn_responses_are_those_of_a_plain_forward(batch, family, sampling, texts):
-    lm = model(family)
-    for seed, knobs in enumerate(
-        (dict(temperature=0.8), dict(top_k=5), dict(top_p=0.7, temperature=1.2), dict(min_new_tokens=4))
-    ):
-        torch.manual_seed(seed)
-        generator = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=40)
-        check_logprobs(
-            lm,
-            generator(batch, sampling(12, stop_token_ids=(5, 6, 7, 8, 9), **knobs)),
-            knobs.get("temperature", 1.0),
-        )
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_masks_are_taken_as_given_by_both_attentions(batch, sampling, texts, attention):
     lm = model("llama", attn_implementation=attention)
@@ -223,15 +207,6 @@ def test_responses_follow_the_joint_distribution(sampling, prompts, texts):
 
 
 # -- stops and limits ------------------------------------------------------------------------------
-
-
-def test_decoding_ends_with_the_last_stop_string(successor, prompts, sampling, tokenizer):
-    lm = successor({3: 4, 4: 5, 5: 6}, 10)
-    shapes = forwards_of(lm)
-    generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000)
-    assert responses_of(generator(prompts([3], [4]), sampling(50, stop_strings=("c",)))) == [[4, 5], [5]]
-    # prefill of the prompts; both responses; only the longer response
-    assert shapes == [(2, 1), (2, 1), (1, 1)]
 
 
 def test_a_stop_string_long_before_a_check_ends_decoding(successor, prompts, sampling, tokenizer):
@@ -316,23 +291,6 @@ def test_a_prompt_whose_responses_begin_at_different_times_is_still_read_once(
     assert responses_of(rollout) == [[6] * 6, [6], [6, 6], [8]]
     assert [shape for shape in shapes if shape[1] == 3] == [(1, 3)]
     assert len(shapes) == 2 + 6
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_nothing_is_left_of_who_had_the_slot_before(family, prompts, sampling, texts):
-    """Short prompts that follow a long response in its slot get the same responses as in separate runs."""
-    lm = model(family)
-    torch.manual_seed(2)
-    rows = [torch.randint(2, V, (n,)).tolist() for n in (9, 2, 5, 1)]
-    greedy, limits = sampling(20, top_k=1), [20, 15, 4, 20]
-    together = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=1)(
-        prompts(*rows, limits=limits), greedy
-    )
-    for row, limit, response in zip(rows, limits, responses_of(together), strict=True):
-        alone = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=1)(
-            prompts(row, limits=[limit]), greedy
-        )
-        assert responses_of(alone) == [response]
 
 
 # -- ranks in lockstep -----------------------------------------------------------------------------
@@ -505,17 +463,6 @@ def test_the_cache_is_gone_when_decoding_ends(batch, sampling, texts):
         gc.enable()
 
 
-def test_one_long_prompt_does_not_take_the_room_of_short_ones(successor, prompts, sampling, tokenizer):
-    lm = successor({}, 10)
-    shapes = forwards_of(lm)
-    generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=8 * 6)
-    rollout = generator(prompts(*[[4, 3]] * 8, [2] * 40), sampling(4))
-    assert responses_of(rollout) == [[3] * 4] * 8 + [[2] * 4]
-    assert [shape for shape in shapes if shape[1] == 1 and shape[0] == 8] == [
-        (8, 1)
-    ] * 4  # the eight short prompts are decoded together
-
-
 def test_a_response_of_nan_is_made_of_tokens_and_says_nan(batch, sampling, texts):
     """Decoding reports NaN log-probs; the update then handles them on all ranks at once."""
     lm = model("llama")
@@ -524,77 +471,6 @@ def test_a_response_of_nan_is_made_of_tokens_and_says_nan(batch, sampling, texts
     rollout = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=10_000)(batch, sampling(4))
     assert rollout.logprobs[rollout.response_mask].isnan().all() and rollout.response_mask.any(dim=1).all()
     assert (rollout.ids >= 0).all() and (rollout.ids < lm.config.vocab_size).all()
-
-
-def test_equal_prompts_are_read_once_wherever_they_are(successor, prompts, sampling, tokenizer):
-    lm = successor({}, 10)
-    shapes = forwards_of(lm)
-    generator = StaticGenerator(lambda: lm, tokenizer=tokenizer("abcdefg"), token_budget=10_000)
-    rollout = generator(prompts([2, 3, 4], [2, 2, 5], [2, 3, 4]), sampling(2))
-    assert responses_of(rollout) == [[4, 4], [5, 5], [4, 4]]
-    assert shapes[0] == (2, 2)
-
-
-class CountingRecorder:
-    """Counts recordings and live graphs; a replay runs the step."""
-
-    def __init__(self):
-        self.recorded = self.most_alive = 0
-        self.alive = weakref.WeakSet()
-
-    def warm_up(self, step):
-        step()
-
-    def record(self, step):
-        def replay():
-            step()
-
-        self.recorded += 1
-        self.alive.add(replay)
-        self.most_alive = max(self.most_alive, len(self.alive))
-        return replay
-
-
-@pytest.mark.parametrize(
-    ("generated", "before", "recorded", "alive"), [(512, 8, 4, 4), (8192, 128, 15, KEPT_GRAPHS + 1)]
-)
-def test_a_long_response_needs_few_graphs(
-    prompts, sampling, texts, monkeypatch, generated, before, recorded, alive
-):
-    """A prompt of 256 tokens and its response are decoded with checks at every 16th token, as on a GPU.
-
-    With a graph for each multiple of 64 columns, all of them kept, there are ``before`` of them.
-    """
-
-    class NoModel:
-        """A decoder that generates token 3 without a model."""
-
-        def __init__(self, lm, *, slots, length):
-            self.device, self.cache = torch.device("cpu"), SlotCache(0, slots, length)
-
-        def prefill(self, ids):
-            return []
-
-        def logits(self, tokens, positions, columns):
-            assert positions.max() < columns
-            return torch.nn.functional.one_hot(torch.full_like(tokens, 3), V).float()
-
-    monkeypatch.setattr(continuous_batch, "Decoder", NoModel)
-
-    def decode():
-        recorder = CountingRecorder()
-        monkeypatch.setattr(static, "recorder_for", lambda device: recorder)
-        lm = torch.nn.Linear(1, 1)
-        lm.config = LlamaConfig()
-        generator = StaticGenerator(lambda: lm, tokenizer=texts, token_budget=10_000, check_every=16)
-        rollout = generator(prompts([3] * 256), sampling(generated, top_k=1))
-        assert responses_of(rollout) == [[3] * generated]
-        return recorder.recorded, recorder.most_alive
-
-    assert decode() == (recorded, alive)
-    monkeypatch.setattr(continuous_batch, "graph_columns", lambda used: continuous_batch._rounded(used, 64))
-    monkeypatch.setattr(graphs, "KEPT_GRAPHS", 1000)
-    assert decode() == (before, before)
 
 
 def test_columns_of_graphs_grow_by_a_quarter():

@@ -187,7 +187,7 @@ class Checkpoints:
             raise UserError(
                 f"run.resume: {path} holds {saved}, this run trains {', '.join(models)}: keep the algorithm"
             )
-        different = set(metadata.get("shadows", [])) ^ set(copies)  # files of older versions lack the key
+        different = set(metadata["shadows"]) ^ set(copies)
         if different:
             raise UserError(
                 *(

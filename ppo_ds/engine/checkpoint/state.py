@@ -87,7 +87,7 @@ def load_model(model: TrainedModel, directory: Path) -> None:
     """
     world, masters = model.world, MasterWeights(model)
     index = on_all_ranks(world, lambda: read_index(directory / INDEX_OF_MODEL, masters.parameters, key=KEY))
-    saved = index.get("settings", {})  # the index of an older version has no settings
+    saved = index["settings"]
     for key, value in model.settings.items():
         if saved.get(key, value) != value:
             raise UserError(
