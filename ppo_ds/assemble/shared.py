@@ -12,9 +12,9 @@ from ppo_ds.compute import matmul
 from ppo_ds.config.schema import LORA_FACTOR, Config, TrainedConfig, learning_rate
 from ppo_ds.config.sections.run import RunConfig
 from ppo_ds.config.warnings import slow_bf16
+from ppo_ds.distributed.threads import computes_bf16
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
-from ppo_ds.engine.processor import computes_bf16
 from ppo_ds.engine.trained import TrainedModel, parameter_counts
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.models.size import stored_parameters

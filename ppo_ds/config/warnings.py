@@ -48,7 +48,7 @@ def warnings(config: PPOConfig, hides_stops: bool) -> list[str]:
 
 
 def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
-    """Returns a warning if a model runs in bf16 on a processor that emulates it; see engine/processor.py."""
+    """Returns a warning if a model runs in bf16 on a processor that emulates it."""
     dtypes = {f"{name}.model": role.model.dtype for name, role in trained_models(config).items()}
     if isinstance(config, PPOConfig):
         if not has_critic(config):

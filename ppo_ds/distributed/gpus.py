@@ -69,20 +69,13 @@ def refuse_unused_gpu(root: Path = Path("/")) -> None:
     gpu = find_gpu(root)
     if gpu is None or cpu_requested(os.environ, gpu.variables):
         return
-    for name in gpu.variables:
-        if os.environ.get(name) == NOT_REQUESTED:
-            raise UserError(
-                f"{name}={NOT_REQUESTED}: the Slurm job has requested no GPU, but its machine has one "
-                f"({gpu.trace}); request GPUs with --gpus-per-node or --gres=gpu:N, or set "
-                "DS_ACCELERATOR=cpu to train on the CPU"
-            )
     import torch
 
     given = "".join(f"{name}={os.environ[name]}, " for name in gpu.variables if name in os.environ)
     raise UserError(
         f"{given}torch {torch.__version__} cannot use the GPU of this machine ({gpu.trace}): {reason()}; "
-        "install a torch that fits the GPU's driver, give a container its GPUs (docker run --gpus all), or "
-        "set DS_ACCELERATOR=cpu to train on the CPU"
+        "install a torch that fits the GPU's driver, give a container its GPUs (docker run --gpus all), "
+        "request GPUs from Slurm (--gpus-per-node), or set DS_ACCELERATOR=cpu to train on the CPU"
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel since Cooper Lake, AMD since Zen 4; bf16: ARM
 
 
 @dataclass(frozen=True)
@@ -82,3 +83,17 @@ def share(rank: int, ranks: Sequence[Cores], requested: int | None, limit: int |
     together = len(frozenset().union(*(cores.usable for cores in local)))
     each = requested or max(1, math.floor(min(fair, own.quota / len(local), limit or math.inf) + 1e-9))
     return Threads(each, math.ceil(min(together, own.quota)), len(local))
+
+
+def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
+    """Returns whether the processor multiplies bf16 matrices in hardware; None if unknown."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return None
+    flags = [
+        set(line.partition(":")[2].split())
+        for line in lines
+        if line.split(":")[0].strip() in ("flags", "Features")
+    ]
+    return any(BF16_FLAGS & words for words in flags) if flags else None

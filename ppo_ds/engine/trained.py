@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.distributed.world import World
-from ppo_ds.engine.determinism import deterministic_algorithms
 from ppo_ds.engine.gradients import local_squared_norm, loss_scale_can_decrease, skip_step
 
 
@@ -90,6 +89,32 @@ def parameter_counts(module: nn.Module) -> tuple[int, int]:
     """Returns the number of elements of the trained parameters and of all parameters."""
     counts = [(whole_numel(p), p.requires_grad) for p in module.parameters()]
     return sum(n for n, trained in counts if trained), sum(n for n, _ in counts)
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Makes torch use deterministic algorithms inside the block if ``enabled``.
+
+    On a GPU, the backward passes of attention and of embeddings add with atomic operations, whose order
+    differs from run to run. An operation without a deterministic algorithm raises RuntimeError, which names
+    it. torch would also fill new memory with NaN, which is slow and not needed here.
+
+    Only backward passes run in such a block: torch refuses the cumulative sums of top_p sampling on a GPU,
+    although those over rows do not depend on an order (torch 2.13, ``use_deterministic_algorithms``).
+    """
+    if not enabled:
+        yield
+        return
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_enabled, warn_only=warns_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 class TrainedModel:

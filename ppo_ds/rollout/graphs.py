@@ -25,7 +25,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Hashable
-from typing import Protocol
 
 import torch
 
@@ -39,21 +38,6 @@ log = logging.getLogger(__name__)
 KEPT_GRAPHS = 4
 # False where the allocator is left unusable by a capture that fails
 FAILURES_ARE_HARMLESS = torch.__version__ >= (2, 13)
-
-
-class Recorder(Protocol):
-    """Interface for recording graphs: ``CudaRecorder``, or a substitute in tests."""
-
-    def warm_up(self, step: Callable[[], None]) -> None:
-        """Runs the step once on the stream that is used for recording."""
-        ...
-
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Records the step without running it and returns its replay.
-
-        Raises RuntimeError if the recording fails, and its subclass RunError if the run cannot go on.
-        """
-        ...
 
 
 class CudaRecorder:
@@ -77,7 +61,8 @@ class CudaRecorder:
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """Records the step without running it and returns its replay.
 
-        The allocator cannot free cached blocks while it records. If memory runs out, they are freed and the
+        Raises RuntimeError if the recording fails, and its subclass RunError if the run cannot go on. The
+        allocator cannot free cached blocks while it records. If memory runs out, they are freed and the
         step is recorded once more, in a new pool because the old one may have lost its only graph.
         """
         try:
@@ -116,16 +101,11 @@ def end_capture(graph: torch.cuda.CUDAGraph, failed: bool = False) -> None:
         graph.capture_end()
     except RuntimeError as error:
         if not FAILURES_ARE_HARMLESS:
-            cause = error.__context__ or error  # the error of the step, if it has failed
-            what, remedy = "the model cannot be recorded as a CUDA graph", ""
-            reason = str(cause).partition("\n")[0]
-            if isinstance(cause, torch.OutOfMemoryError):
-                what = "memory ran out while a decode step was recorded as a CUDA graph"
-                remedy = "set a lower memory.rollout_tokens, "
+            reason = str(error.__context__ or error).partition("\n")[0]  # of the step, if it has failed
             raise RunError(
-                f"rollout.backend=static: {what} ({reason}), and torch "
-                f"{torch.__version__} cannot free GPU memory after a failed recording; {remedy}install torch "
-                "2.13 or later, or set rollout.backend=hf"
+                f"rollout.backend=static: a decode step cannot be recorded as a CUDA graph ({reason}), and "
+                f"torch {torch.__version__} cannot free GPU memory after a failed recording; install torch "
+                "2.13 or later, set rollout.backend=hf, or, if memory ran out, a lower memory.rollout_tokens"
             ) from error
         if not failed:
             raise
@@ -137,7 +117,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def recorder_for(device: torch.device) -> Recorder | None:
+def recorder_for(device: torch.device) -> CudaRecorder | None:
     """Returns a recorder for a GPU, or None for any other device."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
@@ -148,7 +128,7 @@ class Graphs:
     If a recording fails, a warning is logged and all later steps run without graphs.
     """
 
-    def __init__(self, recorder: Recorder | None):
+    def __init__(self, recorder: CudaRecorder | None):
         """Uses no graphs if ``recorder`` is None."""
         self.recorder = recorder
         self.failure: str | None = None
@@ -168,7 +148,7 @@ class Graphs:
         else:
             self.record(self.recorder, shape, step)
 
-    def record(self, recorder: Recorder, shape: Hashable, step: Callable[[], None]) -> None:
+    def record(self, recorder: CudaRecorder, shape: Hashable, step: Callable[[], None]) -> None:
         """Records a step of a new shape and runs it."""
         try:
             replay = recorder.record(step)

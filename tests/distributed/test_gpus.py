@@ -62,7 +62,7 @@ def test_a_gpu_that_this_torch_cannot_use_is_an_error_of_one_line(
     assert error.value.problems == [
         "torch 2.13.0+cpu cannot use the GPU of this machine (/dev/nvidia0): this torch is a CPU build; "
         "install a torch that fits the GPU's driver, give a container its GPUs (docker run --gpus all), "
-        "or set DS_ACCELERATOR=cpu to train on the CPU"
+        "request GPUs from Slurm (--gpus-per-node), or set DS_ACCELERATOR=cpu to train on the CPU"
     ]
 
 
@@ -133,12 +133,8 @@ def test_a_slurm_job_without_gpus_on_a_gpu_machine_is_refused(
     monkeypatch.setenv(name, "NoDevFiles")
     refuse_unused_gpu(machine)  # a machine without GPUs trains on the CPU
     create(machine, gpu)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"^{name}=NoDevFiles, torch .* request GPUs from Slurm"):
         refuse_unused_gpu(machine)
-    assert error.value.problems == [
-        f"{name}=NoDevFiles: the Slurm job has requested no GPU, but its machine has one (/{gpu}); request "
-        "GPUs with --gpus-per-node or --gres=gpu:N, or set DS_ACCELERATOR=cpu to train on the CPU"
-    ]
 
 
 def test_expandable_segments_are_not_used_under_wsl(monkeypatch: pytest.MonkeyPatch) -> None:

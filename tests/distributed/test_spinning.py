@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -126,37 +125,16 @@ def wait_for_control() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "cores", "idle"), [(2, 2, 2), (4, 2, 2), (2, 4, 4), (2, 8, 8), (60, 64, 6)]
+    ("threads", "cores", "idle"),
+    [(2, 2, 2), (4, 2, 2), (2, 4, 4), (2, 8, 8), (60, 64, 6), (2, 9, None), (2, 64, None)],
 )
 def test_the_idle_threads_are_one_more_than_the_free_cores(
-    threads: int, cores: int, idle: int, started: list[tuple[object, ...]]
+    threads: int, cores: int, idle: int | None, started: list[tuple[object, ...]]
 ) -> None:
-    """The team of idle threads has ``idle`` threads including the one that starts it."""
-    assert start_spin_control(threads, cores, {}) == "waits: spinning, asleep on a busy machine"
+    """The team of idle threads includes the one that starts it; far more cores need no control."""
+    assert bool(start_spin_control(threads, cores, {})) == (idle is not None)
     wait_for_control()
-    assert started == [(GOMP, idle)]
-
-
-@pytest.mark.parametrize("cores", [9, 64])
-def test_no_control_with_far_more_cores_than_threads(cores: int, started: list[tuple[object, ...]]) -> None:
-    assert start_spin_control(2, cores, {}) == ""
-    wait_for_control()
-    assert started == []
-
-
-@pytest.mark.parametrize("problem", ["no file", "a folder", "no library"])
-def test_an_unreadable_list_of_libraries_does_not_end_the_run(
-    problem: str, started: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if problem == "no library":  # its file has been deleted since it was loaded
-        monkeypatch.setattr("ctypes.CDLL", Mock(side_effect=OSError("cannot open shared object file")))
-    else:
-        spinning.MAPS.unlink()
-        if problem == "a folder":
-            spinning.MAPS.mkdir()
-    assert start_spin_control(2, 2, {}) == ""
-    wait_for_control()
-    assert started == []
+    assert started == ([(GOMP, idle)] if idle else [])
 
 
 # With GOMP_SPINCOUNT=INFINITE a waiting thread never sleeps, so that each sleep shows the shorter spinning.

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_ds.distributed.threads import Cores, Threads, cpu_quota, own_cores, share, user_limit
-from ppo_ds.engine.processor import computes_bf16
+from ppo_ds.distributed.threads import Cores, Threads, computes_bf16, cpu_quota, own_cores, share, user_limit
 
 
 def machine(ranks: int, cores: int, name: str = "a", quota: float = math.inf) -> list[Cores]:

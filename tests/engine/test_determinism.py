@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ppo_ds.engine.determinism import deterministic_algorithms
-from ppo_ds.engine.trained import LRSchedule, TrainedModel
+from ppo_ds.engine.trained import LRSchedule, TrainedModel, deterministic_algorithms
 
 
 def settings():

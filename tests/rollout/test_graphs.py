@@ -1,6 +1,5 @@
 """Tests the recording of CUDA graphs and what follows a failure, with a stand-in for torch.cuda."""
 
-import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -107,22 +106,15 @@ def test_an_error_of_another_class_is_raised(cuda):
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (NOT_PERMITTED, "the model cannot be recorded as a CUDA graph (operation not permitted when "),
-        (NO_MEMORY, "memory ran out while a decode step was recorded as a CUDA graph (CUDA out of memory.)"),
-    ],
+    ("error", "reason"), [(NOT_PERMITTED, "operation not permitted.*"), (NO_MEMORY, "CUDA out of memory.")]
 )
 def test_with_an_older_torch_a_failed_recording_ends_the_run(cuda, monkeypatch, error, reason):
     """It cannot free GPU memory after a capture that has not ended."""
     device = cuda(error)
     monkeypatch.setattr(graphs, "FAILURES_ARE_HARMLESS", False)
-    with pytest.raises(RunError) as caught:
+    line = f"^rollout.backend=static: .* CUDA graph \\({reason}\\), .* torch 2.13 .*rollout_tokens$"
+    with pytest.raises(RunError, match=line):
         run(device)
-    line = str(caught.value)
-    assert line.startswith(f"rollout.backend=static: {reason}")
-    assert re.search("torch 2.13 or later, or set rollout.backend=hf$", line)
-    assert ("memory.rollout_tokens" in line) == (error is NO_MEMORY)
 
 
 def test_the_least_recently_used_graph_is_dropped_and_recorded_again_without_a_warm_up(cuda):

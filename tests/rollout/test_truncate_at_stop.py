@@ -60,11 +60,6 @@ def test_the_stop_token_is_part_of_the_response(cut):
     assert rollout.logprobs.tolist() == [[-1, -2, 0, 0], [-1, -2, -3, -4], [-1, -2, -3, -4], [-1, 0, 0, 0]]
 
 
-def test_rubbish_after_the_end_does_not_count(cut):
-    rollout = cut([2, EOS, EOS, 3], [2, EOS, PAD, EOS])
-    assert lengths(rollout) == [2, 2] and rollout.ids[:, 4:].eq(PAD).all()
-
-
 def test_nan_logprobs_after_the_end_are_replaced(prompts, sampling):
     logprobs = torch.tensor([[-1.0, float("nan"), float("-inf")]])
     rollout = truncate_at_stop(
@@ -87,52 +82,37 @@ def test_pad_is_eos(cut):
     assert lengths(rollout) == [2, 1] and rollout.finished.all()
 
 
-def test_prompt_padding_stays_out_of_the_masks(prompts, sampling):
-    rollout = truncate_at_stop(
-        prompts([EOS, 5], [7], pad=EOS), torch.tensor([[2, EOS], [3, 4]]), torch.zeros(2, 2),
-        sampling=sampling(2, stop_token_ids=(EOS,)), tokenizer=Texts(EOS),
-    )  # fmt: skip
-    assert rollout.attention_mask.tolist() == [[True, True, True, True], [False, True, True, True]]
-    assert rollout.metadata == ({"row": 0}, {"row": 1})
-
-
-def test_pad_inside_a_response_is_an_action(cut):
-    """A policy can sample the pad token; only stop positions end a response."""
-    rollout = cut([PAD, 2, EOS, 3])
-    assert lengths(rollout) == [3] and rollout.ids[0, 2:].tolist() == [PAD, 2, EOS, PAD]
-
-
-def test_the_first_of_several_stop_ids_wins(cut):
-    rollout = cut([2, 4, EOS, 3], [2, EOS, 4, 3], [2, 2, 2, 4], stop=(EOS, 4))
-    assert lengths(rollout) == [2, 2, 4] and rollout.finished.all()
-
-
-def test_without_stops_every_response_is_cut_at_the_limit(cut):
-    rollout = cut([EOS, PAD, EOS], stop=())
-    assert lengths(rollout) == [3] and not rollout.finished.any()
-
-
-def test_stop_string_or_stop_id_whichever_comes_first(cut):
-    rollout = cut([2, 3, EOS, 4], [2, EOS, 3, 4], [4, 2, EOS, 3], [4, 4, 4, 4], [4, 4, 2, 3], strings=("ab",))
-    # by row: "ab" after two tokens; EOS first; "ca" and then EOS, where "ab" across it is ignored; no stop;
-    # "ab" in the last position
-    assert lengths(rollout) == [2, 2, 3, 4, 4]
-    assert rollout.finished.tolist() == [True, True, True, False, True]
-
-
-def test_stop_string_within_and_across_tokens(cut):
-    rollout = cut([6, 4, 4], [4, 5, 4], [4, 2, 6], [3, 2, 4], strings=("ab",))
-    assert lengths(rollout) == [1, 2, 3, 3] and rollout.finished.tolist() == [True, True, True, False]
-
-
-def test_the_earliest_of_several_stop_strings(cut):
-    rollout = cut([2, 7, 7, 2, 3], strings=("ab", "\n\n"))
-    assert lengths(rollout) == [3]
-
-
-def test_stop_strings_without_stop_ids(cut):
-    rollout = cut([EOS, 2, 3, 4], [EOS, 4, 4, 4], stop=(), strings=("ab",))
-    assert lengths(rollout) == [3, 4] and rollout.finished.tolist() == [True, False]
+@pytest.mark.parametrize(
+    ("responses", "stops", "wanted", "finished"),
+    [
+        # the first of several stop ids
+        ([[2, 4, EOS, 3], [2, EOS, 4, 3], [2, 2, 2, 4]], {"stop": (EOS, 4)}, [2, 2, 4], [True] * 3),
+        # pad inside a response is an action, and rubbish after a stop does not count
+        ([[PAD, 2, EOS, 3], [2, EOS, PAD, EOS]], {}, [3, 2], [True, True]),
+        ([[EOS, PAD, EOS]], {"stop": ()}, [3], [False]),
+        # "ab" after two tokens; EOS first; "ca" and EOS, so that "ab" across it is ignored; none; at the end
+        (
+            [[2, 3, EOS, 4], [2, EOS, 3, 4], [4, 2, EOS, 3], [4, 4, 4, 4], [4, 4, 2, 3]],
+            {"strings": ("ab",)},
+            [2, 2, 3, 4, 4],
+            [True, True, True, False, True],
+        ),
+        # within and across tokens
+        (
+            [[6, 4, 4], [4, 5, 4], [4, 2, 6], [3, 2, 4]],
+            {"strings": ("ab",)},
+            [1, 2, 3, 3],
+            [True] * 3 + [False],
+        ),
+        ([[2, 7, 7, 2, 3]], {"strings": ("ab", "\n\n")}, [3], [True]),  # the earliest of several
+        ([[EOS, 2, 3, 4], [EOS, 4, 4, 4]], {"stop": (), "strings": ("ab",)}, [3, 4], [True, False]),
+    ],
+)
+def test_the_first_stop_ends_a_response(cut, responses, stops, wanted, finished):
+    rollout = cut(*responses, **stops)
+    assert lengths(rollout) == wanted and rollout.finished.tolist() == finished
+    for ids, length in zip(rollout.ids[:, 2:].tolist(), wanted, strict=True):
+        assert ids[length:] == [PAD] * (len(ids) - length)
 
 
 def limited(prompts, sampling, limits, responses, **knobs):
@@ -183,18 +163,6 @@ def test_a_stop_in_the_last_place_allowed_is_a_stop_and_a_later_one_was_never_ge
     assert rollout.finished.tolist() == [True, True, False, True, False, True, True, False]
 
 
-def test_responses_narrower_than_the_limits(prompts, sampling):
-    """Decoding that ends at the last stop, before the limit, is not reported as reaching the limit."""
-    rollout = limited(
-        prompts, sampling, [4, 1, 4], [[2, EOS], [2, 2], [2, 3]], stop_token_ids=(EOS,), stop_strings=("ab",)
-    )
-    assert (
-        lengths(rollout) == [2, 1, 2]
-        and rollout.finished.tolist() == [True, False, True]
-        and rollout.limits.tolist() == [4, 1, 4]
-    )
-
-
 def test_the_prefix_length_is_that_of_the_shortest_prefix_with_a_stop_string():
     for ids in ([2], [5], [2, 3], [4, 4, 2, 3, 5, 5], [6, 6], [2, 2, 2], [4] * 9 + [2, 3] + [4] * 7):
         holding = [n for n in range(len(ids) + 1) if "ab" in "".join(TEXTS[i] for i in ids[:n])]
@@ -216,18 +184,6 @@ def test_rows_that_the_backend_ended_before_a_stop_and_before_their_limit(cut):
     assert rollout.limits.tolist() == [4] * 6
     assert rollout.ids[0].tolist() == [9, 9, 4, 4, PAD, PAD]
     assert rollout.logprobs[0].tolist() == [-1, -2, 0, 0]
-
-
-def test_a_limit_ends_a_row_before_its_length(prompts, sampling):
-    rollout = truncate_at_stop(
-        prompts([9], [9], limits=[1, 3]),
-        torch.tensor([[4, 4, 4], [4, 4, 4]]),
-        torch.full((2, 3), -1.0),
-        sampling=sampling(3),
-        tokenizer=Texts(),
-        lengths=torch.tensor([2, 2]),
-    )
-    assert lengths(rollout) == [1, 2] and not rollout.finished.any()
 
 
 def test_a_response_without_tokens_is_an_error(cut):
