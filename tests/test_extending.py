@@ -34,8 +34,7 @@ from ppo_ds.config.targets import bind
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.planning.budgets import with_cpu_limits
-from ppo_ds.ppo.collector import RolloutCollector
-from ppo_ds.ppo.scoring import scored
+from ppo_ds.ppo.collector import RolloutCollector, scored
 from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.keys import BACKENDS, RolloutConfig

@@ -16,8 +16,8 @@ from ppo_ds.config.schema import PPOConfig, reference_is_base, rollout_size, use
 from ppo_ds.data.prompts import eval_batches
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.errors import RunError
+from ppo_ds.ppo.collector import StartScoring
 from ppo_ds.ppo.evaluation import Evaluator
-from ppo_ds.ppo.scoring import StartScoring
 from ppo_ds.ppo.win_rate import FILE, ReferenceResponses
 from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rewards.processes import FunctionRaised

@@ -16,8 +16,8 @@ from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ppo.collector import StartScoring, wait_for_scores
 from ppo_ds.ppo.sample_rows import last_message, response_columns
-from ppo_ds.ppo.scoring import StartScoring, wait_for_scores
 from ppo_ds.ppo.win_rate import ReferenceResponses, Rows, win_rate
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.run.metrics import MetricSums

@@ -26,9 +26,9 @@ from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.background.pending import Pending
 from ppo_ds.distributed.world import World
 from ppo_ds.ops.masked import masked_sum
+from ppo_ds.ppo.collector import scored, wait_for_scores
 from ppo_ds.ppo.minibatches import all_gather_rows
 from ppo_ds.ppo.model_outputs import ModelForwards
-from ppo_ds.ppo.scoring import scored, wait_for_scores
 from ppo_ds.run.metrics import MetricSums
 from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.types import Experience, Metrics, Rollout, ScoredRollout, Scores

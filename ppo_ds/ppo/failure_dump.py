@@ -96,18 +96,15 @@ def read_dump(folder: Path) -> Dump:
     """Reads a dump. Raises UserError unless the folder holds a complete dump of this format."""
     try:
         about = json.loads((folder / "update.json").read_text(encoding="utf-8"))
-        columns = load_file(folder / "update.safetensors")
-    except (OSError, ValueError) as error:
+        if about.get("format") != FORMAT:
+            raise UserError(
+                f"{folder}: has format {about.get('format')}, this version reads {FORMAT}: "
+                "use the version that wrote it"
+            )
+        minibatch = Experience(**load_file(folder / "update.safetensors"))
+        names = {f.name for f in fields(Dump)} - {"minibatch"}
+        return Dump(**{name: about[name] for name in names}, minibatch=minibatch)
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"{folder}: is no complete dump: {error}; give a folder run.dir/dumps/step_NNNNNN"
         ) from error
-    if about.get("format") != FORMAT:
-        raise UserError(
-            f"{folder}: has format {about.get('format')}, this version reads {FORMAT}: "
-            "use the version that wrote it"
-        )
-    names = {f.name for f in fields(Dump)} - {"minibatch"}
-    try:
-        return Dump(**{name: about[name] for name in names}, minibatch=Experience(**columns))
-    except (LookupError, TypeError) as error:
-        raise UserError(f"{folder}: its update.json or update.safetensors lacks {error}") from error

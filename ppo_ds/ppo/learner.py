@@ -125,9 +125,8 @@ class Learner:
     ) -> tuple[Experience, Metrics]:
         """Trains the models on ``experience``; returns it with the metrics of the update. A collective.
 
-        ``seed`` orders the rows and must be the same on every rank. Without old log-probs, the update must
-        be a single optimizer step, whose forward computes them. May raise StepRefused before any weight
-        has changed.
+        ``seed`` is the same on every rank. Without old log-probs, the update must be a single optimizer step,
+        whose forward computes them. May raise StepRefused before any weight has changed.
         """
         shuffle, schedule = torch.Generator().manual_seed(seed), self.schedule
         kept = KeptOutputs(None, {}) if self.kept is None else self.kept.take()
@@ -165,7 +164,9 @@ class Learner:
                 for gap in actor.gaps if self.parity.old_from_rollout else []:  # else measured in all rows
                     metrics.add_parts(gap)
             if first_forward and actor is not None:  # this is the only optimizer step of the update
-                experience = self.with_logprobs(experience, actor, [rows[part] for part in plan])
+                parts = scatter_tokens(actor.logprobs, experience, [rows[part] for part in plan])
+                logprobs = self.world.sum(parts)
+                experience = replace(experience, logprobs=logprobs, old_logprobs=logprobs)
             if schedule.target_kl is not None and actor is not None:
                 approx_kl = done.sums[0] / max(done.sums[1], 1.0)
             steps_done += 1
@@ -179,11 +180,6 @@ class Learner:
             "policy/early_stopped": float(steps_done < schedule.steps(len(experience))),
         }
         return experience, metrics.reduced(self.world) | step_metrics(steps) | passes
-
-    def with_logprobs(self, experience: Experience, actor: ActorBackward, plan: list[Tensor]) -> Experience:
-        """Adds the log-probs that the only forward of the update has computed. A collective."""
-        logprobs = self.world.sum(scatter_tokens(actor.logprobs, experience, plan))
-        return replace(experience, logprobs=logprobs, old_logprobs=logprobs)
 
     def record(self, done: LockstepResult, step: NonFiniteStep) -> None:
         """Counts an optimizer step that was done or skipped, and updates the averaged weights."""
@@ -243,6 +239,10 @@ class Learner:
         With a target_kl, ``sums`` of the result begins with the sum and the count of approx_kl.
         """
         extra, measures_gap = [], False
+
+        def check_parity(sums: list[float]) -> None:
+            self.parity.stop_if_exceeded(sums[-2] / max(sums[-1], 1.0))
+
         if actor is not None:
             measures_gap = first and GAP in actor.gaps[0]
             if self.schedule.target_kl is not None:
@@ -255,13 +255,8 @@ class Learner:
             torch.cat(extra) if extra else None,
             world=self.world,
             timer=self.context.timer,
-            check=self.check_parity if measures_gap else None,
+            check=check_parity if measures_gap else None,
         )
-
-    def check_parity(self, sums: list[float]) -> None:
-        """Raises StepRefused if the gap, whose sum and count end ``sums``, ends the run."""
-        total, count = sums[-2:]
-        self.parity.stop_if_exceeded(total / max(count, 1.0))
 
     def totals(self, minibatch: Experience) -> tuple[BatchTotals, BatchTotals]:
         """Counts the actions and, with a critic, the trained states of one optimizer step. No collective."""

@@ -18,7 +18,7 @@ from ppo_ds.assemble.evaluation import build_evaluator
 from ppo_ds.assemble.ppo import build_sampling
 from ppo_ds.assemble.shared import eval_weights
 from ppo_ds.background.pending import Pending
-from ppo_ds.ppo.scoring import scores_of
+from ppo_ds.ppo.collector import scores_of
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Sequences
 from tests.ppo.preset_runs import (

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ppo_ds.ppo.collector import scored
 from ppo_ds.ppo.experience import mask_stops
 from ppo_ds.ppo.experience_metrics import describe
 from ppo_ds.ppo.sample_rows import sample_rows
-from ppo_ds.ppo.scoring import scored
 from ppo_ds.rewards.environment import EnvironmentReward
 from ppo_ds.types import Rollout
 from tests.ppo.algo_cases import Stub, critic_free, gae, make_experience, maker, rounded

@@ -17,9 +17,9 @@ from ppo_ds.background.pending import Pending
 from ppo_ds.config.registry import import_target
 from ppo_ds.config.sections.algo import GAEConfig, RewardShapingConfig
 from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.ppo.collector import scored, scores_of
 from ppo_ds.ppo.experience import ExperienceMaker
 from ppo_ds.ppo.model_outputs import ModelForwards
-from ppo_ds.ppo.scoring import scored, scores_of
 from ppo_ds.types import Experience, Rollout, Scores
 
 NAN = float("nan")

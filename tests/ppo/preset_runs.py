@@ -22,8 +22,8 @@ from ppo_ds.background.pending import Pending
 from ppo_ds.config.schema import Config, learns_values
 from ppo_ds.engine.trained import StepInfo
 from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.ppo.collector import scores_of
 from ppo_ds.ppo.health import ParityMonitor
-from ppo_ds.ppo.scoring import scores_of
 from ppo_ds.run.health import Health
 from ppo_ds.run.stage import RunContext
 from ppo_ds.run.timing import PhaseTimer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ppo_ds.ppo.scoring import scored
+from ppo_ds.ppo.collector import scored
 from ppo_ds.types import Rollout, Scores
 from tests.ppo.algo_cases import Stub, maker, rounded
 

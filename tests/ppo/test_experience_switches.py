@@ -17,8 +17,8 @@ from ppo_ds.algorithm.credit.positions import ScorePosition
 from ppo_ds.algorithm.rollout_is.keys import RolloutISConfig
 from ppo_ds.background.pending import Pending
 from ppo_ds.models.policy import PolicyOutput
+from ppo_ds.ppo.collector import scores_of
 from ppo_ds.ppo.experience import ExperienceMaker, mask_stops
-from ppo_ds.ppo.scoring import scores_of
 from tests.ppo.algo_cases import (
     AS_IT_IS,
     Stub,

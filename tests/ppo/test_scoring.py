@@ -8,8 +8,8 @@ import torch
 
 from ppo_ds.background.pending import Pending, all_of
 from ppo_ds.distributed import heartbeat
+from ppo_ds.ppo.collector import scored, wait_for_scores
 from ppo_ds.ppo.experience import ExperienceMaker, mask_stops
-from ppo_ds.ppo.scoring import scored, wait_for_scores
 from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rewards.function import FunctionReward
 from ppo_ds.types import Rollout, Scores
