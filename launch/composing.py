@@ -89,6 +89,7 @@ def compose_config(folders: Folders, name: str, arguments: list[str]) -> tuple[D
             with initialize_config_dir(str(folders.paths[0]), version_base="1.3", job_name="ppo_ds"):
                 composed = compose(name, chosen, return_hydra_config=True)
                 _drop_evaluation_of_other_data(composed, name, chosen)
+                _drop_other_length(composed, chosen)
                 return _of_its_stage(composed, folders), problems
         except yaml.YAMLError as error:
             raise UserError(*problems, f"not valid YAML: {' '.join(str(error).split())}") from None
@@ -125,6 +126,15 @@ def _drop_evaluation_of_other_data(composed: DictConfig, name: str, chosen: list
         for key, value in WITHOUT_EVALUATION.items():
             if key not in given:
                 OmegaConf.update(composed, key, value)
+
+
+def _drop_other_length(composed: DictConfig, chosen: list[str]) -> None:
+    """Lets run.steps of the command line replace run.epochs of a config file, and the reverse."""
+    given = dict(text.lstrip("+").partition("=")[::2] for text in chosen)
+    for key, other in (("run.steps", "run.epochs"), ("run.epochs", "run.steps")):
+        if given.get(key, "null") != "null" and other not in given:
+            with flag_override(composed, "struct", False):
+                OmegaConf.update(composed, other, None)
 
 
 def _data_of(composed: DictConfig) -> dict[str, Any]:

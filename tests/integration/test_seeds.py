@@ -67,11 +67,10 @@ CASES: dict[str, tuple[str, ...]] = {
     "zysnlp": ENCODER,
     "sequence_kl": ("data.path={chats}", "run.steps=1", *ENCODER),
     "n_plus": ("data.path={chats}", "run.steps=1", *ENCODER),
-    "deepspeed_chat": ("data.path={chats}", "run.steps=1", "run.epochs=null", "reward.model.path={decoder}"),
+    "deepspeed_chat": ("data.path={chats}", "run.steps=1", "reward.model.path={decoder}"),
     "minimind": (
         "data.path={chats}",
         "run.steps=5",
-        "run.epochs=null",
         "reward.parts.model.reward.model.path={own_code}",
         "reward.parts.model.reward.model.trust_remote_code=true",
         "reward.parts.model.reward.model.dtype=fp32",

@@ -156,6 +156,19 @@ def test_other_data_leave_no_evaluation_of_the_experiment_behind() -> None:
     ]
 
 
+def test_a_length_on_the_command_line_replaces_that_of_the_experiment() -> None:
+    sft = ("+experiment=sft", "actor.model.path=org/base", "data.path=org/chats")
+
+    def length(*arguments: str) -> tuple[int | None, float | None]:
+        run = compose(*arguments).run
+        return run.steps, run.epochs
+
+    assert length(*sft) == (None, 1)
+    assert length(*sft, "run.steps=7") == length("run.steps=7", *sft) == (7, None)
+    assert length("+experiment=quickstart", "run.epochs=2") == (None, 2)
+    assert complaints(*sft, "run.steps=7", "run.epochs=2")[0].startswith("run.steps=7: needs run.epochs=null")
+
+
 def test_an_evaluation_set_without_training_data_stays(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ndata: {eval_path: org/b}\neval: {every: 3}\n"
