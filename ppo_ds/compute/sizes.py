@@ -47,9 +47,7 @@ def causal_pairs(lengths: Iterable[int]) -> int:
 
 
 def forward_flops(size: Size, tokens: int, pairs: int, head_positions: int) -> int:
-    """Computes the FLOPs of a forward over ``tokens`` tokens and ``pairs`` (query, key) pairs, see
-    causal_pairs.
-    """
+    """Computes the FLOPs of a forward over ``tokens`` tokens and ``pairs`` pairs, see causal_pairs."""
     return (
         2 * (size.body - size.idle) * tokens
         + 4 * size.layers * size.width * pairs

@@ -39,8 +39,7 @@ def mean_logprobs_from_logits(
 ) -> Tensor:
     """Computes the mean of log softmax(logits / temperature) over the vocabulary: [...,V] -> [...].
 
-    It differs from ``logprobs`` [...] of ``labels`` [...] by the mean of the logits minus the label's
-    logit.
+    It differs from the ``logprobs`` of ``labels`` [...] by the mean of the logits minus the label's logit.
     """
     chosen = widen(logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
     return logprobs + (logits.mean(dim=-1, dtype=chosen.dtype) - chosen) / temperature

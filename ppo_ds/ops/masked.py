@@ -1,7 +1,7 @@
 """Masked statistics.
 
-Positions with mask = 0 may hold any value, including NaN and infinities. They are replaced *before* any
-arithmetic, so that they affect neither a value nor a gradient (0 * inf would be NaN).
+Positions with mask = 0 may hold NaN and infinities. They are replaced *before* any arithmetic, so that they
+affect neither a value nor a gradient (0 * inf would be NaN).
 """
 
 from __future__ import annotations

@@ -11,30 +11,21 @@ from ppo_ds.ops.masked import Reduce, keep, widen
 
 
 def explained_variance_moments(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Returns the count, and sums of returns, squared returns, errors and squared errors, [5].
-
-    Errors are returns - values.
-    """
+    """Returns [5]: the count, sums of returns, their squares, errors (returns - values), their squares."""
     count, returns = mask.bool().sum().double(), returns.double()
     errors = keep(returns - values, mask)
     return torch.stack([count, returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()])
 
 
 def explained_variance(moments: Tensor) -> float:
-    """Computes 1 - Var(returns - values) / Var(returns) from summed "value/explained_var" moments.
-
-    The result is 0 if the returns are constant.
-    """
+    """Computes 1 - Var(returns - values) / Var(returns) from summed moments; 0 for constant returns."""
     count, returns, returns_squared, errors, errors_squared = moments.tolist()
     variance = count * returns_squared - returns**2  # times count^2, like the variance of the errors
     return 1 - (count * errors_squared - errors**2) / variance if variance > 0 else 0.0
 
 
 class RunningMoments:
-    """Running mean and variance, merged exactly (Chan et al. 1979) in float64.
-
-    The result does not depend on how the numbers were batched or split over ranks.
-    """
+    """Running mean and variance, merged exactly (Chan et al. 1979) over batches and ranks in float64."""
 
     def __init__(self) -> None:
         self.count = 0.0

@@ -10,10 +10,9 @@ WORTH = (1.0, 0.5, 0.0)  # of a won, a tied and a lost comparison in a win rate
 def outcome_shares(
     scores: Sequence[float], others: Sequence[float], texts: Sequence[str], other_texts: Sequence[str]
 ) -> tuple[float, float, float]:
-    """Returns the shares of pairs of responses to one prompt that are won, tied and lost.
+    """Returns the shares of all pairs of responses to one prompt that are won, tied and lost.
 
-    Each response of one model is compared with each of the other. Equal texts are a tie even if their
-    scores differ, which depend slightly on the batch.
+    Equal texts are a tie even if their scores differ, which depend slightly on the batch.
     """
     won = tied = 0
     for score, text in zip(scores, texts, strict=True):

@@ -78,7 +78,7 @@ class Evaluator:
         return Evaluation(metrics, rows, self.data)
 
     def generate_all(self) -> list[Rollout]:
-        """Generates all responses in one generation phase, since each switch to it may gather weights."""
+        """Generates all responses in one generation phase."""
         rollouts = []
         with self.actor.generation_mode(), heartbeat.counting(len(self.batches), "batches") as done:
             for prompts, _ in self.batches:

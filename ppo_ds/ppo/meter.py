@@ -39,8 +39,7 @@ class Meter:
     ) -> Metrics:
         """Returns perf/mfu_* and perf/hbm_frac_decode, the fractions of the peak capacity that were used.
 
-        They count the minimum FLOPs of the updates, without the texts of algo.ptx, and the minimum bytes
-        that decoding reads, as if each rank decoded all its rows in one batch.
+        They count the minimum FLOPs of the updates, without algo.ptx, and the minimum bytes of decoding.
         """
         lengths = experience.attention_mask.sum(1).tolist()
         head_positions = int(experience.response_lengths.sum())

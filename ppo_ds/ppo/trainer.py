@@ -6,10 +6,9 @@ One step, as in Ouyang et al. 2022 (InstructGPT) and Schulman et al. 2017:
   3. learn             several epochs of clipped policy and value updates over shuffled minibatches
   4. kl.update         the controller adjusts the KL coefficient
 
-Departures from the paper are in experience.py and learner.py. The critic may be trained by itself before
-the first policy update (algo.value.pretrain_rollouts, VC-PPO, Yuan et al. 2025), the old policy may lag
-(algo.old_policy), and prompts of equal scores may be replaced (algo.dynamic_sampling, DAPO, Yu et al.
-2025).
+The critic may be trained by itself before the first policy update (algo.value.pretrain_rollouts, VC-PPO,
+Yuan et al. 2025), the old policy may lag (algo.old_policy), and prompts of equal scores may be replaced
+(algo.dynamic_sampling, DAPO, Yu et al. 2025).
 """
 
 from __future__ import annotations

@@ -148,7 +148,6 @@ def stand_ins(world, tokenizer, monkeypatch):
         stop_at_step=None,
         eval_every=None,
         checkpoint_every=None,
-        checkpoint_minutes=None,
         keep_best=False,
         patience=None,
         data=HELD_OUT,
@@ -181,9 +180,7 @@ def stand_ins(world, tokenizer, monkeypatch):
                 context=stage.context,
                 stage=stage,
                 checkpoints=checkpoints(events),
-                config=CheckpointConfig(
-                    every=checkpoint_every, minutes=checkpoint_minutes, keep_best=keep_best
-                ),
+                config=CheckpointConfig(every=checkpoint_every, minutes=None, keep_best=keep_best),
                 selection=Selection("eval/score_mean", patience=patience),
             ),
             tracker=Log(events),

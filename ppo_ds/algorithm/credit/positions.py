@@ -18,10 +18,9 @@ from ppo_ds.types import Rollout, ScoredRollout
 class ScorePosition:
     """Determines at which position a response's score is added, and which states exist.
 
-    With "next_token" (DeepSpeed-Chat, TRL) it is one position after the last action, unless the response
-    has reached its length limit. That position is a state that the value loss includes ("trained", TRL) or
-    excludes ("untrained", DeepSpeed-Chat), or no state, so that the score has no effect ("ignored",
-    zysNLP's code).
+    With "next_token" it is one position after the last action, unless the response has reached its length
+    limit: a state that the value loss includes ("trained", TRL) or excludes ("untrained", DeepSpeed-Chat), or
+    no state, so that the score has no effect ("ignored", zysNLP).
     """
 
     position: str  # last_token | next_token

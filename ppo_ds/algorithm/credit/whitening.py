@@ -13,10 +13,7 @@ from ppo_ds.ops.sequences import broadcast_sequence
 
 @dataclass(frozen=True)
 class Whitening:
-    """Shifts and scales advantages to mean 0 and variance 1.
-
-    The statistics are computed over tokens or, at action level sequence, over responses.
-    """
+    """Shifts and scales advantages to mean 0 and variance 1 over tokens or, at level sequence, responses."""
 
     over: str  # batch | none | group | minibatch
     unbiased: bool
@@ -35,10 +32,7 @@ class Whitening:
         return broadcast_sequence(whole[:, 0], mask)
 
     def whiten_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
-        """Whitens a rollout: over all ranks if ``over`` is "batch", within each group if it is "group".
-
-        A group consists of ``group_size`` consecutive rows.
-        """
+        """Whitens a rollout over all ranks ("batch"), or within ``group_size`` consecutive rows ("group")."""
         if self.over == "batch":
             return self.whiten(advantages, mask, reduce)
         if self.over == "group":

@@ -36,8 +36,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor, clamp: float | None = None) -> Te
 def k3(logprobs: Tensor, ref_logprobs: Tensor, clamp: float | None = None) -> Tensor:
     """Computes exp(-d) - 1 + d: unbiased and never negative.
 
-    -d is limited to 20, so that the value stays finite; the gradient is 0 beyond the limit. Large d need no
-    limit, since exp(-d) vanishes.
+    -d is limited to 20, so that the value stays finite; the gradient is 0 beyond the limit.
     """
     exponent = (-_difference(logprobs, ref_logprobs)).clamp(max=_MAX_EXPONENT)
     return _clamped(torch.expm1(exponent) - exponent, clamp)

@@ -22,10 +22,7 @@ _HERE = "ppo_ds.algorithm.kl"
 
 @dataclass(frozen=True)
 class KLEstimatorEntry(Entry):
-    """An estimator of the KL to the reference, called as (logprobs, ref_logprobs) -> [B,R].
-
-    With algo.kl.clamp it also gets the keyword argument ``clamp``. Shapes: B responses, R response tokens.
-    """
+    """An estimator of the KL to the reference: (logprobs, ref_logprobs[, clamp=algo.kl.clamp]) -> [B,R]."""
 
     # False if its value is that of another estimator and only the gradient differs
     in_reward: bool = field(default=True, kw_only=True)

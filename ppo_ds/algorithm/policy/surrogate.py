@@ -32,7 +32,7 @@ class PolicyTerms(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """Holds a policy loss per token, and masks of the tokens where a clip applies. All are [B,T]."""
+    """Holds a policy loss per token, and masks of the tokens where a clip applies; [B,T]."""
 
     loss: Tensor
     clipped: Tensor

@@ -25,8 +25,7 @@ class ScoreShaper:
     def __call__(self, rollout: ScoredRollout, update: bool = True) -> tuple[Tensor, Tensor]:
         """Returns the shaped scores [B] and the scores before the clip [B].
 
-        The clip comes last so that it also limits the penalties. A collective if the running moments are
-        updated; ``update=False`` leaves them as they are.
+        A collective if the running moments are updated; ``update=False`` leaves them as they are.
         """
         shaping = self.shaping
         scores = self.penalized(rollout.scores, rollout)

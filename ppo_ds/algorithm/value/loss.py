@@ -24,8 +24,7 @@ def value_loss(
     """Computes the squared error of the values [B,T], a scalar, and its metrics.
 
     With ``clip``, it is the larger of the errors of V and of V limited to old_values +- clip. ``half``
-    multiplies it by 1/2. Metrics are (sum, count), value/explained_var the moments for
-    explained_variance().
+    multiplies it by 1/2.
     """
     values, old, returns = keep(values, mask), keep(old_values.detach(), mask), keep(returns.detach(), mask)
     loss = (values - returns).square()
