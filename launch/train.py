@@ -26,7 +26,6 @@ from launch.process import complain, prepare_environment, refuse, report, run_ma
 from ppo_ds.config.checks.data import hub_names  # noqa: E402
 from ppo_ds.config.schema import PPOConfig  # noqa: E402
 from ppo_ds.distributed.exit import exit_now, on_exit, run_with_timeout  # noqa: E402
-from ppo_ds.distributed.launcher import check_port  # noqa: E402
 from ppo_ds.errors import UserError  # noqa: E402
 from ppo_ds.tracking.screen import Screen  # noqa: E402
 
@@ -39,8 +38,6 @@ def main(argv: list[str]) -> int:
     try:
         config = load_config(argv)
         lock = None if config.run.dry_run else take_lock(Path(config.run.dir or ""))
-        if os.environ.get("RANK") == "0":
-            check_port(os.environ)
         gc.enable()
         if config.run.dry_run:
             os.environ |= CPU_ONLY

@@ -7,17 +7,11 @@ process ids of its launchers.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-
-from ppo_ds.commands.entry_points import script
-from ppo_ds.errors import UserError
-
-DEFAULT_PORT = "29500"  # the default of deepspeed and torchrun
 
 
 def launcher_pids() -> tuple[int, ...]:
@@ -53,26 +47,6 @@ def launch_id(environment: Mapping[str, str]) -> str:
     )
 
 
-def check_port(environment: Mapping[str, str]) -> None:
-    """Raises UserError if another process listens on MASTER_PORT, where rank 0 will open the store.
-
-    ``connect`` would raise the error too, but only after torch is imported. Nothing is checked without a
-    launcher, or under torchrun, which opens the store itself.
-    """
-    port = environment.get("MASTER_PORT", "")
-    if not port.isdigit() or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return
-    if is_free(int(port)):
-        return
-    first = int(DEFAULT_PORT) + 1
-    other = next((free for free in range(first, first + 100) if is_free(free)), "N")
-    chosen = "the launcher's default port" if port == DEFAULT_PORT else "the port"
-    raise UserError(
-        f"MASTER_PORT={port}: {chosen} is in use on this machine, perhaps by another run; use a free one: "
-        f"deepspeed --master_port {other} {script('train')} ..."
-    )
-
-
 @contextmanager
 def reserved_port() -> Iterator[int]:
     """Yields a port that the kernel gives to no other program meanwhile, for the ranks of one launch.
@@ -85,17 +59,3 @@ def reserved_port() -> Iterator[int]:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reservation.bind(("", 0))
         yield reservation.getsockname()[1]
-
-
-def is_free(port: int) -> bool:
-    """Returns whether a server could listen on ``port`` now. Binds the port as torch's TCPStore does."""
-    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
-        try:
-            with socket.socket(family) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((address, port))
-                return True
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return False
-    return True  # any other error is left to the store to report

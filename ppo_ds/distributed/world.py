@@ -293,8 +293,8 @@ def connect(
         if "address already in use" not in str(error).lower():
             raise
         raise UserError(
-            f"MASTER_PORT={os.environ['MASTER_PORT']}: the port is in use by another run on this machine; "
-            "give the launcher a free --master_port"
+            f"MASTER_PORT={os.environ['MASTER_PORT']}: the port is in use on this machine, perhaps by "
+            "another run; use a free one, such as deepspeed --master_port 29501 ..."
         ) from error
     rank, size = dist.get_rank(), dist.get_world_size()
     cores: list[Any] = [None] * size

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,9 +15,7 @@ import yaml
 from torch.distributed import TCPStore
 
 from launch.cli import load_config
-from ppo_ds.distributed import launcher
-from ppo_ds.distributed.launcher import check_port, is_free, reserved_port
-from ppo_ds.errors import UserError
+from ppo_ds.distributed.launcher import reserved_port
 from tests.config.commands import MINIMAL
 from tests.support.environment import SET_BY_LAUNCHERS
 
@@ -178,33 +174,13 @@ def test_the_other_ranks_of_a_refused_start_end_with_the_same_code(
     assert line.startswith("rank 1: error: run.dir=run: is in use by ")
 
 
-@pytest.fixture
-def taken_port() -> Iterator[str]:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        yield str(other.getsockname()[1])
-
-
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
-def test_a_taken_port_is_reported_before_anything_is_imported(tmp_path: Path, taken_port: str) -> None:
-    done = without_libraries(tmp_path, *MINIMAL, "run.dir=run", MASTER_PORT=taken_port, **LAUNCHED)
-    assert (done.returncode, done.stdout) == (2, "[]\n")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: MASTER_PORT={taken_port}: the port is in use on this machine")
-    free = re.search(r"deepspeed --master_port (\d+) launch/train.py ...$", line)
-    assert free and is_free(int(free[1]))
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_dry_run_takes_no_lock(tmp_path: Path, held: subprocess.Popen[str], taken_port: str) -> None:
-    """A dry run gets as far as the check of the port, which comes after taking the lock."""
-    given = (*MINIMAL, "run.dry_run=true", "run.dir=run")
-    done = without_libraries(tmp_path, *given, MASTER_PORT=taken_port, **LAUNCHED)
-    assert (done.returncode, done.stdout) == (2, "[]\n")
-    assert done.stderr.startswith(f"error: MASTER_PORT={taken_port}: ")
+def test_a_dry_run_takes_no_lock(tmp_path: Path, held: subprocess.Popen[str]) -> None:
+    """A dry run gets as far as the import of libraries, which comes after taking the lock."""
+    done = without_libraries(tmp_path, *MINIMAL, "run.dry_run=true", "run.dir=run")
+    assert done.stdout != "[]\n" and "is in use" not in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -216,34 +192,11 @@ def test_make_starts_the_pipelines_without_a_gpu(target: str, name: str) -> None
     assert f"bin/python launch/pipeline.py +pipeline={name} run.seed=1\n" in shown
 
 
-def test_a_port_is_checked_only_where_rank_0_opens_it() -> None:
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        check_port({"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"})
-        check_port({})
-        with pytest.raises(UserError):
-            check_port({"MASTER_PORT": port})
-    check_port({"MASTER_PORT": port})
-
-
 def test_pipelines_that_start_together_get_different_ports() -> None:
     with reserved_port() as port, reserved_port() as other:
         assert port != other
-        check_port({"MASTER_PORT": str(port)})  # rank 0 may listen on it
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         assert store.port == port
-        with pytest.raises(UserError, match=f"^MASTER_PORT={port}: the port is in use"):
-            check_port({"MASTER_PORT": str(port)})  # by another run
-
-
-def test_the_default_port_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "is_free", lambda port: port > 29502)
-    with pytest.raises(
-        UserError, match=r"MASTER_PORT=29500: the launcher's default port is .*--master_port 29503 "
-    ):
-        check_port({"MASTER_PORT": "29500"})
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
