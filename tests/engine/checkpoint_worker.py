@@ -7,7 +7,6 @@ import json
 import math
 import random
 import resource
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ppo_ds.distributed.world import World, connect
+from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint import shards
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.checkpoint.files import CheckpointError
@@ -26,12 +25,11 @@ from ppo_ds.engine.checkpoint.state import consolidated, load_model, model_bytes
 from ppo_ds.engine.master_weights import PARTS, optimizer_shares
 from ppo_ds.engine.trained import LRSchedule, StepInfo, TrainedModel
 from ppo_ds.engine.zero import deepspeed_config
-from tests.engine.rank_results import on_all_ranks
+from tests.engine.rank_results import Case, run_cases, same
 from tests.engine.recorded_reads import recorded_reads
 
 NOT_PERSISTENT = {"stage3_param_persistence_threshold": 0}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Case = dict[str, Any]
 
 
 class Tiny(nn.Module):
@@ -105,13 +103,6 @@ def train(model: TrainedModel, steps: range) -> list[StepInfo]:
             model.backward(loss / 32 * model.world.size, last=i == len(halves) - 1)
         infos.append(model.step())
     return infos
-
-
-def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
-    """Returns whether two states are bit-identical, and True on ranks without states."""
-    return (
-        a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
-    )
 
 
 def exact(world: World, root: Path, stage: int, dtype: str, *, offload: bool, **raw: Any) -> Case:
@@ -278,10 +269,13 @@ def ties(world: World) -> Case:
 
 
 def cases(world: World, root: Path, mode: str) -> Iterator[Case]:
-    yield from exact_cases(world, root, full=mode == "full")
+    if mode != "references":
+        yield from exact_cases(world, root, full=mode == "full")
     if mode == "full":
         return
     yield from read_references(world, root)
+    if mode == "references":
+        return
     write_reference(world, root)
     yield ties(world)
     if world.size > 1:
@@ -289,12 +283,6 @@ def cases(world: World, root: Path, mode: str) -> Iterator[Case]:
 
 
 def main() -> None:
-    root, mode = Path(sys.argv[1]), sys.argv[2]
-    world = connect(5)
     allow_fp16_on_cpu()
     shards.SHARD_BYTES = 500  # several shards, even for a tiny model
-    given = read_references(world, root) if mode == "references" else cases(world, root, mode)
-    found = [on_all_ranks(world, case) for case in given]
-    if world.is_main:
-        (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
-    world.close()
+    run_cases(cases)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,7 +14,7 @@ from torch import Tensor, nn
 
 from ppo_ds.compute import matmul
 from ppo_ds.config.sections.models import ModelConfig
-from ppo_ds.distributed.world import World, connect
+from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import LRSchedule, TrainedModel
 from ppo_ds.engine.zero import deepspeed_config
@@ -25,9 +22,9 @@ from ppo_ds.models import lm_head
 from ppo_ds.models.lm_head import LMHead
 from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.policy import Policy, load_policy, sharded_loading
+from tests.engine.rank_results import Case, run_cases
 
 V, T, R, ROWS, STEPS = 29, 9, 5, 4, 5
-HANG = 200  # seconds after which a hanging process prints its stacks and exits
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {},
@@ -107,7 +104,7 @@ def step(model: TrainedModel) -> float:
     return model.step().grad_norm
 
 
-def case(world: World, root: Path, kind: str) -> dict[str, Any]:
+def case(world: World, root: Path, kind: str) -> Case:
     options = KINDS[kind]
     sharded, whole = (trained(world, root / kind.partition(",")[0], stage, **options) for stage in (3, 0))
     start = consolidated(whole)
@@ -145,14 +142,11 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
 
 
-def main() -> None:
-    root, mode = Path(sys.argv[1]), sys.argv[2]
-    faulthandler.dump_traceback_later(HANG, exit=True)
-    world = connect(5)
-    found = []
+def cases(world: World, root: Path, mode: str) -> Iterator[Case]:
     for kind in KINDS:
         with mock.patch.object(lm_head, "has_fp32_products", return_value="as on a GPU" in kind):
-            found.append(case(world, root, kind))
-    if world.is_main:
-        (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
-    world.close()
+            yield case(world, root, kind)
+
+
+def main() -> None:
+    run_cases(cases)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,19 +18,19 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ppo_ds.assemble.roles import CriticStart, build_actor, build_critic, build_reference, ppo_needs
 from ppo_ds.config.schema import Config, from_tree, inherit
 from ppo_ds.config.types import replace
-from ppo_ds.distributed.world import World, connect
+from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.state import consolidated, load_model, save_model
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.master_weights import MasterWeights
 from ppo_ds.engine.trained import StepInfo, TrainedModel, parameter_counts
 from ppo_ds.errors import UserError
+from tests.engine.rank_results import Case, run_cases, same
 
 V, P, R, ROWS = 19, 3, 5, 8
 NEEDS = ppo_needs(V, P + R)
 LR, LORA_LR, STEPS = 1e-3, 1e-2, 10
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Case = dict[str, Any]
 
 
 def config(
@@ -103,13 +100,6 @@ def train(model: TrainedModel, steps: range) -> list[StepInfo]:
             model.backward(loss / (ROWS * R) * model.world.size, last=i == 1)
         infos.append(model.step())
     return infos
-
-
-def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
-    """Returns whether two states are bit-identical, and True on ranks without states."""
-    return (
-        a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
-    )
 
 
 @torch.no_grad()
@@ -318,7 +308,7 @@ def refused(world: World, root: Path) -> Case:
     }
 
 
-def cases(world: World, root: Path) -> Iterator[Case]:
+def cases(world: World, root: Path, mode: str) -> Iterator[Case]:
     for stage in (0, 3) if world.size == 1 else (0, 1, 2, 3):
         yield trained_actor(world, root, stage)
     if world.size == 1:
@@ -337,20 +327,4 @@ def cases(world: World, root: Path) -> Iterator[Case]:
 
 
 def main() -> None:
-    root = Path(sys.argv[1])
-    world = connect(5)
-    found = []
-    for case in cases(world, root):
-        others = world.gather_objects(case)
-        found.append(
-            case
-            | {
-                key: all(other[key] for other in others if key in other)
-                for key, value in case.items()
-                if isinstance(value, bool)
-            }
-        )
-        gc.collect()
-    if world.is_main:
-        (root / f"{world.size}.json").write_text(json.dumps(found))
-    world.close()
+    run_cases(cases)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ppo_ds.distributed.world import World, connect
 
 Case = dict[str, Any]
-HANG = 400  # seconds after which a hanging process prints its stacks and exits
+HANG = 800  # seconds after which a hanging process prints its stacks and exits
 
 
 def run_cases(cases: Callable[[World, Path, str], Iterable[Case]]) -> None:

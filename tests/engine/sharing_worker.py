@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
-import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +22,16 @@ from ppo_ds.assemble.roles import (
 )
 from ppo_ds.config.schema import Config, from_tree, inherit
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
-from ppo_ds.distributed.world import World, connect
+from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.state import consolidated, load_model, save_model
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.models.value import load_reward_model
+from tests.engine.rank_results import Case, run_cases
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 V, T, R, ROWS = 19, 8, 5, 8
 NEEDS = ppo_needs(V, T)
-Case = dict[str, Any]
 
 
 def config(root: Path, stage: int, dtype: str, lora: int = 2, reference: str = "actor") -> Config:
@@ -126,16 +125,7 @@ def shared_reward(world: World, root: Path, stage: int, dtype: str, lora: int = 
         "shared": isinstance(scorer, FrozenBase),
         "taken": taken,
         "model": sum(p.nbytes for p in load_reward_model(model).parameters()),
-        "gap": float(
-            (
-                first
-                - by_transformers(
-                    root / "reward", getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype])
-                )
-            )
-            .abs()
-            .max()
-        ),
+        "gap": float((first - by_transformers(root / "reward", DTYPES[dtype])).abs().max()),
         "stays": torch.equal(first, last),
         "spread": float(first.std()),
         "moved": float(moved),
@@ -184,15 +174,13 @@ def reference_of_adapters(world: World, root: Path, reference: str) -> Case:
     return found
 
 
+def cases(world: World, root: Path, mode: str) -> Iterator[Case]:
+    for reference in ("actor", "other"):
+        yield reference_of_adapters(world, root, reference)
+    for stage, dtype in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "bf16")):
+        yield shared_reward(world, root, stage, dtype)
+    yield shared_reward(world, root, 0, "fp32", lora=0)
+
+
 def main() -> None:
-    root, world = Path(sys.argv[1]), connect(5)
-    found = [reference_of_adapters(world, root, reference) for reference in ("actor", "other")]
-    found += [shared_reward(world, root, stage, "fp32") for stage in range(4)]
-    found += [
-        shared_reward(world, root, 2, "bf16"),
-        shared_reward(world, root, 3, "bf16"),
-        shared_reward(world, root, 0, "fp32", lora=0),
-    ]
-    if world.is_main:
-        (root / "found.json").write_text(json.dumps({case["case"]: case for case in found}))
-    world.close()
+    run_cases(cases)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_ds.distributed.world import World, connect
+from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.engine.hybrid import HybridActor
@@ -29,10 +25,9 @@ from ppo_ds.models.policy import Policy, unsharded_twin
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.types import Prompts, Rollout
-from tests.engine.rank_results import on_all_ranks
+from tests.engine.rank_results import Case, run_cases, same
 
 V, ROWS, EOS = 23, 4, 2
-HANG = 200  # seconds after which a hanging process prints its stacks and exits
 GREEDY = SamplingParams(
     max_new_tokens=9,
     min_new_tokens=0,
@@ -48,7 +43,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "tied": {"tied": True, "threshold": 10**6},
     "adapters": {"lora": True},
 }
-Case = dict[str, Any]
 
 
 class Ids:
@@ -160,13 +154,6 @@ def train(actor: TrainedModel) -> StepInfo:
         out = actor(rows, torch.ones_like(rows), 5)
         actor.backward(-(out.logprobs * torch.sin(rows[:, -5:].float())).sum() / 40, last=i == 1)
     return actor.step()
-
-
-def same(a: dict[str, Tensor] | None, b: dict[str, Tensor] | None) -> bool:
-    """Returns whether two states are bit-identical, and True on ranks without states."""
-    return (
-        a is None or b is None or (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
-    )
 
 
 def everything(model: TrainedModel) -> dict[str, Tensor]:
@@ -354,7 +341,7 @@ def alive_after(world: World, generate: str) -> Case:
     return {"case": f"alive after {generate}", "inside": inside, "caches": len(made), "alive": alive}
 
 
-def cases(world: World) -> Iterator[Case]:
+def cases(world: World, *_: object) -> Iterator[Case]:
     for kind in KINDS:
         yield ways(world, kind)
     yield borrowed(world)
@@ -367,10 +354,4 @@ def cases(world: World) -> Iterator[Case]:
 
 
 def main() -> None:
-    root, mode = Path(sys.argv[1]), sys.argv[2]
-    faulthandler.dump_traceback_later(HANG, exit=True)
-    world = connect(5)
-    found = [on_all_ranks(world, case) for case in cases(world)]
-    if world.is_main:
-        (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
-    world.close()
+    run_cases(cases)

@@ -41,14 +41,10 @@ def test_decoding_by_layers_equals_decoding_with_whole_weights(found: dict, kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_is_not_affected_by_generation(found: dict, kind: str) -> None:
+def test_training_is_not_affected_and_ranks_stay_in_lockstep(found: dict, kind: str) -> None:
     case = found[kind]
-    assert case["released"] and case["steps"] and case["weights"], case
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_with_responses_of_different_lengths_stay_in_lockstep(found: dict, kind: str) -> None:
-    case = found[kind]
+    assert case["released"] and case["ahead"] and case["steps"] and case["weights"], case
+    assert case["gathered"] and case["gathered once"], case
     (first, second), (one, other) = case["lengths"], case["forwards"]
     assert max(first) < max(second) and one == other, case
 
@@ -60,13 +56,7 @@ def test_ranks_that_would_plan_different_numbers_of_chunks_stay_in_lockstep(foun
     ), case
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gathered_bytes_are_counted(found: dict, kind: str) -> None:
-    assert found[kind]["gathered"] and found[kind]["gathered once"], found[kind]
-
-
-def test_layers_are_prefetched_and_parameters_of_other_modules_are_gathered(found: dict) -> None:
-    assert all(case["ahead"] for case in (found[kind] for kind in KINDS))
+def test_parameters_of_other_modules_are_gathered(found: dict) -> None:
     assert found["borrowed"]["gap"] < 1e-5 and found["borrowed"]["released"], found["borrowed"]
 
 
@@ -92,65 +82,44 @@ def test_neither_inference_copy_nor_cache_is_in_memory_during_training(found: di
 # -- the plan, which may use 90 % of the free memory ------------------------------------------------
 
 
+AUTO = ("auto", "auto")
+PLAIN = (10, 0, 0)  # every rank has all weights
+
+
 @pytest.mark.parametrize(
-    ("weights", "decoding", "offloadable", "on_gpu", "expected"),
+    ("sizes", "decoding", "offloadable", "settings", "on_gpu", "whole", "offloads"),
     [
-        (6, 3, 5, True, GenerationPlan(gather_once=True, offload_states=False)),  # needs 9 of 9
-        # needs 10 of 9, and 5 can be offloaded
-        (6, 4, 5, True, GenerationPlan(gather_once=True, offload_states=True)),
-        # on a CPU, offloading frees nothing
-        (6, 4, 5, False, GenerationPlan(gather_once=False, offload_states=False)),
-        # whole weights need 15 of 14; one layer and 3 fit without offloading
-        (12, 3, 5, True, GenerationPlan(gather_once=False, offload_states=False)),
-        # layer by layer, and still 10 of 9
-        (12, 8, 5, True, GenerationPlan(gather_once=False, offload_states=True)),
-        # no states can be offloaded, as with offload_optimizer
-        (6, 4, 0, True, GenerationPlan(gather_once=False, offload_states=False)),
+        ((10, 6, 2), 3, 5, AUTO, True, True, False),  # needs 9 of 9
+        ((10, 6, 2), 4, 5, AUTO, True, True, True),  # needs 10 of 9, and 5 can be offloaded
+        ((10, 6, 2), 4, 5, AUTO, False, False, False),  # on a CPU, offloading frees nothing
+        ((10, 12, 2), 3, 5, AUTO, True, False, False),  # whole weights need 15 of 14; one layer and 3 fit
+        ((10, 12, 2), 8, 5, AUTO, True, False, True),  # layer by layer, and still 10 of 9
+        ((10, 6, 2), 4, 0, AUTO, True, False, False),  # no states can be offloaded, as with offload_optimizer
+        # explicit settings override the budget
+        *(((free, 6, 2), 3, 1, ("whole", "never"), True, True, False) for free in (1, 100)),
+        *(((free, 6, 2), 3, 1, ("layers", "always"), False, False, True) for free in (1, 100)),
+        ((1, 6, 2), 3, 1, ("auto", "never"), True, False, False),
+        ((1, 6, 2), 3, 1, ("whole", "auto"), True, True, True),
+        (PLAIN, 5, 3, AUTO, True, True, False),  # weights as trained
+        ((4, 0, 0), 5, 3, AUTO, True, True, True),
     ],
 )
-def test_auto_by_memory_budget(
-    weights: int, decoding: int, offloadable: int, on_gpu: bool, expected: GenerationPlan
+def test_the_plan_by_memory_budget(
+    sizes: tuple[int, int, int],
+    decoding: int,
+    offloadable: int,
+    settings: tuple[str, str],
+    on_gpu: bool,
+    whole: bool,
+    offloads: bool,
 ) -> None:
-    budget = MemoryBudget(
-        free=10 * GIB,
-        weights=weights * GIB,
-        layer=2 * GIB,
-        decoding=decoding * GIB,
-        offloadable=offloadable * GIB,
-    )
-    assert plan_generation(budget, generation_gather="auto", offload_states="auto", on_gpu=on_gpu) == expected
-
-
-def test_explicit_settings_override_the_budget() -> None:
-    tight, wide = (
-        MemoryBudget(free=free * GIB, weights=6 * GIB, layer=2 * GIB, decoding=3 * GIB, offloadable=GIB)
-        for free in (1, 100)
-    )
-    for budget in (tight, wide):
-        assert plan_generation(
-            budget, generation_gather="whole", offload_states="never", on_gpu=True
-        ) == GenerationPlan(gather_once=True, offload_states=False)
-        assert plan_generation(
-            budget, generation_gather="layers", offload_states="always", on_gpu=False
-        ) == GenerationPlan(gather_once=False, offload_states=True)
-    assert plan_generation(
-        tight, generation_gather="auto", offload_states="never", on_gpu=True
-    ) == GenerationPlan(gather_once=False, offload_states=False)
-    assert plan_generation(
-        tight, generation_gather="whole", offload_states="auto", on_gpu=True
-    ) == GenerationPlan(gather_once=True, offload_states=True)
-
-
-def test_unsharded_weights_need_no_memory_of_their_own() -> None:
-    plain = MemoryBudget(free=10 * GIB, weights=0, layer=0, decoding=5 * GIB, offloadable=3 * GIB)
-    assert plan_generation(
-        plain, generation_gather="auto", offload_states="auto", on_gpu=True
-    ) == GenerationPlan(gather_once=True, offload_states=False)
-    assert describe_plan(plain, GenerationPlan(gather_once=True, offload_states=False), sharded=False) == ""
-    full = MemoryBudget(free=4 * GIB, weights=0, layer=0, decoding=5 * GIB, offloadable=3 * GIB)
-    assert plan_generation(
-        full, generation_gather="auto", offload_states="auto", on_gpu=True
-    ) == GenerationPlan(gather_once=True, offload_states=True)
+    """The sizes are those of the free memory, the weights and a layer."""
+    budget = MemoryBudget(*(size * GIB for size in (*sizes, decoding, offloadable)))
+    gather, offload = settings
+    found = plan_generation(budget, generation_gather=gather, offload_states=offload, on_gpu=on_gpu)
+    assert found == GenerationPlan(gather_once=whole, offload_states=offloads)
+    if sizes == PLAIN:
+        assert describe_plan(budget, found, sharded=False) == ""
 
 
 def test_the_plan_is_described_with_its_numbers() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.engine.lora_worker import LORA_LR, LR, ROWS, P, R, V
+from tests.engine.test_checkpoint import launch
 from tests.support.ranks import RankServer
 
 Case = dict[str, Any]
@@ -41,11 +41,6 @@ def make_models(root: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(root / "actor")
 
 
-def launch(server: RankServer, ranks: int, root: Path) -> list[Case]:
-    server.check("tests.engine.lora_worker:main", ranks, str(root))
-    return json.loads((root / f"{ranks}.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("lora")
@@ -55,7 +50,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(root: Path, rank_server: RankServer) -> dict[str, Case]:
-    return {case["case"]: case for ranks in (1, 2) for case in launch(rank_server, ranks, root)}
+    return {
+        case["case"]: case
+        for ranks in (1, 2)
+        for case in launch(rank_server, ranks, root, "all", "lora_worker")
+    }
 
 
 FP32 = [

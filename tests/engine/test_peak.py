@@ -1,6 +1,5 @@
-"""Tests peak rates with a simulated clock, and that they agree with a plain measurement of this machine."""
+"""Tests peak rates with a simulated clock."""
 
-import time
 from itertools import count
 
 import torch
@@ -40,34 +39,3 @@ def test_the_first_run_and_the_slow_ones_do_not_count():
         now[0] += next(durations)
 
     assert best_seconds(action, 0.0, lambda: now[0]) == 2.0
-
-
-def test_tries_go_on_until_the_time_is_used():
-    now, tries = [0.0], [0]
-
-    def action() -> None:
-        now[0] += 1.0
-        tries[0] += 1
-
-    best_seconds(action, 10.0, lambda: now[0])
-    assert tries[0] == 11  # 10 tries and a warm-up
-
-
-def best_of_20(action) -> float:
-    durations = []
-    for _ in range(20):
-        start = time.perf_counter()
-        action()
-        durations.append(time.perf_counter() - start)
-    return min(durations)
-
-
-def test_peaks_of_this_machine_agree_with_a_plain_measurement():
-    """The tolerance is a factor of 3, since other processes disturb the two measurements differently."""
-    x, source = torch.rand(512, 512), torch.ones(2**22)
-    plain_flops = 2 * 512**3 / best_of_20(lambda: x @ x)
-    assert plain_flops / 3 < gemm_flops_per_s(CPU, torch.float32, [(512, 512, 512)]) < 3 * plain_flops
-    target = torch.zeros_like(source)
-    plain_bytes = 2 * source.nbytes / best_of_20(lambda: target.copy_(source))
-    found = bytes_per_s(CPU, size=source.nbytes)
-    assert plain_bytes / 3 < found < 3 * max(plain_bytes, source.nbytes / best_of_20(lambda: source.sum()))

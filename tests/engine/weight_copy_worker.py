@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_ds.distributed.world import World, connect
+from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint import shards
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.engine.checkpoint.state import consolidated, load_weight_copy, save_weight_copy
@@ -26,8 +24,8 @@ from ppo_ds.engine.trained import LRSchedule, TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.engine.zero import deepspeed_config
 from ppo_ds.models.policy import Policy, unsharded_twin
-from tests.engine.checkpoint_worker import DTYPES, NOT_PERSISTENT, Case, Tiny, make, same, train
-from tests.engine.rank_results import on_all_ranks
+from tests.engine.checkpoint_worker import DTYPES, NOT_PERSISTENT, Tiny, make, train
+from tests.engine.rank_results import Case, run_cases, same
 
 DECAY = 0.75
 IDS = torch.randint(0, 13, (3, 5), generator=torch.Generator().manual_seed(7))
@@ -305,7 +303,10 @@ def read_references(world: World, root: Path, tag: str) -> Iterator[Case]:
                 save_file(written, again / "average.safetensors")
 
 
-def cases(world: World, root: Path) -> Iterator[Case]:
+def cases(world: World, root: Path, mode: str) -> Iterator[Case]:
+    if mode == "references":
+        yield from read_references(world, root, "again")
+        return
     for stage in (0, 1, 2, 3):
         for dtype in ("fp32", "bf16"):
             yield followed(world, root, stage, dtype, **(NOT_PERSISTENT if stage == 3 else {}))
@@ -318,19 +319,13 @@ def cases(world: World, root: Path) -> Iterator[Case]:
         yield interrupted(world, root, stage, dtype)
     for stage, dtype, only in ((2, "fp32", ""), (3, "fp32", ""), (3, "bf16", "layers.1.mlp")):
         yield generated(world, stage, dtype, only)
+    if world.size == 1:
+        yield from read_references(world, root, "from")
+        return
+    for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "bf16")):
+        write_reference(world, root, stage, dtype)
 
 
 def main() -> None:
-    root, mode = Path(sys.argv[1]), sys.argv[2]
-    world = connect(5)
     shards.SHARD_BYTES = 500
-    given = read_references(world, root, "again") if mode == "references" else cases(world, root)
-    found = [on_all_ranks(world, case) for case in given]
-    if mode != "references" and world.size == 2:
-        for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "bf16")):
-            write_reference(world, root, stage, dtype)
-    if mode != "references" and world.size == 1:
-        found += list(read_references(world, root, "from"))
-    if world.is_main:
-        (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
-    world.close()
+    run_cases(cases)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import faulthandler
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ppo_ds.distributed.world import World, connect
+from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.hybrid import HybridActor
-from tests.engine.rank_results import on_all_ranks
-from tests.engine.switch_worker import HANG, KINDS, everything, make, same, sharded_again, train
+from tests.engine.rank_results import Case, run_cases, same
+from tests.engine.switch_worker import KINDS, everything, make, sharded_again, train
 
 ELEMENTS = 100  # fewer than a decoder layer has, so that the weights come in several chunks
 
@@ -32,7 +28,7 @@ def exported(actor: HybridActor, folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def case(world: World, root: Path, stage: int, kind: str) -> dict[str, Any]:
+def case(world: World, root: Path, stage: int, kind: str) -> Case:
     actor = make(world, stage, gather_elements=ELEMENTS, engine=True, **KINDS[kind])
     other = make(world, stage, **KINDS[kind])
     phases: list[dict[str, Tensor]] = []
@@ -69,12 +65,11 @@ def case(world: World, root: Path, stage: int, kind: str) -> dict[str, Any]:
     }
 
 
+def cases(world: World, root: Path, mode: str) -> Iterator[Case]:
+    for stage in (0, 1, 2, 3):
+        for kind in KINDS if stage in (0, 3) else ("plain",):
+            yield case(world, root, stage, kind)
+
+
 def main() -> None:
-    root, mode = Path(sys.argv[1]), sys.argv[2]
-    faulthandler.dump_traceback_later(HANG, exit=True)
-    world = connect(5)
-    cases = [(stage, kind) for stage in (0, 1, 2, 3) for kind in (KINDS if stage in (0, 3) else ("plain",))]
-    found = [on_all_ranks(world, case(world, root, *each)) for each in cases]
-    if world.is_main:
-        (root / f"{mode}-{world.size}.json").write_text(json.dumps(found))
-    world.close()
+    run_cases(cases)

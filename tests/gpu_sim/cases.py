@@ -55,7 +55,6 @@ CASES: dict[str, tuple[str, ...]] = {
         *(f"{family} critic" for family in FAMILIES if family != "gpt_neox"),
         *(f"{family} frozen" for family in FAMILIES),
     ),
-    "offload": (*(f"{family} reference" for family in ("llama", "gpt2")), "qwen2 reward model"),
     "decoding": (*DECODED, "stop strings", "two waves"),
     "learner": (
         *(f"{what} {micros} micro-batches" for what in LEARNED for micros in (1, 2)),

@@ -4,9 +4,7 @@ import gc
 import itertools
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from threading import Barrier
 from unittest import mock
 
 import pytest
@@ -291,48 +289,6 @@ def test_a_prompt_whose_responses_begin_at_different_times_is_still_read_once(
     assert responses_of(rollout) == [[6] * 6, [6], [6, 6], [8]]
     assert [shape for shape in shapes if shape[1] == 3] == [(1, 3)]
     assert len(shapes) == 2 + 6
-
-
-# -- ranks in lockstep -----------------------------------------------------------------------------
-
-
-def test_ranks_in_step_run_the_same_forwards(prompts, sampling, texts):
-    """Two ranks with different work give the same responses as alone, and run the same forwards.
-
-    The ranks are two threads. One rank has one prompt with a long response; the other has four prompts with
-    short responses in two slots.
-    """
-    barrier, said = Barrier(2), {}
-    batches = [prompts([3, 4, 5], limits=[11]), prompts([3], [4, 4], [5], [6, 7, 8], limits=[2, 3, 1, 2])]
-
-    lms = [model("llama"), model("llama")]  # created here, because the threads share the random state
-
-    def rank(index):
-        lm = lms[index]
-        shapes = forwards_of(lm)
-
-        def agree(number):
-            said[index] = int(number)
-            barrier.wait(timeout=300)
-            largest = max(said.values())
-            barrier.wait(timeout=300)
-            return largest
-
-        generator = StaticGenerator(
-            lambda: lm, tokenizer=texts, token_budget=12, lockstep_max=agree, check_every=2
-        )
-        return generator(batches[index], sampling(11, top_k=1)), shapes
-
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(rank, range(2)))
-    for batch, (rollout, _) in zip(batches, found, strict=True):
-        same(
-            rollout,
-            HFGenerator(lambda: model("llama"), tokenizer=texts, token_budget=10_000)(
-                batch, sampling(11, top_k=1)
-            ),
-        )
-    assert len(found[0][1]) == len(found[1][1])
 
 
 # -- graphs ----------------------------------------------------------------------------------------

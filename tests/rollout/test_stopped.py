@@ -1,4 +1,4 @@
-"""Tests that ranks in lockstep stop together if one of them receives a stop request.
+"""Tests that ranks in lockstep run the same forwards, and stop together if one receives a stop request.
 
 Stopping a single rank is tested in test_backends.py.
 """
@@ -39,7 +39,7 @@ def texts(tokenizer):
 
 
 def on_two_ranks(make, stops, batches, sampling):
-    """Runs two ranks as threads that communicate at a barrier; returns (rows, forwards) of each rank.
+    """Runs two ranks as threads that communicate at a barrier; returns (rollout, forwards) of each rank.
 
     ``make`` takes a model and the arguments of a generator, and returns a generator.
     """
@@ -56,7 +56,7 @@ def on_two_ranks(make, stops, batches, sampling):
             return largest
 
         generator = make(lms[index], lockstep_max=agree, should_stop=stops[index])
-        return len(generator(batches[index], sampling(LONG))), len(forwards)
+        return generator(batches[index], sampling), len(forwards)
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(rank, range(2)))
@@ -67,10 +67,27 @@ def test_ranks_in_step_leave_together_though_one_alone_has_heard_of_it(prompts, 
         return StaticGenerator(lambda: lm, tokenizer=texts, token_budget=2 * (LONG + 3), **how)
 
     batches = [prompts([3, 4, 5], limits=[LONG]), prompts([3], [4, 4], [5], limits=[2, 3, LONG])]
-    (rows, forwards), (other_rows, other_forwards) = on_two_ranks(
-        make, [Stop(7), lambda: False], batches, sampling
+    (one, forwards), (other, other_forwards) = on_two_ranks(
+        make, [Stop(7), lambda: False], batches, sampling(LONG)
     )
-    assert (rows, other_rows) == (1, 3) and forwards == other_forwards <= 9
+    assert (len(one), len(other)) == (1, 3) and forwards == other_forwards <= 9
+
+
+def test_ranks_in_step_run_the_same_forwards(prompts, sampling, texts):
+    """Two ranks with different work give the same responses as alone, and run the same forwards."""
+
+    def make(lm, **how):
+        return StaticGenerator(lambda: lm, tokenizer=texts, token_budget=12, check_every=2, **how)
+
+    batches = [prompts([3, 4, 5], limits=[11]), prompts([3], [4, 4], [5], [6, 7, 8], limits=[2, 3, 1, 2])]
+    found = on_two_ranks(make, [lambda: False] * 2, batches, sampling(11, top_k=1))
+    alone = HFGenerator(model, tokenizer=texts, token_budget=10_000)
+    for batch, (rollout, _) in zip(batches, found, strict=True):
+        wanted = alone(batch, sampling(11, top_k=1))
+        assert torch.equal(rollout.ids, wanted.ids) and torch.equal(
+            rollout.response_mask, wanted.response_mask
+        )
+    assert found[0][1] == found[1][1]
 
 
 def test_in_step_transformers_generate_is_not_called_for_more_chunks_on_one_rank_than_on_the_other(
@@ -88,4 +105,5 @@ def test_in_step_transformers_generate_is_not_called_for_more_chunks_on_one_rank
     def make(lm, **how):
         return HFGenerator(lambda: lm, tokenizer=texts, token_budget=1, **how)
 
-    assert on_two_ranks(make, [Stop(2), lambda: False], batches, sampling) == [(3, 2), (3, 2)]
+    found = on_two_ranks(make, [Stop(2), lambda: False], batches, sampling(LONG))
+    assert [(len(rollout), forwards) for rollout, forwards in found] == [(3, 2), (3, 2)]

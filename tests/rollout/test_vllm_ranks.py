@@ -16,8 +16,8 @@ CASES = ["0 plain 1", "0 plain 2", "3 tied 2", "3 adapters 1"]  # ZeRO stage, mo
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> dict[str, dict[str, Any]]:
     root = tmp_path_factory.mktemp("vllm")
-    rank_server.check("tests.rollout.vllm_worker:main", 2, str(root))
-    return {case["case"]: case for case in json.loads((root / "vllm.json").read_text())}
+    rank_server.check("tests.rollout.vllm_worker:main", 2, str(root), "all")
+    return {case["case"]: case for case in json.loads((root / "all-2.json").read_text())}
 
 
 @pytest.mark.parametrize("name", CASES)

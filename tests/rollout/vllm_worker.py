@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import faulthandler
-import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from ppo_ds.distributed.subgroup import Subgroup
-from ppo_ds.distributed.world import World, connect
+from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.keys import VLLMConfig
 from ppo_ds.rollout.vllm import VLLMGenerator
 from ppo_ds.types import Prompts, Rollout
-from tests.engine.rank_results import on_all_ranks
-from tests.engine.switch_worker import HANG, KINDS, Ids, everything, make, same, train
+from tests.engine.rank_results import Case, run_cases, same
+from tests.engine.switch_worker import KINDS, Ids, everything, make, train
 from tests.support import fake_vllm
 
 SAMPLING = SamplingParams(9, 0, 1.0, 1.0, 0, (), ())
@@ -56,7 +53,7 @@ def gap_of(actor: HybridActor, rollout: Rollout) -> float:
     return float((found - rollout.logprobs)[rollout.response_mask].abs().max())
 
 
-def case(world: World, stage: int, kind: str, size: int) -> dict[str, Any]:
+def case(world: World, stage: int, kind: str, size: int) -> Case:
     actor, other = (make(world, stage, engine=engine, **KINDS[kind]) for engine in (True, False))
     stop: list[bool] = []
     generator = start(world, actor, Subgroup(world, size) if size > 1 else None, stop)
@@ -82,14 +79,12 @@ def case(world: World, stage: int, kind: str, size: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    root = Path(sys.argv[1])
-    faulthandler.dump_traceback_later(HANG, exit=True)
-    world = connect(5)
+def cases(world: World, root: Path, mode: str) -> Iterator[Case]:
     with pytest.MonkeyPatch.context() as patch:
         fake_vllm.install(patch)
-        cases = [(0, "plain", 1), (0, "plain", 2), (3, "tied", 2), (3, "adapters", 1)]
-        found = [on_all_ranks(world, case(world, *each)) for each in cases]
-    if world.is_main:
-        (root / "vllm.json").write_text(json.dumps(found))
-    world.close()
+        for each in ((0, "plain", 1), (0, "plain", 2), (3, "tied", 2), (3, "adapters", 1)):
+            yield case(world, *each)
+
+
+def main() -> None:
+    run_cases(cases)

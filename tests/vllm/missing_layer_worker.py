@@ -1,8 +1,7 @@
 """Runs launch/train.py with an engine that ignores the last decoder layer when it receives the weights.
 
-Arguments: "never", "always" or "later" (all syncs but those before the first update), or "unsent" (always,
-and the actor does not send the layer, which the names of the weights show), then those of
-launch/train.py. Where vLLM is not installed, the fake of the ordinary tests takes its place.
+Arguments: "always" or "later" (all syncs but those before the first update), then those of launch/train.py.
+Where vLLM is not installed, the fake of the ordinary tests takes its place.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ def main() -> int:
 
     def sent(actor: HybridActor) -> Iterator[tuple[str, Tensor]]:
         steps.append(actor.engine.global_steps)
-        return (each for each in weights(actor) if not (when == "unsent" and each[0].startswith(LAYER)))
+        return weights(actor)
 
     def received(*arguments: Any) -> Iterator[tuple[str, Tensor]]:
-        ignored = when == "always" or (when == "later" and steps[-1] > 0)
+        ignored = when == "always" or steps[-1] > 0
         for name, tensor in with_tied(*arguments):
             if not (ignored and name.startswith(LAYER)):
                 yield name, tensor
