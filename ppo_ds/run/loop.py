@@ -99,6 +99,8 @@ class Run:
         else:
             checkpoint = self.saver.last_checkpoint
             self.tracker.event(step, "resumed", f"{self.name}: step {step} of {total}, from {checkpoint}")
+        for text in self.context.banner.warnings:
+            self.tracker.event(step, "warning", text)
         if self.state.unevaluated is not None:
             self.complete_step(self.state.unevaluated)
         elif self.state.step == 0:

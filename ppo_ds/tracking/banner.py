@@ -7,6 +7,9 @@ from collections.abc import Callable
 from ppo_ds.errors import printable
 
 
+WARNING = "warning"
+
+
 class Banner:
     """Collects the lines of the start-up banner: the summary, then notes and warnings in their order."""
 
@@ -26,7 +29,12 @@ class Banner:
 
     def warn(self, text: str) -> None:
         """Adds a warning below the summary."""
-        self.note(titled("warning", text))
+        self.note(titled(WARNING, text))
+
+    @property
+    def warnings(self) -> list[str]:
+        """The texts of the warnings so far."""
+        return [line[len(WARNING) :].strip() for line in self._notes if line.startswith(WARNING)]
 
     def starting(self, text: str) -> None:
         """Shows at once which part of the start-up begins."""

@@ -116,17 +116,20 @@ def test_the_lock_is_marked_before_the_last_save_and_after_an_error(loop):
 
 def test_the_events_of_a_run(loop):
     run, _ = loop(kl_monitor=KLMonitor(1e-9, stops=False), stop=(None, None, "signal"))
+    run.context.banner.note("decode     static", "warning    sampling.top_k=5: only a part")
     run.fit()
     run.fail(RuntimeError("later"))
     assert [(step, kind) for step, kind, _ in run.tracker.told] == [
         (0, "started"),
+        (0, "warning"),
         (1, "warning"),
         (2, "ended"),
         (2, "ended"),
     ]
     texts = [text for _, _, text in run.tracker.told]
-    assert texts[0] == "a run: 3 steps" and texts[1].startswith("kl/k3_token_mean=")
-    assert texts[2:] == ["signal", "error: RuntimeError: later"]
+    assert texts[:2] == ["a run: 3 steps", "sampling.top_k=5: only a part"]
+    assert texts[2].startswith("kl/k3_token_mean=")
+    assert texts[3:] == ["signal", "error: RuntimeError: later"]
 
 
 def test_an_alarm_is_logged_and_becomes_an_event(loop, caplog):
