@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from ppo_ds.errors import printable
 
-
 WARNING = "warning"
 
 
