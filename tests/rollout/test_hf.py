@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.rollout.hf import HFGenerator, LogprobRecorder, generate
+from tests.rollout.test_backends import responses_of
 
 V = 40
 MODELS = {
@@ -169,13 +170,6 @@ def decode_rows(tokenizer, prompts, sampling):
         return generator(prompts(*rows), sampling(n, **knobs))
 
     return run
-
-
-def responses_of(rollout):
-    return [
-        ids[mask].tolist()
-        for ids, mask in zip(rollout.ids[:, rollout.prompt_width :], rollout.response_mask, strict=True)
-    ]
 
 
 def test_a_models_own_end_token_does_not_stop_where_none_is_asked_for(successor, decode_rows):

@@ -33,6 +33,7 @@ from ppo_ds.rollout.decoding import refusal
 from ppo_ds.rollout.graphs import Graphs
 from ppo_ds.rollout.hf import HFGenerator
 from ppo_ds.rollout.static import StaticGenerator
+from tests.rollout.test_backends import responses_of
 
 V, PAD, EOS = 40, 0, 1
 PLAIN = dict(vocab_size=V, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -90,13 +91,6 @@ def forwards_of(lm):
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     return shapes
-
-
-def responses_of(rollout):
-    return [
-        ids[mask].tolist()
-        for ids, mask in zip(rollout.ids[:, rollout.prompt_width :], rollout.response_mask, strict=True)
-    ]
 
 
 def check_logprobs(lm, rollout, temperature, tolerance=1e-5):
