@@ -201,10 +201,6 @@ class TrainedModel:
             refresh, self._refresh_weights = self._refresh_weights, None
             refresh()
 
-    def restore_steps(self, steps: int) -> None:
-        """Sets the number of optimizer steps, and thereby the position in the schedule, from a checkpoint."""
-        self.steps = steps
-
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulates the gradient of a micro-batch, which may be the ``last`` one of the optimizer step."""
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"

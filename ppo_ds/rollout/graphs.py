@@ -19,15 +19,26 @@ reused.
 
 This module has been tested with stand-ins for CUDA graphs only (tests/rollout, tests/gpu_sim), not on a GPU.
 """
+
 from __future__ import annotations
+
 import functools
 import logging
 from collections.abc import Callable, Hashable
+
 import torch
+
 from ppo_ds.errors import RunError
+
 log = logging.getLogger(__name__)
+
+# Number of graphs that are kept; the least recently used one is dropped. Columns grow during a rollout, so
+# the graphs of smaller shapes are dropped. At least two are needed: a pool must not lose its last graph
+# before the next recording, and a dropped graph must not be the one that was launched last.
 KEPT_GRAPHS = 4
+# False where the allocator is left unusable by a capture that fails
 FAILURES_ARE_HARMLESS = torch.__version__ >= (2, 13)
+
 
 class CudaRecorder:
     """Records CUDA graphs that share one memory pool."""
@@ -57,7 +68,7 @@ class CudaRecorder:
         try:
             return self.capture(step)
         except torch.OutOfMemoryError:
-            pass
+            pass  # outside of this block the traceback no longer holds the tensors of the failed recording
         torch.cuda.empty_cache()
         self.pool = torch.cuda.graph_pool_handle()
         return self.capture(step)
@@ -69,7 +80,8 @@ class CudaRecorder:
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode='thread_local')
+            # thread_local: concurrent calls of other threads (NCCL's watchdog) do not invalidate the capture
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 step()
             except Exception:
@@ -78,7 +90,8 @@ class CudaRecorder:
             end_capture(graph)
         return graph.replay
 
-def end_capture(graph: torch.cuda.CUDAGraph, failed: bool=False) -> None:
+
+def end_capture(graph: torch.cuda.CUDAGraph, failed: bool = False) -> None:
     """Ends a capture; ignores errors if the step has ``failed``, since the caller then raises its error.
 
     Raises RunError if the capture does not end in a version of torch that cannot go on after that. A phase
@@ -88,19 +101,26 @@ def end_capture(graph: torch.cuda.CUDAGraph, failed: bool=False) -> None:
         graph.capture_end()
     except RuntimeError as error:
         if not FAILURES_ARE_HARMLESS:
-            reason = str(error.__context__ or error).partition('\n')[0]
-            raise RunError(f'rollout.backend=static: a decode step cannot be recorded as a CUDA graph ({reason}), and torch {torch.__version__} cannot free GPU memory after a failed recording; install torch 2.13 or later, set rollout.backend=hf, or, if memory ran out, a lower memory.rollout_tokens') from error
+            reason = str(error.__context__ or error).partition("\n")[0]  # of the step, if it has failed
+            raise RunError(
+                f"rollout.backend=static: a decode step cannot be recorded as a CUDA graph ({reason}), and "
+                f"torch {torch.__version__} cannot free GPU memory after a failed recording; install torch "
+                "2.13 or later, set rollout.backend=hf, or, if memory ran out, a lower memory.rollout_tokens"
+            ) from error
         if not failed:
             raise
+
 
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Returns the stream for recordings on ``device``; libraries keep a workspace for each stream in use."""
     return torch.cuda.Stream(device)
 
+
 def recorder_for(device: torch.device) -> CudaRecorder | None:
     """Returns a recorder for a GPU, or None for any other device."""
-    return CudaRecorder(device) if device.type == 'cuda' else None
+    return CudaRecorder(device) if device.type == "cuda" else None
+
 
 class Graphs:
     """Runs the first step of each shape without a graph, records the second step and replays it thereafter.
@@ -112,7 +132,7 @@ class Graphs:
         """Uses no graphs if ``recorder`` is None."""
         self.recorder = recorder
         self.failure: str | None = None
-        self._graphs: dict[Hashable, Callable[[], None]] = {}
+        self._graphs: dict[Hashable, Callable[[], None]] = {}  # the most recently used one is the last
         self._warm: set[Hashable] = set()
 
     def run(self, shape: Hashable, step: Callable[[], None]) -> None:
@@ -135,8 +155,10 @@ class Graphs:
         except (torch.OutOfMemoryError, RunError):
             raise
         except RuntimeError as error:
+            # Models that read numbers on the host (some mixtures of experts) cannot be recorded. The step is
+            # run here, because recording does not run it.
             self.failure = str(error).splitlines()[0]
-            log.warning('decoding continues without CUDA graphs, slower: %s', self.failure)
+            log.warning("decoding continues without CUDA graphs, slower: %s", self.failure)
             self.recorder = None
             self._graphs.clear()
             step()
@@ -148,6 +170,6 @@ class Graphs:
 
     def close(self) -> None:
         """Drops the graphs and frees their memory, which nothing else can use. The device must be idle."""
-        pass
+        self._graphs.clear()
         if self._warm:
             torch.cuda.empty_cache()

@@ -23,7 +23,7 @@ class Cuda:
 
     def __init__(self, monkeypatch, errors=(), invalid=True):
         self.errors, self.invalid, self.log = list(errors), invalid, []
-        self.recording = None
+        self.recording = self.end_error = None
         calls = {
             "CUDAGraph": lambda: SimpleNamespace(
                 capture_begin=self.begin, capture_end=self.end, replay=self.replay
@@ -53,6 +53,9 @@ class Cuda:
         failed, self.recording = self.recording, None
         if failed is not None and self.invalid:
             raise RuntimeError("operation failed due to a previous error during capture")
+        if self.end_error is not None:
+            raise self.end_error
+        self.log.append("ends")
 
     def replay(self):
         self.log.append("replay")
@@ -76,16 +79,17 @@ def test_each_set_of_graphs_has_its_own_pool_whose_memory_is_freed(cuda):
     device = cuda()
     for number in (1, 2):
         device.log = ["new pool"] * (number - 1)
-        run(device, times=3).close()
-        wanted = ["new pool"] * number + ["step", f"records into pool {number}", "step", "replay", "replay"]
-        assert device.log == [*wanted, "cache emptied"]
+        kept = run(device, times=3)
+        kept.close()
+        recorded = [f"records into pool {number}", "step", "ends", "replay", "replay", "cache emptied"]
+        assert device.log == ["new pool"] * number + ["step", *recorded] and not kept._graphs
 
 
 def test_a_recording_without_memory_is_repeated_in_a_new_pool(cuda):
     device = cuda(NO_MEMORY)
     run(device)
-    again = ["records into pool 1", "cache emptied", "new pool", "records into pool 2", "step", "replay"]
-    assert device.log == ["new pool", "step", *again]
+    again = ["new pool", "records into pool 2", "step", "ends", "replay"]
+    assert device.log == ["new pool", "step", "records into pool 1", "cache emptied", *again]
     with pytest.raises(torch.OutOfMemoryError):  # of the phase, which is then repeated with a smaller budget
         run(cuda(NO_MEMORY, NO_MEMORY))
 
@@ -97,7 +101,15 @@ def test_after_a_failed_recording_decoding_goes_on_without_graphs_after_one_warn
     assert kept.failure == "operation not permitted when stream is capturing"
     (line,) = caplog.messages
     assert line == f"decoding continues without CUDA graphs, slower: {kept.failure}"
-    assert device.log == ["new pool", "step", "records into pool 1", "step", "step"]
+    ended = [] if invalid else ["ends"]
+    assert device.log == ["new pool", "step", "records into pool 1", *ended, "step", "step"]
+
+
+def test_a_graph_that_cannot_be_instantiated_is_a_failed_recording(cuda):
+    device = cuda()
+    device.end_error = RuntimeError("CUDA error: out of memory")
+    assert run(device, times=3).failure == "CUDA error: out of memory"
+    assert device.log[-2:] == ["step", "step"]
 
 
 def test_an_error_of_another_class_is_raised(cuda):
@@ -122,7 +134,7 @@ def test_the_least_recently_used_graph_is_dropped_and_recorded_again_without_a_w
     kept = Graphs(CudaRecorder("cuda"))
     for shape in [shape for shape in range(KEPT_GRAPHS) for _ in range(2)] + [0, KEPT_GRAPHS, KEPT_GRAPHS]:
         kept.run(shape, device.step)
-    for shape, calls in ((0, ["replay"]), (1, ["records into pool 1", "step", "replay"])):
+    for shape, calls in ((0, ["replay"]), (1, ["records into pool 1", "step", "ends", "replay"])):
         device.log.clear()
         kept.run(shape, device.step)
         assert device.log == calls

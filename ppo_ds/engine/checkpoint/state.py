@@ -101,7 +101,7 @@ def load_model(model: TrainedModel, directory: Path) -> None:
     with torch.no_grad():
         for name, buffer in _buffers(model.module).items():
             buffer.copy_(buffers[name])
-    model.restore_steps(index["steps"])
+    model.steps = index["steps"]  # and thereby the position in the schedule
 
 
 def load_weight_copy(copy: WeightCopy, directory: Path) -> None:
