@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 from ppo_ds.assemble.data import Inputs
 from ppo_ds.assemble.multi_turn import with_environment
@@ -132,8 +133,10 @@ def reference_responses(
     path = section.path if loaded else actor.path
     settings = config.rollout.environment
     environment = {"environment": settings.model_dump()} if settings.path else {}
+    resume = config.run.resume
     return ReferenceResponses(
         file=context.run_dir / FILE,
+        earlier=None if resume in ("auto", "never", "restart") else Path(resume).parent.parent / FILE,
         settings={
             "reference": str(path).removeprefix(f"{config.run.dir}/"),
             "revision": section.revision if loaded else actor.revision,

@@ -24,11 +24,13 @@ Rows = Sequence[dict[str, Any]]
 class ReferenceResponses:
     """The reference's responses to the held-out prompts with their scores, computed once per run.
 
-    Those of a reference with the initial weights of the actor come from the first evaluation. A file in the
-    run directory keeps them for a resumed run.
+    The first evaluation provides the responses of a reference with the initial weights of the actor; any
+    other reference generates them. A file in the run directory keeps them for a resumed run.
     """
 
     file: Path
+    # of the run whose checkpoint this run begins with, if it is in another directory
+    earlier: Path | None = None
     settings: dict[str, Any]  # JSON: what the responses and scores depend on, besides the prompts
     world: World
     is_initial_actor: bool  # whether the reference has the initial weights of the actor
@@ -40,7 +42,7 @@ class ReferenceResponses:
     def find(self, prompts: Sequence[str]) -> Rows | None:
         """Returns the rows if they are known and belong to ``prompts``, else None. A collective."""
         if self.rows is None:
-            self.rows = self.world.gather_objects(self.read() if self.world.is_main else None)[0]
+            self.rows = self.world.gather_objects(self._read() if self.world.is_main else None)[0]
         if self.rows is None or [row["prompt"] for row in self.rows] != list(prompts):
             return None
         return self.rows
@@ -49,8 +51,7 @@ class ReferenceResponses:
         """Keeps the rows of all ranks, which every rank passes, for this run and for its next start."""
         self.rows = [{key: row[key] for key in KEPT} for row in rows]
         if self.world.is_main:
-            content = {"settings": self.settings, "rows": self.rows}
-            write_file(self.file, json.dumps(content, ensure_ascii=False, default=str))
+            self._write(self.rows)
         return self.rows
 
     def warn(self) -> None:
@@ -63,19 +64,35 @@ class ReferenceResponses:
             )
         self.warned = True
 
-    def read(self) -> Rows | None:
-        """Returns the rows of the file, None if it is missing, damaged, or of other settings."""
+    def _read(self) -> Rows | None:
+        """Returns the rows of the file, or else of the earlier run, whose file is then copied."""
+        for file in (self.file, self.earlier):
+            rows = self._read_file(file) if file is not None else None
+            if rows is not None:
+                if file is self.earlier:
+                    self._write(rows)
+                return rows
+        return None
+
+    def _read_file(self, file: Path) -> Rows | None:
         try:
-            content = json.loads(self.file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
             rows = [{key: row[key] for key in KEPT} for row in content["rows"]]
             known = json.loads(json.dumps(self.settings, default=str))
             return rows if content["settings"] == known else None
-        except (OSError, ValueError, TypeError, LookupError):
+        except (OSError, ValueError, TypeError, LookupError):  # no file, or a damaged one
             return None
+
+    def _write(self, rows: Rows) -> None:
+        content = {"settings": self.settings, "rows": rows}
+        write_file(self.file, json.dumps(content, ensure_ascii=False, default=str))
 
 
 def win_rate(rows: Rows, others: Rows) -> float:
-    """Returns the share of rows with a higher score than the other row; ties count half (ops/outcomes.py)."""
+    """Returns the share of rows whose score is higher than that of the other row; ties count half.
+
+    Equal responses are ties; see ops/outcomes.py.
+    """
     wins = 0.0
     for own, other in zip(rows, others, strict=True):
         shares = outcome_shares([own["score"]], [other["score"]], [own["response"]], [other["response"]])

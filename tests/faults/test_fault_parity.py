@@ -39,7 +39,8 @@ def test_a_layer_left_out_of_the_copy_ends_the_run(root: Path, output: str, case
     """The first copy is complete. The second lacks the first update of one layer."""
     text = ended(root / case / "stale")[0]
     assert text.startswith(f"max_parity: step 2: {MEAN}=") and "stale weights" in text
-    assert f"error: {text.removeprefix('max_parity: ')}\n" in output
+    saved = f"step 1 is saved in {root / case / 'stale'}/checkpoints/step_000001 "
+    assert f"error: {text.removeprefix('max_parity: ')}; {saved}" in output
     first = steps(root / case / "stale")[0]
     assert first["step"] == 1 and first[MEAN] < 1e-5
 

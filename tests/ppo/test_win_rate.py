@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from ppo_ds.ppo.win_rate import FILE, ReferenceResponses
+from ppo_ds.ppo.win_rate import FILE, ReferenceResponses, win_rate
 from ppo_ds.types import Rollout
 from tests.ppo.test_evaluation import batch, evaluator
 
@@ -27,9 +27,14 @@ def answers(prompts, lengths, letter=3):
     )
 
 
-def reference(world, folder, *, initial=True, generate=None, settings=SETTINGS):
+def reference(world, folder, *, initial=True, generate=None, settings=SETTINGS, earlier=None):
     return ReferenceResponses(
-        file=folder / FILE, settings=settings, world=world, is_initial_actor=initial, generate=generate
+        file=folder / FILE,
+        earlier=earlier,
+        settings=settings,
+        world=world,
+        is_initial_actor=initial,
+        generate=generate,
     )
 
 
@@ -43,6 +48,22 @@ def later(found, lengths):
 
     found.generator = generator
     return found
+
+
+def test_by_hand():
+    rows = [
+        {"response": "long", "score": 2.0},
+        {"response": "short", "score": 1.0},
+        {"response": "other", "score": 1.5},
+        {"response": "same", "score": 1.0},
+    ]
+    others = [
+        {"response": "a", "score": 1.0},  # a win
+        {"response": "b", "score": 3.0},  # a loss
+        {"response": "c", "score": 1.5},  # a tie by score
+        {"response": "same", "score": 1.0 - 1e-7},  # a tie: the response is the same
+    ]
+    assert win_rate(rows, others) == (1 + 0 + 0.5 + 0.5) / 4
 
 
 @pytest.fixture
@@ -73,6 +94,17 @@ def test_a_resumed_run_compares_with_the_same_responses(make, caplog):
     resumed = later(make(), [3, 3, 5, 9])
     assert resumed().metrics[WIN_RATE] == pytest.approx(2.5 / 3)
     assert not caplog.records
+
+
+def test_a_run_in_another_directory_takes_the_responses_of_the_earlier_run(make, tmp_path, world):
+    make()()
+    (tmp_path / "other").mkdir()
+    found = reference(world, tmp_path / "other", earlier=tmp_path / FILE)
+    rows = json.loads((tmp_path / FILE).read_text())["rows"]
+    assert found.find([row["prompt"] for row in rows]) == rows
+    (tmp_path / FILE).unlink()  # the next start in the directory does not need it
+    found = reference(world, tmp_path / "other", earlier=tmp_path / FILE)
+    assert found.find([row["prompt"] for row in rows]) == rows
 
 
 @pytest.mark.parametrize("damage", ["settings", "prompts", "no file", "not json", "other json"])
