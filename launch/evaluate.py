@@ -50,6 +50,7 @@ from ppo_ds.tools.pipeline import RESULT  # noqa: E402
 
 if TYPE_CHECKING:
     from ppo_ds.distributed.watchdog import Watchdog
+    from ppo_ds.distributed.world import World
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,10 @@ def main(argv: list[str]) -> int:
 
     watch = Watchdog()
     try:
-        run_evaluation(wanted, watch)
+        world = run_evaluation(wanted, watch)
+        world.barrier()  # the watchdog must watch until all ranks are done
+        watch.stop()
+        world.close()
     except UserError as error:
         return refuse(error, watch)
     except RunError as error:
@@ -88,7 +92,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def run_evaluation(wanted: Evaluation, watch: Watchdog) -> None:
+def run_evaluation(wanted: Evaluation, watch: Watchdog | None = None) -> World:
     """Connects the ranks, evaluates and writes the results. The watchdog ends all ranks if one fails."""
     # slow: imports deepspeed
     from ppo_ds.distributed.store import RankStore
@@ -99,7 +103,8 @@ def run_evaluation(wanted: Evaluation, watch: Watchdog) -> None:
     judge = PairwiseJudge(wanted.judge) if wanted.judge else None
     run = wanted.config.run
     world = connect(run.timeout_minutes, run.verbose, run.threads)
-    watch.start(world, RankStore())
+    if watch is not None:
+        watch.start(world, RankStore())
     seed_everything(run.seed)
     result = evaluate(
         wanted.config,
@@ -112,9 +117,7 @@ def run_evaluation(wanted: Evaluation, watch: Watchdog) -> None:
     )
     if world.is_main:
         write_results(wanted, result.summary, result.rows, result.tokens_per_second)
-    world.barrier()  # the watchdog must watch until all ranks are done
-    watch.stop()
-    world.close()
+    return world
 
 
 def write_results(

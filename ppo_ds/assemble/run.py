@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,13 @@ def build_run(
     watchdog: Watchdog | None = None,
     mark_ending: Callable[[], None] = lambda: None,
     screen: Screen | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> Run:
     """Connects the ranks, builds the stage of ``config.stage`` and resumes from the last checkpoint.
 
     A collective. ``watchdog`` is started once the ranks are connected. ``mark_ending`` is called when
-    the run starts to shut down. ``screen`` shows the progress; only rank 0 has it. Raises UserError for
-    mistakes in config, data and models.
+    the run starts to shut down. ``screen`` shows the progress; only rank 0 has it. ``trackers`` are added to
+    those of the config. Raises UserError for mistakes in config, data and models.
     """
     settings, banner = resolved(config), Banner(screen.say) if screen else Banner()
     # bound here to check the arguments, so that errors are reported before ranks are connected
@@ -100,7 +101,7 @@ def build_run(
     if world.is_main:
         steps, done = run.stage.total_steps, run.saver.state.step
         banner.summarize(checkpoint_times(config.checkpoint), *resumed(str(run_dir), start, done, steps))
-        run.track(start_trackers(config, settings, steps, done, banner.render(), screen))
+        run.track(start_trackers(config, settings, steps, done, banner.render(), screen, trackers))
     return run
 
 
@@ -189,7 +190,13 @@ def build_loop(
 
 
 def start_trackers(
-    config: Config, settings: dict[str, Any], steps: int, done: int, banner: str, screen: Screen | None
+    config: Config,
+    settings: dict[str, Any],
+    steps: int,
+    done: int,
+    banner: str,
+    screen: Screen | None,
+    more: Sequence[Tracker],
 ) -> Trackers:
     """Prints the banner and starts rank 0's trackers; ``done`` is the step to resume after, or 0."""
     run_dir = Path(config.run.dir or "")
@@ -205,7 +212,7 @@ def start_trackers(
     console.banner(banner, title=f"ppo_ds: {config.run.name}")
     # the report is complete before wandb ends and uploads it
     chosen: list[Tracker] = [jsonl, ReportTracker(run_dir), console]
-    chosen += map(BackgroundTracker, dashboards(config, done))
+    chosen += [*map(BackgroundTracker, dashboards(config, done)), *more]
     trackers = Trackers(chosen, max_samples=config.tracker.samples, elapsed=jsonl.elapsed)
     trackers.start(settings)
     return trackers

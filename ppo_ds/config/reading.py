@@ -311,8 +311,9 @@ def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:
     ]
     inside = [k for k in elsewhere if section and k.startswith(section)]
     near = [section + sibling for sibling in get_close_matches(name, list(siblings), n=1, cutoff=0.6)]
+    typo = [section + sibling for sibling in get_close_matches(name, list(siblings), n=1, cutoff=0.85)]
     exact = [k for k in known if k.startswith(section) and k[len(section) :].replace(".", "_") == name]
-    best = exact or inside or (not section and elsewhere) or near or elsewhere
+    best = exact or typo or inside or (not section and elsewhere) or near or elsewhere
     if below := leaf.removeprefix(place.key):
         best = [key for k in best for key in get_close_matches(k + below, known, n=1)] or best
     if best:

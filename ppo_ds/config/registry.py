@@ -8,6 +8,8 @@ To add a part, write it in any module that can be imported, and add one entry he
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +95,11 @@ STAGES = {
 
 
 def import_target(path: str) -> Any:
-    """Imports ``package.module.name``. Raises ImportError or AttributeError if it does not exist."""
+    """Imports ``package.module.name``. Raises ImportError or AttributeError if it does not exist.
+
+    The current folder is searched last: launchers put only the folder of their script on sys.path.
+    """
     module, _, name = path.rpartition(".")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
     return getattr(importlib.import_module(module), name)

@@ -7,6 +7,7 @@ written as text. `read` in reading.py turns pydantic's errors into one line for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_origin
 
@@ -15,6 +16,7 @@ from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, GetCor
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from ppo_ds.config.registry import import_target
 from ppo_ds.config.text import did_you_mean, short
 
 SectionT = TypeVar("SectionT", bound="Section")
@@ -52,6 +54,24 @@ class Variants(Section):
 
     tag: ClassVar[str]
     variants: ClassVar[dict[str, type[Any]]]
+    code: ClassVar[str] = ""  # the class variable with the dotted name of a variant's code
+
+    @classmethod
+    def add(cls, name: str, target: Any, path: str) -> None:
+        """Adds a user's variant, called ``name``: a class derived from this one, or the code of a variant.
+
+        ``path`` is the dotted name of the code. Its variant has the keys that all variants have.
+        """
+        own = isinstance(target, type) and issubclass(target, cls)
+        values = {cls.tag: name, "__annotations__": {cls.tag: Literal[name]}, "__module__": __name__}
+        code = {} if own else {cls.code: path}
+        type(target.__name__, (target if own else cls,), values | code | {"__doc__": target.__doc__})
+
+    @classmethod
+    def load(cls, name: str) -> None:
+        """Adds the variant at the dotted ``name``. Raises ImportError, AttributeError or ValueError."""
+        if name not in cls.variants:
+            cls.add(name, import_target(name), name)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -76,6 +96,9 @@ class Variants(Section):
             return cls
         name = tree.get(cls.tag) if isinstance(tree, Mapping) else None
         default = cls.model_fields[cls.tag].default
+        if cls.code and isinstance(name, str) and "." in name:
+            with suppress(Exception):  # the check of the tag reports it
+                cls.load(name)
         return cls.variants[name if isinstance(name, str) and name in cls.variants else default]
 
     @classmethod
@@ -150,10 +173,14 @@ class Must:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Accepts the names or numbers in ``table`` and ``also``. Entries may be added to the table later."""
+    """Accepts the names or numbers in ``table`` and ``also``. Entries may be added to the table later.
+
+    With ``load``, it also accepts a dotted name, which ``load`` imports and adds to the table.
+    """
 
     table: Iterable[Any]
     also: tuple[Any, ...] = ()
+    load: Callable[[str], None] | None = None
 
     @property
     def choices(self) -> list[Any]:
@@ -163,6 +190,11 @@ class OneOf:
         return core_schema.no_info_plain_validator_function(self._checked)
 
     def _checked(self, value: Any) -> Any:
+        if self.load is not None and isinstance(value, str) and "." in value:
+            try:
+                self.load(value)
+            except Exception as error:  # of the user's module
+                refuse(f"cannot be imported ({type(error).__name__}: {error}); must be package.module.name")
         # types are compared too: 0 == False == 0.0 in Python, but only 0 is a ZeRO stage
         if any(value == choice and type(value) is type(choice) for choice in self.choices):
             return value

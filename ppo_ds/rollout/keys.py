@@ -36,6 +36,7 @@ class RolloutConfig(Variants):
 
     tag = "backend"
     variants = BACKENDS
+    code = "generator"
     # Dotted name of a class that implements `ppo_ds.rollout.base.Generator`, which documents its constructor
     generator: ClassVar[str]
     # Dotted name of a function (model, number of tokens of the longest sequence) that returns the reason why
@@ -49,7 +50,7 @@ class RolloutConfig(Variants):
 
     prompts_per_step: Count = Field(description="Number of prompts in one PPO step, over all ranks.")
     samples_per_prompt: Count = Field(1, description="Responses to each prompt.")
-    backend: Annotated[str, OneOf(BACKENDS)] = Field(
+    backend: Annotated[str, OneOf(BACKENDS, load=lambda name: RolloutConfig.load(name))] = Field(
         "auto",
         description="Decode backend; auto: the fastest that supports the model and agrees with training.",
     )

@@ -43,6 +43,7 @@ class AdvantageConfig(Variants):
 
     tag = "estimator"
     variants = ADVANTAGE_ESTIMATORS
+    code = "function"
     function: ClassVar[str]  # dotted name of the estimator
     needs_critic: ClassVar[bool] = False
     needs_group: ClassVar[bool] = False  # two or more responses per prompt
@@ -52,7 +53,9 @@ class AdvantageConfig(Variants):
     divides_by_std: ClassVar[bool] = False  # whitening would divide a second time
     why: ClassVar[str] = ""  # the reason of ``excluded``, a relative clause
 
-    estimator: Annotated[str, OneOf(ADVANTAGE_ESTIMATORS)] = Field("gae", description="Advantage estimator.")
+    estimator: Annotated[str, OneOf(ADVANTAGE_ESTIMATORS, load=lambda name: AdvantageConfig.load(name))] = (
+        Field("gae", description="Advantage estimator.")
+    )
     whiten: Literal["batch", "none", "group", "minibatch"] = Field(
         "batch",
         description="Whitens advantages under the mask, over all ranks, per rollout (batch) or optimizer "

@@ -25,6 +25,7 @@ class PolicyConfig(Variants):
 
     tag = "loss"
     variants = POLICY_LOSSES
+    code = "function"
     function: ClassVar[str]  # dotted name of the loss
     # Unit of the ratio that the loss gets: token, sequence or sequence_mean; None: algo.action_level
     ratio: ClassVar[str | None] = None
@@ -39,7 +40,9 @@ class PolicyConfig(Variants):
     # before the update, advantages, mask, torch.Generator, section) with all rows of an optimizer step
     selection: ClassVar[str | None] = None
 
-    loss: Annotated[str, OneOf(POLICY_LOSSES)] = Field("ppo", description="Policy loss.")
+    loss: Annotated[str, OneOf(POLICY_LOSSES, load=lambda name: PolicyConfig.load(name))] = Field(
+        "ppo", description="Policy loss."
+    )
     off_policy_limit: Positive | None = Field(
         None,
         description="Mean log-ratio of the sampling to the current policy, in nats, beyond which the tokens "

@@ -1,0 +1,169 @@
+"""Tests of train(), evaluate() and register(), which do the work of the commands in the caller's process."""
+
+import json
+import sys
+
+import pandas
+import pytest
+
+import ppo_ds
+from launch.cli import load_config
+from launch.python import overrides, write_rows
+from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
+from ppo_ds.errors import UserError
+from tests.support.environment import ROOT, run_python
+
+NOTEBOOK = ROOT / "docs" / "python.ipynb"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        1e-6,
+        "plain",
+        "null",
+        "1e-6",
+        "a b,c",
+        "it's",
+        "C:\\x",
+        [1, "x y"],
+        {"a": [None, "b=c"]},
+        "",
+    ],
+)
+def test_settings_reach_the_config_as_they_are(value):
+    arguments = ["+experiment=quickstart", *overrides({"rollout.environment.arguments": {"value": value}})]
+    assert load_config(arguments, 1).rollout.environment.arguments == {"value": value}
+
+
+def test_groups_and_paths_are_settings_too(tmp_path):
+    given = {"algo": "rloo", "rollout.samples_per_prompt": 2, "run.dir": tmp_path / "it's a run"}
+    config = load_config(["+experiment=quickstart", *overrides(given)], 1)
+    assert (config.algo.advantage.estimator, config.run.dir) == ("rloo", str(tmp_path / "it's a run"))
+
+
+def test_mistakes_are_value_errors():
+    with pytest.raises(ValueError, match=r"run\.step=3: no such key; did you mean run\.steps\?"):
+        ppo_ds.train("quickstart", {"run.step": 3})
+    with pytest.raises(ValueError, match="no such experiment"):
+        ppo_ds.train("quickstrat")
+    with pytest.raises(UserError, match=r"register\('algo\.loss'\): must be one of algo\.policy\.loss"):
+        ppo_ds.register("algo.loss")
+    with pytest.raises(UserError, match="'<lambda>' is not a name"):
+        ppo_ds.register("reward.path")(lambda prompts, responses, rows: [])
+
+
+def test_more_ranks_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="WORLD_SIZE=2: train.. runs in one process"):
+        ppo_ds.train("quickstart")
+
+
+class Dataset:
+    """The methods of datasets.Dataset that matter."""
+
+    def to_list(self):
+        return [{"prompt": "a"}, {"prompt": "b"}]
+
+    def to_dict(self):
+        return {"prompt": ["a", "b"]}
+
+
+@pytest.mark.parametrize("data", [["a", "b"], Dataset(), pandas.DataFrame({"prompt": ["a", "b"]})])
+def test_rows_of_any_kind_are_one_file(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_rows(data)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"prompt": "a"}, {"prompt": "b"}]
+    assert path == write_rows(["a", "b"])
+
+
+OWN = """
+from ppo_ds.algorithm.policy.keys import PolicyConfig
+from ppo_ds.config.types import Positive
+from pydantic import Field
+
+def scaled(terms, policy): ...
+
+class Scaled(PolicyConfig):
+    function = "own_losses.scaled"
+    factor: Positive = Field(2.0, description="Factor.")
+"""
+
+
+def test_a_config_names_code_of_the_user(tmp_path, monkeypatch):
+    (tmp_path / "own_losses.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("own_losses.scaled", "own_losses.Scaled"):
+        monkeypatch.delitem(POLICY_LOSSES, name, raising=False)
+    try:
+        given = ["+experiment=quickstart", "algo.policy.loss=own_losses.Scaled"]
+        policy = load_config([*given, "algo.policy.factor=3"], 1).algo.policy
+        assert (policy.loss, policy.function, policy.factor) == (
+            "own_losses.Scaled", "own_losses.scaled", 3.0
+        )  # fmt: skip
+        assert load_config(
+            ["+experiment=quickstart", "algo.policy.loss=own_losses.scaled"], 1
+        ).algo.policy.function
+        with pytest.raises(UserError, match=r"algo\.policy\.factr=3: no such key; did you mean .*factor"):
+            load_config([*given, "algo.policy.factr=3"], 1)
+        with pytest.raises(UserError, match=r"loss=own_losses\.none: cannot be imported \(AttributeError"):
+            load_config(["+experiment=quickstart", "algo.policy.loss=own_losses.none"], 1)
+    finally:
+        for name in ("own_losses.scaled", "own_losses.Scaled"):
+            POLICY_LOSSES.pop(name, None)
+
+
+TWICE = """
+import signal
+from ppo_ds import train
+
+before = signal.getsignal(signal.SIGINT)
+steps = []
+run = {"run.dir": "run", "run.steps": 2, "rollout.prompts_per_step": 128, "eval.max_prompts": 8}
+first = train("quickstart", run, on_step=lambda step, metrics: steps.append((step, metrics["tokens"])))
+again = train("quickstart", run)
+assert [step for step, _ in steps] == [1, 2] == [*first.metrics.index]
+assert [*first.metrics["tokens"]] == [tokens for _, tokens in steps] == [*again.metrics["tokens"]]
+assert first.summary["exit_reason"] == again.summary["exit_reason"] == "done"
+assert (first.model / "config.json").is_file() and "<iframe srcdoc=" in first.report()._repr_html_()
+assert signal.getsignal(signal.SIGINT) is before
+
+def refuse(step, metrics):
+    raise KeyError("enough")
+
+def fails(prompts, responses, rows):
+    raise RuntimeError("no score today")
+
+tiny = {"actor.model.path": first.model, "actor.model.dtype": "fp32", "data.max_prompt_tokens": 32,
+        "sampling.max_new_tokens": 4, "rollout.prompts_per_step": 2, "run.steps": 1, "reward.trial": False}
+for settings, more in ((run | {"run.dir": "refused"}, {"on_step": refuse}),
+                       (tiny, {"reward": fails, "data": ["1+1=", "2+2="]})):
+    try:
+        train("grpo" if more.get("data") else "quickstart", settings, **more)
+    except (KeyError, RuntimeError) as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+def test_train_can_be_called_again_and_raises(tmp_path):
+    done = run_python("-c", TWICE, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "KeyError 'enough'" in lines
+    assert any(line.startswith("RunError ") and "no score today" in line for line in lines), lines
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path):
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    (tmp_path / "notebook.py").write_text(code.replace("STEPS = 30", "STEPS = 2"))
+    done = run_python("notebook.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "run.step=3: no such key; did you mean run.steps?" in done.stdout
+    assert (tmp_path / "outputs" / "evaluation" / "evaluation.html").is_file()
