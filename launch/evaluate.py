@@ -11,6 +11,7 @@ The prompts are those of data.eval_path, or of data.path without it. sampling.ma
 is set. Options:
 
     --samples N           N sampled responses to each prompt, and pass@k; default: one greedy response
+    --by COLUMN           scores also for each value of a column of the data, as eval.by=COLUMN
     --judge FILE.py:fn    a function that judges pairs of responses, besides the reward or instead of it
     --out DIR             where to write evaluation.json, .jsonl and .html; default: outputs/evaluation
     --names A,B,...       names of the models in the results; default: the last parts of their paths
@@ -141,6 +142,7 @@ def parse(argv: list[str]) -> Evaluation:
     parser = Parser(prog="launch/evaluate.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--names")
     parser.add_argument("--samples", type=int)
+    parser.add_argument("--by")
     parser.add_argument("--judge")
     parser.add_argument("--out", type=Path, default=Path("outputs", "evaluation"))
     options = parse_options(argv, prog="launch/evaluate.py", parents=[parser])
@@ -151,6 +153,7 @@ def parse(argv: list[str]) -> Evaluation:
     if options.samples is not None and options.samples < 1:
         raise UserError(f"--samples={options.samples}: must be at least 1")
     arguments, overrides, base = split_models(options.overrides)
+    overrides += [] if options.by is None else [f"eval.by={options.by}"]
     if not arguments:
         raise UserError(
             f"MODEL is missing: give one or more models to compare, such as {command('evaluate')} "

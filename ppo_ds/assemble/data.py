@@ -171,7 +171,10 @@ def build_held_out(
     if data.eval_path is None:
         return None
     load = _loader(config, tokenizer, world, data)
-    return load(data.eval_path, split=data.eval_split, max_samples=None, key="data.eval_path")
+    source = load(data.eval_path, split=data.eval_split, max_samples=None, key="data.eval_path")
+    if config.eval.by:
+        source.check_column(config.eval.by, "eval.by")
+    return source
 
 
 def build_compared(config: PPOConfig, tokenizer: Tokenizer, world: World | None = None) -> PromptSource:

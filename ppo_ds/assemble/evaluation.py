@@ -108,6 +108,7 @@ def build_evaluator(
         world=world,
         check=context.stop.raise_if_stopped,
         data=HELD_OUT if held_out else TRAIN_PROMPTS,
+        by=config.eval.by,
     )
 
 

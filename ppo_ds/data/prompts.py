@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ppo_ds.distributed.world import World
 
 ID_COLUMN = "id"
+MAX_VALUES = 50  # of a column by which an evaluation groups its rows
+NO_VALUE = "(none)"  # the value of rows without that column
 # the keys of ``PromptSource.report``
 COUNTED = ("rows", "truncated", "dropped", "lowered", "repeated", "same_id")
 
@@ -168,6 +170,20 @@ class PromptSource:
         """Runs ``check`` on the kept rows; raises one UserError with the locations of those that fail."""
         map_rows(self._rows, check, self._kept)
 
+    def check_column(self, column: str, key: str) -> None:
+        """Raises a UserError that names ``key`` unless ``column`` has between 1 and MAX_VALUES values."""
+        rows = [self._rows[i] for i in self._kept]
+        values = {value_of(row, column) for row in rows}
+        if values == {NO_VALUE}:
+            raise UserError(
+                f"{key}={column}: no row of {self.path} has this column; the columns are {', '.join(rows[0])}"
+            )
+        if len(values) > MAX_VALUES:
+            raise UserError(
+                f"{key}={column}: has {len(values)} values in {self.path}; choose a column with at most "
+                f"{MAX_VALUES}"
+            )
+
     def row(self, i: int) -> tuple[Sequence[int], int, Row]:
         """Returns the ids, the limit of response tokens and the metadata of a prompt."""
         return self._ids[i], self._limits[i], self._metadata(i)
@@ -175,6 +191,11 @@ class PromptSource:
     def batch(self, indices: Sequence[int]) -> Prompts:
         """Returns the prompts at ``indices``, left-padded to the longest of them."""
         return collate_prompts([self.row(i) for i in indices], self.pad_id)
+
+
+def value_of(row: Row, column: str) -> str:
+    """Returns the value of a column by which rows are grouped."""
+    return NO_VALUE if row.get(column) is None else str(row[column])
 
 
 def roles_of(prompt: Prompt) -> tuple[str, ...]:

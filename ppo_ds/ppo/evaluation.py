@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ppo_ds.data.prompts import prompt_id
 from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.collector import StartScoring, wait_for_scores
-from ppo_ds.ppo.sample_rows import last_message, response_columns
+from ppo_ds.ppo.sample_rows import about_prompt, grouped, response_columns
 from ppo_ds.ppo.win_rate import ReferenceResponses, Rows, win_rate
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.run.metrics import MetricSums
@@ -46,6 +46,7 @@ class Evaluator:
     world: World
     check: Callable[[], None]  # a collective that raises Abandoned on all ranks after a stop request
     data: str = HELD_OUT  # see Evaluation.data
+    by: str | None = None  # the column by whose values the mean scores are measured
 
     @torch.no_grad()
     def __call__(self) -> Evaluation:
@@ -67,6 +68,8 @@ class Evaluator:
                 rows += self.sample_rows(rollout, scored, counted, more)
             rows = self.gathered(rows)
             metrics = sums.reduced(self.world)
+            for value, group in grouped(rows, self.by).items() if self.by else ():
+                metrics[f"{self.data}/score_mean/{value}"] = fmean(row["score"] for row in group)
             others = self.reference_rows(rows) if self.reference is not None else None
             if others is not None:
                 metrics["eval/win_rate_vs_ref"] = win_rate(rows, others)
@@ -130,8 +133,7 @@ class Evaluator:
                 notes["components"] = {name: float(column[i]) for name, column in scores.components.items()}
             row = {
                 "prompt": rollout.metadata[i]["prompt_text"],
-                "asked": last_message(rollout.metadata[i]),
-                "prompt_id": prompt_id(rollout.metadata[i]["prompt_text"]),
+                **about_prompt(rollout.metadata[i]),
                 **response_columns(rollout, i, response, float(sums[i]), notes, self.tokenizer),
             }
             if more:

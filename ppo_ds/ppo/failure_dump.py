@@ -53,7 +53,7 @@ def dump_failure(
     else:
         position = skipped.rows.tolist().index(skipped.row)
         replayed = [ReplayedRow(position, skipped.rank, first=skipped.what[0])]
-    texts = sample_rows(skipped.minibatch, tokenizer, -1)
+    texts = sample_rows(skipped.minibatch, tokenizer, range(len(skipped.minibatch)))
     return failure_dump.dump_failure(
         folder,
         step,

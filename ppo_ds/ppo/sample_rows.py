@@ -5,27 +5,31 @@ Every rank holds all rows of an Experience, but only the metadata of its own pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from ppo_ds.data.prompts import prompt_id
+from ppo_ds.data.prompts import prompt_id, value_of
 from ppo_ds.distributed.world import World
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.experience_metrics import reference_log_ratio
 from ppo_ds.types import Experience, Rollout, Row
 
 DIGITS = 4  # decimals of the numbers of tokens
+SHORT = 200  # most characters of a value of "columns"
+# columns of a row that hold the prompt, or that data/prompts.py adds
+PROMPT_COLUMNS = ("prompt", "messages", "conversations", "prompt_text", "data_source")
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not yet a character
 
 
 def sample_rows(
-    experience: Experience, tokenizer: Tokenizer, limit: int, token_limit: int = 0
+    experience: Experience, tokenizer: Tokenizer, chosen: Sequence[int], token_limit: int = 0
 ) -> list[dict[str, Any]]:
-    """Returns the first ``limit`` rows (-1: all) as text, with columns of ``token_limit`` tokens of each."""
+    """Returns the rows ``chosen`` as text, with columns of ``token_limit`` tokens of each."""
     log_ratio, width = reference_log_ratio(experience), experience.prompt_width
     kl = [None] * len(experience) if log_ratio is None else log_ratio.sum(1).tolist()
     rows = []
-    for i in range(len(experience) if limit < 0 else min(limit, len(experience))):
+    for i in chosen:
         prompt = experience.ids[i, :width][experience.attention_mask[i, :width]].tolist()
         response = experience.response_ids[i, : experience.response_lengths[i]].tolist()
         notes = {} if experience.notes is None else experience.notes[i]
@@ -111,14 +115,42 @@ def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
     return texts
 
 
-def prompt_notes(rollout: Rollout, limit: int, world: World) -> list[dict[str, str]]:
-    """Returns what the rows of ``sample_rows`` say about their prompts beside its text. A collective.
+def prompt_notes(rollout: Rollout, limit: int, group_size: int, world: World) -> dict[int, dict[str, Any]]:
+    """Returns the rows of all ranks to log, ``limit`` or all (-1), with their columns on the prompt.
 
-    "asked" is the last message of a chat, or the whole prompt; "prompt_id" is the same in all steps.
+    They are one response to each prompt, then a second one to each, and so on. A collective.
     """
-    mine = rollout.metadata if limit < 0 else rollout.metadata[:limit]
-    notes = [{"asked": last_message(about), "prompt_id": prompt_id(about["prompt_text"])} for about in mine]
-    return [note for part in world.gather_objects(notes) for note in part]
+    count, first = len(rollout.metadata), world.rank * len(rollout.metadata)
+    spread = sorted(range(world.size * count), key=lambda i: i % group_size)
+    chosen = sorted(spread if limit < 0 else spread[:limit])
+    mine = {i: about_prompt(rollout.metadata[i - first]) for i in chosen if first <= i < first + count}
+    return {i: note for part in world.gather_objects(mine) for i, note in part.items()}
+
+
+def about_prompt(row: Row) -> dict[str, Any]:
+    """Returns the columns of a sample row on the prompt of a row of the data.
+
+    "asked" is the last message of a chat, or the whole prompt; "prompt_id" is the same in all steps;
+    "columns" are the short values of the data's other columns, such as the answer.
+    """
+    columns = {
+        key: value
+        for key, value in row.items()
+        if key not in PROMPT_COLUMNS and isinstance(value, str | int | float) and len(str(value)) <= SHORT
+    }
+    return {
+        "asked": last_message(row),
+        "prompt_id": prompt_id(row["prompt_text"]),
+        **({"columns": columns} if columns else {}),
+    }
+
+
+def grouped(rows: Sequence[dict[str, Any]], column: str) -> dict[str, list[dict[str, Any]]]:
+    """Groups rows by the values that ``column`` of the data has in their "columns", in sorted order."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(value_of(row.get("columns", {}), column), []).append(row)
+    return dict(sorted(groups.items()))
 
 
 def last_message(row: Row) -> str:

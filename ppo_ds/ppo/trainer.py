@@ -92,7 +92,8 @@ class PPOTrainer:
         algo, logged = self.config.algo, self.config.tracker
         # 1. responses; a slow reward scores them in the background
         rollout, scores, collected = self.collect()
-        notes = prompt_notes(rollout, logged.samples, self.context.world)
+        per_prompt = self.config.rollout.samples_per_prompt
+        notes = prompt_notes(rollout, logged.samples, per_prompt, self.context.world)
 
         # 2. log-probs, KL, values, scores, advantages
         kl_coef, critic_only = self.kl.value, index < algo.value.warmup_steps
@@ -114,7 +115,7 @@ class PPOTrainer:
             describe(
                 experience,
                 kl_coef=kl_coef,
-                samples_per_prompt=self.config.rollout.samples_per_prompt,
+                samples_per_prompt=per_prompt,
                 decoded_logprobs=algo.old_logprobs == "rollout",
             )
             | ({"kl/target": algo.kl.target} if isinstance(algo.kl, ControlledKL) else {})
@@ -153,13 +154,12 @@ class PPOTrainer:
             return {}
         return histograms(experience) | ({} if ratios is None else {"policy/ratio_hist": ratios})
 
-    def sample_rows(self, experience: Experience, notes: list[dict[str, str]]) -> list[dict[str, Any]]:
+    def sample_rows(self, experience: Experience, notes: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the sample rows of a step, which only rank 0 logs."""
         if not self.context.world.is_main:
             return []
-        logged = self.config.tracker
-        rows = sample_rows(experience, self.tokenizer, logged.samples, logged.sample_tokens)
-        return [row | note for row, note in zip(rows, notes, strict=False)]
+        rows = sample_rows(experience, self.tokenizer, [*notes], self.config.tracker.sample_tokens)
+        return [row | note for row, note in zip(rows, notes.values(), strict=True)]
 
     def minibatch_seed(self, index: int) -> int:
         return self.config.run.seed * 1_000_003 + index

@@ -27,14 +27,13 @@ def write_report(
 ) -> None:
     """Draws curves.png and prints the results and the saved files of a run. Only rank 0 calls it.
 
-    Without ``exported``, the run was interrupted, and its last evaluation is older than its weights: the
-    tables are left out. ``checkpoint`` is the line on the last checkpoint, ``best`` are
-    TrainState.best_metrics.
+    Without ``exported``, the run was interrupted and has written no model. ``checkpoint`` is the line on the
+    last checkpoint, ``best`` are TrainState.best_metrics.
     """
     before, after = state.first_eval, state.last_eval
     drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)
     scores, data = {}, HELD_OUT
-    if exported and before and after:
+    if before and after:
         data = next(iter(before)).partition("/")[0]
         more = [name.removeprefix(f"{data}/") for name in before if name.endswith("_mean")]  # eval.rewards
         measured = [name for name in dict.fromkeys((*HELDOUT_TABLE, *more)) if f"{data}/{name}" in before]
@@ -43,7 +42,7 @@ def write_report(
     samples = [
         {"prompt": row["asked"], "before": row["response"], "after": now["response"], "score": now["score"]}
         for row in state.first_rows
-        if exported and (now := last_rows.get(row["prompt"]))
+        if (now := last_rows.get(row["prompt"]))
     ]
     saved: dict[str, Path | str] = {"model": run_dir / "model"} if exported else {}
     if drawn:

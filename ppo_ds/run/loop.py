@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from ppo_ds.run.state import EXIT_CODES, RESUME_HINTS, ExitReason, TrainState, i
 from ppo_ds.run.stopping import Abandoned, StepRefused
 from ppo_ds.run.timing import compare_times
 from ppo_ds.secrets import censored
+from ppo_ds.tracking.console import heldout_result
 from ppo_ds.tracking.jsonl import read_metrics
 from ppo_ds.tracking.tracker import Trackers
 from ppo_ds.types import Metrics
@@ -104,8 +106,11 @@ class Run:
         if self.state.unevaluated is not None:
             self.complete_step(self.state.unevaluated)
         elif self.state.step == 0:
-            evaluation = self.stage.evaluate()
+            evaluation = self.evaluate()
             if evaluation is not None:
+                if evaluation.data == HELD_OUT:
+                    result = heldout_result(evaluation.metrics)
+                    self.tracker.event(0, "evaluated", f"before the training: {result}")
                 self.state.first_eval = evaluation.metrics
                 self.state.first_rows = evaluation.rows[:REPORTED_RESPONSES]
                 self.alarms.check(evaluation.metrics)
@@ -121,8 +126,10 @@ class Run:
         while self.error is None:
             step = self.state.step
             requested = self.context.stop.agreed_reason()
-            if requested is not None:
+            if requested == "signal":
                 self.reason = requested
+            elif self.reason == "time_limit":
+                pass
             elif step >= self.stage.total_steps:
                 self.reason = "done"
             elif self.stop_at_step is not None and step >= self.stop_at_step:
@@ -142,13 +149,23 @@ class Run:
 
     # -- evaluation ------------------------------------------------------------------------------------------
 
+    def evaluate(self) -> Evaluation | None:
+        """Evaluates; run.max_minutes then leaves as much time for the evaluation of the last step."""
+        begin = time.monotonic()
+        evaluation = self.stage.evaluate()
+        self.context.stop.reserved = time.monotonic() - begin
+        return evaluation
+
     def evaluate_if_due(self) -> Evaluation | None:
         """Returns the evaluation of this step, without metrics if none is due; None if interrupted."""
         step, self.eval_score = self.state.step, None
-        if step not in (self.stage.total_steps, self.stop_at_step) and not is_due(step, self.eval_every):
+        if self.context.stop.agreed_reason() == "time_limit":
+            self.reason = "time_limit"
+        ends = self.reason == "time_limit" or step in (self.stage.total_steps, self.stop_at_step)
+        if not ends and not is_due(step, self.eval_every):
             return Evaluation({}, [])
         try:
-            evaluation = self.stage.evaluate()
+            evaluation = self.evaluate()
         except StepRefused as refused:
             self.reason, self.error = refused.reason, f"step {step}, evaluation: {refused}"
             return None

@@ -52,6 +52,7 @@ class StopRequest:
         self.store = store
         self.max_minutes = max_minutes
         self.deadline: float | None = None
+        self.reserved = 0.0  # seconds before the deadline that are left for the last evaluation
         self._request: str | None = None  # the signal and its rank, or the launcher that has ended
         self._first_interrupt: float | None = None  # time of the first Ctrl-C
         self._published = False
@@ -74,7 +75,7 @@ class StopRequest:
 
     def agreed_reason(self) -> Reason | None:
         """Returns the reason with the highest precedence on any rank, or None. A collective."""
-        late = self.deadline is not None and time.monotonic() > self.deadline
+        late = self.deadline is not None and time.monotonic() > self.deadline - self.reserved
         mine = "signal" if self.should_stop() else "time_limit" if late else None
         return REASONS[self.world.max_int(REASONS.index(mine))]
 

@@ -7,6 +7,7 @@ several responses, are averaged first, and the prompts are resampled.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,14 @@ def table(result: Mapping[str, Any]) -> str:
             cells = [as_percent(rates[other]) if other in rates else "-" for other in names[:-1]]
             rows.append([name, as_number(found["score"][name]), *cells])
         lines += aligned(rows)
+    by = result.get("by", {"values": {}})
+    for reward in result["rewards"] if by["values"] else ():
+        names = list(result["responses"])
+        rows = [[by["column"], "prompts", *(f"{name} ({reward})" for name in names)]]
+        for value, found in by["values"].items():
+            scores = found["score"][reward]
+            rows.append([value, str(found["prompts"]), *(as_number(scores[name]) for name in names)])
+        lines += aligned(rows)
     for reward, found in result.get("pass_at_k", {}).items():
         ks = list(next(iter(found["models"].values())))
         rows = [["model", *(f"pass@{k} ({reward})" for k in ks)]]
@@ -162,5 +171,10 @@ def as_number(found: Estimate) -> str:
 
 
 def as_percent(found: Estimate) -> str:
-    mean, low, high = (100 * found[name] for name in ("mean", "low", "high"))
-    return f"{mean:.1f} % [{low:.1f}, {high:.1f}]"
+    mean, low, high = (percent(found[name]) for name in ("mean", "low", "high"))
+    return f"{mean} % [{low}, {high}]"
+
+
+def percent(share: float) -> Decimal:
+    """Rounds 100 x ``share`` to one decimal, halves up, as the page does."""
+    return Decimal(100 * share).quantize(Decimal("0.1"), ROUND_HALF_UP)

@@ -14,7 +14,7 @@ from ppo_ds.config.schema import PPOConfig, TextConfig
 from ppo_ds.config.sections.data import SamplingConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.planning.budgets import CPU_LIMITS, largest_scoring
-from ppo_ds.ppo.sample_rows import last_message
+from ppo_ds.ppo.sample_rows import PROMPT_COLUMNS, grouped, last_message
 from ppo_ds.run.token_budgets import TokenBudget
 from ppo_ds.tools.comparison import Estimate, compare, estimate, pass_rates, prompt_means
 from ppo_ds.tools.loading import load_reward
@@ -23,8 +23,6 @@ from ppo_ds.tools.pairwise_judge import PairwiseJudge
 from ppo_ds.tools.responses import Reader, Responses, read_prompts, respond
 from ppo_ds.types import Reward, Row
 
-# columns of a row that hold the prompt, or that data/prompts.py adds
-PROMPT_COLUMNS = ("prompt", "messages", "conversations", "prompt_text", "data_source")
 SAMPLED = (
     "Unbiased estimate (k1) of KL(model || first) over whole responses, in nats: the mean over the model's "
     "own sampled responses of the sum over their tokens of log p_model - log p_first, at the sampling "
@@ -88,6 +86,8 @@ def evaluate(
         **summarize(everything, names, rewards, config.eval.correct_above),
         **divergence(everything, names, config.sampling, greedy=samples is None),
     }
+    if by := config.eval.by:
+        summary["by"] = {"column": by, "values": by_column(everything, names, rewards, by)}
     if judge is not None:
         summary["judge"] = judge_statistics(everything, names, judge.path)
     return Comparison(summary, everything, speeds(world, found))
@@ -241,6 +241,26 @@ def summarize(
     }
     passed = accuracy(scores, correct_above)
     return found | ({"pass_at_k": passed} if passed else {})
+
+
+def by_column(
+    rows: Sequence[dict[str, Any]], names: Sequence[str], rewards: Collection[str], column: str
+) -> dict[str, Any]:
+    """Returns the number of prompts and each model's mean scores for each value of a column."""
+    found = {}
+    for value, group in grouped(rows, column).items():
+        scores = {name: by_prompt(group, name, itemgetter("scores")) for name in names}
+        found[value] = {
+            "prompts": len(scores[names[0]]),
+            "score": {
+                reward: {
+                    name: estimate(prompt_means([[one[reward] for one in given] for given in scores[name]]))
+                    for name in names
+                }
+                for reward in rewards
+            },
+        }
+    return found
 
 
 def accuracy(

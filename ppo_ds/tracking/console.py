@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from rich.markup import escape
@@ -69,9 +69,14 @@ class ConsoleTracker(Tracker):
             self.console.print(answer_lines(step, rows[0], split), markup=False, soft_wrap=True)
 
     def event(self, step: int, kind: EventKind, text: str) -> None:
-        """Shows an alarm in the live view. The run prints warnings and alarms as lines itself."""
+        """Shows an alarm in the live view, and prints the first evaluation.
+
+        The run prints warnings and alarms as lines itself.
+        """
         if kind == "alarm":
             self._view.alarm(step, text)
+        if kind == "evaluated":
+            self.console.print(text, markup=False, soft_wrap=True)
 
     def rewind(self, step: int) -> None:
         self._view.rewind(step)
@@ -126,7 +131,7 @@ def step_line(
     return fitting[-1] if fitting else lines[0]
 
 
-def heldout_result(metrics: Record) -> str | None:
+def heldout_result(metrics: Mapping[str, float | None]) -> str | None:
     """Formats the evaluation of a step; None without one."""
     if "eval/accuracy" in metrics:
         where = "held-out accuracy" if "rm/loss" in metrics else "accuracy"

@@ -11,7 +11,7 @@ from ppo_ds.secrets import censored, censored_tree
 from ppo_ds.types import Histogram, Metrics
 
 Record = dict[str, float | None]  # metrics as written: None for values that were not finite
-EventKind = Literal["started", "resumed", "rolled_back", "warning", "alarm", "ended"]
+EventKind = Literal["started", "resumed", "evaluated", "rolled_back", "warning", "alarm", "ended"]
 
 
 class Tracker:

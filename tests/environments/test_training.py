@@ -143,7 +143,8 @@ def test_the_update_ignores_every_number_on_feedback(world, loss):
 
 
 def test_sample_rows_have_the_turns(world, tokenizer):
-    rows = sample_rows(made(world, rollout_of_turns()), tokenizer, -1, token_limit=4)
+    experience = made(world, rollout_of_turns())
+    rows = sample_rows(experience, tokenizer, range(len(experience)), token_limit=4)
     assert rows[0]["turns"] == [
         {"by": "policy", "text": "22"},  # the stop is an unknown token, which is not shown
         {"by": "environment", "text": "44"},

@@ -28,7 +28,7 @@ class Actor:
 
 def batch(*numbers, weights):
     ids = torch.tensor([[n] for n in numbers])
-    rows = tuple({"prompt_text": f"p{n}", "n": n} for n in numbers)
+    rows = tuple({"prompt_text": f"p{n}", "n": n} | ({"kind": "big"} if n > 1 else {}) for n in numbers)
     return Prompts(
         ids, torch.ones_like(ids, dtype=torch.bool), torch.full((len(ids),), 20), rows
     ), torch.tensor(weights)
@@ -104,6 +104,16 @@ def test_more_rewards_are_measured_beside_the_first(world, tokenizer):
         {"length": 2.0, "tokens": 3.0},
         {"length": 5.0, "tokens": 6.0},
     ]
+
+
+def test_the_scores_of_the_values_of_a_column(world, tokenizer):
+    evaluate = evaluator(world, [batch(1, 2, weights=[1, 1]), batch(5, 9, weights=[1, 0])], tokenizer)
+    evaluate.by = "kind"
+    found = evaluate()
+    assert {name: value for name, value in found.metrics.items() if name.startswith("eval/score_mean/")} == {
+        "eval/score_mean/(none)": 0.5, "eval/score_mean/big": (1.0 + 2.5) / 2
+    }  # fmt: skip
+    assert [row["columns"] for row in found.rows] == [{"n": 1}, *({"n": n, "kind": "big"} for n in (2, 5))]
 
 
 def test_scores_of_tokens_count(world, tokenizer):

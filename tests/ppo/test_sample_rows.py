@@ -23,7 +23,7 @@ def experience():
 
 
 def test_rows_as_text(experience, tokenizer):
-    rows = sample_rows(experience, tokenizer, -1)
+    rows = sample_rows(experience, tokenizer, range(4))
     assert [row["prompt"] for row in rows] == ["c", "c", "de", "de"]
     assert [row["response"] for row in rows] == ["ab", "", "abc", "ab"]  # the end token has no text
     assert [row["score"] for row in rows] == [1.0, 1.0, 0.0, 4.0]
@@ -38,7 +38,7 @@ def test_columns_of_tokens_by_hand(experience, tokenizer):
     rewards = experience.rewards.clone()
     rewards[0, 1], rewards[2, 2], rewards[2, 3] = 0.123456, 0.5, 0.25
     advantages = torch.tensor([[0.5, -1.0, 2.0], [0, 0, 0], [1, 2, 3], [0, 0, 0.0]])
-    rows = sample_rows(replace(experience, rewards=rewards, advantages=advantages), tokenizer, -1, 99)
+    rows = sample_rows(replace(experience, rewards=rewards, advantages=advantages), tokenizer, range(4), 99)
     assert rows[0]["tokens"] == {
         "text": ["a", "b", "<eos>"],
         "ids": [3, 4, 1],
@@ -54,10 +54,10 @@ def test_columns_of_tokens_by_hand(experience, tokenizer):
 def test_columns_end_at_the_limit(experience, tokenizer):
     rewards = experience.rewards.clone()
     rewards[2, 3] = 0.25  # of the state after the last token, which is beyond the limit
-    rows = sample_rows(replace(experience, rewards=rewards), tokenizer, -1, 2)
+    rows = sample_rows(replace(experience, rewards=rewards), tokenizer, range(4), 2)
     assert [{len(column) for column in row["tokens"].values()} for row in rows] == [{2}, {1}, {2}, {2}]
     assert rows[2]["tokens"]["rewards"] == [0.0, 0.0] and [row["length"] for row in rows] == [3, 1, 3, 3]
-    assert "tokens" not in sample_rows(experience, tokenizer, 1, 0)[0]
+    assert "tokens" not in sample_rows(experience, tokenizer, [0], 0)[0]
 
 
 def test_columns_that_a_run_does_not_compute_are_missing(experience, tokenizer):
@@ -104,7 +104,10 @@ def test_rows_of_all_ranks_have_their_own_components_and_prompts(on_ranks, token
         mine = torch.arange(4).chunk(ranks)[world.rank].tolist()
         ids = torch.tensor([[8, 3 + i, 1] for i in mine])
         mask = torch.ones(len(mine), 3, dtype=torch.bool)
-        about = tuple({"prompt_text": f"p{i}", "messages": [{"content": f"q{i}"}]} for i in mine)
+        about = tuple(
+            {"prompt_text": f"p{i}", "messages": [{"content": f"q{i}"}], "answer": i, "long": "x" * 201}
+            for i in mine
+        )
         yes, limits = torch.ones(len(mine), dtype=torch.bool), torch.full((len(mine),), 2)
         rollout = Rollout(ids, mask, mask[:, 1:], yes, limits, -torch.rand(len(mine), 2), about)
         rollout = replace(
@@ -112,22 +115,22 @@ def test_rows_of_all_ranks_have_their_own_components_and_prompts(on_ranks, token
             components=tuple({"a": i + 0.5, "b/c": -1.0} for i in mine),
         )
         experience, _ = maker(world)(rollout, 0.1)
-        return [
-            (sample_rows(experience, tokenizer, limit), prompt_notes(rollout, limit, world))
-            for limit in (-1, 3, 1, 0)
-        ]
+        noted = [prompt_notes(rollout, limit, 2, world) for limit in (-1, 3, 2, 0)]
+        return [(sample_rows(experience, tokenizer, [*notes]), notes) for notes in noted]
 
     results = on_ranks(ranks, work)
     for found in results:
         rows, notes = found[0]
         assert [row["components"] for row in rows] == [{"a": i + 0.5, "b/c": -1.0} for i in range(4)]
         assert [row["score"] for row in rows] == [0.0, 1.0, 2.0, 3.0]
-        assert notes == [{"asked": f"q{i}", "prompt_id": prompt_id(f"p{i}")} for i in range(4)]
-        for (rows, notes), limit in zip(found[1:], (3, 1, 0), strict=True):
-            assert [row["response"] for row in rows] == list("abc")[:limit]
-            assert [note["asked"] for note in notes[: len(rows)]] == [f"q{i}" for i in range(limit)]
+        assert notes == {
+            i: {"asked": f"q{i}", "prompt_id": prompt_id(f"p{i}"), "columns": {"answer": i}} for i in range(4)
+        }
+        for (rows, notes), chosen in zip(found[1:], ([0, 1, 2], [0, 2], []), strict=True):
+            assert [row["response"] for row in rows] == ["abcd"[i] for i in chosen]
+            assert {i: note["asked"] for i, note in notes.items()} == {i: f"q{i}" for i in chosen}
 
 
 def test_a_score_of_one_part_has_no_components(world, experience, tokenizer):
-    assert "components" not in sample_rows(experience, tokenizer, 1)[0]
-    assert prompt_notes(SimpleNamespace(metadata=({"prompt_text": "p"},)), 1, world)[0]["asked"] == "p"
+    assert "components" not in sample_rows(experience, tokenizer, [0])[0]
+    assert prompt_notes(SimpleNamespace(metadata=({"prompt_text": "p"},)), 1, 1, world)[0]["asked"] == "p"

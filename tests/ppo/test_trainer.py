@@ -46,10 +46,11 @@ def test_the_coefficient_of_a_step_is_the_one_before_its_update(loop):
     [
         ((), {}, "done", 3),
         ((), dict(stop_at_step=2), "stop_at_step", 2),
-        ((None, "signal"), {}, "signal", 1),
-        ((None, None, "time_limit"), {}, "time_limit", 2),
+        ((None, None, "signal"), {}, "signal", 1),
+        ((None, None, None, "time_limit"), {}, "time_limit", 2),
+        ((None, "time_limit", "signal"), {}, "signal", 1),
         (("signal",), {}, "signal", 0),
-        ((None, None, None, "signal"), {}, "signal", 3),
+        ((None,) * 6 + ("signal",), {}, "signal", 3),
     ],
 )
 def test_reasons_to_end(loop, stop, plan, reason, steps):
@@ -67,7 +68,7 @@ AGAIN = "run/step_1   the same command continues (run.resume=auto)"
 @pytest.mark.parametrize(
     ("how", "exported", "checkpoint"),
     [
-        (dict(stop=(None, "signal")), False, AGAIN),
+        (dict(stop=(None, None, "signal")), False, AGAIN),
         (dict(kl_monitor=KLMonitor(1e-9, stops=True)), False, AGAIN),
         (dict(stop=(None, "time_limit")), True, AGAIN),
         (
@@ -76,7 +77,7 @@ AGAIN = "run/step_1   the same command continues (run.resume=auto)"
             "run/step_1   the same command without run.stop_at_step continues (run.resume=auto)",
         ),
         (dict(stop=("signal",)), False, None),  # there is no checkpoint yet
-        (dict(stop=(None, "signal"), checkpoint_every=0), False, None),
+        (dict(stop=(None, None, "signal"), checkpoint_every=0), False, None),
         (dict(total_steps=1), True, None),
     ],
 )
@@ -90,19 +91,26 @@ def test_an_early_end_reports_how_to_resume(loop, monkeypatch, how, exported, ch
 
 
 @pytest.mark.parametrize("exported", [True, False])
-def test_an_aborted_run_shows_no_old_evaluation(tmp_path, capsys, exported):
+def test_an_aborted_run_shows_its_last_evaluation(tmp_path, capsys, exported):
     (tmp_path / "metrics.jsonl").touch()
     rows = [{"prompt": "p", "asked": "p", "response": "r", "score": 1.0}]
     state = TrainState(
-        first_eval={"eval/accuracy": 0.5}, last_eval={"eval/accuracy": 0.75}, first_rows=rows, last_rows=rows
+        step=9,
+        first_eval={"eval/accuracy": 0.5},
+        last_eval={"eval/accuracy": 0.75},
+        last_eval_step=6,
+        first_rows=rows,
+        last_rows=rows,
     )
     write_report(tmp_path, "a run", state, exported=exported, checkpoint="run/step_1   continues")
     shown = capsys.readouterr().out
-    assert ("Held-out data" in shown) == ("Sample responses" in shown) == exported
-    assert "checkpoint  run/step_1   continues" in shown
+    shown = " ".join(shown.split())
+    assert "Held-out data (after: step 6; the model has 9 steps)" in shown and "Sample responses" in shown
+    assert (f"model {tmp_path}" in shown) == exported
+    assert "checkpoint run/step_1 continues" in shown
     write_report(tmp_path, "a dry run", state, exported=exported, checkpoint="c", lists_files=False)
     shown = capsys.readouterr().out
-    assert ("Held-out data" in shown) == exported and str(tmp_path) not in shown and "checkpoint" not in shown
+    assert "Held-out data" in shown and str(tmp_path) not in shown and "checkpoint" not in shown
 
 
 def test_the_lock_is_marked_before_the_last_save_and_after_an_error(loop):
@@ -115,7 +123,7 @@ def test_the_lock_is_marked_before_the_last_save_and_after_an_error(loop):
 
 
 def test_the_events_of_a_run(loop):
-    run, _ = loop(kl_monitor=KLMonitor(1e-9, stops=False), stop=(None, None, "signal"))
+    run, _ = loop(kl_monitor=KLMonitor(1e-9, stops=False), stop=(None,) * 4 + ("signal",))
     run.context.banner.note("decode     static", "warning    sampling.top_k=5: only a part")
     run.fit()
     run.fail(RuntimeError("later"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ppo_ds.tools.comparison import compare, estimate, outcomes, pass_at_k, pass_rates, table
+from ppo_ds.tools.comparison import as_percent, compare, estimate, outcomes, pass_at_k, pass_rates, table
 
 
 def single(**scores: list[float]) -> dict[str, Any]:
@@ -90,6 +90,12 @@ def test_pass_rates_have_powers_of_two_and_the_number_of_responses() -> None:
     rates = pass_rates([[True, False, False], [False, False, False]])
     assert {k: rate["mean"] for k, rate in rates.items()} == pytest.approx({"1": 1 / 6, "2": 1 / 3, "3": 0.5})
     assert list(pass_rates([[True] * 8])) == ["1", "2", "4", "8"]
+
+
+@pytest.mark.parametrize(("share", "shown"), [(0.0625, "6.3"), (0.4375, "43.8"), (0.95, "95.0")])
+def test_percents_are_rounded_as_in_the_page(share: float, shown: str) -> None:
+    """toFixed(1) of JavaScript rounds 6.25 up, and Python's format to even."""
+    assert as_percent({"mean": share, "low": share, "high": 1.0}) == f"{shown} % [{shown}, 100.0]"
 
 
 def test_the_table_has_pass_rates_the_judge_and_the_responses() -> None:

@@ -20,6 +20,7 @@ from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from ppo_ds.models.policy import load_policy
+from ppo_ds.tools.comparison import table
 from ppo_ds.tools.evaluate import Comparison, evaluate
 from ppo_ds.tools.model_argument import NamedModel
 from ppo_ds.tools.pairwise_judge import PairwiseJudge
@@ -294,6 +295,28 @@ def test_pass_at_k_counts_responses_above_the_bound(folder: Path, world) -> None
     pairs = [1 - math.comb(4 - c, 2) / math.comb(4, 2) for c in correct]
     assert rates["2"]["mean"] == pytest.approx(sum(pairs) / 5) and 0 < rates["1"]["mean"] < rates["4"]["mean"]
     assert "pass_at_k" not in compared(folder, config_of(folder), world).summary
+
+
+def test_scores_by_the_values_of_a_column(folder: Path, world) -> None:
+    found = compared(folder, config_of(folder, "eval.by=likes"), world, samples=2)
+    assert list(found.summary["by"]["values"]) == ["a", "b", "c"] and found.summary["by"]["column"] == "likes"
+    rows = [row for row in found.rows if row["columns"]["likes"] == "b"]
+    by_hand = sum(row["responses"]["tuned"]["scores"]["reward"] for row in rows) / len(rows)
+    value = found.summary["by"]["values"]["b"]
+    assert value["prompts"] == 2 and value["score"]["reward"]["tuned"]["mean"] == pytest.approx(by_hand)
+    assert value["score"]["reward"]["tuned"]["low"] <= by_hand <= value["score"]["reward"]["tuned"]["high"]
+    lines = [line.split() for line in table(found.summary).splitlines()]
+    assert ["likes", "prompts", "base", "(reward)", "tuned", "(reward)"] in lines
+    assert any(line[:2] == ["b", "2"] for line in lines)
+
+
+def test_a_column_by_which_nothing_can_be_grouped_is_refused(folder: Path, world, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"eval\.by=like: no row of .* the columns are prompt, likes"):
+        compared(folder, config_of(folder, "eval.by=like"), world)
+    many = tmp_path / "many.jsonl"
+    many.write_text("".join(json.dumps({"prompt": "a", "likes": str(i)}) + "\n" for i in range(51)))
+    with pytest.raises(UserError, match=r"likes: has 51 values in .*; choose a column with at most 50"):
+        compared(folder, config_of(folder, "eval.by=likes", f"data.eval_path={many}"), world)
 
 
 def test_a_judge_compares_with_the_first_model(folder: Path, world, tmp_path: Path) -> None:

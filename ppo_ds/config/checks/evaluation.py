@@ -54,6 +54,8 @@ def check_eval_rewards(config: PPOConfig, ranks: int) -> Iterator[str]:
         if not section.get("_target_"):
             yield f"{key}._target_ is missing: add the reward as +reward@{key}=GROUP, such as length or model"
         yield from misused_targets(section, key)
+    if config.eval.by and not config.data.eval_path:
+        yield f"eval.by={config.eval.by}: needs held-out prompts; set data.eval_path"
     if config.eval.rewards and not config.data.eval_path:
         names = ",".join(config.eval.rewards)
         yield f"eval.rewards={show(names)}: score responses to held-out prompts; set data.eval_path"

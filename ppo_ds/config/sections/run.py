@@ -303,6 +303,11 @@ class PPOEvalConfig(EvalConfig):
         description="More rewards of the held-out responses, by name, each measured as eval/<name>_mean. "
         "They do not enter training. +reward@eval.rewards.NAME=GROUP adds one of conf/reward/.",
     )
+    by: Text | None = Field(
+        None,
+        description="A column of the held-out rows with at most 50 values: eval/score_mean/<value> is the "
+        "mean score of the rows with that value.",
+    )
     win_rate: bool = Field(
         True,
         description="Measures eval/win_rate_vs_ref: the share of held-out prompts to which the policy's "

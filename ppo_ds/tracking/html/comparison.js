@@ -16,9 +16,7 @@ const interval = ({ low, high }, format) => `${format(low)} to ${format(high)}`;
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
 /** A text with escapes for the controls that change the direction of the text after them. */
-function visible(text) {
-  return text.replace(/[\u202a-\u202e\u2066-\u2069]/g, (control) => `\\u${control.charCodeAt(0).toString(16)}`);
-}
+const visible = (text) => text.replace(/[\u202a-\u202e\u2066-\u2069]/g, (one) => `\\u${one.charCodeAt(0).toString(16)}`);
 
 const modelLabel = (name) =>
   h("span.model-label", h("span.dot", { style: { color: colour(name) } }), h("span.model-name", name));
@@ -73,6 +71,14 @@ function scoreCard(reward) {
     modelLabel(name), withInterval(score[name], format), plot(name),
     ...(others.length ? [withInterval(winRate[name]?.[first], percent), name === first ? MISSING : outcomeBar(shares[name])] : []),
   ])));
+}
+
+function byCard(reward) {
+  const values = Object.entries(summary.by.values);
+  const format = scoreFormat(values.map(([, { score }]) => score[reward][first]));
+  return card(`${reward} by ${summary.by.column}`, table([summary.by.column, "prompts#", ...models.map((name) => `${name}#`)],
+    values.map(([value, { prompts: count, score }]) =>
+      [visible(value), count, ...models.map((name) => withInterval(score[reward][name], format))])));
 }
 
 function judgeCard() {
@@ -239,7 +245,7 @@ document.getElementById("comparison").replaceChildren(
   describe(),
   criteria.length ? h("section", h("h2", "Scores"), h("p.muted", scoreNote),
     h("div.stack", rewards.map(scoreCard), criteria.some(({ judge }) => judge) && judgeCard(),
-      Object.keys(summary.pass_at_k ?? {}).map(passCard))) : "",
+      summary.by && rewards.map(byCard), Object.keys(summary.pass_at_k ?? {}).map(passCard))) : "",
   h("section", h("h2", summary.kl ? `Length, ${summary.kl.name} and speed` : "Length and speed"), h("div.stack", responseCard())),
   h("section", h("h2", others.length ? "Side by side" : "Responses"), h("div.stack", controls(), list, pager)));
 update({});

@@ -2,8 +2,8 @@
 
 const PAGE = 50; // answers shown at once
 const TINTED = 150; // most coloured tokens of an answer in the list, which shows two lines of it
-const COLUMNS = { step: "Step", score: "Score", kl: "KL", length: "Tokens", finish: "End", prompt: "Prompt", response: "Response" };
-const HIDDEN_KEYS = new Set(["split", "prompt_id", "tokens", "components", "turns", ...Object.keys(COLUMNS)]);
+const COLUMNS = { step: "Step", score: "Score", kl: "KL", length: "Tokens", finish: "End", prompt: "Prompt", expected: "Answer", response: "Response" };
+const HIDDEN_KEYS = new Set(["split", "prompt_id", "tokens", "components", "columns", "turns", ...Object.keys(COLUMNS)]);
 const SPLITS = { train: "Training", eval: "Held out", train_prompts: "Training prompts" };
 
 // What a token can be coloured by: its label, whether both signs have colours, the values, the legend's ends.
@@ -170,7 +170,7 @@ class Rollouts {
   }
 
   cell(key, row) {
-    if (key === "prompt") return h("div.clamp", this.promptOf(row));
+    if (key === "prompt" || key === "expected") return h("div.clamp", key === "prompt" ? this.promptOf(row) : row.expected);
     if (key === "response")
       return h("div.clamp", this.state.colour && row.tokens?.text ? this.tokenSpans(row.tokens, "tint", TINTED) : row.response || "(empty)");
     if (key === "finish") return row.finish ? h(`span.badge${row.finish === "length" ? ".warn" : ""}`, row.finish) : MISSING;
@@ -184,7 +184,7 @@ class Rollouts {
   detail(row) {
     const text = (value) => (typeof value === "number" ? formatNumber(value) : typeof value === "string" ? value : JSON.stringify(value));
     const others = Object.entries(row).filter(([key, value]) => !HIDDEN_KEYS.has(key) && value !== null);
-    const facts = [...Object.entries(row.components ?? {}), ...others.map(([key, value]) => [key.replaceAll("_", " "), value])];
+    const facts = [...Object.entries(row.components ?? {}), ...Object.entries(row.columns ?? {}), ...others.map(([key, value]) => [key.replaceAll("_", " "), value])];
     const same = this.rows.filter((each) => row.prompt_id !== undefined && each.prompt_id === row.prompt_id);
     const steps = new Set(same.map((each) => each.step)).size;
     const click = () => {

@@ -208,6 +208,8 @@ def short_row(row: Record) -> Record:
     if len(response) > MAX_RESPONSE:  # the shortened response is shown without its turns
         short.pop("turns", None)
     short["prompt"], short["response"] = cut(prompt, MAX_PROMPT), cut(response, MAX_RESPONSE)
+    if "answer" in row.get("columns", {}):
+        short["expected"] = str(row["columns"]["answer"])
     return {
         key: cut(value, MAX_PROMPT) if isinstance(value, str) and key != "response" else value
         for key, value in short.items()

@@ -44,7 +44,7 @@ def sample(step, row, *, tokens):
         "prompt": f"User: {prompt}", "asked": prompt, "response": "".join(text),
         "score": round(0.25 * row + 0.001 * step, 4),
         "components": {"length": 0.5, "style": 0.25 * row}, "kl": 3.0 - row, "length": count + row,
-        "finish": "length" if row % 2 else "stop", "prompt_id": f"p{row}", "answer": "5",
+        "finish": "length" if row % 2 else "stop", "prompt_id": f"p{row}", "columns": {"answer": 5},
     } | ({"tokens": columns} if tokens else {})  # fmt: skip
 
 

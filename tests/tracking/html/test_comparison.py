@@ -39,6 +39,13 @@ def summary_of(rows):
         },
         "tokens_per_second": {"a": 10.0, "b": 20.0},
         "remarks": ["a remark"],
+        "by": {
+            "column": "kind",
+            "values": {
+                value: {"prompts": i + 1, "score": {"reward": {name: estimate([i, 0.5]) for name in "ab"}}}
+                for i, value in enumerate(("short", NASTY["markup"]))
+            },
+        },
     }  # fmt: skip
 
 
@@ -78,6 +85,8 @@ def test_the_page_shows_filters_and_sorts_responses(browser, tmp_path):
     assert browser.count(".prompt") == 10
     assert browser.texts(".answer")[0] == rows[0]["responses"]["a"]["response"]
     assert browser.count(".answer img, .answer b") == 0
+    by = [card for card in browser.texts(".card") if card.startswith("reward by kind")]
+    assert len(by) == 1 and NASTY["markup"] in by[0] and "0.25" in by[0]  # the mean of 0 and 0.5
     assert "null" not in browser.text("main")
     assert browser.texts(".prompt .asked")[0] == "ab\\u202ecd"
     assert browser.texts(".prompt .asked")[1] == "p 1" and browser.text(".columns") == "answer 5"

@@ -238,6 +238,7 @@ def test_reward_over_kl(page):
 
 def test_answers_are_sorted_filtered_and_searched(page):
     assert column(page, "step") == ["20"] * 4 and page.text(".step-label") == "20"
+    assert column(page, "expected") == ["5"] * 4
     assert column(page, "prompt")[2].replace("\n", "").startswith("<script>")  # as text
     page.click("th.score button")
     assert column(page, "score") == ["0.77", "0.52", "0.27", "0.02"]
