@@ -8,7 +8,7 @@ from typing import Any
 from ppo_ds.assemble.data import describe_rows
 from ppo_ds.assemble.shared import machine, trained_model
 from ppo_ds.config.schema import PPOConfig, reference_is_base, rollout_size, uses_reference
-from ppo_ds.config.sections.run import CheckpointConfig
+from ppo_ds.config.sections.run import CheckpointConfig, RunConfig
 from ppo_ds.config.text import show
 from ppo_ds.data.prompts import Source
 from ppo_ds.distributed.world import World
@@ -58,6 +58,13 @@ def summary(
         f"parity     log-probs of generation and training differ by {gap[0]:.2g} on average, "
         f"at most {gap[1]:.2g}",
     ]
+
+
+def length(run: RunConfig, steps: int) -> str:
+    """Returns the line that says which key sets the length of the run."""
+    return f"length     {steps} steps: " + (
+        f"run.steps={run.steps}" if run.steps else f"run.epochs={run.epochs:g} passes over the data"
+    )
 
 
 def checkpoint_times(checkpoint: CheckpointConfig) -> str:

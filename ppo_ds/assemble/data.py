@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ppo_ds.config.schema import PPOConfig, TextConfig, rollout_size, trained_models
 from ppo_ds.config.sections.data import DataConfig, MixtureConfig
@@ -70,7 +71,7 @@ class Inputs:
 
         ``max_prompts`` is eval.max_prompts.
         """
-        lines = []
+        lines = unknown_characters(*self._sources, self.ptx and self.ptx.source)
         if self.held_out is not None:
             rows = describe_rows(self.held_out.report, "prompts")
             lines.append(f"held out   {self.held_out.path}: {rows}{evaluated(self.held_out, max_prompts)}")
@@ -83,6 +84,16 @@ class Inputs:
 def evaluated(held_out: Sized, limit: int | None) -> str:
     """Describes how many rows an evaluation uses if eval.max_prompts limits them."""
     return f"; the first {limit} are evaluated (eval.max_prompts)" if limit and limit < len(held_out) else ""
+
+
+def unknown_characters(*sources: Any) -> list[str]:
+    """Returns a warning for each source with characters that its tokenizer does not know."""
+    return [
+        f"warning    {source.path}: {count} texts have characters that the tokenizer does not know, which "
+        "become its unknown token; correct the data, or use a model with another tokenizer"
+        for source in filter(None, sources)
+        if (count := source.report.get("unknown"))
+    ]
 
 
 def describe_rows(report: dict[str, int], noun: str) -> str:

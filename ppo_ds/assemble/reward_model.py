@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ppo_ds.assemble.data import build_tokenizer, describe_rows, evaluated
+from ppo_ds.assemble.data import build_tokenizer, describe_rows, evaluated, unknown_characters
 from ppo_ds.assemble.downloads import models_to_download
 from ppo_ds.assemble.engines import Needs, add_lora, trained_engine
 from ppo_ds.assemble.shared import (
@@ -67,7 +67,7 @@ def build_reward_model(config: RewardModelStageConfig, context: RunContext) -> R
         evaluated=evaluated_rows(config, held_out),
     )
     config = settle(config, context, memory)
-    banner.note(*notes(config, scorer, held_out))
+    banner.note(*notes(config, scorer, train, held_out))
     banner.summarize(*summary(config, scorer, train, steps))
     pad_id = padding_token(tokenizer, sources) if scorer.module.is_decoder else tokenizer.pad_id
     return RewardModelTrainer(
@@ -96,6 +96,7 @@ def build_reward_model(config: RewardModelStageConfig, context: RunContext) -> R
         saved_settings={
             "score_template": train.template,
             "score_chat_template_kwargs": config.data.chat_template_kwargs,
+            "score_joint": train.joint,
         },
     )
 
@@ -122,6 +123,7 @@ def read_preferences(
             system=data.system,
             max_samples=max_samples,
             max_tokens=config.reward_model.max_tokens,
+            joint=config.reward_model.joint,
             key=key,
             world=world,
         )
@@ -178,7 +180,10 @@ def build_scorer(
 
 
 def notes(
-    config: RewardModelStageConfig, scorer: TrainedModel, held_out: PreferenceSource | None
+    config: RewardModelStageConfig,
+    scorer: TrainedModel,
+    train: PreferenceSource,
+    held_out: PreferenceSource | None,
 ) -> list[str]:
     """Chooses the layout of forwards; returns lines for the banner. A collective."""
     lines = [
@@ -189,6 +194,7 @@ def notes(
         lines += choose_layout(config.memory.layout, "scorer", scorer, scorer.world.device)
     elif config.memory.layout == "packed":
         lines.append("warning    memory.layout=packed: the scorer's rows are padded: it is an encoder")
+    lines += unknown_characters(train, held_out)
     if held_out is not None:
         used = evaluated(held_out, config.eval.max_prompts)
         lines.append(f"held out   {held_out.path}: {describe_pairs(held_out)}{used}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppo_ds.assemble.banner import checkpoint_times, resumed
+from ppo_ds.assemble.banner import checkpoint_times, length, resumed
 from ppo_ds.assemble.downloads import models_to_download
 from ppo_ds.assemble.start import on_main, open_start
 from ppo_ds.compute import matmul
@@ -100,7 +100,8 @@ def build_run(
     run.saver.check_disk_space()
     if world.is_main:
         steps, done = run.stage.total_steps, run.saver.state.step
-        banner.summarize(checkpoint_times(config.checkpoint), *resumed(str(run_dir), start, done, steps))
+        times = checkpoint_times(config.checkpoint)
+        banner.summarize(length(config.run, steps), times, *resumed(str(run_dir), start, done, steps))
         run.track(start_trackers(config, settings, steps, done, banner.render(), screen, trackers))
     return run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ppo_ds.assemble.data import build_tokenizer, describe_rows, evaluated
+from ppo_ds.assemble.data import build_tokenizer, describe_rows, evaluated, unknown_characters
 from ppo_ds.assemble.downloads import models_to_download
 from ppo_ds.assemble.engines import Needs, trained_engine
 from ppo_ds.assemble.generator import rebuilt_on_change
@@ -75,7 +75,7 @@ def build_sft(config: SFTStageConfig, context: RunContext) -> SFTTrainer:
         answers=(0, 0) if prompts is None else (len(prompts), answered_tokens(config, prompts)),
     )
     config = settle(config, context, memory)
-    context.banner.note(*notes(config, actor, held_out, prompts))
+    context.banner.note(*notes(config, actor, train, held_out, prompts))
     context.banner.summarize(*summary(config, world, train, steps))
     seed_everything(config.run.seed + world.rank + 1)  # each rank draws its own random numbers
     return SFTTrainer(
@@ -199,7 +199,11 @@ def describe(source: DemonstrationSource) -> str:
 
 
 def notes(
-    config: SFTStageConfig, actor: HybridActor, held_out: DemonstrationSource | None, prompts: Prompts | None
+    config: SFTStageConfig,
+    actor: HybridActor,
+    train: DemonstrationSource,
+    held_out: DemonstrationSource | None,
+    prompts: Prompts | None,
 ) -> list[str]:
     """Chooses the layout of forwards and how the evaluation generates; returns lines for the banner.
 
@@ -208,6 +212,7 @@ def notes(
     world = actor.world
     lines = [
         *training_notes("sft", "actor", config.actor, actor),
+        *unknown_characters(train, held_out),
         *slow_dtypes(config, world),
         *choose_layout(config.memory.layout, "actor", actor, world.device),
     ]

@@ -100,10 +100,10 @@ def trained_model(name: str, path: str | None, role: TrainedConfig) -> str:
 # Usual learning rates of full training by the number of parameters, which is below the first number. Sources:
 # docs/training.md, "Learning rates".
 USUAL_RATES = {
-    ("ppo", "actor"): {4e9: 1e-6, math.inf: 5e-7},
-    ("ppo", "critic"): {math.inf: 5e-6},
-    ("sft", "actor"): {4e9: 2e-5, 20e9: 1e-5, math.inf: 5e-6},
-    ("reward_model", "scorer"): {4e9: 1e-5, 20e9: 5e-6, math.inf: 3e-6},
+    ("ppo", "actor"): {4e8: 1e-5, 4e9: 1e-6, math.inf: 5e-7},
+    ("ppo", "critic"): {4e8: 5e-5, math.inf: 5e-6},
+    ("sft", "actor"): {4e8: 1e-4, 4e9: 2e-5, 20e9: 1e-5, math.inf: 5e-6},
+    ("reward_model", "scorer"): {4e8: 3e-5, 4e9: 1e-5, 20e9: 5e-6, math.inf: 3e-6},
 }
 SMALLEST = 1e8  # parameters; smaller models need higher rates, and which ones depends on the task
 UNUSUAL = 20.0  # ratio of a rate to the usual one from which on there is a warning

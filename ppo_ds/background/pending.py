@@ -116,19 +116,22 @@ def wait_on_all_ranks(pending: Pending[T], world: World, check: Callable[[], Non
     def raise_for_peer() -> T:
         raise PeerTaskFailed("a task of another rank has failed")
 
-    completed = 0
+    completed, total = 0, int(world.sum(torch.tensor(len(pending.tasks))))
     try:
-        while True:
-            ready = pending.wait(_POLL_SECONDS)
-            check()
-            failed = pending.error is not None
-            now, ranks_ready, failures = world.sum(torch.tensor([pending.completed, ready, failed])).tolist()
-            if now > completed:
-                heartbeat.beat()
-            if failures or ranks_ready == world.size:
-                found: T = pending.agree(raise_for_peer if failures and not failed else pending.result)
-                return found
-            completed = now
+        with heartbeat.counting(total, "calls") as done:
+            while True:
+                ready = pending.wait(_POLL_SECONDS)
+                check()
+                failed = pending.error is not None
+                counts = torch.tensor([pending.completed, ready, failed])
+                now, ranks_ready, failures = world.sum(counts).tolist()
+                if now > completed:
+                    heartbeat.beat()
+                    done(now)
+                if failures or ranks_ready == world.size:
+                    found: T = pending.agree(raise_for_peer if failures and not failed else pending.result)
+                    return found
+                completed = now
     except BaseException:
         pending.cancel()
         raise

@@ -146,6 +146,7 @@ class DemonstrationSource:
             self._kept.append(i)
             self._ids.append(ids[:max_tokens])
             self._learned.append(learned[:max_tokens])
+        self.report["unknown"] = tokenizer.count_unknown(self._ids)
         if not len(self):
             raise UserError(
                 f"{key}={path}: all {len(demonstrations)} rows are dropped: their answers begin after "

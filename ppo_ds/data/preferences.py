@@ -46,7 +46,7 @@ NEEDED = (
     '"completions" with a rank each'
 )
 # the keys of ``PreferenceSource.report``
-COUNTED = ("rows", "pairs", "tied", "identical", "dropped")
+COUNTED = ("rows", "pairs", "tied", "identical", "dropped", "unknown")
 
 Template = Literal["text", "chat"]
 
@@ -61,15 +61,18 @@ class ParsedRow(NamedTuple):
     subset: str | None
 
 
-def parse_preferences(row: Row, format: PromptFormat) -> ParsedRow:
-    """Returns the texts and pairs of a row; errors do not name the row's location, which the caller adds."""
+def parse_preferences(row: Row, format: PromptFormat, joint: str) -> ParsedRow:
+    """Returns the texts and pairs of a row; errors do not name the row's location, which the caller adds.
+
+    ``joint`` is the text between a prompt and an answer that are texts.
+    """
     if row.get("tools"):
         raise UserError(
             'column "tools": tools are not shown to the reward model; write them into the system message and '
             "remove or rename the column"
         )
     answers = ranked_answers(row)
-    texts = [_with_prompt(row, answer, name, format) for _, answer, name in answers]
+    texts = [_with_prompt(row, answer, name, format, joint) for _, answer, name in answers]
     ranks = [rank for rank, _, _ in answers]
     every = [(i, j) if ranks[i] <= ranks[j] else (j, i) for i, j in combinations(range(len(ranks)), 2)]
     pairs = [(i, j) for i, j in every if ranks[i] != ranks[j]]
@@ -123,7 +126,7 @@ def _number(value: object, what: str) -> float:
     return number
 
 
-def _with_prompt(row: Row, answer: object, name: str, format: PromptFormat) -> Prompt:
+def _with_prompt(row: Row, answer: object, name: str, format: PromptFormat, joint: str) -> Prompt:
     """Returns an answer with its prompt: a text, or a chat that ends with the assistant.
 
     An answer that is a chat with a message before the assistant's first one contains the prompt.
@@ -147,7 +150,7 @@ def _with_prompt(row: Row, answer: object, name: str, format: PromptFormat) -> P
                     "the prompt is used as a bare text, which has no place for data.system; remove it, or "
                     "set data.apply_chat_template=true"
                 )
-            return join_texts(check_text(prompt, "the prompt"), text)
+            return join_texts(check_text(prompt, "the prompt"), text, joint)
         if prompt is None:
             raise UserError('data.apply_chat_template=true needs a column "prompt"')
         return add_system_message([*_as_chat(prompt), {"role": "assistant", "content": text}], format)
@@ -170,7 +173,7 @@ def _as_chat(prompt: str | list) -> list[Message]:
 class PreferenceSource:
     """Holds the token ids of preference pairs, the same on every rank.
 
-    A prompt and an answer that are texts are joined by one space, unless either has white space there, and
+    A prompt and an answer that are texts are joined by ``joint``, unless either has white space there, and
     encoded with the tokenizer's default special tokens. Chats are rendered by the chat template.
     ``data.apply_chat_template=true`` makes a text prompt a user message; unlike for prompts of PPO, null
     means false.
@@ -195,6 +198,7 @@ class PreferenceSource:
         system: str | None = None,
         max_samples: int | None = None,
         max_tokens: int = 1024,
+        joint: str | None = None,
         key: str = "data.path",
         world: World | None = None,
     ):
@@ -204,7 +208,8 @@ class PreferenceSource:
         self._file_rows = load_rows(
             path, split=split, revision=revision, max_rows=max_samples, key=key, world=world
         )
-        parse = partial(parse_preferences, format=format)
+        self.joint = tokenizer.joint if joint is None else joint.replace("\\n", "\n")
+        parse = partial(parse_preferences, format=format, joint=self.joint)
         parsed, self.fingerprint = parse_rows(world, self._file_rows, parse, key, path)
         self.template: Template = self._check_template(parsed)
         self._ids = TokenRows()  # pair i: the preferred text at 2 i, the rejected one at 2 i + 1
@@ -230,6 +235,7 @@ class PreferenceSource:
                     self.subsets.append(row.subset)
             if len(self) > (self._group_ends[-1] if self._group_ends else 0):
                 self._group_ends.append(len(self))
+        counts["unknown"] = tokenizer.count_unknown(self._ids)
         self.report = {name: counts[name] for name in COUNTED}
         if not len(self):
             raise UserError(

@@ -29,7 +29,7 @@ ID_COLUMN = "id"
 MAX_VALUES = 50  # of a column by which an evaluation groups its rows
 NO_VALUE = "(none)"  # the value of rows without that column
 # the keys of ``PromptSource.report``
-COUNTED = ("rows", "truncated", "dropped", "lowered", "repeated", "same_id")
+COUNTED = ("rows", "truncated", "dropped", "lowered", "repeated", "same_id", "unknown")
 
 
 class _ParsedRow(NamedTuple):
@@ -107,6 +107,7 @@ class PromptSource:
             self._limits.append(min(limit or max_new_tokens, max_new_tokens))
             counts["lowered"] += (limit or 0) > max_new_tokens
         counts["repeated"] = len(self) - len({hash(ids.tobytes()) for ids in self._ids})
+        counts["unknown"] = tokenizer.count_unknown(self._ids)
         self.report = {name: counts[name] for name in COUNTED}
         if not len(self):
             raise UserError(

@@ -13,7 +13,7 @@ import re
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -86,6 +86,21 @@ class Tokenizer:
         return 1 + max(*self.hf.get_vocab().values(), *self.stop_ids, self.pad_id)
 
     @property
+    def unknown_id(self) -> int | None:
+        """The id of unknown characters; None without one, or if it is a special token of another use."""
+        unknown, others = self.hf.unk_token_id, (self.pad_id, self.hf.bos_token_id, *self.stop_ids)
+        return None if unknown in others else unknown
+
+    def count_unknown(self, rows: Iterable[Sequence[int]]) -> int:
+        """Returns the number of rows of ids that contain unknown characters."""
+        return 0 if self.unknown_id is None else sum(self.unknown_id in ids for ids in rows)
+
+    @cached_property
+    def joint(self) -> str:
+        """The text that joins a prompt and an answer: a space, or nothing if the tokenizer has no space."""
+        return "" if self.count_unknown([self.hf(" ", add_special_tokens=False)["input_ids"]]) else " "
+
+    @property
     def has_chat_template(self) -> bool:
         """True if the tokenizer has a chat template."""
         return bool(self.hf.chat_template)
@@ -153,10 +168,10 @@ class Tokenizer:
         self.hf.save_pretrained(folder)
 
 
-def join_texts(prompt: str, response: str) -> str:
-    """Joins a prompt and a response by one space, unless either has white space at the joint."""
+def join_texts(prompt: str, response: str, joint: str) -> str:
+    """Joins a prompt and a response by ``joint``, unless either has white space there."""
     touching = not prompt or prompt[-1].isspace() or response[:1].isspace()
-    return prompt + ("" if touching else " ") + response
+    return prompt + ("" if touching else joint) + response
 
 
 class TemplateFault(ValueError):

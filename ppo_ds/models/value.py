@@ -73,6 +73,7 @@ class TrainingRecord:
 
     template: Literal["text", "chat"] | None  # score_template, the format of the training texts: text or chat
     chat_template_kwargs: dict[str, Any]  # score_chat_template_kwargs
+    joint: str | None  # score_joint, the text between a prompt and an answer
     mean: float | None  # score_mean, and score_std, of its held-out texts (or else training texts)
     std: float | None
 
@@ -81,11 +82,13 @@ def training_record(config: PreTrainedConfig) -> TrainingRecord:
     """Reads the record from a Hugging Face config; entries that are not valid count as missing."""
     template: Any = getattr(config, "score_template", None)
     kwargs = getattr(config, "score_chat_template_kwargs", None)
+    joint = getattr(config, "score_joint", None)
     mean, std = getattr(config, "score_mean", None), getattr(config, "score_std", None)
     known = isinstance(mean, int | float) and isinstance(std, int | float) and 0 < std < math.inf
     return TrainingRecord(
         template=template if template in ("text", "chat") else None,
         chat_template_kwargs=kwargs if isinstance(kwargs, dict) else {},
+        joint=joint if isinstance(joint, str) else None,
         mean=mean if known else None,
         std=std if known else None,
     )

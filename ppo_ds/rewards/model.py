@@ -135,6 +135,7 @@ def model_reward(
         key,
         actors_vocabulary=own_tokenizer.hf.get_vocab() == tokenizer.hf.get_vocab(),
         chat_template_kwargs=record.chat_template_kwargs,
+        joint=record.joint,
     )
     reward = ModelReward(
         scorer,

@@ -45,8 +45,9 @@ class TextEncoder:
     - pair: the prompt and the response as two segments, the input format of cross-encoders.
     - concat: prompt and response as one text. With the actor's vocabulary (``actors_vocabulary``) the prompt
       keeps its chat markup; otherwise messages and response are joined by line breaks.
-    - text: prompt and response, joined by one space unless either has white space there, with the tokenizer's
-      default special tokens: the format in which stage=reward_model trains on texts.
+    - text: prompt and response, joined by ``joint`` (None: Tokenizer.joint) unless either has white space
+      there, with the tokenizer's default special tokens: the format in which stage=reward_model trains on
+      texts.
 
     Texts are truncated to ``max_tokens`` on the left, because the response is at the end; in a pair, the
     prompt first. ``append_eos`` applies to all formats but pair: True appends the end token to each text,
@@ -62,11 +63,13 @@ class TextEncoder:
         key: str = "reward",
         actors_vocabulary: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
+        joint: str | None = None,
     ):
         self.template = template
         self._key, self._actors_vocabulary = key, actors_vocabulary
         self._chat_template_kwargs = chat_template_kwargs or {}
         self._hf = tokenizer.hf
+        self._joint = tokenizer.joint if joint is None else joint
         self._hf.truncation_side = "left"
         self.eos_id: int | None = self._hf.eos_token_id
         self._max_tokens = max_tokens
@@ -101,7 +104,7 @@ class TextEncoder:
                 ) from error
             return self._encode_single(text, special_tokens=False, end=bool(self._append_eos))
         if self.template == "text":
-            text = join_texts(prompt_content(row), response)
+            text = join_texts(prompt_content(row), response, self._joint)
             return self._encode_single(text, special_tokens=True, end=bool(self._append_eos))
         foreign_markup = row.get("messages") and not self._actors_vocabulary
         text = f"{prompt_content(row)}\n{response}" if foreign_markup else row["prompt_text"] + response

@@ -48,6 +48,10 @@ def test_the_banner_shows_the_resolved_rate() -> None:
         ("ppo", "actor", [], 7.6e9, None),
         ("ppo", "actor", ["actor.optim.lr=9.65e-6"], 1.3e9, None),  # InstructGPT
         ("ppo", "actor", ["actor.optim.lr=2e-4"], 1e6, None),  # the quickstart
+        ("ppo", "actor", ["actor.optim.lr=5e-5"], 1.35e8, None),  # docs/smollm2
+        ("ppo", "critic", ["critic.optim.lr=1e-4"], 1.35e8, None),
+        ("ppo", "actor", ["actor.optim.lr=2e-4"], 1.35e8, "actor.optim.lr: the learning rate 0.0002 is 20"),
+        ("ppo", "actor", ["actor.optim.lr=5e-7"], 1.35e8, "actor.optim.lr: the learning rate 5e-07 is 1/20"),
         ("ppo", "actor", [LORA], 5e8, None),
         (
             "ppo", "actor", ["actor.optim.lr=5e-5"], 5e8,

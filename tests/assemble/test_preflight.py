@@ -265,10 +265,11 @@ def test_the_parts_of_a_mixture(check, folder):
 
 
 def test_a_missing_function_is_an_error(check, folder, tmp_path):
+    (tmp_path / "no.py").touch()
     function = ["reward@reward.parts.a.reward=function", f"reward.parts.a.reward.path={tmp_path}/no.py:score"]
     model = f"reward.parts.b.reward.model.path={scorer(folder)}"
     assert check("reward=weighted", *function, PARTS[2], model) == [
-        "reward.parts.a.reward.path=no.py:score: no such file: no.py"
+        "reward.parts.a.reward.path=no.py:score: no.py has no score; its functions are: none"
     ]
 
 
@@ -286,6 +287,7 @@ def test_a_function_is_imported_once(check, tmp_path):
 def test_functions_are_checked_although_data_and_models_are_still_to_be_prepared(nested, tmp_path):
     """The record of an earlier run is moved only after the reward functions are checked."""
     path = f"{tmp_path}/no.py:score"
+    (tmp_path / "no.py").touch()
     reward = ["reward=function", f"reward.path={path}"]
     if nested:
         part = "reward.parts.a.reward"
@@ -297,7 +299,7 @@ def test_functions_are_checked_although_data_and_models_are_still_to_be_prepared
     ]
     missing = [f"actor.model.path={tmp_path}/start", f"data.path={tmp_path}/start/x.jsonl", "run.steps=1"]
     config = compose(*reward, *made, *missing, "rollout.prompts_per_step=2", "sampling.max_new_tokens=4")
-    with pytest.raises(UserError, match=r"path=.*no.py:score: no such file: "):
+    with pytest.raises(UserError, match=r"path=.*no.py:score: .* has no score"):
         check_inputs(config, SimpleNamespace(rank=0, size=1), prepared=False)
 
 

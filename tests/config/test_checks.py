@@ -519,6 +519,23 @@ def test_an_existing_file_is_suggested_for_a_misspelled_one(
     assert found(f"data.path={tmp_path}/prompt.jsonl").endswith(f"; did you mean {tmp_path}/prompts.jsonl?")
 
 
+def test_a_misspelled_file_of_a_reward_is_told_with_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "score.py").touch()
+    assert found("reward=function", "reward.path=scor.py:fn") == (
+        "reward.path=scor.py:fn: no such file; did you mean score.py?"
+    )
+    more = [
+        "+reward@eval.rewards.other=function",
+        "eval.rewards.other.path=none/a.py:fn",
+        "data.eval_path=a/b",
+    ]
+    assert found(*more) == "eval.rewards.other.path=none/a.py:fn: no such file"
+    compose(*MINIMAL, "reward=function", "reward.path=score.py:fn")
+
+
 @pytest.mark.parametrize("path", ["gpt2", "org/name"])
 def test_a_hub_id_is_not_looked_for_here(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

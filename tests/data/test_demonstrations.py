@@ -160,7 +160,11 @@ def test_long_rows_are_truncated_on_the_right_and_dropped_without_an_answer(sour
         {"prompt": "abcde", "response": "d"},
     ]
     made = source(*rows, max_tokens=3, apply_chat_template=False)
-    assert made.report == {"rows": 5, "truncated": 2, "dropped": 2} and len(made) == 3 and made.longest == 3
+    assert (
+        made.report == {"rows": 5, "truncated": 2, "dropped": 2, "unknown": 0}
+        and len(made) == 3
+        and made.longest == 3
+    )
     batch = made.batch([0, 1, 2])
     assert batch.ids.tolist() == [[A, B, C], [A, B, EOS], [A, B, C]]
     assert batch.response_mask.int().tolist() == [[1, 1], [1, 1], [0, 1]]

@@ -145,11 +145,16 @@ def test_rows_without_a_learned_token_are_dropped_and_tokens_are_counted(source)
     """The first answer begins after 20 tokens."""
     chats = [{"messages": CHAT}, {"messages": CHAT[:2]}]
     made = source(*chats, learn="assistant", max_tokens=21)
-    assert made.report == {"rows": 2, "truncated": 2, "dropped": 0} and made.token_counts == (2, 42)
+    assert made.report == {"rows": 2, "truncated": 2, "dropped": 0, "unknown": 0} and made.token_counts == (
+        2,
+        42,
+    )
     with pytest.raises(UserError, match="all 2 rows are dropped"):
         source(*chats, learn="assistant", max_tokens=20)
     made = source(*chats, learn="answer", max_tokens=23)
-    assert made.report == {"rows": 2, "truncated": 0, "dropped": 1} and made.location(0).endswith(":2")
+    assert made.report == {"rows": 2, "truncated": 0, "dropped": 1, "unknown": 0} and made.location(
+        0
+    ).endswith(":2")
 
 
 def test_columns_and_the_number_of_rows(source, tokenizer):  # noqa: F811

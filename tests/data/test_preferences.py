@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from ppo_ds.assemble.data import unknown_characters
 from ppo_ds.data.preferences import PairOrder, PreferenceSource
 from ppo_ds.data.stream import Stream
 from ppo_ds.errors import UserError
+from ppo_ds.models import tiny
+from ppo_ds.rewards.text import TextEncoder
 from tests.data.conftest import make_tokenizer
 
 USER, GOOD, BAD = (
@@ -82,7 +85,7 @@ def test_ranked_answers_become_all_pairs_of_different_rank(source):
     assert pairs(ranked) == [("p a", "p b"), ("p a", "p c"), ("p b", "p c")]
     tied = source({"prompt": "p", "responses": ["a", "b", "c"], "ranks": [2, 1, 2]})
     assert pairs(tied) == [("p b", "p a"), ("p b", "p c")]
-    assert tied.report == {"rows": 1, "pairs": 2, "tied": 1, "identical": 0, "dropped": 0}
+    assert tied.report == {"rows": 1, "pairs": 2, "tied": 1, "identical": 0, "dropped": 0, "unknown": 0}
 
 
 def test_identical_and_long_pairs_are_dropped_and_counted(source):
@@ -94,7 +97,7 @@ def test_identical_and_long_pairs_are_dropped_and_counted(source):
         {"prompt": "p", "response_A": "a", "response_B": "b", "preference": "tie"},
     ]
     kept = source(*rows, max_tokens=10)
-    assert kept.report == {"rows": 5, "pairs": 4, "tied": 1, "identical": 2, "dropped": 1}
+    assert kept.report == {"rows": 5, "pairs": 4, "tied": 1, "identical": 2, "dropped": 1, "unknown": 0}
     assert len(kept) == 1 and kept.longest == 3
     with pytest.raises(UserError, match="no pair of 1 rows is left: 1 are identical"):
         source(rows[1])
@@ -150,3 +153,19 @@ def test_a_stream_continues_from_its_state(source):
     assert torch.equal(next(resumed).ids, batches[4].ids) and stream.epoch == 2.4
     with pytest.raises(UserError, match="5 pairs are fewer than .*reward_model.batch_size=6"):
         Stream(kept, **options | {"batch_size": 6})
+
+
+def test_the_joint_fits_the_tokenizer_and_unknown_characters_are_counted(source) -> None:
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    characters = tiny.character_tokenizer("abc")
+    made = source(row, row | {"chosen": "x"}, tokenizer=characters)
+    assert pairs(made)[0] == ("ab", "ac") and (made.joint, made.report["unknown"]) == ("", 1)
+    assert unknown_characters(made) == [
+        f"warning    {made.path}: 1 texts have characters that the tokenizer does not know, which become its "
+        "unknown token; correct the data, or use a model with another tokenizer"
+    ]
+    for joint in (None, made.joint):  # a reward encodes as the training did
+        encoded = TextEncoder(characters, "text", None, None, joint=joint)({"prompt_text": "a"}, "b", True)
+        assert characters.decode(encoded.ids, skip_special_tokens=False) == pairs(made)[0][0]
+    assert pairs(source(row, joint=r"\n")) == [("a\nb", "a\nc")]
+    assert source(row).joint == " " and unknown_characters(source(row)) == []

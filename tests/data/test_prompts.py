@@ -165,7 +165,15 @@ def test_truncation_keeps_the_end(source, tokenizer):
         "ok",
         max_prompt_tokens=len("<assistant>") + 3,
     )
-    assert made.report == {"rows": 3, "truncated": 1, "dropped": 0, "lowered": 0, "repeated": 0, "same_id": 0}
+    assert made.report == {
+        "rows": 3,
+        "truncated": 1,
+        "dropped": 0,
+        "lowered": 0,
+        "repeated": 0,
+        "same_id": 0,
+        "unknown": 0,
+    }
     prompts = made.batch([0, 1])
     assert [tokenizer.decode(ids, skip_special_tokens=False) for ids in ids_of(prompts)] == [
         "abcde",
@@ -177,7 +185,8 @@ def test_truncation_keeps_the_end(source, tokenizer):
 def test_drop(source):
     made = source("abc", "abcd", "ab", "abcde", max_prompt_tokens=3, long_prompts="drop")
     assert (
-        made.report == {"rows": 4, "truncated": 0, "dropped": 2, "lowered": 0, "repeated": 0, "same_id": 0}
+        made.report
+        == {"rows": 4, "truncated": 0, "dropped": 2, "lowered": 0, "repeated": 0, "same_id": 0, "unknown": 0}
         and len(made) == 2
     )
     assert [(row["n"], row["prompt_text"]) for row in made.batch([1, 0]).metadata] == [(2, "ab"), (0, "abc")]

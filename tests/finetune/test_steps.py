@@ -99,10 +99,10 @@ def test_the_calibration_has_ten_bins_of_confidence():
 
 def test_the_banner_says_how_many_pairs_are_left_out():
     class Source(list):
-        report = {"rows": 7, "pairs": 6, "tied": 2, "identical": 0, "dropped": 1}
+        report = {"rows": 7, "pairs": 6, "tied": 2, "identical": 0, "dropped": 1, "unknown": 0}
 
     assert describe_pairs(Source(range(3))) == (
         "7 rows, 6 pairs, 2 tied, 1 longer than reward_model.max_tokens; 3 used"
     )
-    Source.report = {"rows": 3, "pairs": 3, "tied": 0, "identical": 0, "dropped": 0}
+    Source.report = {"rows": 3, "pairs": 3, "tied": 0, "identical": 0, "dropped": 0, "unknown": 0}
     assert describe_pairs(Source(range(3))) == "3 rows, 3 pairs; all used"

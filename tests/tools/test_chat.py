@@ -241,7 +241,7 @@ def test_all_arguments_are_checked_before_a_model_is_loaded(
 
     for arguments, line in (
         (["reward=length"], "^reward.longest is missing"),
-        (["reward=function", f"reward.path={tmp_path}/scoore.py:score"], "no such file: .*"),
+        (["reward=function", f"reward.path={tmp_path}/scoore.py:score"], "no such file; did you mean .*"),
         (["reward=function", f"reward.path={tmp_path}/score.py:scor"], "has no scor"),
     ):
         with pytest.raises(UserError, match=line):

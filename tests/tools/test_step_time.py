@@ -263,6 +263,11 @@ def test_the_number_of_nodes() -> None:
         cluster_of("h100", 12, None, None)
     with pytest.raises(UserError, match="--gpus=12: not a multiple of the 8 GPUs of a node"):
         cluster_of(None, 12, None, None)
+    plain = {
+        "4090": "rtx4090", "RTX 3090": "rtx3090", "A100 80GB": "a100", "A100-40GB": "a100-40gb",
+        "H100 SXM5": "h100", "H100 PCIe": "h100-pcie", "NVIDIA L40S": "l40s", "RTX A6000": "a6000",
+    }  # fmt: skip
+    assert {name: find_gpu(name).name for name in plain} == plain
     with pytest.raises(UserError, match="--gpu=h1000: unknown; the table has b200, h200, h100"):
         find_gpu("h1000")
 

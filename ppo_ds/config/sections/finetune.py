@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Lt
 from pydantic import Field
 
-from ppo_ds.config.types import Count, Natural, NonNegative, Number, Section
+from ppo_ds.config.types import Count, Natural, NonNegative, Number, Section, Text
 
 
 class SFTConfig(Section):
@@ -33,6 +33,11 @@ class RewardModelConfig(Section):
 
     batch_size: Count = Field(64, description="Pairs of one optimizer step, over all ranks.")
     max_tokens: Count = Field(1024, description="Longest text, prompt and answer together, in tokens.")
+    joint: Text | None = Field(
+        None,
+        description="Text between a prompt and an answer that are texts and have no white space there; null: "
+        "a space, or nothing if the tokenizer has no space. The model keeps it for its use as a reward.",
+    )
     centering: NonNegative = Field(
         0.01, description="Coefficient of the squared sum of a pair's scores, which keeps them around 0."
     )

@@ -12,6 +12,7 @@ over PCIe.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ppo_ds.errors import UserError
@@ -83,10 +84,12 @@ _MARKETING = {
 
 
 def find_gpu(name: str) -> Device:
-    """Returns the row of --gpu NAME; raises UserError for an unknown one."""
-    if name.lower() not in GPUS:
+    """Returns the row of --gpu NAME, as in "4090", "H100 SXM" or "RTX 3090"; UserError for an unknown one."""
+    plain = re.sub(r"nvidia|geforce|rtx|tesla|sxm\d?|80gb|[^a-z0-9]", "", name.lower())
+    rows = {row.replace("rtx", "").replace("-", ""): device for row, device in GPUS.items()}
+    if plain not in rows:
         raise UserError(f"--gpu={name}: unknown; the table has {', '.join(GPUS)}")
-    return GPUS[name.lower()]
+    return rows[plain]
 
 
 def recognized(device_name: str) -> Device | None:

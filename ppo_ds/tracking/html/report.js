@@ -4,7 +4,6 @@ const ENDINGS = { done: "Finished", stop_at_step: "Stopped at run.stop_at_step",
   time_limit: "Time limit reached", signal: "Stopped by a signal", nonfinite: "Not finite", max_kl: "KL limit exceeded",
   max_parity: "Generation differs from training", reward_error: "The reward failed", error: "Ended with an error" };
 const CALM = { done: "good", stop_at_step: "accent", early_stop: "accent", time_limit: "accent" };
-const STAGES = { ppo: "PPO", sft: "Supervised fine-tuning", reward_model: "Reward model" };
 const short = (value) => formatNumber(value, 3);
 const FIGURES = [
   ["eval/win_rate_vs_ref", "wins against the reference", formatPercent],
@@ -31,7 +30,7 @@ function headOfOne(run, data) {
     figures.unshift([(share ? formatPercent : short)(after), label, change]);
   }
   return h("div",
-    h("div.toolbar.run-facts", statusBadge(run, data), h("span.muted.small", STAGES[run.stage] ?? run.stage),
+    h("div.toolbar.run-facts", statusBadge(run, data), h("span.muted.small", run.method),
       h("span.faint.small.mono.directory", run.directory)),
     h("p.lead", run.ending),
     h("div.figures", figures.map(([value, label, change]) => h("div.figure",

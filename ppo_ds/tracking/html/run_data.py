@@ -22,6 +22,7 @@ MAX_PROMPT = 6_000  # characters
 MAX_RESPONSE = 20_000  # characters
 SAMPLE_BYTES = 3_000_000  # of all runs of a page
 LARGEST = 1e100  # larger values are left out; sums of them would not be finite
+STAGES = {"sft": "Supervised fine-tuning", "reward_model": "Reward model"}
 HELD_OUT = "eval"  # the split and the prefix of metrics on held-out data
 NOT_METRICS = {"step", "time", "episodes", "tokens"}
 
@@ -54,6 +55,7 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
         "name": str(run.get("name") or run_dir.resolve().name),
         "directory": str(run_dir),
         "stage": settings.get("stage", "ppo"),
+        "method": method(settings),
         "plannedSteps": run.get("steps"),
         "summary": summary,
         "endedBy": ended,
@@ -65,6 +67,16 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
         "events": events if len(events) <= MAX_EVENTS else [events[0], *events[1 - MAX_EVENTS :]],
         "samples": read_samples(files, sample_bytes),
     }
+
+
+def method(settings: Record) -> str:
+    """Names the algorithm of a run by its advantage estimator and its policy loss, or the stage."""
+    if settings.get("stage", "ppo") != "ppo":
+        return STAGES.get(settings["stage"], str(settings["stage"]))
+    values = flattened(settings)
+    estimator, loss = (values.get(f"algo.{key}") for key in ("advantage.estimator", "policy.loss"))
+    name = "PPO" if estimator in (None, "gae") else str(estimator).upper()
+    return name if loss in (None, "ppo") else f"{name}, {loss} loss"
 
 
 def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:

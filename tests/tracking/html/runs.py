@@ -19,7 +19,7 @@ def ppo_metrics(step, steps):
         "step": step, "episodes": 8 * step, "tokens": 80 * step, "time": 2.0 * step,
         "reward/score_mean": 0.1 + 0.8 * share, "reward/score_std": 0.2,
         "reward/score_min": 0.0, "reward/score_max": 1.0,
-        "kl/ref_seq_mean": 12.0 * share * share, "kl/target": 6.0,
+        "rollout/zero_std_group_frac": 0.75, "kl/ref_seq_mean": 12.0 * share * share, "kl/target": 6.0,
         "policy/loss": -0.01 * share, "policy/clipfrac": 0.1, "policy/entropy": 2.0 - share,
         "value/loss": 1.0 - 0.9 * share, "rollout/resp_len_mean": 10.0 + step,
         "rollout/resp_len_max": 20.0 + step,
