@@ -100,17 +100,18 @@ class CriticStart:
     reward: ModelConfig | None = None  # the reward model, if its weights are used
 
 
-def critic_start(config: PPOConfig, tokenizer: Tokenizer) -> CriticStart:
+def critic_start(config: PPOConfig, tokenizer: Tokenizer | None) -> CriticStart:
     """Resolves ``critic.init``.
 
-    "auto" selects the reward model if it is a decoder with the actor's vocabulary, otherwise the actor.
+    "auto" selects the reward model if it is a decoder with the actor's vocabulary, otherwise the actor; also
+    the actor if its tokenizer is not known (None).
     """
     init, own = config.critic.init, config.critic.model
     # only a sequence classifier has a head that a critic can use
     section = config.reward.get("model") if config.reward["_target_"] == CLASSIFIER else None
     reward = ModelConfig(**section) if isinstance(section, dict) else None
     if init in ("auto", "reward"):
-        usable = reward is not None and can_start_critic(reward, tokenizer)
+        usable = reward is not None and tokenizer is not None and can_start_critic(reward, tokenizer)
         if init == "reward" and not usable:
             raise UserError(
                 f"critic.init=reward: {reward.path if reward else 'the reward'} is not a decoder with the "

@@ -18,7 +18,7 @@ from tests.support.environment import ROOT, environment
 from tests.support.packages import create_environment
 from tests.support.ports import reserved_port
 
-NOT_COMMANDS = {"__init__", "cli", "composing", "help", "hub", "process"}  # modules of launch/
+NOT_COMMANDS = {"python", "__init__", "cli", "composing", "help", "hub", "process"}  # modules of launch/
 OTHERS = ("ppo_ds", "__editable__", "pip", "setuptools", "_distutils", "__pycache__")
 
 

@@ -652,6 +652,25 @@ def test_vllm_is_checked_without_loading_it(
     assert "decode     error" not in said
 
 
+@pytest.mark.parametrize(
+    ("experiment", "parts"),
+    [
+        ("rlhf", ["494.0 M", "435.1 M"]),
+        ("rlhf_70b", ["72,706.2 M", "4,022.5 M"]),
+        ("sft", ["494.0 M"]),
+        ("reward_model", ["494.0 M"]),
+    ],
+)
+def test_experiments_are_estimated_offline_by_the_shapes_that_ship(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, experiment: str, parts: list[str]
+) -> None:
+    """The numbers of parameters are those of the model cards."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    _, text = diagnosis(capsys, f"+experiment={experiment}", "--gpu", "h100", "--gpus", "16")
+    assert "the shapes that ship with ppo_ds" in text and "time       estimated" in text
+    assert all(f": {part} parameters" in text for part in parts)
+
+
 def test_all_errors_are_reported_together(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (start / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     code, said = diagnosis(

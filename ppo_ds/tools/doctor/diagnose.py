@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from ppo_ds.planning.run_memory import USABLE, Estimate, Hardware
 from ppo_ds.tools.doctor.cluster import Cluster, cpu_device
 from ppo_ds.tools.doctor.finetune import batch_line, plan_finetuning
 from ppo_ds.tools.doctor.gpus import GPUS
+from ppo_ds.tools.doctor.model_shapes import with_shipped_shapes
 from ppo_ds.tools.doctor.ppo import plan_ppo
 from ppo_ds.tools.doctor.report import Report, check_disk, check_host, free_disk, versions
 from ppo_ds.tools.doctor.step_time import Assumptions, Machine, Plan, time_report
@@ -33,6 +35,9 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
     hardware, report = Hardware(cluster.ranks, cluster.gpu_memory), Report()
     report.add("for", str(cluster))
     report.add("versions", versions())
+    if os.environ.get("HF_HUB_OFFLINE") == "1" and (shipped := with_shipped_shapes(config)) != config:
+        report.add("shapes", "Hub models that are not in the cache have the shapes that ship with ppo_ds")
+        config = shipped
     if isinstance(config, PPOConfig) and cluster.is_this_machine:
         report.attempt("decode", partial(check_engine_package, config), lambda _: None)
     plan, found = None, None

@@ -36,9 +36,10 @@ def batch_line(config: SFTStageConfig, ranks: int) -> list[str]:
 def plan_finetuning(config: SFTStageConfig, hardware: Hardware, report: Report) -> Plan | None:
     """Checks the inputs and reads the shape of the model; returns None if it cannot be read."""
     (name, role), batch = next(iter(averaged_models(config).items())), batch_of(config)
-    key, errors = f"{name}.model.path", report.errors
+    key = f"{name}.model.path"
     read, describe = map(import_target, READERS[config.stage])
     data = report.attempt("data", lambda: read(config), lambda _: None)
+    errors = report.errors  # without those of data that cannot be read, whose texts count as long as allowed
     longest, evaluated, answers = batch.max_tokens, 0, (0, 0)
     if data is not None:
         tokenizer, train, held_out = data

@@ -4,18 +4,56 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from ppo_ds.assemble.preflight import reward_sections
 from ppo_ds.assemble.roles import CLASSIFIER, critic_start
 from ppo_ds.compute.sizes import Shape
-from ppo_ds.config.schema import PPOConfig, all_rewards, has_critic, reference_is_base, uses_reference
+from ppo_ds.config.hub_cache import in_hub_cache
+from ppo_ds.config.schema import (
+    ConfigT,
+    PPOConfig,
+    all_rewards,
+    from_tree,
+    has_critic,
+    reference_is_base,
+    resolved,
+    uses_reference,
+)
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.models.size import planned_own_code_shape, planned_shape
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.planning.ppo_memory import Models
 from ppo_ds.planning.run_memory import FrozenModel
 from ppo_ds.tools.doctor.report import Report
+
+SHAPES = Path(__file__).parent / "shapes"
+# models of conf/model and conf/reward -> folders with the config.json of their shapes
+SHIPPED = {
+    "Qwen/Qwen2.5-0.5B": "qwen2.5-0.5b",
+    "Qwen/Qwen2.5-0.5B-Instruct": "qwen2.5-0.5b",
+    "Qwen/Qwen2.5-1.5B-Instruct": "qwen2.5-1.5b",
+    "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
+    "Qwen/Qwen2.5-72B-Instruct": "qwen2.5-72b",
+    "Qwen/Qwen3-0.6B": "qwen3-0.6b",
+    "Skywork/Skywork-Reward-V2-Qwen3-0.6B": "qwen3-0.6b-score",
+    "Skywork/Skywork-Reward-V2-Qwen3-4B": "qwen3-4b-score",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "OpenAssistant/reward-model-deberta-v3-large-v2": "deberta-v3-large",
+}
+
+
+def with_shipped_shapes(config: ConfigT) -> ConfigT:
+    """Replaces models of the Hub that are not in its cache by folders with their shapes, where these ship."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: replaced(item) for key, item in value.items()}
+        shipped = isinstance(value, str) and value in SHIPPED and not in_hub_cache(value)
+        return str(SHAPES / SHIPPED[value]) if shipped else value
+
+    return cast(ConfigT, from_tree(replaced(resolved(config)))[0])
 
 
 def plan_models(config: PPOConfig, tokenizer: Tokenizer | None, report: Report) -> Models | None:
@@ -54,9 +92,6 @@ def _critic(
     config: PPOConfig, tokenizer: Tokenizer | None, report: Report
 ) -> tuple[Shape | None, ModelConfig | None]:
     """Returns the critic's shape, and the reward model if the critic starts from it."""
-    if tokenizer is None:
-        report.add("critic", "not checked: its initial weights depend on the actor's tokenizer", ok=False)
-        return None, None
     start = report.attempt("critic", lambda: critic_start(config, tokenizer), lambda _: None)
     if start is None:
         return None, None
