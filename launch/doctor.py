@@ -3,8 +3,9 @@
 It takes the command line of launch/train.py, reports whether models, data and reward can be read, and
 estimates the memory and the time of each phase, and the hours of the run. Models are read from their
 config.json files; no weights are loaded. Without the Hub, the models of conf/ have the shapes that ship with
-ppo_ds, and texts count as long as the config allows. Without --gpu, --gpus, --nodes and --gpu-mem it checks this machine;
-with any of them, the disk, /dev/shm and CPU memory that the cluster needs are printed, but not checked.
+ppo_ds, and texts count as long as the config allows. Without --gpu, --gpus, --nodes and --gpu-mem it checks
+this machine; with any of them, the disk, /dev/shm and CPU memory that the cluster needs are printed, but not
+checked.
 
     --gpu NAME        a row of ppo_ds/tools/doctor/gpus.py: h100, a100, rtx4090, ...; needed for the time
     --gpus N          GPUs of the run; with --nodes, GPUs of each node

@@ -118,14 +118,13 @@ def model_reward(
         append_eos: See TextEncoder.
         zero: Sharding and offloading of the model.
         audit: See audit.py.
-        normalize: Whether score_mean is subtracted from the scores, which are then divided by score_std. Both
-            are in the config.json of a model of stage=reward_model.
+        normalize: Whether scores become (score - score_mean) / score_std, of the model's config.json.
         tokenizer: The actor's tokenizer; for the other services see docs/rewards.md, "Your own kind".
     """
     path, name = model.path, f"{key}.model.path={model.path}"
     own_tokenizer = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")
     module, scorer = load_frozen(load_reward_model, model, zero, f"{key}.model.path")
-    record: TrainingRecord = module.training_record
+    record = module.training_record
     _check_vocabulary(own_tokenizer, module.vocab_size, name)
     encoder = TextEncoder(
         own_tokenizer,
@@ -148,8 +147,8 @@ def model_reward(
         name=name,
         statistics=_score_statistics(record, path, key) if normalize else None,
     )
-    model_facts = dict(tokenizer=tokenizer, is_decoder=module.is_decoder, dtype=model.dtype)
-    inspect = partial(audit_classifier, reward.score, encoder, **model_facts)
+    facts = dict(tokenizer=tokenizer, is_decoder=module.is_decoder, dtype=model.dtype)
+    inspect = partial(audit_classifier, reward.score, encoder, **facts)
     run_audit(inspect, audit, name=name, key=key, note=note, all_reduce_max=all_reduce_max)
     return reward
 
