@@ -29,12 +29,10 @@ from launch.cli import load_config
 from launch.hub import use_caches_without_the_hub
 from launch.process import prepare_environment, take_lock
 from ppo_ds import registered
-from ppo_ds.algorithm.credit.keys import AdvantageConfig
-from ppo_ds.algorithm.policy.keys import PolicyConfig
 from ppo_ds.config.checks.data import hub_names, looks_local
+from ppo_ds.config.schema import OPEN_VARIANTS, PPOConfig
 from ppo_ds.config.types import Variants
 from ppo_ds.errors import RunError, UserError
-from ppo_ds.rollout.keys import RolloutConfig
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tracking.tracker import Record, Tracker
 
@@ -46,12 +44,7 @@ Settings = Mapping[str, Any]
 # a path or Hub name, prompts, rows, or an object with to_list() or to_dict("records"): a datasets.Dataset or
 # a pandas.DataFrame
 Data = str | Path | Iterable[Any]
-REGISTRIES: dict[str, type[Variants] | None] = {
-    "algo.policy.loss": PolicyConfig,
-    "algo.advantage.estimator": AdvantageConfig,
-    "rollout.backend": RolloutConfig,
-    "reward.path": None,
-}
+REGISTRIES: dict[str, type[Variants] | None] = {**OPEN_VARIANTS, "reward.path": None}
 ROWS = Path("outputs", "rows")  # where the rows of Python objects are written
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 800px; border: 0"></iframe>'
@@ -145,11 +138,14 @@ def train(
             "deepspeed launch/train.py"
         )
     config = load_config([f"+experiment={experiment}", *overrides(given)])
+    if config.run.dry_run:
+        raise UserError("run.dry_run=true: needs a process of its own; start it with launch/train.py")
     run_dir = Path(config.run.dir or "")
     lock = take_lock(run_dir)
     assert lock is not None  # on rank 0
     try:
-        prepare_environment(config.run.verbose, trains=True)
+        own_pool = isinstance(config, PPOConfig) and config.rollout.own_weights
+        prepare_environment(config.run.verbose, trains=True, fixed_segments=own_pool)
         use_caches_without_the_hub(hub_names(config))
         from ppo_ds.assemble.run import build_run  # imports deepspeed
         from ppo_ds.run.state import EXIT_CODES

@@ -94,7 +94,7 @@ def type_in_words(field: FieldInfo) -> str:
 def _words(hint: Any, metadata: list[Any]) -> str:
     for one in metadata:
         if isinstance(one, OneOf):
-            return ", ".join(map(show, one.choices)) + " or package.module.name" * (one.load is not None)
+            return ", ".join(map(show, one.choices))
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return ", ".join(map(show, args))

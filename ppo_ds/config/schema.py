@@ -18,8 +18,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from ppo_ds.algorithm.credit.keys import AdvantageConfig
+from ppo_ds.algorithm.policy.keys import PolicyConfig
 from ppo_ds.config.reading import read
-from ppo_ds.config.registry import STAGES
+from ppo_ds.config.registry import STAGES, import_target
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.sections.data import DataConfig, PPODataConfig, SamplingConfig
 from ppo_ds.config.sections.finetune import RewardModelConfig, SFTConfig
@@ -46,6 +48,7 @@ from ppo_ds.config.sections.run import (
 )
 from ppo_ds.config.text import show
 from ppo_ds.config.types import OneOf, Variants, leaves, replace
+from ppo_ds.errors import UserError
 from ppo_ds.rollout.keys import RolloutConfig
 
 TrainedConfig = ActorConfig | CriticConfig | ScorerConfig
@@ -188,6 +191,41 @@ ENVIRONMENT_REWARD = "ppo_ds.rewards.environment.EnvironmentReward"
 OPEN_PARTS = ("reward", "prepare")  # Keys of Config that hold a `_target_` and its arguments.
 # Endings of the metrics of an evaluation whose lowest value is the best; see checkpoint.best_mode.
 LOWER_IS_BETTER = ("/loss", "/perplexity", "/ties", "/calibration_error", "_std")
+
+
+# Keys whose value may also be package.module.name of the user's code -> the section
+OPEN_VARIANTS: dict[str, type[Variants]] = {
+    "algo.policy.loss": PolicyConfig,
+    "algo.advantage.estimator": AdvantageConfig,
+    "rollout.backend": RolloutConfig,
+}
+
+
+def own_code(tree: Any) -> list[tuple[str, dict[str, Any], str]]:
+    """Returns the key, the section and the name of each open variant that is not known in this process."""
+    found = []
+    for key, variants in OPEN_VARIANTS.items():
+        *path, tag = key.split(".")
+        section = tree
+        for inner in path:
+            section = section.get(inner) if isinstance(section, dict) else None
+        name = section.get(tag) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(name, str) and name not in variants.variants:
+            found.append((key, section, name))
+    return found
+
+
+def load_own_code(tree: Any) -> None:
+    """Imports the user's code that a command line names; not for settings that come from someone else."""
+    for key, _, name in own_code(tree):
+        if "." in name:
+            try:
+                OPEN_VARIANTS[key].add(name, import_target(name), name)
+            except Exception as error:  # of the user's module
+                raise UserError(
+                    f"{key}={name}: cannot be imported ({type(error).__name__}: {error}); must be "
+                    "package.module.name"
+                ) from error
 
 
 def from_tree(tree: Any) -> tuple[Config, dict[str, str]]:

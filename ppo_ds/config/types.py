@@ -7,7 +7,6 @@ written as text. `read` in reading.py turns pydantic's errors into one line for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_origin
 
@@ -16,7 +15,6 @@ from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, GetCor
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from ppo_ds.config.registry import import_target
 from ppo_ds.config.text import did_you_mean, short
 
 SectionT = TypeVar("SectionT", bound="Section")
@@ -68,12 +66,6 @@ class Variants(Section):
         type(target.__name__, (target if own else cls,), values | code | {"__doc__": target.__doc__})
 
     @classmethod
-    def load(cls, name: str) -> None:
-        """Adds the variant at the dotted ``name``. Raises ImportError, AttributeError or ValueError."""
-        if name not in cls.variants:
-            cls.add(name, import_target(name), name)
-
-    @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         if get_origin(cls.model_fields[cls.tag].annotation) is Literal:
             cls.variants[cls.model_fields[cls.tag].default] = cls
@@ -96,9 +88,6 @@ class Variants(Section):
             return cls
         name = tree.get(cls.tag) if isinstance(tree, Mapping) else None
         default = cls.model_fields[cls.tag].default
-        if cls.code and isinstance(name, str) and "." in name:
-            with suppress(Exception):  # the check of the tag reports it
-                cls.load(name)
         return cls.variants[name if isinstance(name, str) and name in cls.variants else default]
 
     @classmethod
@@ -173,14 +162,10 @@ class Must:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Accepts the names or numbers in ``table`` and ``also``. Entries may be added to the table later.
-
-    With ``load``, it also accepts a dotted name, which ``load`` imports and adds to the table.
-    """
+    """Accepts the names or numbers in ``table`` and ``also``. Entries may be added to the table later."""
 
     table: Iterable[Any]
     also: tuple[Any, ...] = ()
-    load: Callable[[str], None] | None = None
 
     @property
     def choices(self) -> list[Any]:
@@ -190,11 +175,6 @@ class OneOf:
         return core_schema.no_info_plain_validator_function(self._checked)
 
     def _checked(self, value: Any) -> Any:
-        if self.load is not None and isinstance(value, str) and "." in value:
-            try:
-                self.load(value)
-            except Exception as error:  # of the user's module
-                refuse(f"cannot be imported ({type(error).__name__}: {error}); must be package.module.name")
         # types are compared too: 0 == False == 0.0 in Python, but only 0 is a ZeRO stage
         if any(value == choice and type(value) is type(choice) for choice in self.choices):
             return value

@@ -50,9 +50,10 @@ class RolloutConfig(Variants):
 
     prompts_per_step: Count = Field(description="Number of prompts in one PPO step, over all ranks.")
     samples_per_prompt: Count = Field(1, description="Responses to each prompt.")
-    backend: Annotated[str, OneOf(BACKENDS, load=lambda name: RolloutConfig.load(name))] = Field(
+    backend: Annotated[str, OneOf(BACKENDS)] = Field(
         "auto",
-        description="Decode backend; auto: the fastest that supports the model and agrees with training.",
+        description="Decode backend, or package.module.Name of your own; auto: the fastest that supports the "
+        "model and agrees with training.",
     )
     environment: EnvironmentConfig
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ppo_ds.config.chat_template import is_template
-from ppo_ds.config.schema import Config, TextConfig, from_tree, inherit, resolved
+from ppo_ds.config.schema import Config, TextConfig, from_tree, inherit, own_code, resolved
 from ppo_ds.config.types import replace
 from ppo_ds.errors import UserError
 from ppo_ds.storage.links import links_that_leave
@@ -30,6 +30,13 @@ def config_of_settings(
     """
     if not isinstance(settings, dict) or not is_plain(settings):
         raise UserError(f"{file}: holds no settings, which are nested mappings with text as keys")
+    for key, section, name in own_code(settings):  # code that was not named on this machine is not imported
+        if not with_template:
+            raise UserError(f"{file}: {key}={name}: is code of that run, which is not imported for a replay")
+        if key.startswith("algo."):  # not needed to load a model
+            section.clear()
+        else:
+            section.pop(key.rpartition(".")[2])
     config, problems = from_tree(settings)
     if problems:
         raise UserError(*(f"{file}: {line}" for line in problems.values()))

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from copy import deepcopy
+from pathlib import Path
 
 import pandas
 import pytest
@@ -10,7 +12,9 @@ import ppo_ds
 from launch.cli import load_config
 from launch.python import overrides, write_rows
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES
+from ppo_ds.config.schema import PPOConfig, resolved
 from ppo_ds.errors import UserError
+from ppo_ds.tools.settings import config_of_settings
 from tests.support.environment import ROOT, run_python
 
 NOTEBOOK = ROOT / "docs" / "python.ipynb"
@@ -115,6 +119,18 @@ def test_a_config_names_code_of_the_user(tmp_path, monkeypatch):
     finally:
         for name in ("own_losses.scaled", "own_losses.Scaled"):
             POLICY_LOSSES.pop(name, None)
+
+
+def test_code_of_a_run_of_someone_else_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "own_code.py").write_text("open('imported', 'w')\ndef loss(terms, policy): ...")
+    monkeypatch.chdir(tmp_path)
+    settings = resolved(load_config(["+experiment=quickstart"], 1))
+    settings["algo"]["policy"] = {"loss": "own_code.loss", "factor": 3}
+    options = dict(trust_remote_code=False, kind=PPOConfig)
+    assert config_of_settings(deepcopy(settings), Path("s"), **options).algo.policy.loss == "ppo"
+    with pytest.raises(UserError, match="algo.policy.loss=own_code.loss: is code of that run"):
+        config_of_settings(settings, Path("s"), with_template=False, **options)
+    assert not (tmp_path / "imported").exists()
 
 
 TWICE = """

@@ -62,6 +62,16 @@ def test_reasons_to_end(loop, stop, plan, reason, steps):
     assert bool(named(events, "export")) == (reason != "signal")
 
 
+def test_a_time_limit_ends_with_an_evaluation_that_does_not_count(loop):
+    run, _ = loop((None, None, None, "time_limit"), scores=[0.25, 0.75], eval_every=3, keep_best=True)
+    assert run.fit() == "time_limit"
+    assert (run.state.last_eval_step, run.state.last_eval["eval/score_mean"]) == (2, 0.75)
+    assert run.tracker.metrics[2]["eval/score_mean"] == 0.75 and run.state.best_step is None
+    told = [(step, text) for step, kind, text in run.tracker.told if kind == "evaluated"]
+    assert told == [(0, "before the training: accuracy 12.5%")]
+    assert run.context.stop.reserved >= 0
+
+
 AGAIN = "run/step_1   the same command continues (run.resume=auto)"
 
 

@@ -53,8 +53,8 @@ class AdvantageConfig(Variants):
     divides_by_std: ClassVar[bool] = False  # whitening would divide a second time
     why: ClassVar[str] = ""  # the reason of ``excluded``, a relative clause
 
-    estimator: Annotated[str, OneOf(ADVANTAGE_ESTIMATORS, load=lambda name: AdvantageConfig.load(name))] = (
-        Field("gae", description="Advantage estimator.")
+    estimator: Annotated[str, OneOf(ADVANTAGE_ESTIMATORS)] = Field(
+        "gae", description="Advantage estimator, or package.module.name of your own."
     )
     whiten: Literal["batch", "none", "group", "minibatch"] = Field(
         "batch",

@@ -40,8 +40,8 @@ class PolicyConfig(Variants):
     # before the update, advantages, mask, torch.Generator, section) with all rows of an optimizer step
     selection: ClassVar[str | None] = None
 
-    loss: Annotated[str, OneOf(POLICY_LOSSES, load=lambda name: PolicyConfig.load(name))] = Field(
-        "ppo", description="Policy loss."
+    loss: Annotated[str, OneOf(POLICY_LOSSES)] = Field(
+        "ppo", description="Policy loss, or package.module.name of your own."
     )
     off_policy_limit: Positive | None = Field(
         None,
