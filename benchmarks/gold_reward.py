@@ -214,6 +214,7 @@ def reward_model_keys(sizes: Sizes, folder: Path, count: int) -> dict[str, Any]:
         "data.path": folder / f"pairs_{count}.jsonl",
         "data.eval_path": folder / "heldout_pairs.jsonl",
         "reward_model.batch_size": sizes.reward_model_batch,
+        "reward_model.joint": "' '",  # with which the page was measured; the tokenizer has no space
     }
 
 
