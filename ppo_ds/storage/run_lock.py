@@ -33,6 +33,9 @@ ENDING = 60.0  # longest wait of a start for a holder that is ending
 # time, and the start then waits for its end.
 REACTION = 0.7
 POLL = 0.1  # time between two attempts to take the lock
+# times that a start creates a directory which another run removes at its end; where no directory can be
+# created, as in /proc, the same error stays
+MAX_REMOVALS = 1000
 
 
 def machine_id() -> str:
@@ -149,6 +152,7 @@ def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = pri
     path, created = run_dir / NAME, [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     # the token and the time of renewal of the holder when it was first seen, and when that was
     first, first_renewed, seen, noticed = "", 0.0, 0.0, False
+    removals = 0
     while True:
         try:
             run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -164,9 +168,10 @@ def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = pri
                 ended = locked and (not holder.token or holder.machine == machine_id())
                 if ended or (silent and (not holder.token or waited > STALE)):
                     return RunLock(path, os.dup(descriptor), created, launch)
-        except FileNotFoundError:  # the directory has just been removed
-            continue
         except OSError as error:
+            removals += 1
+            if isinstance(error, FileNotFoundError) and removals < MAX_REMOVALS:
+                continue
             raise UserError(
                 f"run.dir={run_dir}: cannot be written: {error.strerror} ({error.filename or path}); "
                 "choose another run.dir"

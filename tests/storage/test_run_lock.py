@@ -161,6 +161,12 @@ def test_what_is_no_lock_file_is_refused(tmp_path: Path, kind: str) -> None:
     assert not (tmp_path / "target").exists()
 
 
+def test_a_directory_that_cannot_be_created_is_refused() -> None:
+    """Directories in /proc cannot be created: the error is that of a directory that was just removed."""
+    with pytest.raises(UserError, match=r"run.dir=/proc/none/run: cannot be written: No such file"):
+        acquire(Path("/proc/none/run"))
+
+
 def test_the_lock_of_a_killed_process_is_taken(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
     holder = start(started, tmp_path)
     assert said(holder) == "held"
