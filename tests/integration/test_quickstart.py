@@ -37,7 +37,11 @@ def test_no_stage_raises_an_alarm_and_every_metric_is_documented(run):
     stages = [file.parent for file in run[0].parent.glob("*/metrics.jsonl")]
     assert len(stages) >= 2
     for folder in stages:
-        assert [event["kind"] for event in read_events(folder / "events.jsonl")] == ["started", "ended"]
+        assert [event["kind"] for event in read_events(folder / "events.jsonl")] == [
+            "started",
+            "evaluated",
+            "ended",
+        ]
         assert [name for line in metrics(folder) for name in line if find(name) is None] == []
 
 
