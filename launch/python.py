@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import gc
 import html
+import inspect
 import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -101,13 +103,19 @@ class Comparison:
 
 
 class OnStep(Tracker):
-    """Calls a function after each step; its exceptions end the run."""
+    """Calls a function after each step. Its exception ends the run as a signal does: the step is saved."""
 
-    def __init__(self, call: Callable[[int, Record], object]):
-        self._call = call
+    def __init__(self, call: Callable[[int, Record], object] | None):
+        self._call, self.error, self.stop = call, None, lambda reason: None
 
     def log(self, step: int, metrics: Record) -> None:
-        self._call(step, metrics)
+        try:
+            if self._call is not None:
+                self._call(step, metrics)
+        except Exception as error:
+            error.add_note(f"in on_step; step {step} is saved, and the same call continues after it")
+            self.error = error
+            self.stop("an exception of on_step")
 
 
 def train(
@@ -131,7 +139,11 @@ def train(
         eval_data: The held-out data, in the same forms.
         on_step: Called as (step, metrics) after each step. An exception ends the run and is raised.
     """
-    given = {**(settings or {}), **named(reward, data=data, eval_data=eval_data)}
+    given = all_settings(settings, named(reward, data=data, eval_data=eval_data))
+    if on_step is not None:
+        check_callable("on_step", on_step, (1, {}))
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("train() was called in another thread than the main one, which receives signals")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}: train() runs in one process; start several ranks with "
@@ -150,14 +162,17 @@ def train(
         from ppo_ds.assemble.run import build_run  # imports deepspeed
         from ppo_ds.run.state import EXIT_CODES
 
-        trackers = [OnStep(on_step)] if on_step else []
+        after_step = OnStep(on_step)
         with signals_restored():
-            run = build_run(config, mark_ending=lock.mark_ending, trackers=trackers)
+            run = build_run(config, mark_ending=lock.mark_ending, trackers=[after_step])
+            after_step.stop = run.context.stop.request
             try:
                 reason = run.fit()
             except BaseException as error:
                 run.fail(error)
                 raise
+        if after_step.error is not None:
+            raise after_step.error
         if EXIT_CODES[reason] == 1:
             raise RunError(run.error or reason)
     finally:
@@ -172,6 +187,9 @@ def evaluate(
     reward: Callable[..., Any] | str | None = None,
     data: Data | None = None,
     samples: int | None = None,
+    by: str | None = None,
+    judge: Callable[..., Any] | str | None = None,
+    names: Sequence[str] | None = None,
     out: str | Path = "outputs/evaluation",
 ) -> Comparison:
     """Compares models as ``python launch/evaluate.py MODEL ... KEY=VALUE ...`` does, in this process.
@@ -180,10 +198,15 @@ def evaluate(
         models: Run directories, model folders, adapters or Hub names; all are compared with the first one.
         settings, reward, data: As for ``train``.
         samples: Sampled responses to each prompt, for pass@k; None: one greedy response.
+        by: A column of the data, by whose values scores are compared too.
+        judge: A function that judges pairs of responses, or its path; see docs/evaluation.md.
+        names: The names of the models in the results.
         out: The folder of the results.
     """
-    given = {**(settings or {}), **named(reward, data=data)}
-    options = [f"--out={out}", *([f"--samples={samples}"] if samples is not None else [])]
+    given = all_settings(settings, named(reward, data=data))
+    joined = None if names is None else ",".join(names)
+    chosen = {"samples": samples, "by": by, "judge": path_of("judge", judge), "names": joined, "out": out}
+    options = [f"--{name}={value}" for name, value in chosen.items() if value is not None]
     wanted = evaluate_command.parse([*options, *map(str, models), *overrides(given)])
     evaluate_command.create_folder(wanted.out)
     prepare_environment(wanted.config.run.verbose, trains=True)
@@ -213,6 +236,11 @@ def register(key: str, name: str | None = None) -> Callable[[T], T]:
         called = str(name or getattr(target, "__name__", ""))
         if not called.isidentifier():
             raise UserError(f"register({key!r}): {called!r} is not a name; give one as the second argument")
+        if section is not None and called in section.variants and not hasattr(registered, called):
+            raise UserError(f"register({key!r}): {called} is a value of ppo_ds itself; choose another name")
+        if section is not None and section.code == "function" and isinstance(target, type):
+            if not issubclass(target, section):
+                raise UserError(f"register({key!r}): {called} is not derived from {section.__name__}")
         setattr(registered, called, target)
         if section is not None:
             section.add(called, target, f"{registered.__name__}.{called}")
@@ -221,33 +249,76 @@ def register(key: str, name: str | None = None) -> Callable[[T], T]:
     return add
 
 
+def all_settings(settings: Settings | None, of_arguments: Settings) -> Settings:
+    """Returns the settings and those that follow from other arguments; raises UserError if one is in both."""
+    if not isinstance(settings, Mapping | None):
+        raise UserError(f"settings={settings!r}: must be a dict, such as {{'run.steps': 20}}")
+    if twice := [key for key in of_arguments if key in (settings or {})]:
+        raise UserError(f"{twice[0]}: is in settings and follows from another argument too; give one of them")
+    return {**(settings or {}), **of_arguments}
+
+
 def named(reward: Callable[..., Any] | str | None, **data: Data | None) -> dict[str, Any]:
     """Returns the settings that name a reward function and data sets."""
-    found: dict[str, Any] = {}
-    if callable(reward):
-        name = getattr(reward, "__name__", "")
-        name = name if name.isidentifier() else "reward"
-        register("reward.path", name)(reward)
-        reward = f"{registered.__name__}:{name}"
-    if reward is not None:
-        found |= {"reward": "function", "reward.path": reward}
+    path = path_of("reward", reward)
+    found: dict[str, Any] = {} if path is None else {"reward": "function", "reward.path": path}
     for name, rows in data.items():
         if rows is not None:
             key = {"data": "data.path", "eval_data": "data.eval_path"}[name]
-            found[key] = str(rows) if isinstance(rows, str | Path) else str(write_rows(rows))
+            found[key] = str(rows) if isinstance(rows, str | Path) else str(write_rows(rows, name))
     return found
 
 
-def write_rows(data: Iterable[Any]) -> Path:
+def path_of(argument: str, function: Callable[..., Any] | str | None) -> str | None:
+    """Returns the path of a function, which is registered unless it is given by its path."""
+    if function is None or isinstance(function, str):
+        return function
+    check_callable(argument, function)
+    name = getattr(function, "__name__", "")
+    name = name if name.isidentifier() else argument
+    register("reward.path", name)(function)
+    return f"{registered.__name__}:{name}"
+
+
+def check_callable(name: str, function: Any, arguments: Sequence[Any] | None = None) -> None:
+    """Raises UserError unless ``function`` can be called, with ``arguments`` if they are given."""
+    try:
+        signature = inspect.signature(function)
+        if arguments is not None:
+            signature.bind(*arguments)
+    except (TypeError, ValueError) as error:  # ValueError: a built-in function without a signature
+        if not callable(function) or isinstance(error, TypeError):
+            raise UserError(f"{name}={function!r}: cannot be called ({error})") from None
+
+
+def write_rows(data: Iterable[Any], name: str = "data") -> Path:
     """Writes rows to a file whose name follows from its content, so that a resumed run finds the same one."""
-    if hasattr(data, "to_dict") and not isinstance(data, Mapping):  # datasets.Dataset has both methods
+    if isinstance(data, Mapping) or not (isinstance(data, Iterable) or hasattr(data, "to_dict")):
+        kind = type(data).__name__
+        raise UserError(f"{name}: is a {kind}; give a path, a list of rows, or one split of a data set")
+    if hasattr(data, "to_dict"):  # datasets.Dataset has both methods
         data = data.to_list() if hasattr(data, "to_list") else data.to_dict("records")
-    rows = [{"prompt": row} if isinstance(row, str) else row for row in data]
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    lines = []
+    for i, row in enumerate(data, start=1):
+        try:
+            whole = {"prompt": row} if isinstance(row, str) else dict(row)
+            lines.append(json.dumps(whole, ensure_ascii=False, default=plain) + "\n")
+        except (TypeError, ValueError) as error:
+            must = "must be a text or a dict of texts, numbers and lists"
+            raise UserError(f"{name}, row {i}: {must} ({error})") from None
+    text = "".join(lines)
     path = ROWS / f"{sha256(text.encode()).hexdigest()[:16]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, text)
     return path.absolute()
+
+
+def plain(value: Any) -> Any:
+    """Converts what JSON does not know: arrays and numbers of numpy, and dates."""
+    for convert in ("tolist", "isoformat"):
+        if hasattr(value, convert):
+            return getattr(value, convert)()
+    raise TypeError(f"{value!r} is a {type(value).__name__}")
 
 
 def overrides(settings: Settings) -> list[str]:

@@ -183,9 +183,7 @@ def build_held_out(
         return None
     load = _loader(config, tokenizer, world, data)
     source = load(data.eval_path, split=data.eval_split, max_samples=None, key="data.eval_path")
-    if config.eval.by:
-        source.check_column(config.eval.by, "eval.by")
-    return source
+    return _grouped(config, source)
 
 
 def build_compared(config: PPOConfig, tokenizer: Tokenizer, world: World | None = None) -> PromptSource:
@@ -194,7 +192,14 @@ def build_compared(config: PPOConfig, tokenizer: Tokenizer, world: World | None 
         return held_out
     if config.data.path is None:
         raise UserError("data.path is missing: the evaluation needs prompts in data.eval_path or data.path")
-    return _prompts_of_path(config, tokenizer, world)
+    return _grouped(config, _prompts_of_path(config, tokenizer, world))
+
+
+def _grouped(config: PPOConfig, source: PromptSource) -> PromptSource:
+    """Returns the source; raises UserError if its rows cannot be grouped by eval.by."""
+    if config.eval.by:
+        source.check_column(config.eval.by, "eval.by")
+    return source
 
 
 def _prompts_of_path(config: PPOConfig, tokenizer: Tokenizer, world: World | None) -> PromptSource:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ppo_ds.config.text import show
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.messages import Prompt, parse_max_new_tokens, parse_prompt, prompt_format
 from ppo_ds.data.order import Order, Passes
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 ID_COLUMN = "id"
 MAX_VALUES = 50  # of a column by which an evaluation groups its rows
 NO_VALUE = "(none)"  # the value of rows without that column
+SHORT = 200  # most characters of a value by which rows can be grouped
 # the keys of ``PromptSource.report``
 COUNTED = ("rows", "truncated", "dropped", "lowered", "repeated", "same_id", "unknown")
 
@@ -179,6 +181,11 @@ class PromptSource:
             raise UserError(
                 f"{key}={column}: no row of {self.path} has this column; the columns are {', '.join(rows[0])}"
             )
+        unfit = next((row[column] for row in rows if not is_short(row.get(column, ""))), None)
+        if unfit is not None:
+            raise UserError(
+                f"{key}={column}: has {show(unfit)} in {self.path}; choose a column of numbers or short texts"
+            )
         if len(values) > MAX_VALUES:
             raise UserError(
                 f"{key}={column}: has {len(values)} values in {self.path}; choose a column with at most "
@@ -194,9 +201,14 @@ class PromptSource:
         return collate_prompts([self.row(i) for i in indices], self.pad_id)
 
 
+def is_short(value: object) -> bool:
+    """Returns whether a value is a number, None, or a text of at most SHORT characters."""
+    return value is None or (isinstance(value, str | int | float) and len(str(value)) <= SHORT)
+
+
 def value_of(row: Row, column: str) -> str:
     """Returns the value of a column by which rows are grouped."""
-    return NO_VALUE if row.get(column) is None else str(row[column])
+    return NO_VALUE if row.get(column) in (None, "") else str(row[column])
 
 
 def roles_of(prompt: Prompt) -> tuple[str, ...]:

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from ppo_ds.data.prompts import prompt_id, value_of
+from ppo_ds.data.prompts import is_short, prompt_id, value_of
 from ppo_ds.distributed.world import World
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.experience_metrics import reference_log_ratio
 from ppo_ds.types import Experience, Rollout, Row
 
 DIGITS = 4  # decimals of the numbers of tokens
-SHORT = 200  # most characters of a value of "columns"
 # columns of a row that hold the prompt, or that data/prompts.py adds
 PROMPT_COLUMNS = ("prompt", "messages", "conversations", "prompt_text", "data_source")
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not yet a character
@@ -136,7 +135,7 @@ def about_prompt(row: Row) -> dict[str, Any]:
     columns = {
         key: value
         for key, value in row.items()
-        if key not in PROMPT_COLUMNS and isinstance(value, str | int | float) and len(str(value)) <= SHORT
+        if key not in PROMPT_COLUMNS and value is not None and is_short(value)
     }
     return {
         "asked": last_message(row),

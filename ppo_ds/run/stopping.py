@@ -69,6 +69,10 @@ class StopRequest:
         for number in SIGNALS:
             signal.signal(number, self.handle)
 
+    def request(self, reason: str) -> None:
+        """Stops all ranks as a signal does."""
+        self._request = reason
+
     def should_stop(self) -> bool:
         """Returns whether this rank knows of a request; stays true from then on. Not a collective."""
         return self._request is not None

@@ -47,7 +47,7 @@ else:
     os.environ.update(world.single_process_environment(os.environ))
     world.join_process_group(on_gpu=False, timeout=timedelta(minutes=5))
 name = deepspeed.get_accelerator()._name
-print(json.dumps({"accelerator": name, "started": started, "built": built}))
+print(json.dumps({"accelerator": name, "started": started, "built": built}), flush=True)
 os._exit(0)
 """
 

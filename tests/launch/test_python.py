@@ -1,10 +1,12 @@
 """Tests of train(), evaluate() and register(), which do the work of the commands in the caller's process."""
 
 import json
+import re
 import sys
 from copy import deepcopy
 from pathlib import Path
 
+import numpy
 import pandas
 import pytest
 
@@ -60,6 +62,42 @@ def test_mistakes_are_value_errors():
         ppo_ds.register("reward.path")(lambda prompts, responses, rows: [])
 
 
+NO_TEXT = "must be a text or a dict of texts, numbers and lists"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"data": [{"prompt": "a"}, ...]}, rf"data, row 2: {NO_TEXT} \('ellipsis' object is not iterable\)"),
+        ({"data": [{"prompt": "a", "x": 1j}]}, rf"data, row 1: {NO_TEXT} \(1j is a complex\)"),
+        ({"data": 5}, "data: is a int; give a path, a list of rows, or one split of a data set"),
+        ({"eval_data": {"prompt": ["a"]}}, "eval_data: is a dict; give a path, a list of rows, or one split"),
+        ({"reward": 5}, "reward=5: cannot be called"),
+        ({"on_step": lambda step: 1}, r"on_step=.*: cannot be called \(too many positional arguments\)"),
+        ({"settings": ["run.steps=2"]}, r"settings=\['run.steps=2'\]: must be a dict"),
+        ({"settings": {"data.path": "x"}, "data": "y"}, "data.path: is in settings and follows from another"),
+    ],
+)
+def test_mistakes_in_arguments_are_told_in_one_line(arguments, line):
+    with pytest.raises(UserError, match=f"^{line}"):
+        ppo_ds.train("quickstart", **arguments)
+
+
+def test_values_of_ppo_ds_cannot_be_replaced():
+    with pytest.raises(UserError, match="ppo is a value of ppo_ds itself; choose another name"):
+        ppo_ds.register("algo.policy.loss", "ppo")(lambda terms, policy: None)
+    with pytest.raises(UserError, match="Other is not derived from AdvantageConfig"):
+        ppo_ds.register("algo.advantage.estimator", "Other")(type("Other", (), {}))
+
+
+def test_numbers_of_numpy_and_dates_are_values_of_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    day = pandas.Timestamp("2020-01-02")
+    row = {"prompt": "a", "number": numpy.float32(0.5), "list": numpy.arange(2), "day": day}
+    found = json.loads(write_rows([row]).read_text())
+    assert found == {"prompt": "a", "number": 0.5, "list": [0, 1], "day": "2020-01-02T00:00:00"}
+
+
 def test_more_ranks_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="WORLD_SIZE=2: train.. runs in one process"):
@@ -84,40 +122,30 @@ def test_rows_of_any_kind_are_one_file(data, tmp_path, monkeypatch):
     assert path == write_rows(["a", "b"])
 
 
-OWN = """
-from ppo_ds.algorithm.policy.keys import PolicyConfig
-from ppo_ds.config.types import Positive
-from pydantic import Field
-
-def scaled(terms, policy): ...
-
-class Scaled(PolicyConfig):
-    function = "own_losses.scaled"
-    factor: Positive = Field(2.0, description="Factor.")
-"""
+OWN = re.search(r"# my_losses.py\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)[1]
 
 
 def test_a_config_names_code_of_the_user(tmp_path, monkeypatch):
-    (tmp_path / "own_losses.py").write_text(OWN)
+    (tmp_path / "my_losses.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("own_losses.scaled", "own_losses.Scaled"):
+    for name in ("my_losses.scaled", "my_losses.Scaled"):
         monkeypatch.delitem(POLICY_LOSSES, name, raising=False)
     try:
-        given = ["+experiment=quickstart", "algo.policy.loss=own_losses.Scaled"]
+        given = ["+experiment=quickstart", "algo.policy.loss=my_losses.Scaled"]
         policy = load_config([*given, "algo.policy.factor=3"], 1).algo.policy
         assert (policy.loss, policy.function, policy.factor) == (
-            "own_losses.Scaled", "own_losses.scaled", 3.0
+            "my_losses.Scaled", "my_losses.scaled", 3.0
         )  # fmt: skip
         assert load_config(
-            ["+experiment=quickstart", "algo.policy.loss=own_losses.scaled"], 1
+            ["+experiment=quickstart", "algo.policy.loss=my_losses.scaled"], 1
         ).algo.policy.function
         with pytest.raises(UserError, match=r"algo\.policy\.factr=3: no such key; did you mean .*factor"):
             load_config([*given, "algo.policy.factr=3"], 1)
-        with pytest.raises(UserError, match=r"loss=own_losses\.none: cannot be imported \(AttributeError"):
-            load_config(["+experiment=quickstart", "algo.policy.loss=own_losses.none"], 1)
+        with pytest.raises(UserError, match=r"loss=my_losses\.none: cannot be imported \(AttributeError"):
+            load_config(["+experiment=quickstart", "algo.policy.loss=my_losses.none"], 1)
     finally:
-        for name in ("own_losses.scaled", "own_losses.Scaled"):
+        for name in ("my_losses.scaled", "my_losses.Scaled"):
             POLICY_LOSSES.pop(name, None)
 
 
@@ -156,12 +184,15 @@ def fails(prompts, responses, rows):
 
 tiny = {"actor.model.path": first.model, "actor.model.dtype": "fp32", "data.max_prompt_tokens": 32,
         "sampling.max_new_tokens": 4, "rollout.prompts_per_step": 2, "run.steps": 1, "reward.trial": False}
-for settings, more in ((run | {"run.dir": "refused"}, {"on_step": refuse}),
+stopped = run | {"run.dir": "refused"}
+for settings, more in ((stopped, {"on_step": refuse}),
                        (tiny, {"reward": fails, "data": ["1+1=", "2+2="]})):
     try:
         train("grpo" if more.get("data") else "quickstart", settings, **more)
     except (KeyError, RuntimeError) as error:
-        print(type(error).__name__, error)
+        print(type(error).__name__, error, *getattr(error, "__notes__", ()))
+assert [*train("quickstart", stopped).metrics.index] == [1, 2]
+assert "step 1 of 2, from" in open("refused/events.jsonl").read()
 """
 
 
@@ -170,7 +201,7 @@ def test_train_can_be_called_again_and_raises(tmp_path):
     done = run_python("-c", TWICE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert "KeyError 'enough'" in lines
+    assert "KeyError 'enough' in on_step; step 1 is saved, and the same call continues after it" in lines
     assert any(line.startswith("RunError ") and "no score today" in line for line in lines), lines
 
 

@@ -315,7 +315,12 @@ def test_a_column_by_which_nothing_can_be_grouped_is_refused(folder: Path, world
         compared(folder, config_of(folder, "eval.by=like"), world)
     many = tmp_path / "many.jsonl"
     many.write_text("".join(json.dumps({"prompt": "a", "likes": str(i)}) + "\n" for i in range(51)))
-    with pytest.raises(UserError, match=r"likes: has 51 values in .*; choose a column with at most 50"):
+    for key in ("data.eval_path", "data.path"):
+        wanted = [*(["data.eval_path=null"] if key == "data.path" else []), "eval.by=likes", f"{key}={many}"]
+        with pytest.raises(UserError, match=r"likes: has 51 values in .*; choose a column with at most 50"):
+            compared(folder, config_of(folder, *wanted), world)
+    many.write_text(json.dumps({"prompt": "a", "likes": [1]}) + "\n")
+    with pytest.raises(UserError, match=r"likes: has \[1\] in .*; choose a column of numbers or short texts"):
         compared(folder, config_of(folder, "eval.by=likes", f"data.eval_path={many}"), world)
 
 
