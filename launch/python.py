@@ -106,7 +106,9 @@ class OnStep(Tracker):
     """Calls a function after each step. Its exception ends the run as a signal does: the step is saved."""
 
     def __init__(self, call: Callable[[int, Record], object] | None):
-        self._call, self.error, self.stop = call, None, lambda reason: None
+        self._call = call
+        self.error: Exception | None = None
+        self.stop: Callable[[str], None] = lambda reason: None
 
     def log(self, step: int, metrics: Record) -> None:
         try:
