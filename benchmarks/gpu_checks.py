@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -63,10 +64,10 @@ class Result:
     log: str
     steps: list[Metrics] = field(default_factory=list)  # lines of metrics.jsonl
 
-    def mean(self, name: str) -> float:
-        """Returns the mean of a metric over the steps, the first excluded if there are several."""
+    def median(self, name: str) -> float:
+        """Returns the median of a metric over the steps, the first excluded if there are several."""
         values = [step[name] for step in self.steps[1:] or self.steps if name in step]
-        return sum(values) / len(values) if values else math.nan
+        return statistics.median(values) if values else math.nan
 
 
 Results = Mapping[str, Result]
@@ -148,10 +149,10 @@ def ratio_of(metric: str, low: float, high: float) -> Callable[[Results], tuple[
 
     def judge(results: Results) -> tuple[bool, str]:
         first, *others = results.items()
-        ratios = {name: result.mean(metric) / first[1].mean(metric) for name, result in others}
+        ratios = {name: result.median(metric) / first[1].median(metric) for name, result in others}
         shown = ", ".join(f"{name} {ratio:.4g}" for name, ratio in ratios.items())
         passed = all(low <= ratio <= high for ratio in ratios.values())
-        return passed, f"{metric} = {first[1].mean(metric):.4g} ({first[0]}); divided by it: {shown}"
+        return passed, f"{metric} = {first[1].median(metric):.4g} ({first[0]}); divided by it: {shown}"
 
     return judge
 
@@ -166,10 +167,10 @@ def first_gradients(results: Results) -> tuple[bool, str]:
 def decoding_agrees(results: Results) -> tuple[bool, str]:
     """Expects log-probs of decoding near those of training, and decoding with CUDA graphs."""
     static = results["static"]
-    gap, hf = static.mean("parity/logp_abs_diff_mean"), results["hf"].mean("parity/logp_abs_diff_mean")
+    gap, hf = static.median("parity/logp_abs_diff_mean"), results["hf"].median("parity/logp_abs_diff_mean")
     graphs = "without CUDA graphs" not in static.log
-    others = {name: results[name].mean("time/generate") for name in ("hf", "narrow")}
-    ratios = ", ".join(f"{n} {seconds / static.mean('time/generate'):.3g}" for n, seconds in others.items())
+    others = {name: results[name].median("time/generate") for name in ("hf", "narrow")}
+    ratios = ", ".join(f"{n} {seconds / static.median('time/generate'):.3g}" for n, seconds in others.items())
     shown = f"mean gap {gap:.2g} nats (static), {hf:.2g} (hf); CUDA graphs: {'yes' if graphs else 'no'}"
     return gap < 2e-3 and graphs, f"{shown}; seconds of generation, divided by static: {ratios}"
 
@@ -196,15 +197,21 @@ def same_after_resume(results: Results) -> tuple[bool, str]:
 
 
 def memory_estimate(results: Results) -> tuple[bool, str]:
-    """Expects that the doctor's peak is at least the measured one, and at most a third above it."""
+    """Expects that the doctor's peak is between 0.95 and 1.33 of the measured one.
+
+    Reserved memory includes what the allocator holds in fragments, which the doctor does not count.
+    """
     found = re.search(r"^(?:fits|too much) +([\d.]+) GiB", results["doctor"].log, re.MULTILINE)
     estimated = float(found[1]) if found else math.nan
     peaks = {
-        name: result.mean("mem/reserved_peak_gb") for name, result in results.items() if name != "doctor"
+        name: result.median("mem/reserved_peak_gb") for name, result in results.items() if name != "doctor"
     }
     shown = ", ".join(f"{name} {peak:.3g}" for name, peak in peaks.items())
     measured = peaks["expandable"]
-    return measured <= estimated <= 1.33 * measured, f"estimate {estimated:.3g} GiB; reserved peaks: {shown}"
+    return (
+        0.95 * measured <= estimated <= 1.33 * measured,
+        f"estimate {estimated:.3g} GiB; reserved peaks: {shown}",
+    )
 
 
 def no_growth(results: Results) -> tuple[bool, str]:
@@ -310,7 +317,7 @@ def all_checks(tiny: bool = False) -> dict[str, Check]:
                     environment={"TORCH_CUDNN_SDPA_DEPRIORITIZED": "0"},
                 ),
             ],
-            ratio_of("time/step", 1.0, math.inf),
+            ratio_of("time/step", 0.97, math.inf),
         ),
         "memory": Check(
             "speed",
@@ -349,6 +356,7 @@ def all_checks(tiny: bool = False) -> dict[str, Check]:
                     "memory.train_tokens=1000000",
                     minutes=2.5,
                     options=[*size, "--prompts", "512"],
+                    environment={"PPO_DS_FAULT": "memory@update"} if tiny else {},
                     codes=(1,),
                     folder="W3_512",
                 )
@@ -452,6 +460,8 @@ def execute(run: Run, out: Path, on_cpu: bool) -> Result:
     if run_dir and run.starts_anew:
         shutil.rmtree(run_dir, ignore_errors=True)
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), **run.environment}
+    # one GPU, which is also the one that the doctor counts
+    environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     command = [argument.replace("{out}", str(out)) for argument in run.command]
     if on_cpu:
         environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

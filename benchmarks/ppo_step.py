@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace) -> int:
     """Runs the trainer in this process and prints the figures on rank 0."""
     from launch.cli import load_config
     from launch.process import complain, exit_now, prepare_environment
-    from ppo_ds.errors import UserError
+    from ppo_ds.errors import RunError, UserError
 
     if args.threads:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
@@ -75,6 +75,9 @@ def measure(args: argparse.Namespace) -> int:
         found, is_main = run(config, args)
     except UserError as error:
         exit_now(complain(error))
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        exit_now(1)
     if is_main:
         from benchmarks.report import table
 

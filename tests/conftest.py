@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.support.ranks import RankServer
 # Child processes compute with one thread too, unless a test says otherwise: on a loaded machine, threads that
 # wait for one another cost minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CACHE_ROOT", os.path.join(tempfile.gettempdir(), "ppo_ds_tests_vllm"))
 
 TESTS = Path(__file__).parent
 # Folders whose session fixtures launch processes for the tests of several files.

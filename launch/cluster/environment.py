@@ -22,10 +22,10 @@ from ppo_ds.secrets import censored, is_secret_variable
 
 PREFIXES = tuple(
     "HF_ HUGGINGFACE_ TRANSFORMERS_ TOKENIZERS_ DATASETS_ WANDB_ PYTORCH_ TORCH_ TORCHINDUCTOR_ CUDA_ "
-    "CUBLAS_ CUDNN_ NVIDIA_ GLOO_ OMP_ MKL_ TRITON_ DS_ PPO_DS_".split()
+    "CUBLAS_ CUDNN_ NVIDIA_ GLOO_ FI_ OMP_ MKL_ TRITON_ VLLM_ DS_ PPO_DS_".split()
 )
 NAMES = (
-    *("TMPDIR", "XDG_CACHE_HOME", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"),
+    *("LD_LIBRARY_PATH", "TMPDIR", "XDG_CACHE_HOME", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
 )
 # set on each node, for its own devices and ranks

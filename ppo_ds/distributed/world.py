@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ppo_ds.distributed.allocator import keep_freed_memory
+from ppo_ds.distributed.memory import keep_freed_memory
 from ppo_ds.distributed.open_files import raise_open_files_limit
 from ppo_ds.distributed.spinning import start_spin_control
 from ppo_ds.distributed.threads import Threads, own_cores, share, user_limit

@@ -64,6 +64,8 @@ def deepspeed_config(
         "gradient_accumulation_steps": 1,
         "gradient_clipping": grad_clip,
         "steps_per_print": None,
+        # this timer waits for the device at every forward
+        "timers": {"throughput": {"enabled": False}},
         "zero_optimization": zero,
         # use torch's AdamW even if its state is offloaded: DeepSpeed's own CPU optimizer needs a compiler
         "zero_force_ds_cpu_optimizer": False,

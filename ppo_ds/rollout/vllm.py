@@ -20,27 +20,30 @@ not tried on a GPU.
 from __future__ import annotations
 
 import copy
+import gc
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from glob import escape
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import beat, counting
+from ppo_ds.distributed.memory import is_out_of_memory
 from ppo_ds.distributed.subgroup import Subgroup
-from ppo_ds.errors import UserError
+from ppo_ds.errors import RunError, UserError, single_line
 from ppo_ds.models.lora import checkpoint_names, tied_names
 from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
 from ppo_ds.rollout.keys import VLLMConfig
 from ppo_ds.rollout.vllm_support import INSTALL
+from ppo_ds.storage.drafts import write_file
 from ppo_ds.types import Prompts, Rollout
 
 CHECK_EVERY = 16  # steps between two exchanges of stop requests in a tensor-parallel group
@@ -117,7 +120,7 @@ class VLLMGenerator:
     def loaded(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
         """Wakes the engine up and gives it ``weights`` for the duration of the block; see HybridActor."""
         if self._asleep:
-            self._llm.wake_up(tags=["weights"])
+            self._wake_up("weights")
         sent: set[str] = set()
         self._llm.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": self._with_tied(weights, sent)}
@@ -131,7 +134,7 @@ class VLLMGenerator:
                 "another rollout.backend and report the model"
             )
         if self._asleep:
-            self._llm.wake_up(tags=["kv_cache"])
+            self._wake_up("kv_cache")
             self._asleep = False
         # keys and values of prompts that were computed with earlier weights
         if not self._llm.reset_prefix_cache():
@@ -142,6 +145,18 @@ class VLLMGenerator:
             if self.sleep:
                 self._llm.sleep(level=self.sleep)
                 self._asleep = True
+
+    def _wake_up(self, tag: str) -> None:
+        """Gives the engine the memory for ``tag`` again. Raises RunError if there is not enough."""
+        try:
+            self._llm.wake_up(tags=[tag])
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(
+                f"out of memory when vLLM wakes up ({tag}): set a lower rollout.vllm.kv_cache_gb, or "
+                f"actor.zero.offload_states=always ({single_line(str(error))})"
+            ) from error
 
     def _with_tied(
         self, weights: Iterator[tuple[str, Tensor]], sent: set[str]
@@ -256,12 +271,11 @@ def start_engine(lm: PreTrainedModel, **options: Any) -> Any:
     """
     config = copy.deepcopy(lm.config)
     config.architectures = [type(lm).__name__]
-    with tempfile.TemporaryDirectory(prefix="ppo_ds-") as folder, _process_unchanged():
-        config.save_pretrained(folder)
+    with _process_unchanged():
         vllm = _import_vllm()
         try:
             engine = vllm.LLM(
-                folder,
+                str(config_folder(config)),
                 skip_tokenizer_init=True,
                 load_format="dummy",  # the weights come from the trainer
                 # vLLM refuses to start if this share of the GPU is not free, although it then takes no more
@@ -295,6 +309,21 @@ def start_engine(lm: PreTrainedModel, **options: Any) -> Any:
     return engine
 
 
+def config_folder(config: PretrainedConfig) -> Path:
+    """Returns a folder with the model's config, in vLLM's cache.
+
+    vLLM finds its compiled kernels by the path of the model, among other things. The folder's name therefore
+    follows from its content: a later start, and the other ranks, use the same one.
+    """
+    cache = os.environ.get("VLLM_CACHE_ROOT") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
+    text = config.to_json_string()
+    folder = Path(cache).expanduser() / "ppo_ds" / sha256(text.encode()).hexdigest()[:16]
+    if not (folder / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / "config.json", text)
+    return folder
+
+
 def remove_shared_names(group: Subgroup) -> None:
     """Removes the names of the memory that engines share on a CPU. A collective of ``group``.
 
@@ -321,16 +350,19 @@ def _import_vllm() -> Any:
 
 @contextmanager
 def _process_unchanged() -> Iterator[None]:
-    """Restores what an engine on a CPU changes in the process when it starts.
+    """Restores what an engine changes in the process when it starts.
 
-    It replaces torch.set_num_threads by a function without effect, and adds a library to LD_PRELOAD, which
-    all later processes would load.
+    On a CPU it replaces torch.set_num_threads by a function without effect, and adds a library to LD_PRELOAD,
+    which all later processes would load. On a GPU it freezes the garbage collector's objects, among them the
+    trainer's, and forbids cuDNN's attention (vLLM 0.32).
     """
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    preloaded = os.environ.get("LD_PRELOAD")
+    preloaded, cudnn = os.environ.get("LD_PRELOAD"), torch.backends.cuda.cudnn_sdp_enabled()
     try:
         yield
     finally:
+        gc.unfreeze()
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         torch.set_num_threads = set_num_threads  # type: ignore[assignment]
         torch.set_num_threads(threads)
         if preloaded is None:

@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from ppo_ds.distributed.memory import is_broken_group, is_out_of_memory
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.rng import rng_snapshot
 from ppo_ds.errors import RunError, single_line
@@ -157,13 +158,14 @@ class TokenBudgets:
                 results.append(run())
             except PeerFailed as peer:
                 agreed = peer.failure
-            except torch.OutOfMemoryError as own:
-                # only the text is kept: the frames of the traceback hold the tensors of the phase
-                error, mine = single_line(str(own)), OUT_OF_MEMORY
             except (Exception, SystemExit) as own:
-                if refuse is None:
+                if is_out_of_memory(own) and not is_broken_group(own):
+                    # only the text is kept: the frames of the traceback hold the tensors of the phase
+                    error, mine = single_line(str(own)), OUT_OF_MEMORY
+                elif refuse is None:
                     raise
-                other, mine = own, FAILED
+                else:
+                    other, mine = own, FAILED
             finally:
                 self._in_phase = False
             if error is not None:
@@ -205,7 +207,9 @@ class TokenBudgets:
         """
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             setting = economize()
             if not budget.can_halve:
                 raise self._exhausted(budget, what, single_line(str(error)), setting) from None

@@ -1,6 +1,7 @@
 """Tests the checks for a GPU: time limits, evaluation of results, and that their commands run on the CPU."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ def test_first_gradients_may_differ_by_five_percent():
 
 
 def test_the_first_step_is_left_out_of_a_ratio():
-    steps = [[9.0, 2.0, 4.0], [1.0, 6.0, 6.0]]  # means without the first: 3 and 6
+    steps = [[9.0, 2.0, 3.0, 70.0], [1.0, 6.0, 5.0, 80.0]]  # medians without the first: 3 and 6
     results = {
         name: result(*({"time/step": seconds} for seconds in times))
         for name, times in zip(("default", "cudnn"), steps, strict=True)
@@ -67,11 +68,11 @@ def test_a_resumed_run_may_differ_in_times_only():
         gpu_checks.same_after_resume(results | {"resumed": result(resumed[0])})
 
 
-@pytest.mark.parametrize("estimate, passed", [(50.0, True), (65.0, True), (49.0, False), (67.0, False)])
+@pytest.mark.parametrize("estimate, passed", [(48.0, True), (65.0, True), (47.0, False), (67.0, False)])
 @pytest.mark.parametrize(
     "line", ["fits       {} GiB of 75.0 GiB available", "too much   {} GiB in update, of 40.0 GiB"]
 )
-def test_the_estimate_may_be_a_third_too_high_and_never_too_low(estimate, passed, line):
+def test_the_estimate_may_be_a_third_too_high_and_a_twentieth_too_low(estimate, passed, line):
     results = {
         "expandable": result({"mem/reserved_peak_gb": 50.0}),
         "fixed": result({"mem/reserved_peak_gb": 55.0}),
@@ -127,7 +128,10 @@ def test_without_a_gpu_nothing_runs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_check_runs_on_the_cpu(tmp_path):
-    done = run_python("benchmarks/gpu_checks.py", "resume", "--cpu", "--out", str(tmp_path))
+def test_checks_run_on_the_cpu(tmp_path):
+    names = ["resume", "out_of_memory"]
+    done = run_python("benchmarks/gpu_checks.py", *names, "--cpu", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("passed  resume: 4 steps: all metrics are equal\n")
+    assert "passed  resume: 4 steps: all metrics are equal\n" in done.stdout
+    line = r"passed  out_of_memory: error: rank 0 is out of memory in .* with memory.train_tokens=1000000: "
+    assert re.search(line, done.stdout)

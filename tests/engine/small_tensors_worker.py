@@ -10,8 +10,10 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ppo_ds.distributed.world import World, connect
@@ -70,10 +72,14 @@ def train(model: TrainedModel, steps: range) -> list[float]:
 
 def small() -> None:
     world, folder, results = connect(5.0), Path(sys.argv[1]), {}
+    synchronize = MagicMock()
+    get_accelerator().synchronize = synchronize
     for stage in range(4):
         model = engine(world, Vectors(SIZES), stage, "fp32", world.size)
         copy = WeightCopy(model)
+        synchronize.reset_mock()
         norms = train(model, range(STEPS - 1))
+        waits = synchronize.call_count
         copy.ema_update(0.25)
         directory = folder / f"stage{stage}"
         if world.is_main:
@@ -91,6 +97,7 @@ def small() -> None:
             "norms": norms,
             **{name: listed(tensors) for name, tensors in (("weights", weights), ("average", average))},
             "resumed": listed(again) == listed(weights),
+            "waits": waits,
         }
         model.engine.destroy()
     finish(world, folder / "small.json", results)

@@ -53,6 +53,12 @@ def test_tensors_with_fewer_elements_than_ranks_train_as_in_plain_torch(small: d
     assert small[str(stage)]["resumed"] is True
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_training_does_not_wait_for_the_device(small: dict, stage: int) -> None:
+    """DeepSpeed's throughput timer, which is on by default, synchronizes from the third step."""
+    assert small[str(stage)]["waits"] == 0
+
+
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("sums")

@@ -139,8 +139,11 @@ def test_variables_that_ranks_need_are_passed_on_and_keys_are_not() -> None:
         "HTTP_PROXY": "http://me:secret-word@proxy",
         "PATH": "/bin",
         "DS_ENV_FILE": "/x",
+        "FI_PROVIDER": "efa",
+        "LD_LIBRARY_PATH": "/opt/ofi/lib",
     }
-    assert lines(given) == ["CUDA_HOME=/cuda\n", "HF_HOME=/cache\n", "WANDB_MODE=offline\n"]
+    passed = ["CUDA_HOME=/cuda", "FI_PROVIDER=efa", "HF_HOME=/cache", "LD_LIBRARY_PATH=/opt/ofi/lib"]
+    assert lines(given) == [f"{line}\n" for line in [*passed, "WANDB_MODE=offline"]]
 
 
 @pytest.mark.parametrize("value", ["$HOME/x", "a`b`", 'a"b', "a\\b", "a\nHF_X=b"])

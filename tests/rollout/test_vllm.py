@@ -5,9 +5,13 @@ The fake is compared with vLLM in tests/vllm, where the real engine is tested to
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from ppo_ds.errors import UserError
+from ppo_ds.errors import RunError, UserError
 from ppo_ds.models.lora import checkpoint_names
 from ppo_ds.rollout.keys import VLLMConfig
 from ppo_ds.rollout.vllm import CHECK_EVERY, VLLMGenerator
@@ -130,6 +134,11 @@ def test_an_engine_sleeps_from_its_start(make, monkeypatch):
         with generator.loaded(weights_of(lm)):
             assert calls == [("wake_up", "weights"), ("collective_rpc",), ("wake_up", "kv_cache")]
         assert calls[3:] == [("sleep",)]
+    failure = MagicMock(side_effect=RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62"))
+    monkeypatch.setattr(fake_vllm.LLM, "wake_up", failure)
+    with pytest.raises(RunError, match=r"^out of memory when vLLM wakes up \(weights\): set a lower rollout"):
+        with generator.loaded(weights_of(lm)):
+            pass
 
 
 @pytest.mark.parametrize("steps", [1, 9])
@@ -268,18 +277,31 @@ def test_minimum_length_and_its_log_probs(make, prompts, sampling):
 
 
 def test_the_start_of_an_engine_restores_the_process(make, monkeypatch):
-    """vLLM on a CPU replaces torch.set_num_threads and preloads libraries in later processes."""
+    """vLLM replaces torch.set_num_threads and preloads libraries on a CPU, and on a GPU the other two."""
     start, set_num_threads = fake_vllm.LLM.__init__, torch.set_num_threads
 
     def starting(self, *args, **kwargs):
         monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
         monkeypatch.setenv("LD_PRELOAD", "libgomp.so")
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        gc.freeze()
         start(self, *args, **kwargs)
 
     monkeypatch.setattr(fake_vllm.LLM, "__init__", starting)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     make(model())
     assert torch.set_num_threads is set_num_threads and "LD_PRELOAD" not in os.environ
+    assert torch.backends.cuda.cudnn_sdp_enabled() and gc.get_freeze_count() == 0
+
+
+def test_each_start_with_a_model_gives_vllm_the_same_path(make, monkeypatch, tmp_path):
+    """vLLM's cache of compiled kernels distinguishes models by their path."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    paths = [
+        Path(make(lm)._llm.arguments["model"]) for lm in (model(), model(), model(tie_word_embeddings=True))
+    ]
+    assert paths[0] == paths[1] != paths[2] and {path.parent for path in paths} == {tmp_path / "ppo_ds"}
+    assert json.loads((paths[2] / "config.json").read_text())["tie_word_embeddings"]
 
 
 def test_the_options_of_an_engine(make):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import DistBackendError
 
 from ppo_ds.errors import RunError
 from ppo_ds.run.token_budgets import TokenBudgets
@@ -175,6 +177,36 @@ def test_a_phase_that_cannot_be_repeated_ends_the_run_and_records_half_the_budge
     )
     assert third.startswith("out of memory in the update with memory.train_tokens=50, which was halved from")
     assert "gradient_checkpointing=true" in third
+
+
+OF_LIBRARIES = [
+    DistBackendError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62"),
+]
+
+
+@pytest.mark.parametrize("error", OF_LIBRARIES, ids=["NCCL", "cuBLAS", "vLLM"])
+def test_libraries_that_allocate_by_themselves_run_out_of_memory(error: RuntimeError) -> None:
+    """A phase in which NCCL fails is not repeated, because its process group cannot be used any more."""
+
+    def work(world: Any) -> list[int]:
+        budgets, runs = fixed_budgets(world, score_tokens=100, train_tokens=100), []
+
+        def phase() -> None:
+            runs.append(int(budgets.score))
+            if len(runs) == 1:
+                raise error
+
+        with pytest.raises(RunError, match="out of memory in the update with memory.train_tokens=100: the"):
+            with budgets.ending(budgets.train, "the update"):
+                raise error
+        with suppress(DistBackendError):
+            budgets.guard(budgets.score, phase, what="scoring", repeatable=True)()
+        return runs
+
+    repeated = [] if isinstance(error, DistBackendError) else [50]
+    assert run_ranks(1, work) == [[100, *repeated]]
 
 
 def test_a_budget_of_one_token_is_not_halved() -> None:

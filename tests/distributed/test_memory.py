@@ -13,7 +13,7 @@ SCRIPT = """
 import resource, sys, torch
 torch.set_num_threads(1)
 if sys.argv[1] == "kept":
-    from ppo_ds.distributed.allocator import keep_freed_memory
+    from ppo_ds.distributed.memory import keep_freed_memory
     assert keep_freed_memory()
 for _ in range(12):
     torch.ones(2**24)  # 64 MB: 16,384 pages

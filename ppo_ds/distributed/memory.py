@@ -1,10 +1,13 @@
-"""Memory allocator settings of the C library for tensors on the CPU."""
+"""Memory: settings of the C library for tensors on the CPU, and errors of a device without free memory."""
 
 from __future__ import annotations
 
 import ctypes
 import ctypes.util
 import platform
+
+import torch
+from torch.distributed import DistError
 
 # parameters of mallopt, from malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -22,3 +25,18 @@ def keep_freed_memory() -> bool:
         return False
     libc = ctypes.CDLL(ctypes.util.find_library("c"))
     return bool(libc.mallopt(M_MMAP_THRESHOLD, 2**30) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether the device's memory ran out, in torch or in a library that allocates by itself.
+
+    NCCL (a DistBackendError), cuBLAS and vLLM report it as a RuntimeError with these words.
+    """
+    words = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    in_library = isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+    return in_library or isinstance(error, torch.OutOfMemoryError)
+
+
+def is_broken_group(error: BaseException) -> bool:
+    """Returns whether a collective has failed, after which its process group cannot be used."""
+    return isinstance(error, DistError)
