@@ -45,20 +45,21 @@ def training_steps(run: RunConfig, rows: int, rows_per_step: int) -> int:
 def choose_layout(
     layout: str, name: str, model: TrainedModel | FrozenModel, device: torch.device
 ) -> list[str]:
-    """Sets the layout of a model's forwards (memory.layout) and returns warnings for the banner.
+    """Sets the layout of a model's forwards (memory.layout) and returns lines for the banner.
 
-    ``name`` is the name of the model in the warnings. A collective.
+    ``name`` is the name of the model in the lines. A collective.
     """
     choice = model.module.choose_layout(layout, device, model)
-    lines = []
-    if choice.packed and not choice.kernel and device.type == "cuda":
-        lines.append(
+    on_gpu = device.type == "cuda"
+    if choice.unexpected:
+        return [f"warning    memory.layout={layout}: the {name}'s rows are padded: {choice.reason}"]
+    if choice.packed and not choice.kernel and on_gpu:
+        return [
             f"warning    memory.layout=packed: no kernel supports the {name}'s heads: attention is "
             "computed one sequence after the other"
-        )
-    if choice.reason is not None:
-        lines.append(f"warning    memory.layout={layout}: the {name}'s rows are padded: {choice.reason}")
-    return lines
+        ]
+    how = "packed" if choice.packed else f"padded: {choice.reason}"
+    return [f"layout     {name} {how}"] if on_gpu else []
 
 
 def all_packed(*models: TrainedModel | FrozenModel | None) -> bool:

@@ -31,7 +31,8 @@ from transformers.masking_utils import sdpa_mask
 from ppo_ds.types import to_device
 
 _HAS_AMX = torch.cpu._is_amx_tile_supported()  # its 16-bit products are several times as fast as fp32
-_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # True from torch 2.12 on
+# whether the kernel takes fewer heads of key and value than of the query; True from torch 2.12 on
+_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass
@@ -137,9 +138,12 @@ def attention(
     if calls is not None:
         calls.kernel.append(kernel)
     if kernel:
+        grouped = {"enable_gqa": True} if _GROUPED else {}
+        if not _GROUPED:
+            k, v = for_each_head(q, k, v)
         out = varlen_attn(
             q, k, v, ends, ends, kwargs["max_length_q"], kwargs["max_length_k"],
-            scale=kwargs.get("scaling"), window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
+            scale=kwargs.get("scaling"), window_size=(-1, 0), **grouped,
         )  # fmt: skip
     else:
         out = attention_per_sequence(q, k, v, kwargs["sequence_ends"], kwargs.get("scaling"))
@@ -202,9 +206,7 @@ def attention_per_sequence(
 
     query is [N,heads,d], key and value are [N,groups,d]. ``ends`` holds 0 and the end of each sequence.
     """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    key, value = for_each_head(query, key, value)
     lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
     parts = zip(*(x.transpose(0, 1)[None].split(lengths, dim=2) for x in (query, key, value)), strict=True)
     return torch.cat(
@@ -212,12 +214,19 @@ def attention_per_sequence(
     ).transpose(0, 1)
 
 
+def for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns key and value [N,heads,d] with one group for each head of the query [N,heads,d]."""
+    heads = query.shape[1] // key.shape[1]
+    if heads == 1:
+        return key, value
+    return key.repeat_interleave(heads, dim=1), value.repeat_interleave(heads, dim=1)
+
+
 def has_kernel(query: Tensor, value: Tensor) -> bool:
     """Returns whether flash attention supports query and value [N,heads,d]."""
     width = query.shape[-1]
     return (
-        _GROUPED
-        and query.is_cuda
+        query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
         and width == value.shape[-1] <= 256
         and width % 8 == 0
@@ -259,21 +268,24 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     return None
 
 
-def may_pack(model: PreTrainedModel, layout: str, device: torch.device) -> bool:
-    """Returns whether ``memory.layout`` (auto, packed or padded) allows packed rows in this model.
+def why_padded(model: PreTrainedModel, layout: str, device: torch.device) -> str | None:
+    """Returns why ``memory.layout`` (auto, packed or padded) excludes packed rows in this model, or None.
 
     ``auto`` allows them on a GPU that has the kernel. On a CPU they gain nothing: forward and backward of
     Llamas with 2 to 4 layers took 0.9 to 1.2 times as long as with rows grouped by length, see
-    compute/batching.py. If this function returns True, ``PackableModel.choose_layout`` still tests the
-    model.
+    compute/batching.py. If this function returns None, ``PackableModel.choose_layout`` still tests the model.
     """
-    if layout == "padded" or why_not_packed(model) is not None:
-        return False
-    if layout == "packed":
-        return True
-    if device.type != "cuda" or not _GROUPED or model.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    if layout == "padded":
+        return "memory.layout=padded"
+    reason = why_not_packed(model)
+    if layout == "packed" or reason is not None:
+        return reason
+    if device.type != "cuda":
+        return "packed rows gain nothing on a CPU"
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        return f"the kernel for packed rows does not take {str(model.dtype).removeprefix('torch.')}"
+    ampere = torch.cuda.get_device_capability(device) >= (8, 0)
+    return None if ampere else "the kernel for packed rows needs an A100 or a later GPU"
 
 
 _FIRST, _SECOND = 8, 24  # numbers of tokens in the two rows that ``_try_packed`` compares
@@ -284,9 +296,9 @@ class LayoutChoice:
     """Result of ``choose_layout``, shown in the start-up banner."""
 
     packed: bool
-    # why rows are padded although memory.layout=packed, or after ``_try_packed`` failed
-    reason: str | None = None
+    reason: str | None = None  # why rows are padded
     kernel: bool = False  # whether a kernel computes the packed attention of every layer
+    unexpected: bool = False  # whether the reason is a warning: only a test of the model has shown it
 
 
 class PackableModel(nn.Module):
@@ -320,11 +332,12 @@ class PackableModel(nn.Module):
         collective under ZeRO-3.
         """
         self.packed = False
-        if not may_pack(self.trunk, layout, device):
-            return LayoutChoice(False, why_not_packed(self.trunk) if layout == "packed" else None)
+        if reason := why_padded(self.trunk, layout, device):
+            return LayoutChoice(False, reason, unexpected=layout == "packed")
         fault, kernel = self._try_packed(forward)
         self.packed = fault is None and (kernel or layout == "packed")
-        return LayoutChoice(self.packed, fault, kernel)
+        reason = None if self.packed else fault or "no kernel supports its heads"
+        return LayoutChoice(self.packed, reason, kernel, unexpected=fault is not None)
 
     def _try_packed(self, forward: Callable[[Tensor, Tensor, int], Any]) -> tuple[str | None, bool]:
         """Compares the hidden states of two short rows between a padded and a packed forward.

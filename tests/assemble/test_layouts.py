@@ -64,7 +64,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(attention, "has_kernel", lambda query, value: query.shape[-1] == value.shape[-1])
 
-    def kernel(q, k, v, ends, *_, scale, **__):
+    def kernel(q, k, v, ends, *_, scale, enable_gqa=False, **__):
+        assert enable_gqa or q.shape[1] == k.shape[1]
         return attention.attention_per_sequence(q, k, v, ends.tolist(), scale)
 
     monkeypatch.setattr(attention, "varlen_attn", kernel)
@@ -85,11 +86,30 @@ def test_the_layout_is_decided_for_each_model_separately(layout, llama):
 
 def test_on_a_gpu_models_with_a_kernel_are_packed(gpu):
     actor, reference = Role(LLAMA, **gpu), Role(WIDE_KEYS, **gpu)
-    assert chosen("auto", actor, reference) == [] and (actor.module.packed, reference.module.packed) == (
-        True,
-        False,
-    )
+    lines = ["layout     actor packed", "layout     reference padded: no kernel supports its heads"]
+    assert chosen("auto", actor, reference) == lines
+    assert (actor.module.packed, reference.module.packed) == (True, False)
     assert (actor.calls, reference.calls) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "reason"),
+    [
+        ("cuda", torch.float32, (9, 0), "the kernel for packed rows does not take float32"),
+        ("cuda", torch.bfloat16, (7, 5), "the kernel for packed rows needs an A100 or a later GPU"),
+    ],
+)
+def test_on_a_gpu_the_banner_says_why_rows_are_padded(monkeypatch, device, dtype, capability, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert chosen("auto", Role(LLAMA, device, dtype)) == [f"layout     actor padded: {reason}"]
+    assert chosen("padded", Role(LLAMA, device, dtype)) == ["layout     actor padded: memory.layout=padded"]
+
+
+def test_torch_2_11_packs_grouped_heads(gpu, monkeypatch):
+    """The kernel of torch 2.11 has no argument for fewer heads of key and value than of the query."""
+    monkeypatch.setattr(attention, "_GROUPED", False)
+    actor = Role(LlamaConfig(**SMALL, num_key_value_heads=1), **gpu)
+    assert chosen("auto", actor) == ["layout     actor packed"]
 
 
 def test_on_a_gpu_packing_without_a_kernel_is_reported(gpu):

@@ -30,9 +30,9 @@ from ppo_ds.models.lora import add_adapters
 from ppo_ds.models.packed_attention import (
     attention_per_sequence,
     layout_forward,
-    may_pack,
     packed_arguments,
     why_not_packed,
+    why_padded,
 )
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel
@@ -377,9 +377,9 @@ def test_other_forwards_still_find_out_what_is_packed():
 @pytest.mark.parametrize("family", ALL)
 def test_which_models_can_be_packed(family):
     assert (why_not_packed(model(family)) is None) == (family in FULL)
-    assert may_pack(model(family), "packed", CPU) == (family in FULL)
+    assert (why_padded(model(family), "packed", CPU) is None) == (family in FULL)
     # the CPU has no kernel for packed rows
-    assert not may_pack(model(family), "padded", CPU) and not may_pack(model(family), "auto", CPU)
+    assert why_padded(model(family), "padded", CPU) and why_padded(model(family), "auto", CPU)
 
 
 def test_what_keeps_a_model_from_being_packed():

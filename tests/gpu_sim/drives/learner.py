@@ -25,7 +25,7 @@ from ppo_ds.background.pending import Pending
 from ppo_ds.config.registry import import_target
 from ppo_ds.config.sections.algo import EntropyConfig, GAEConfig, RewardShapingConfig, ValueConfig
 from ppo_ds.engine.frozen import FrozenModel
-from ppo_ds.models.packed_attention import may_pack
+from ppo_ds.models.packed_attention import why_padded
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel
 from ppo_ds.ppo.experience import ExperienceMaker
@@ -72,7 +72,7 @@ def update(device: FakeCuda, what: str, micros: int) -> None:
         actor = Engine(policy, world)
         critic = Engine(ScoreModel(classifier("qwen2", dtype)), world)
         if packed:
-            assert may_pack(policy.lm, "auto" if dtype == "bf16" else "packed", CUDA)
+            assert why_padded(policy.lm, "auto" if dtype == "bf16" else "packed", CUDA) is None
             policy.packed = critic.module.packed = True
         size = 2 * micros
         rows = experience(2 * size if what == "ppo" else size)

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from ppo_ds.algorithm.loss.aggregation import batch_totals
-from ppo_ds.models.packed_attention import may_pack
+from ppo_ds.models.packed_attention import why_padded
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.value import ScoreModel
 from ppo_ds.ppo.losses import actor_loss
@@ -33,7 +33,7 @@ def policy(device: FakeCuda, family: str, variant: str) -> None:
     """Computes the policy loss of one micro-batch and its gradients."""
     lm = language_model(family, adapters=variant == "checkpointed with adapters")
     model, rows = Policy(lm, 0.7), experience()
-    model.packed = may_pack(lm, "auto", CUDA)
+    model.packed = why_padded(lm, "auto", CUDA) is None
     if variant == "padded":
         model.packed = False
     assert variant != "packed" or model.packed
@@ -50,7 +50,7 @@ def policy(device: FakeCuda, family: str, variant: str) -> None:
 def critic(device: FakeCuda, family: str) -> None:
     """Computes the value loss of one micro-batch and its gradients, with rows packed if the family can."""
     model, rows = ScoreModel(classifier(family)), experience()
-    model.packed = may_pack(model.trunk, "auto", CUDA)
+    model.packed = why_padded(model.trunk, "auto", CUDA) is None
     totals = batch_totals([rows.value_mask], dp_size=1)
     device.report.clear()
     values = model(rows.ids, rows.attention_mask, rows.response_width)
@@ -60,7 +60,7 @@ def critic(device: FakeCuda, family: str) -> None:
 def frozen(device: FakeCuda, family: str) -> None:
     """Computes log-probs as the reference does."""
     model, rows = Policy(language_model(family), 0.7).eval(), experience()
-    model.packed = may_pack(model.lm, "auto", CUDA)
+    model.packed = why_padded(model.lm, "auto", CUDA) is None
     probe_head(device, model)
     with torch.no_grad():
         out = model(rows.ids, rows.attention_mask, rows.response_width)
