@@ -164,7 +164,7 @@ class Policy(PackableModel):
     def save(self, directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """Writes a Hugging Face folder for ``AutoModelForCausalLM.from_pretrained``, with adapters merged.
 
-        ``state_dict`` has the keys of ``self.lm``.
+        ``state_dict`` has the keys of ``self.lm`` and is changed, see ``merged_state``.
         """
         plain = merged_state(self.lm, self.lm.state_dict() if state_dict is None else state_dict)
         cleared, self.lm.generation_config = self.lm.generation_config, self.generation_config

@@ -19,8 +19,8 @@ def export_actor(run_dir: Path, actor: TrainedModel, ema: WeightCopy | None, tok
     policy = actor.module
 
     def save_policy(folder: Path, weights: dict[str, Tensor]) -> None:
-        policy.save(folder, weights)
         policy.save_adapter(run_dir / "adapter", weights)
+        policy.save(folder, weights)
 
     export_model(actor, "lm.", run_dir / "model", save_policy, tokenizer)
     if ema is not None:
@@ -37,13 +37,12 @@ def export_model(
 ) -> None:
     """Writes the weights of ``model`` and the tokenizer to ``folder``, which is replaced. A collective.
 
-    ``save`` runs on rank 0 and receives the weights below ``prefix``, without it.
+    ``save`` runs on rank 0 and receives the weights below ``prefix``, without it. Nothing else holds them.
     """
     weights = consolidated(model)
     if weights is not None:
-        kept = {
-            name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)
-        }
+        names = [name for name in weights if name.startswith(prefix)]
+        kept = {name.removeprefix(prefix): weights.pop(name) for name in names}
         with draft_directory(folder) as draft:
             save(draft, kept)
             tokenizer.save(draft)

@@ -148,8 +148,8 @@ def exported_gaps(actor: HybridActor, folder: Path, base: Path) -> dict[str, flo
     if state is None:
         return {}
     weights = {name.removeprefix("lm."): x for name, x in state.items()}
-    actor.module.save(folder / "model", weights)
     actor.module.save_adapter(folder / "adapter", weights)
+    actor.module.save(folder / "model", weights)
     merged = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     on_base = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder / "adapter"

@@ -5,6 +5,7 @@ is saved.
 """
 
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.lora import (
     adapter_parameters,
     add_adapters,
+    merged_state,
     plain_modules,
     plain_weights,
     without_adapters,
@@ -290,8 +292,8 @@ def test_the_saved_model_and_the_saved_adapter_are_both_the_trained_one(tmp_path
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.zero_()  # saving must write the given tensors, not the parameters
-    policy.save(tmp_path / "model", state)
     policy.save_adapter(tmp_path / "adapter", state)
+    policy.save(tmp_path / "model", state)
 
     merged, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", dtype=torch.float32, output_loading_info=True
@@ -312,6 +314,17 @@ def test_the_saved_model_and_the_saved_adapter_are_both_the_trained_one(tmp_path
         folder,
         "CAUSAL_LM",
     )
+
+
+def test_a_base_weight_is_freed_once_it_is_merged(tmp_path):
+    """An export holds at most one copy of the model's weights besides the module."""
+    policy = policy_of(saved(tmp_path, "llama"))
+    adapt(policy.lm)
+    state = {name: weight.clone() for name, weight in policy.lm.state_dict().items()}
+    bases = [weakref.ref(weight) for name, weight in state.items() if name.endswith("base_layer.weight")]
+    plain = merged_state(policy.lm, state)
+    assert bases and not any(base() is not None for base in bases)
+    assert plain.keys() == AutoModelForCausalLM.from_config(FAMILIES["llama"]()).state_dict().keys()
 
 
 def test_the_module_saves_itself_merged_too_and_a_plain_one_saves_no_adapter(tmp_path):
