@@ -35,6 +35,7 @@ from ppo_ds.rollout.streaming import stream_response
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tools.loading import hub_models, load_decoder, load_reward, model_section, tokenizer_of
 from ppo_ds.tools.model_argument import NamedModel
+from ppo_ds.tracking.formatting import format_number
 from ppo_ds.types import Prompts, Reward
 
 HELP = """\
@@ -199,8 +200,9 @@ def score(
     except Exception as error:  # a user's function may raise anything; the chat continues
         hint = "; a chat has no columns of a data set" if isinstance(error, KeyError) else ""
         return f"no score: {type(error).__name__}: {printable(str(error))[:200]}{hint}"
-    parts = ", ".join(f"{name} {float(column[0]):.3f}" for name, column in found.components.items())
-    return f"score {float(found.sums[0]):.3f}" + (f" ({printable(parts)})" if parts else "")
+    columns = {"score": found.sums, **found.components}
+    total, *parts = (f"{name} {format_number(float(column[0]), '.3f')}" for name, column in columns.items())
+    return f"{total} ({printable(', '.join(parts))})" if parts else total
 
 
 def note(console: Console, text: str, style: str = "yellow") -> None:

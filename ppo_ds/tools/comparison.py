@@ -7,12 +7,12 @@ several responses, are averaged first, and the prompts are resampled.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 import numpy as np
 
 from ppo_ds.ops.outcomes import WORTH, outcome_shares
+from ppo_ds.tracking.formatting import format_number
 
 RESAMPLES = 10_000
 LEVEL = 0.95
@@ -131,7 +131,7 @@ def table(result: Mapping[str, Any]) -> str:
     if judge := result.get("judge"):
         rows = [["model", f"win rate against {judge['first']} ({judge['function']})", "orders disagree"]]
         for name, found in judge["models"].items():
-            rows.append([name, as_percent(found["win_rate"]), f"{100 * found['disagreement']:.1f} %"])
+            rows.append([name, as_percent(found["win_rate"]), f"{percent(found['disagreement'])} %"])
         lines += aligned(rows)
     if "responses" in result:
         lines += aligned(response_rows(result))
@@ -147,7 +147,7 @@ def response_rows(result: Mapping[str, Any]) -> list[list[str]]:
     if speed:
         rows[0].append("tokens/s")
     for name, found in result["responses"].items():
-        row = [name, f"{found['tokens_mean']:.1f}", f"{100 * found['finished_frac']:.1f} %"]
+        row = [name, format_number(found["tokens_mean"], ".1f"), f"{percent(found['finished_frac'])} %"]
         if kl:
             row.append(as_number(kl["models"][name]) if name in kl["models"] else "-")
         if speed:
@@ -167,7 +167,8 @@ def aligned(rows: list[list[str]]) -> list[str]:
 
 
 def as_number(found: Estimate) -> str:
-    return f"{found['mean']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+    mean, low, high = (format_number(found[name], ".3f") for name in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
 
 
 def as_percent(found: Estimate) -> str:
@@ -175,6 +176,5 @@ def as_percent(found: Estimate) -> str:
     return f"{mean} % [{low}, {high}]"
 
 
-def percent(share: float) -> Decimal:
-    """Rounds 100 x ``share`` to one decimal, halves up, as the page does."""
-    return Decimal(100 * share).quantize(Decimal("0.1"), ROUND_HALF_UP)
+def percent(share: float) -> str:
+    return format_number(100 * share, ".1f")

@@ -94,7 +94,7 @@ def answer_lines(step: int, row: dict[str, Any], split: str) -> str:
     """Formats a prompt and its answer. Line breaks are kept; other control characters become escapes."""
     title = f"step {step}, {'held out' if split == 'eval' else 'sample'}"
     if row.get("score") is not None:
-        title += f", score {row['score']:.3f}"
+        title += f", score {format_number(row['score'], '.3f')}"
     lines = [title]
     for name in ("prompt", "response"):
         label = "answer" if name == "response" else name

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ppo_ds.storage.drafts import draft_file
 from ppo_ds.tracking.catalogue import Panel, overview_panels
+from ppo_ds.tracking.formatting import format_change, format_number
 from ppo_ds.tracking.jsonl import read_metrics
 from ppo_ds.tracking.screen import open_console
 
@@ -108,10 +109,11 @@ def _score_table(scores: Mapping[str, tuple[float | None, float | None]], title:
     for column in ("before", "after", "change"):
         table.add_column(column, justify="right")
     for name, (before, after) in scores.items():
-        percent = "accuracy" in name
-        cells = [_score(before, percent), _score(after, percent), "-"]
+        percent = "accuracy" in name or "win_rate" in name
+        form = ".1%" if percent else ".3f"
+        cells = [format_number(before, form), format_number(after, form), "-"]
         if before is not None and after is not None:
-            cells[2] = f"{100 * (after - before):+.1f} points" if percent else f"{after - before:+.3f}"
+            cells[2] = format_change(before, after, percent)
         better = cells[2].startswith("-" if name in LOWER_IS_BETTER else "+") and len(cells[2]) > 1
         table.add_row(name, *cells[:2], Text(cells[2], style="green" if better else ""))
     return table
@@ -128,9 +130,5 @@ def _sample_table(samples: Sequence[Mapping[str, Any]], title: str) -> Table:
             text = str(sample.get(key, "")).strip()
             text = "".join(c if c.isprintable() or c == "\n" else " " for c in text)  # no control characters
             cells.append(Text(text if len(text) <= MAX_CELL else text[: MAX_CELL - 1] + "…"))
-        table.add_row(*cells, _score(sample.get("score"), percent=False))
+        table.add_row(*cells, format_number(sample.get("score"), ".3f"))
     return table
-
-
-def _score(value: float | None, percent: bool) -> str:
-    return "-" if value is None else f"{value:.1%}" if percent else f"{value:.3f}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def format_duration(value: float | None, whole: bool = False) -> str:
     """Formats seconds: 4.2 s (4 s if ``whole``), 3 min 05 s, 2 h 07 min."""
@@ -14,6 +16,20 @@ def format_duration(value: float | None, whole: bool = False) -> str:
 
 
 def format_number(value: float | None, form: str) -> str:
-    """Formats a metric; one that was not finite is shown as "-", in the same width."""
-    width = form.split(".")[0]
-    return f"{'-':>{width}}" if value is None else format(value, form)
+    """Formats a metric by a form such as "7.3f" or ".1%"; None, not finite, is "-" in the same width.
+
+    Halves are rounded up, as in the pages, and so are those that single precision makes a little smaller,
+    such as 0.47749999. Python's format rounds 0.5325 to 53.2%.
+    """
+    width, precision = form.split(".")
+    if value is None:
+        return f"{'-':>{width}}"
+    decimals = int(precision[:-1]) + 2 * form.endswith("%")
+    return format(value + math.copysign(5 * 10.0 ** -(decimals + 4), value), form)
+
+
+def format_change(before: float, after: float, percent: bool) -> str:
+    """Formats a change as the difference of the numbers that the tables show: +5.5 points, -0.020."""
+    factor, form = (100, ".1f") if percent else (1, ".3f")
+    start, end = (float(format_number(factor * value, form)) for value in (before, after))
+    return f"{end - start:+{form}}{' points' if percent else ''}"

@@ -92,7 +92,9 @@ def test_pass_rates_have_powers_of_two_and_the_number_of_responses() -> None:
     assert list(pass_rates([[True] * 8])) == ["1", "2", "4", "8"]
 
 
-@pytest.mark.parametrize(("share", "shown"), [(0.0625, "6.3"), (0.4375, "43.8"), (0.95, "95.0")])
+@pytest.mark.parametrize(
+    ("share", "shown"), [(0.0625, "6.3"), (0.5275, "52.8"), (0.4375, "43.8"), (0.95, "95.0")]
+)
 def test_percents_are_rounded_as_in_the_page(share: float, shown: str) -> None:
     """toFixed(1) of JavaScript rounds 6.25 up, and Python's format to even."""
     assert as_percent({"mean": share, "low": share, "high": 1.0}) == f"{shown} % [{shown}, 100.0]"
@@ -116,6 +118,6 @@ def test_the_table_has_pass_rates_the_judge_and_the_responses() -> None:
     text = table(result)
     assert "2 sampled response(s) each" in text and "pass@2 (reward)" in text
     assert "b 50.0 % [25.0, 75.0] 12.5 %".split() in [line.split() for line in text.splitlines()]
-    assert text.splitlines()[-3].split() == ["a", "3.2", "100.0", "%", "-", "1,234"]
+    assert text.splitlines()[-3].split() == ["a", "3.3", "100.0", "%", "-", "1,234"]
     assert text.splitlines()[-2].split() == "b 4.0 50.0 % 0.500 [0.250, 0.750] 10".split()
     assert text.endswith("  no KL of c to a")

@@ -1,13 +1,15 @@
 """Tests console output: plain lines in a log file, a live view on a terminal, any text."""
 
 import io
+import math
 
+import pytest
 from rich.text import Text
 
 from ppo_ds.distributed import heartbeat
 from ppo_ds.tracking.console import ConsoleTracker, step_line
 from ppo_ds.tracking.curves import before_after
-from ppo_ds.tracking.formatting import format_duration
+from ppo_ds.tracking.formatting import format_change, format_duration, format_number
 
 METRICS = {
     "reward/score_mean": 0.5, "reward/score_std": 0.25, "kl/ref_seq_mean": 0.0123, "policy/loss": -0.02,
@@ -82,6 +84,25 @@ def test_a_narrow_terminal_gets_the_most_important_numbers() -> None:
     assert lines[40].split() == "step 3/20 reward 0.500 ± 0.250".split()
     assert lines[60].split() == [*lines[40].split(), "accuracy", "71.5%"]
     assert lines[80].split() == "step 3/20 reward 0.500 ± 0.250 kl 0.0123 2.50 s accuracy 71.5%".split()
+
+
+ROUNDED = [
+    (0.5325, ".1%", "53.3%"), (0.4775, ".1%", "47.8%"), (0.4775, ".3f", "0.478"), (-0.0625, ".3f", "-0.063"),
+    (0.47749999165534973, ".3f", "0.478"), (0.4774, ".3f", "0.477"), (2.5, "6.0f", "     3"),
+    (None, "7.3f", "      -"), (math.inf, ".3f", "inf"), (1e300, ".0f", f"{1e300:.0f}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "form", "text"), ROUNDED)
+def test_halves_are_rounded_up_as_in_the_pages(value, form, text):
+    assert format_number(value, form) == text
+
+
+def test_a_change_is_the_difference_of_the_numbers_that_are_shown():
+    """The exact change of the first is 5.5 points, and 47.8% to 53.2% are 5.4."""
+    assert format_change(0.47751, 0.53249, percent=True) == "+5.4 points"
+    assert format_change(0.2516, 0.7274, percent=False) == "+0.475"
+    assert format_change(2.0, 1.5, percent=False) == "-0.500"
 
 
 def test_answers_are_printed_without_their_control_characters() -> None:

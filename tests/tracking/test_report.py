@@ -61,10 +61,14 @@ def test_tables_show_what_changed():
         {"prompt": "p", "before": "\x1b[31mx", "after": "y" * 999},
     ]
     before_after(
-        {"accuracy": (0.5, 0.8), "mean score": (0.5, None)}, samples, {"model": "/run/model"}, stream=stream
+        {"accuracy": (0.4775, 0.5325), "score_mean": (0.4775, 0.5325), "mean score": (0.5, None)},
+        samples,
+        {"model": "/run/model"},
+        stream=stream,
     )
     words = stream.getvalue().split()
-    assert ["accuracy", "50.0%", "80.0%", "+30.0", "points"] == words[words.index("accuracy") :][:5]
+    assert ["accuracy", "47.8%", "53.3%", "+5.5", "points"] == words[words.index("accuracy") :][:5]
+    assert ["score_mean", "0.478", "0.533", "+0.055"] == words[words.index("score_mean") :][:4]
     assert ["score", "0.500", "-", "-"] == words[words.index("mean") + 1 :][:4]
     assert ["12+7=", "[bold]", "18", "19", "1.000"] == words[words.index("12+7=") :][:5]
     assert words[-2:] == ["model", "/run/model"]

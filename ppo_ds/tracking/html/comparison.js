@@ -10,8 +10,8 @@ const criteria = rewards.map((name) => ({ name, label: name, judge: false }));
 if (summary.judge && others.length) criteria.push({ name: "judge", label: summary.judge.function, judge: true });
 const samples = summary.decoding?.samples ?? 1;
 const colour = (model) => seriesColour(models.indexOf(model));
-const round = (value, digits) => (value < 0 ? MINUS : "") + Math.abs(value).toFixed(digits);
-const percent = (value) => `${(100 * value).toFixed(1)}\u202f%`;
+const round = (value, digits) => (value < 0 ? MINUS : "") + (Math.abs(value) + 5 * 10 ** -(digits + 4)).toFixed(digits); // as format_number
+const percent = (value) => `${round(100 * value, 1)}\u202f%`;
 const interval = ({ low, high }, format) => `${format(low)} to ${format(high)}`;
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 

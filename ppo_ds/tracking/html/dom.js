@@ -78,7 +78,7 @@ function field(type, label, listener, attributes = {}) {
 function formatNumber(value, digits = 4) {
   if (!Number.isFinite(value)) return MISSING;
   if (value === 0) return "0";
-  const size = Math.abs(value);
+  const size = Number(Math.abs(value).toPrecision(digits + 3)); // 52.7499999 is 52.75
   const decimals = Math.max(0, digits - 1 - Math.floor(Math.log10(size)));
   const text = size < 1e-4 || size >= 1e9
     ? size.toExponential(Math.max(0, digits - 2)).replace(/\.?0+e/, "e").replace("e+", "e")

@@ -6,11 +6,11 @@ const ENDINGS = { done: "Finished", stop_at_step: "Stopped at run.stop_at_step",
 const CALM = { done: "good", stop_at_step: "accent", early_stop: "accent", time_limit: "accent" };
 const short = (value) => formatNumber(value, 3);
 const FIGURES = [
-  ["eval/win_rate_vs_ref", "wins against the reference", formatPercent],
-  ["kl/ref_seq_mean", "KL to the reference, nats", short],
-  ["rollout/resp_len_mean", "tokens per response", short],
+  ["eval/win_rate_vs_ref", "wins over reference, ties count half", formatPercent],
+  ["kl/ref_seq_mean", "KL in nats, last step", short],
+  ["rollout/resp_len_mean", "tokens per response, last step", short],
   ["eval/token_accuracy", "held-out token accuracy", formatPercent],
-  ["perf/tokens_per_s", "tokens per second", short],
+  ["perf/tokens_per_s", "tokens per second, last step", short],
 ];
 
 function statusBadge(run, data) {
@@ -24,11 +24,7 @@ function headOfOne(run, data) {
   const figures = FIGURES.filter(([name]) => last(name) !== undefined)
     .map(([name, label, format]) => [format(last(name)), label]);
   figures.push([run.duration, `${formatNumber(run.lastStep, 9)} steps`]);
-  if (run.result) {
-    const { share, before, after, label } = run.result;
-    const change = `${after > before ? "+" : ""}${short((share ? 100 : 1) * (after - before))}${share ? " points" : ""}`;
-    figures.unshift([(share ? formatPercent : short)(after), label, change]);
-  }
+  if (run.result) figures.unshift([run.result.after, run.result.label, run.result.change]);
   return h("div",
     h("div.toolbar.run-facts", statusBadge(run, data), h("span.muted.small", run.method),
       h("span.faint.small.mono.directory", run.directory)),
@@ -39,13 +35,12 @@ function headOfOne(run, data) {
 
 function headOfSeveral(data) {
   const rows = data.runs.map((run, i) => {
-    const value = run.result?.share ? formatPercent : short;
     return [h("span.run-name", h("span.dot", { style: { color: seriesColour(i) } }), run.name), statusBadge(run, data),
       formatNumber(run.lastStep, 9), run.duration, run.result?.label ?? MISSING,
-      value(run.result?.before), value(run.result?.after), short(run.series["kl/ref_seq_mean"]?.values.at(-1))];
+      run.result?.before ?? MISSING, run.result?.after ?? MISSING, short(run.series["kl/ref_seq_mean"]?.values.at(-1))];
   });
   return h("div",
-    h("div.card.runs-table", table(["Run", "Status", "Steps#", "Time#", "Result", "Before#", "After#", "KL#"], rows)));
+    h("div.card.runs-table", table(["Run", "Status", "Steps#", "Time#", "Result", "Before#", "After#", "KL of the last step#"], rows)));
 }
 
 function pageSection(id, title, text, ...children) {
@@ -120,14 +115,16 @@ function events({ runs }) {
   const title = (kind) => (kind.charAt(0).toUpperCase() + kind.slice(1)).replaceAll("_", " ");
   const badge = (kind) => h(kind === "alarm" ? "span.badge.warn" : "span.badge", title(kind));
   const several = runs.length > 1;
-  const list = (shown) => h("div.card", table([...(several ? ["Run"] : []), "Step#", "Time#", "Event", ""],
-    shown.map((event) => [...(several ? [event.run] : []), formatNumber(event.step, 9), event.after,
+  // a resume continues the time of its checkpoint, which is before that of the end listed above it
+  const list = (shown, timed) => h("div.card", table(
+    [...(several ? ["Run"] : []), "Step#", ...(timed ? ["Time#"] : []), "Event", ""],
+    shown.map((event) => [...(several ? [event.run] : []), formatNumber(event.step, 9), ...(timed ? [event.after] : []),
       badge(event.kind), event.text])));
   const text = alarms.length ? "Each alarm names the value and the key to change. Alarms never stop a run."
       : "No alarm and no warning in this run.";
   return pageSection("alarms", "Alarms", text,
-    alarms.length > 0 && list(alarms),
-    others.length > 0 && h("details.other-events", h("summary.muted.small", "Starts, resumes and ends"), list(others)));
+    alarms.length > 0 && list(alarms, true),
+    others.length > 0 && h("details.other-events", h("summary.muted.small", "Starts, resumes and ends"), list(others, false)));
 }
 
 function allMetrics(data) {

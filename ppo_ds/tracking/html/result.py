@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ppo_ds.tracking.catalogue import METRICS
-from ppo_ds.tracking.formatting import format_duration
+from ppo_ds.tracking.formatting import format_change, format_duration, format_number
 
 ENDS = {
     "done": "The run finished all {steps} steps in {time}",
@@ -33,8 +33,8 @@ RESULTS = {
     "ppo": {
         "eval/accuracy": "held-out accuracy",
         "eval/score_mean": "held-out score",
-        "train_prompts/accuracy": "accuracy on training prompts",
-        "train_prompts/score_mean": "score on training prompts",
+        "train_prompts/accuracy": "accuracy on {count} training prompts, evaluated after the run",
+        "train_prompts/score_mean": "score on {count} training prompts, evaluated after the run",
         "reward/score_mean": "mean score",
     },
     "sft": {"eval/loss": "held-out loss, nats per token", "sft/loss": "training loss, nats per token"},
@@ -59,17 +59,24 @@ def result_values(run: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def result_of(run: dict[str, Any], name: str | None) -> dict[str, Any] | None:
-    """Returns the metric ``name`` with its values at both ends, of training metrics means over some steps."""
+    """Returns both ends of the metric ``name`` as text; those of training metrics are means of steps."""
     if name is None:
         return None
     values = result_values(run)[name]
     averaged = not name.startswith(("eval/", "train_prompts/"))
     count = max(1, min(ENDS_AVERAGED, len(values) // 4)) if averaged else 1
+    before, after = sum(values[:count]) / count, sum(values[-count:]) / count
+    percent = name.endswith("accuracy")
+    form = ".1%" if percent else ".3f"
+    texts = (format_number(before, form), format_number(after, form), format_change(before, after, percent))
+    start, end, change = (text.replace("-", "\u2212").replace("%", "\u202f%") for text in texts)
+    label = RESULTS.get(run["stage"], RESULTS["ppo"])[name]
+    label = label.format(count=run["settings"].get("eval.train_prompts", "some"))
     return {
-        "label": RESULTS.get(run["stage"], RESULTS["ppo"])[name],
-        "share": name.endswith("accuracy"),
-        "before": sum(values[:count]) / count,
-        "after": sum(values[-count:]) / count,
+        "label": f"{label}, last {count} steps" if count > 1 else label,
+        "before": start,
+        "after": end,
+        "change": change,
     }
 
 
@@ -97,7 +104,7 @@ def fallen_rewards(run: dict[str, Any]) -> str:
     curves = {name: run["series"][name]["values"] for name in named if name in run["series"]}
     risen = [name for name, values in curves.items() if values[-1] > values[0]]
     fell = [
-        f"{name} fell from {values[0]:.3g} to {values[-1]:.3g}"
+        "{} fell from {} to {}".format(name, *(format_number(values[i], ".3f") for i in (0, -1)))
         for name, values in curves.items()
         if values[-1] < values[0]
     ]

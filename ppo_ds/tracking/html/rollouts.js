@@ -148,7 +148,9 @@ class Rollouts {
     this.allSteps.setAttribute("aria-pressed", state.allSteps);
     const [read, recorded] = this.run.samples.shown[state.split];
     const thinning = read < recorded ? ` Samples of ${read} of ${recorded} steps are in this file.` : "";
-    this.status.textContent = `${shown.length} of ${rows.length} ${rows.length === 1 ? "answer" : "answers"}.${thinning}`;
+    const made = !state.allSteps && state.follow === null && state.split === "train" && this.run.stepSizes[state.step];
+    this.status.textContent = `${shown.length} of ${rows.length} ${rows.length === 1 ? "answer" : "answers"} in this file` +
+      `${made ? `; step ${state.step} had ${formatNumber(made, 9)}` : ""}.${thinning}`;
     this.more.hidden = rows.length <= shown.length;
     this.more.textContent = `Show ${Math.min(PAGE, rows.length - shown.length)} more`;
   }

@@ -51,6 +51,7 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
     run = section if isinstance(section, dict) else {}
     seconds = [summary.get("wall_s") if ended else None, records[-1].get("time") if records else None]
     first = first_evaluation(run_dir, summary)
+    samples = read_samples(files, sample_bytes)
     return {
         "name": str(run.get("name") or run_dir.resolve().name),
         "directory": str(run_dir),
@@ -65,7 +66,8 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
         "series": curves(records, first),
         "trainPrompts": train_prompts(summary) if ended else {},
         "events": events if len(events) <= MAX_EVENTS else [events[0], *events[1 - MAX_EVENTS :]],
-        "samples": read_samples(files, sample_bytes),
+        "samples": samples,
+        "stepSizes": step_sizes(records, {row["step"] for row in samples["rows"]}),
     }
 
 
@@ -204,6 +206,13 @@ def read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[s
                 short["prompt"] = prompts.setdefault(short["prompt"], len(prompts))
                 rows.append({"split": split, "step": step, **short})
     return {"prompts": list(prompts), "rows": rows, "shown": shown}
+
+
+def step_sizes(records: Sequence[Record], steps: set[int]) -> dict[int, int]:
+    """Returns the number of responses that the run made in each of the ``steps``, as far as recorded."""
+    made = {record["step"]: record["episodes"] for record in records if _is_number(record.get("episodes"))}
+    made.setdefault(0, 0)
+    return {step: made[step] - made[step - 1] for step in steps if {step, step - 1} <= made.keys()}
 
 
 def evenly(count: int, limit: int) -> list[int]:

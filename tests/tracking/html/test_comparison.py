@@ -25,7 +25,7 @@ def row(number, sample, scores, texts=("x", "y"), prompt="p"):
 def summary_of(rows):
     scores = {name: [[one["responses"][name]["scores"]["reward"]] for one in rows] for name in "ab"}
     texts = {name: [[one["responses"][name]["response"]] for one in rows] for name in "ab"}
-    tie = {"win_rate": estimate([0.5]), "position_bias": 0.0, "disagreement": 0.0}
+    tie = {"win_rate": estimate([0.5]), "position_bias": 0.0, "disagreement": 0.5275}
     return {
         "data": "held.jsonl",
         "prompts": len({one["number"] for one in rows}),
@@ -35,7 +35,7 @@ def summary_of(rows):
         "judge": {"function": "j.py:f", "first": "a", "models": {"b": tie}},
         "kl": {
             "name": "KL", "first": "a", "estimator": "k1.",
-            "models": {"b": estimate([0.5]) | {"per_token": 0.1}},
+            "models": {"b": estimate([0.4775]) | {"per_token": 0.1}},
         },
         "tokens_per_second": {"a": 10.0, "b": 20.0},
         "remarks": ["a remark"],
@@ -82,6 +82,8 @@ def test_the_page_shows_filters_and_sorts_responses(browser, tmp_path):
     lead = browser.text(".lead").replace("\u202f", " ")
     assert lead == "12 prompts of held.jsonl \u00b7 greedy responses \u00b7 at most 8 tokens"
     assert "50.0 %" in browser.text(".card").replace("\u202f", " ") and browser.count(".outcomes .won") == 1
+    cards = " ".join(browser.texts(".card")).replace("\u202f", " ")
+    assert "52.8 %" in cards and "0.478" in cards  # 0.5275 and 0.4775: halves up, as on the terminal
     assert browser.count(".prompt") == 10
     assert browser.texts(".answer")[0] == rows[0]["responses"]["a"]["response"]
     assert browser.count(".answer img, .answer b") == 0

@@ -10,6 +10,8 @@ import json
 import matplotlib.image
 import pytest
 
+from ppo_ds.tracking.formatting import format_number
+from ppo_ds.tracking.html.page import asset
 from ppo_ds.tracking.html.report import write_report
 from tests.support.browser import Browser, find_chromium
 from tests.tracking.html.runs import NASTY, lines, make_ppo_run, sample
@@ -100,7 +102,7 @@ def test_the_head_says_what_happened(page):
     assert page.text("h1") == "demo"
     assert page.text(".run-facts .badge") == "Finished"
     assert page.text(".lead") == "The run finished all 20 steps in 4 min 12 s."
-    assert page.texts(".figure .value")[0].replace("\u202f", " ") == "80 %+60 points"
+    assert page.texts(".figure .value")[0].replace("\u202f", " ") == "80.0 %+60.0 points"
     links = page.texts(".page-nav a")
     assert links == [
         "Alarms", "Curves", "Reward over √KL", "Responses", "All metrics", "Settings",
@@ -111,6 +113,21 @@ def test_the_head_says_what_happened(page):
     assert NASTY.replace("\u2028", " ").split("<")[0] in table
     assert "<script>" in table
     assert "raise algo.kl.coef" in table
+    assert page.texts(".figure .label")[1:3] == [
+        "KL in nats, last step", "tokens per response, last step",
+    ]  # fmt: skip
+    # the list of starts, resumes and ends has no times, which a resume sets back
+    page.click("#alarms summary")
+    assert page.texts("#alarms th") == ["Step", "Time", "Event", "", "Step", "Event", ""]
+
+
+def test_numbers_are_rounded_as_on_the_terminal(page):
+    shares = [*((2 * i + 1) / 2000 for i in range(100, 1000)), 0.47749999165534973]  # 10.05 %, 10.15 %, ...
+    texts = f"{shares}.map((share) => [formatPercent(share), formatNumber(share, 3)])"
+    shown = json.loads(page.run(f"(() => {{ {asset('dom.js')}; return JSON.stringify({texts}); }})()"))
+    for share, (percent, number) in zip(shares, shown, strict=True):
+        assert float(percent[:-2]) == float(format_number(share, ".1%")[:-1])
+        assert float(number) == float(format_number(share, ".3f"))
 
 
 def test_curves_show_values_marks_and_the_healthy_range(page):
@@ -240,6 +257,7 @@ def test_reward_over_kl(page):
 def test_answers_are_sorted_filtered_and_searched(page):
     assert column(page, "step") == ["20"] * 4 and page.text(".step-label") == "20"
     assert column(page, "expected") == ["5"] * 4
+    assert page.text(".rollout-foot p") == "4 of 4 answers in this file; step 20 had 8."
     assert column(page, "prompt")[2].replace("\n", "").startswith("<script>")  # as text
     page.click("th.score button")
     assert column(page, "score") == ["0.77", "0.52", "0.27", "0.02"]
@@ -265,6 +283,7 @@ def test_answers_are_sorted_filtered_and_searched(page):
     assert sorted(set(column(page, "step"))) == ["10", "15", "20", "5"] and page.count("tr.answer") == 16
     page.click('.rollouts .segmented [data-value="eval"]')
     assert column(page, "step") == ["0"]
+    assert page.text(".rollout-foot p") == "1 of 1 answer in this file."
 
 
 def test_tokens_are_coloured(page):

@@ -9,7 +9,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.tracking.catalogue import METRICS
 from ppo_ds.tracking.html.report import render_report, sections_of
 from ppo_ds.tracking.html.result import common_results, how_it_ended, result_of
-from ppo_ds.tracking.html.run_data import evenly, flattened, read_run, thinned
+from ppo_ds.tracking.html.run_data import evenly, flattened, read_run, step_sizes, thinned
 from tests.tracking.html.runs import lines, make_ppo_run, ppo_metrics, sample
 
 
@@ -114,7 +114,10 @@ def make_run_without_held_out_prompts(run_dir):
 def test_a_run_without_held_out_prompts_reports_on_training_prompts(tmp_path):
     run = read_run(make_run_without_held_out_prompts(tmp_path / "run"))
     result = result_of(run, *common_results([run]))
-    assert (result["label"], result["before"], result["after"]) == ("score on training prompts", 1.5, 2.5)
+    assert result["label"] == "score on some training prompts, evaluated after the run"  # no config.yaml
+    assert [result[key] for key in ("before", "after", "change")] == ["1.500", "2.500", "+1.000"]
+    label = result_of(run | {"settings": {"eval.train_prompts": 8}}, *common_results([run]))["label"]
+    assert label == "score on 8 training prompts, evaluated after the run"
 
 
 def test_runs_are_compared_by_a_metric_that_all_of_a_stage_have(tmp_path):
@@ -122,7 +125,7 @@ def test_runs_are_compared_by_a_metric_that_all_of_a_stage_have(tmp_path):
     third = read_run(make_run_without_held_out_prompts(tmp_path / "c"))
     assert common_results([first, second]) == ["eval/accuracy"] * 2
     assert common_results([first, third]) == ["reward/score_mean"] * 2
-    assert result_of(first, "reward/score_mean")["label"] == "mean score"
+    assert result_of(first, "reward/score_mean")["label"] == "mean score, last 5 steps"
     sft = third | {"stage": "sft", "series": {"sft/loss": {"steps": [1], "values": [2.0]}}}
     assert common_results([first, sft]) == ["eval/accuracy", "sft/loss"]
     assert common_results([first, third | {"series": {}, "trainPrompts": {}}]) == [None, None]
@@ -214,7 +217,7 @@ def test_the_head_names_a_reward_that_fell_while_the_trained_one_rose(tmp_path):
     run["series"] |= {name: {"steps": [0, 20], "values": values} for name, values in curves.items()}
     assert "exploits" not in how_it_ended(run, False)
     run["events"] = [{"step": 10, "time": 1.0, "kind": "alarm", "text": text}]
-    end = "exploits the reward: while its held-out score rose, eval/exact_mean fell from 0.475 to 0.05."
+    end = "exploits the reward: while its held-out score rose, eval/exact_mean fell from 0.475 to 0.050."
     assert how_it_ended(run, False).endswith(end)
     run["series"]["eval/exact_mean"]["values"][-1] = 0.5  # it has recovered
     assert "exploits" not in how_it_ended(run, False)
@@ -236,10 +239,10 @@ def test_the_summary_of_an_earlier_process_is_not_the_end(tmp_path):
 @pytest.mark.parametrize(
     ("records", "stage", "label", "ends"),
     [
-        ([{"sft/loss": 3.0}, {"sft/loss": 1.5}], "sft", "training loss, nats per token", [3.0, 1.5]),
-        ([{"rm/accuracy": 0.5}], "reward_model", "training accuracy", [0.5, 0.5]),
+        ([{"sft/loss": 3.0}, {"sft/loss": 1.5}], "sft", "training loss, nats per token", ["3.000", "1.500"]),
+        ([{"rm/accuracy": 0.5}], "reward_model", "training accuracy", ["50.0\u202f%", "50.0\u202f%"]),
         # means over 2 of 8 steps
-        ([{"reward/score_mean": float(i)} for i in range(8)], "ppo", "mean score", [0.5, 6.5]),
+        ([{"reward/score_mean": i} for i in range(8)], "ppo", "mean score, last 2 steps", ["0.500", "6.500"]),
     ],
 )
 def test_the_result_of_each_stage(tmp_path, records, stage, label, ends):
@@ -248,6 +251,11 @@ def test_the_result_of_each_stage(tmp_path, records, stage, label, ends):
     run = read_run(tmp_path / "run")
     result = result_of(run, *common_results([run]))
     assert (result["label"], [result["before"], result["after"]]) == (label, ends)
+
+
+def test_the_number_of_responses_of_a_step_is_the_growth_of_the_episodes():
+    records = [{"step": step, "episodes": count} for step, count in ((1, 8), (2, 20), (4, 40))]
+    assert step_sizes([*records, {"step": 5}], {1, 2, 4, 5}) == {1: 8, 2: 12}
 
 
 def test_nested_settings_are_flattened():
