@@ -106,6 +106,8 @@ class OnStep(Tracker):
     """Calls a function after each step. Its exception ends the run as a signal does: the step is saved."""
 
     def __init__(self, call: Callable[[int, Record], object] | None):
+        if call is not None:
+            check_callable("on_step", call, (1, {}))
         self._call = call
         self.error: Exception | None = None
         self.stop: Callable[[str], None] = lambda reason: None
@@ -142,15 +144,8 @@ def train(
         on_step: Called as (step, metrics) after each step. An exception ends the run and is raised.
     """
     given = all_settings(settings, named(reward, data=data, eval_data=eval_data))
-    if on_step is not None:
-        check_callable("on_step", on_step, (1, {}))
-    if threading.current_thread() is not threading.main_thread():
-        raise UserError("train() was called in another thread than the main one, which receives signals")
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: train() runs in one process; start several ranks with "
-            "deepspeed launch/train.py"
-        )
+    check_process()
+    after_step = OnStep(on_step)
     config = load_config([f"+experiment={experiment}", *overrides(given)])
     if config.run.dry_run:
         raise UserError("run.dry_run=true: needs a process of its own; start it with launch/train.py")
@@ -164,7 +159,6 @@ def train(
         from ppo_ds.assemble.run import build_run  # imports deepspeed
         from ppo_ds.run.state import EXIT_CODES
 
-        after_step = OnStep(on_step)
         with signals_restored():
             run = build_run(config, mark_ending=lock.mark_ending, trackers=[after_step])
             after_step.stop = run.context.stop.request
@@ -249,6 +243,17 @@ def register(key: str, name: str | None = None) -> Callable[[T], T]:
         return target
 
     return add
+
+
+def check_process() -> None:
+    """Raises UserError where ``train`` cannot run: on one of several ranks, or outside of the main thread."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: train() runs in one process; start several ranks with "
+            "deepspeed launch/train.py"
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("train() was called in another thread than the main one, which receives signals")
 
 
 def all_settings(settings: Settings | None, of_arguments: Settings) -> Settings:
