@@ -152,6 +152,8 @@ def parse(argv: list[str]) -> Evaluation:
         raise SystemExit(0)
     if options.samples is not None and options.samples < 1:
         raise UserError(f"--samples={options.samples}: must be at least 1")
+    if options.out.is_file():
+        raise UserError(f"--out={options.out}: is a file; give a folder for the results")
     arguments, overrides, base = split_models(options.overrides)
     overrides += [] if options.by is None else [f"eval.by={options.by}"]
     if not arguments:

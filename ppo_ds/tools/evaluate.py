@@ -8,11 +8,15 @@ from functools import cache
 from operator import itemgetter
 from typing import Any
 
+import torch
+
+from ppo_ds.assemble.evaluation import describe_failure
 from ppo_ds.assemble.preflight import check_rewards, try_functions
 from ppo_ds.assemble.reward_models import RewardModels
 from ppo_ds.config.schema import PPOConfig, TextConfig
 from ppo_ds.config.sections.data import SamplingConfig
 from ppo_ds.distributed.world import World
+from ppo_ds.errors import RunError, UserError
 from ppo_ds.planning.budgets import CPU_LIMITS, largest_scoring
 from ppo_ds.ppo.sample_rows import PROMPT_COLUMNS, grouped, last_message
 from ppo_ds.run.token_budgets import TokenBudget
@@ -148,7 +152,12 @@ def score_responses(
 
     def scores(name: str, responses: Responses) -> list[list[float]]:
         scorer = scorers[name, id(responses.reader)]
-        return [scorer(rollout).sums.tolist() for rollout in responses.rollouts]
+        try:
+            return [scorer(rollout).sums.tolist() for rollout in responses.rollouts]
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a user's function may raise anything
+            raise RunError(describe_failure(error)) from error
 
     return {model: {name: scores(name, responses) for name in rewards} for model, responses in found.items()}
 

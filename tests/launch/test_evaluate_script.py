@@ -96,6 +96,8 @@ def test_options_that_would_be_lost_are_refused(models: list[str], tmp_path: Pat
     for out in ("judge.py", "judge.py/deeper", "/proc/here"):
         with pytest.raises(UserError, match=f"^--out={out}: cannot be written .*; give another folder"):
             create_folder(Path(out))
+    [line] = errors("base", "data.path=held.jsonl", *REWARD, "--out", "judge.py")
+    assert line == "--out=judge.py: is a file; give a folder for the results"
     [line] = errors("base", "data.path=held.jsonl", "--judge", "judge.py:f")
     assert line == "--judge=judge.py:f: compares two models; give another MODEL, or remove --judge"
     [line] = errors("base", "data.path=held.jsonl", *REWARD, "actor.model.path=tuned/model")

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from ppo_ds.config.schema import Config
 from ppo_ds.config.sections.models import ModelConfig
-from ppo_ds.errors import UserError
+from ppo_ds.config.types import replace
+from ppo_ds.errors import RunError, UserError
 from ppo_ds.models import tiny
 from ppo_ds.models.policy import load_policy
 from ppo_ds.tools.comparison import table
@@ -315,13 +316,23 @@ def test_a_column_by_which_nothing_can_be_grouped_is_refused(folder: Path, world
         compared(folder, config_of(folder, "eval.by=like"), world)
     many = tmp_path / "many.jsonl"
     many.write_text("".join(json.dumps({"prompt": "a", "likes": str(i)}) + "\n" for i in range(51)))
-    for key in ("data.eval_path", "data.path"):
-        wanted = [*(["data.eval_path=null"] if key == "data.path" else []), "eval.by=likes", f"{key}={many}"]
+    config = config_of(folder, "eval.by=likes", f"data.eval_path={many}", f"data.path={many}")
+    for data in (config.data, replace(config.data, eval_path=None)):  # the command needs only one of the keys
         with pytest.raises(UserError, match=r"likes: has 51 values in .*; choose a column with at most 50"):
-            compared(folder, config_of(folder, *wanted), world)
+            compared(folder, replace(config, data=data), world)
     many.write_text(json.dumps({"prompt": "a", "likes": [1]}) + "\n")
     with pytest.raises(UserError, match=r"likes: has \[1\] in .*; choose a column of numbers or short texts"):
         compared(folder, config_of(folder, "eval.by=likes", f"data.eval_path={many}"), world)
+
+
+def test_an_exception_of_the_reward_is_one_line(folder: Path, world, tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "def score(prompts, responses, rows):\n"
+        "    return [row['number'] if len(prompts) > 3 else 0.0 for row in rows]\n"
+    )
+    wanted = ["reward=function", f"reward.path={tmp_path}/late.py:score"]
+    with pytest.raises(RunError, match=r"^KeyError: 'number', .*reward\.path=.*late\.py:score"):
+        compared(folder, config_of(folder, *wanted), world)
 
 
 def test_a_judge_compares_with_the_first_model(folder: Path, world, tmp_path: Path) -> None:
