@@ -103,11 +103,14 @@ def vllm_activation_bytes(shape: Shape, tensor_parallel: int, each: int, sampled
     """Computes the peak of a step: a layer of a prefill, or the logits of all sequences while sampling.
 
     ``sampled`` is the number of bytes per logit that sampling takes beyond the logits
-    (sampling_bytes). Every rank has the logits of the whole vocabulary.
+    (sampling_bytes). Every rank has the logits of the whole vocabulary. vLLM's second model runner also keeps
+    a count of each token for each sequence (v1/worker/gpu/sample/penalties.py), but samples with one fp32
+    copy of the logits: together less than ``sampled``.
     """
     layer = 3 * shape.hidden + (3 if shape.gated else 2) * shape.inner // tensor_parallel
     logits = SEQUENCES * shape.vocabulary * (each + FP32 + sampled)
-    return max(BATCHED_TOKENS * each * layer, logits)
+    counts = SEQUENCES * shape.vocabulary * FP32
+    return max(BATCHED_TOKENS * each * layer + counts, logits)
 
 
 def engine_memory(

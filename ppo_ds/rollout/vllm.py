@@ -49,8 +49,14 @@ from ppo_ds.types import Prompts, Rollout
 CHECK_EVERY = 16  # steps between two exchanges of stop requests in a tensor-parallel group
 REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, which has the weights
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # only the first version was tested
     "VLLM_NO_USAGE_STATS": "1",  # no reports over the network
+}
+# On a GPU, vLLM 0.32 chooses the model runner: the second, or the first for what the second does not support.
+# The first draws row by row if requests have seeds (``random_sample`` in v1/sample/ops/topk_topp_sampler.py).
+# The second draws all rows in one kernel, by a hash of the request's seed, the position and the token
+# (v1/worker/gpu/sample/gumbel.py). Neither makes a draw depend on the schedule or on other requests.
+REQUIRED_ON_CPU = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second needs a Triton for CPUs
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # distributed/threads.py divides the cores
 }
 # Memory that tensor-parallel ranks share on a CPU. Its names do not depend on the run.
@@ -337,7 +343,7 @@ def remove_shared_names(group: Subgroup) -> None:
 
 def _import_vllm() -> Any:
     """Imports vLLM, which reads its environment variables at import. Raises UserError if this fails."""
-    os.environ |= REQUIRED
+    os.environ |= REQUIRED if torch.cuda.is_available() else REQUIRED | REQUIRED_ON_CPU
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:

@@ -73,11 +73,13 @@ def test_the_cache_of_a_rank_is_as_large_as_without_tensor_parallelism() -> None
 
 
 def test_activations_of_a_prefill_and_of_sampling() -> None:
-    # three hidden states and an eighth of three MLP states in bf16; logits in bf16, in fp32 and three copies
-    prefill = BATCHED_TOKENS * 2 * (3 * 8192 + 3 * 29_568 // 8)
+    # three hidden states and an eighth of three MLP states in bf16, and a count of 4 bytes for each token of
+    # each sequence; logits in bf16, in fp32 and three copies
+    prefill = BATCHED_TOKENS * 2 * (3 * 8192 + 3 * 29_568 // 8) + SEQUENCES * 152_064 * 4
     sampling = SEQUENCES * 152_064 * (2 + 4 + 12)
     assert vllm_activation_bytes(QWEN_72B, 8, 2, sampled=12) == max(prefill, sampling) == sampling
-    assert vllm_activation_bytes(replace(QWEN_72B, vocabulary=1000), 8, 2, sampled=12) == prefill
+    fewer = prefill - SEQUENCES * (152_064 - 1000) * 4
+    assert vllm_activation_bytes(replace(QWEN_72B, vocabulary=1000), 8, 2, sampled=12) == fewer
 
 
 def test_sleeping_frees_weights_and_cache() -> None:

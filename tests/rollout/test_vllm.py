@@ -294,6 +294,15 @@ def test_the_start_of_an_engine_restores_the_process(make, monkeypatch):
     assert torch.backends.cuda.cudnn_sdp_enabled() and gc.get_freeze_count() == 0
 
 
+@pytest.mark.parametrize(("on_gpu", "found"), [(False, "0"), (True, None)])
+def test_vllm_chooses_its_model_runner_on_a_gpu_only(make, monkeypatch, on_gpu, found):
+    """The first model runner, which runs on a CPU, draws row by row if requests have seeds."""
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    make(model())
+    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == found
+
+
 def test_each_start_with_a_model_gives_vllm_the_same_path(make, monkeypatch, tmp_path):
     """vLLM's cache of compiled kernels distinguishes models by their path."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
