@@ -7,9 +7,8 @@ adapters needs no frozen copy: its initial state is the trained model with the a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import deepspeed
@@ -18,20 +17,15 @@ from torch import Tensor, nn
 
 from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.distributed.world import World
+from ppo_ds.engine.host_memory import aligned, lock_pages
 from ppo_ds.engine.layerwise_generation import layer_by_layer
 from ppo_ds.engine.trained import TrainedModel
-
-log = logging.getLogger(__name__)
-
-ALIGNMENT = 64  # bytes
 
 
 class HostWeights:
     """The parameters of a frozen module in one block of host memory.
 
-    The block is page-locked on a GPU, so that copies from it to the GPU are asynchronous. torch's own
-    allocator of page-locked memory is not used: it rounds each allocation up to a power of two
-    (ATen/core/CachingHostAllocator.h).
+    The block is page-locked on a GPU, so that copies from it to the GPU are asynchronous (host_memory.py).
     """
 
     def __init__(self, module: nn.Module, device: torch.device):
@@ -45,36 +39,20 @@ class HostWeights:
         for _, _, parameter in self._slots:
             if parameter not in offsets:
                 offsets[parameter] = size
-                size += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+                size += aligned(parameter.nbytes)
         block = torch.empty(size, dtype=torch.uint8)
         self._host: dict[nn.Parameter, Tensor] = {}
         for parameter, offset in offsets.items():
             host = block[offset : offset + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
             self._host[parameter] = host.copy_(parameter.data)
             parameter.data = host
-        if device.type == "cuda" and torch.cuda.is_available():
-            _lock_pages(block, device)
+        lock_pages(block, device)
 
     def restore(self) -> None:
         """Points the module's parameters to the block again, without a copy; frees those on the device."""
         for owner, name, parameter in self._slots:
             parameter.data = self._host[parameter]
             setattr(owner, name, parameter)  # Module.to replaces parameters of some devices
-
-
-def _lock_pages(block: Tensor, device: torch.device) -> None:
-    """Page-locks a block for the lifetime of the process; logs a warning on failure. Not tried on a GPU."""
-    portable = 1  # cudaHostRegisterPortable: for all CUDA contexts
-    error = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, portable))
-    if error:
-        log.warning(
-            "%.3g GB of host memory for an offloaded model cannot be page-locked (CUDA error %d): its copies "
-            "to the GPU are slower",
-            block.nbytes / 1e9,
-            error,
-        )
-        with suppress(RuntimeError):  # CUDA reports the error once more, after the next kernel
-            torch.zeros(1, device=device)
 
 
 class FrozenModel:

@@ -15,20 +15,22 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, UntypedStorage
 
+from ppo_ds.engine.host_memory import aligned, lock_pages, unlock_pages
 from ppo_ds.engine.master_weights import optimizer_shares
 from ppo_ds.engine.trained import TrainedModel
 
 
 class OptimizerOffload:
-    """Moves the optimizer states of ``model`` to pinned CPU memory and back.
+    """Moves the optimizer states of ``model`` to a block of page-locked CPU memory and back.
 
-    The CPU buffers are kept between phases, since their allocation is slow. ZeRO-3's buckets, in which
-    gradients wait to be reduced, are empty between two steps, so they are freed without a copy.
+    The block is kept between phases, since its allocation is slow. ZeRO-3's buckets, in which gradients wait
+    to be reduced, are empty between two steps, so they are freed without a copy.
     """
 
     def __init__(self, model: TrainedModel):
         self._model = model
-        self._buffers: list[Tensor] = []  # CPU buffers, one for each storage of ``_states``
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._locked = False  # whether the block is page-locked
 
     @property
     def bytes(self) -> int:
@@ -50,15 +52,13 @@ class OptimizerOffload:
         """
         copies: list[tuple[UntypedStorage, Tensor]] = []
         buckets = [(storage, storage.nbytes()) for storage in self._buckets()]
+        states, used = self._states(), 0
+        self._reserve(sum(aligned(storage.nbytes()) for storage in states))
         try:
-            for i, storage in enumerate(self._states()):
+            for storage in states:
                 size = storage.nbytes()
-                if i == len(self._buffers):
-                    self._buffers.append(torch.empty(0, dtype=torch.uint8))
-                if len(self._buffers[i]) != size:
-                    pinned = storage.device.type == "cuda"
-                    self._buffers[i] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-                copy = self._buffers[i]
+                copy = self._block[used : used + size]
+                used += aligned(size)
                 copy.copy_(_as_bytes(storage), non_blocking=True)
                 copies.append((storage, copy))
                 storage.resize_(0)  # takes effect after the copy, which is on the same stream
@@ -74,6 +74,16 @@ class OptimizerOffload:
             for storage, size in buckets:
                 storage.resize_(size)
             get_accelerator().synchronize()  # needed because gradients are reduced on another stream
+
+    def _reserve(self, size: int) -> None:
+        """Allocates the block again if it is too small: at the first use, and when the moments exist."""
+        if len(self._block) >= size:
+            return
+        if self._locked:
+            unlock_pages(self._block)
+        self._block = torch.empty(0, dtype=torch.uint8)  # frees the old block first
+        self._block = torch.empty(size, dtype=torch.uint8)
+        self._locked = lock_pages(self._block, self._model.world.device)
 
     def _states(self) -> list[UntypedStorage]:
         """Returns the storages of optimizer states, except those that forwards need.

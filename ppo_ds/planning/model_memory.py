@@ -16,6 +16,7 @@ FP32 = 4
 BUCKET = 500_000_000  # reduce_bucket_size of DeepSpeed, in elements
 PREFETCH = 50_000_000  # stage3_prefetch_bucket_size
 REUSE = 1_000_000_000  # stage3_max_reuse_distance
+SUB_GROUP = 1_000_000_000  # sub_group_size, in elements of one rank
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class EngineMemory:
     reduction: int = 0
     step: int = 0  # in the optimizer step, beyond ``gradients``
     gathered: int = 0  # ZeRO-3: weights that are gathered at the same time in a forward and backward
-    host: int = 0  # resident bytes in CPU memory instead of on the device
+    host: int = 0  # at most, resident bytes in CPU memory instead of on the device
 
     @property
     def resident(self) -> int:
@@ -65,6 +66,7 @@ class Engine:
         if not self.separate_host or (self.stage == 0 and each == FP32):  # nothing is offloaded without ZeRO
             return engine
         # offloads the states and this rank's gradients; a backward needs the other gradients on the device
+        weights = engine.weights
         if self.offload_optimizer:
             engine = replace(
                 engine,
@@ -73,11 +75,27 @@ class Engine:
                 buffers=engine.buffers - FP32 * share if self.stage == 3 else each * shape.largest_trained,
                 gradients=0 if self.stage > 1 else engine.gradients,
                 step=0,
-                host=engine.masters + engine.moments + (FP32 + each) * share,
+                host=engine.moments + self._offloaded(share),
             )
         if self.offload_params:
-            engine = replace(engine, weights=0, host=engine.host + engine.weights)
+            # locked once for each tensor, at most twice its size, and once for all trained ones (stage3.py:
+            # _create_param_groups_fp16_flat_cpu_memory); torch keeps the former
+            engine = replace(engine, weights=0, host=engine.host + 2 * weights + locked_bytes(each * share))
         return engine
+
+    def _offloaded(self, share: int) -> int:
+        """Computes the CPU memory of offloaded master weights and gradients, ``share`` of each on a rank.
+
+        ZeRO-3 has the gradients twice, the second time by sub-groups, and does not lock the master weights
+        (stage3.py: grad_partitions_flat_buffer, initialize_optimizer_states). The other stages lock the
+        master weights, the gradients, the new weights and, if there are several micro-batches, the gradients
+        of each tensor, at most twice its size (stage_1_and_2.py: buffer_to_accumulate_to_in_cpu).
+        """
+        if self.stage == 3:
+            whole, rest = divmod(share, SUB_GROUP)
+            groups = whole * locked_bytes(FP32 * SUB_GROUP) + locked_bytes(FP32 * rest)
+            return FP32 * share + locked_bytes(FP32 * share) + groups
+        return 2 * locked_bytes(FP32 * share) + locked_bytes(self.each * share) + 2 * self.each * share
 
     def _on_device(self, shape: Shape) -> EngineMemory:
         """Computes the memory of the engine if it offloads nothing.
@@ -122,6 +140,11 @@ class Engine:
             reduction=self.communication * flat,
             gathered=each * min(shape.parameters, REUSE // 2 + PREFETCH + shape.largest_tensor),
         )
+
+
+def locked_bytes(size: int) -> int:
+    """Returns what torch takes for a page-locked tensor of ``size`` bytes: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def activation_bytes(shape: Shape, tokens: int, length: int, each: int, checkpointing: bool) -> int:

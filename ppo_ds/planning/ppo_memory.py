@@ -83,7 +83,7 @@ class PPOMemory(RunMemory):
         for key, model in self.frozen.items():
             offloaded = model.offloaded and on_gpu
             resident[key] = 0 if offloaded else model.resident(ranks)
-            host += model.resident(ranks) if offloaded else 0
+            host += model.host(ranks) if on_gpu else 0
         resident |= self.averages()
         if self.config.algo.old_policy == "lagged":
             resident["lagged"] = self.copy_of("actor")

@@ -57,6 +57,10 @@ class FrozenModel:
     def resident(self, ranks: int) -> int:
         return self.each * ceil(self.shape.parameters / (ranks if self.sharded else 1))
 
+    def host(self, ranks: int) -> int:
+        """Returns an upper bound of its CPU memory; torch page-locks each tensor of a sharded model."""
+        return self.resident(ranks) * (2 if self.sharded else 1) if self.offloaded else 0
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -91,7 +95,7 @@ class Estimate:
 
     resident: dict[str, int]  # by role: memory on the device between two phases
     phases: dict[str, int]  # peak of each phase, resident memory included
-    host: int  # CPU memory for offloading, for runs on GPUs
+    host: int  # CPU memory for offloading, for runs on GPUs: an upper bound, see Engine.memory
     engines: dict[str, EngineMemory]
     generation: str  # how the weights are held for decoding
     layerwise: bool = False  # each forward of generation gathers the weights layer by layer
@@ -159,7 +163,7 @@ class RunMemory:
         if zero.stage == 3 and group > 1:  # a second shard, of the copy of the weights in each group of ranks
             copies = BYTES[dtype] * ceil(shape.parameters / group)
             if zero.offload_params and self.hardware.on_gpu:
-                return replace(engine, host=engine.host + copies)
+                return replace(engine, host=engine.host + 2 * copies)  # each tensor is page-locked by torch
             return replace(engine, weights=engine.weights + copies)
         return engine
 

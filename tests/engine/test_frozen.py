@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppo_ds.engine import frozen as frozen_module
 from ppo_ds.engine.frozen import freeze
+from ppo_ds.engine.host_memory import ALIGNMENT
 
 CPU, GPU, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
 
@@ -160,7 +160,7 @@ def test_the_weights_of_a_replica_are_in_one_aligned_block():
     frozen(module, offload=True, device=META)
     blocks = {p.untyped_storage().data_ptr() for p in module.parameters()}
     assert len(blocks) == 1
-    assert all(p.data_ptr() % frozen_module.ALIGNMENT == 0 for p in module.parameters())
+    assert all(p.data_ptr() % ALIGNMENT == 0 for p in module.parameters())
     (used,) = {p.untyped_storage().nbytes() for p in module.parameters()}
     assert used == 384 + 64 + 64 + 64  # 13 * 7 * 4 = 364 once, 2 * 7 * 2 = 14 twice, 4
 

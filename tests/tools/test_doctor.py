@@ -103,17 +103,23 @@ def engine(shape: Shape = SMALL, stage: int = 2, each: int = 2, ranks: int = 4, 
         (engine(stage=2), 2000, 1000, 2000, 0, 1000 + 2 * 400, 0),
         (engine(stage=3), 500, 1000, 2000, 1000 + 2 * 400, 0, 0),
         (engine(stage=3, each=4), 1000, 1000, 2000, 1000 + 4 * 400, 0, 0),
-        # Offloaded: the host has master weights and moments, the gradients in fp32 and the new weights in 16
-        # bits; the device has a buffer for one tensor.
-        (engine(stage=2, offload_optimizer=True), 2000, 0, 0, 200, 2 * 400, 3000 + 1000 + 500),
-        (engine(stage=3, offload_optimizer=True, offload_params=True), 0, 0, 0, 800, 0, 3000 + 1000 + 1000),
+        # Offloaded: the host has moments, and page-locked, each in 2^n bytes: master weights, gradients and
+        # the new weights in 16 bits, and at most twice the gradients in 16 bits of single tensors; the device
+        # has a buffer for one tensor.
+        (engine(stage=2, offload_optimizer=True), 2000, 0, 0, 200, 800, 2000 + 2 * 1024 + 512 + 2 * 500),
+        # moments and master weights, gradients twice in 2^10 bytes; weights twice, and in 2^9 bytes
+        (
+            engine(stage=3, offload_optimizer=True, offload_params=True),
+            *(0, 0, 0, 800, 0),
+            2000 + 1000 + 2 * 1024 + 2 * 500 + 512,
+        ),
         # on a CPU, offloaded states are in the same memory
         (engine(stage=2, offload_optimizer=True, separate_host=False), 2000, 1000, 2000, 0, 1000 + 800, 0),
         # adapters: 1100 weights, of which 100 are trained and have gradients and optimizer states
         (engine(ADAPTED, stage=0, each=4), 4400, 0, 800, 0, 400, 0),
         (engine(ADAPTED, stage=2), 2200, 100, 200, 0, 100 + 2 * 400, 0),
         (engine(ADAPTED, stage=3), 550, 100, 200, 100 + 2 * 400, 0, 0),
-        (engine(ADAPTED, stage=2, offload_optimizer=True), 2200, 0, 0, 20, 2 * 400, 300 + 100 + 50),
+        (engine(ADAPTED, stage=2, offload_optimizer=True), 2200, 0, 0, 20, 800, 200 + 2 * 128 + 64 + 2 * 50),
     ],
 )
 def test_engine_memory_by_zero_stage(
@@ -244,6 +250,13 @@ def models(config: Config, critic: Shape | None = SMALL) -> Models:
     return Models(SMALL, critic, FrozenModel(SMALL, 2, False, config.reference.zero.offload_params), {}, 100)
 
 
+def test_large_gradients_are_page_locked_by_sub_groups() -> None:
+    # 2.5 x 10^9 elements of 4 bytes: 10^10 in 2^34 bytes; sub-groups of 4 x 10^9 in 2^32, 2 x 10^9 in 2^31
+    share = 25 * 10**8
+    found = engine(replace(BIG, parameters=share, trained=share), 3, ranks=1, offload_optimizer=True)
+    assert found.host == 12 * share + 2**34 + 2 * 2**32 + 2**31
+
+
 def resident(*arguments: str) -> dict[str, int]:
     config = plan(*arguments)
     return estimate(config, models(config), GPU).resident
@@ -261,6 +274,8 @@ def test_an_offloaded_reference_is_on_the_gpu_while_it_scores() -> None:
     assert one.phases["ref_logprobs"] == other.phases["ref_logprobs"]
     assert one.phases["old_logprobs"] == other.phases["old_logprobs"] - 2000
     assert (one.host, other.host) == (2000, 0)
+    # a quarter on each of four ranks, whose tensors torch page-locks one by one
+    assert FrozenModel(SMALL, 2, sharded=True, offloaded=True).host(4) == 2 * 500
 
 
 def test_generation_memory_of_a_sharded_actor() -> None:
