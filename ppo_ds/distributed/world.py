@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
@@ -169,11 +170,11 @@ class World:
     def barrier(self) -> None:
         """Waits until every rank has called it."""
         with self.waiting():
-            dist.barrier()
+            dist.barrier(device_ids=None if self.device.index is None else [self.device.index])
 
     def close(self) -> None:
         """Waits for all ranks and leaves the process group. Leaving earlier would abort the other ranks."""
-        dist.barrier()
+        self.barrier()
         dist.destroy_process_group()
 
 
@@ -237,19 +238,26 @@ def join_process_group(on_gpu: bool, timeout: timedelta) -> None:
     """Creates the process group, unless an earlier run in this process has created it.
 
     If all ranks run on this machine, other machines cannot connect to the ports of the group.
+
+    The group is not created by DeepSpeed, which binds it to a GPU (``device_id``, DeepSpeed 0.19.8). torch would
+    then split every later group from it, those of vLLM too: a collective of all ranks, also of those outside
+    the new group and for groups that use gloo, so that a group that some ranks create in another order hangs.
     """
     if dist.is_initialized():
         return
-    store = None
+    backend, store = "nccl" if on_gpu else "gloo", None
     if is_on_one_machine(os.environ):
         for _, interface in socket.if_nameindex():
             if interface in ("lo", "lo0"):  # loopback on Linux and on macOS
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if os.environ["WORLD_SIZE"] == "1":
-        backend = "nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    elif is_on_one_machine(os.environ):
-        store = open_local_store(timeout)
+    else:
+        if is_on_one_machine(os.environ):
+            store = open_local_store(timeout)
+        dist.init_process_group(backend, timeout=timeout)
+    # DeepSpeed calls barriers without a device; the group uses the GPU of its first collective
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
     deepspeed.init_distributed(timeout=timeout, verbose=False)
     del store  # the process group now holds the store
 
