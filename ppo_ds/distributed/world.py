@@ -239,9 +239,9 @@ def join_process_group(on_gpu: bool, timeout: timedelta) -> None:
 
     If all ranks run on this machine, other machines cannot connect to the ports of the group.
 
-    The group is not created by DeepSpeed, which binds it to a GPU (``device_id``, DeepSpeed 0.19.8). torch would
-    then split every later group from it, those of vLLM too: a collective of all ranks, also of those outside
-    the new group and for groups that use gloo, so that a group that some ranks create in another order hangs.
+    The group is not created by DeepSpeed (0.19.8), which binds it to a GPU (``device_id``). torch would then
+    split every later group from it, those of vLLM too: a collective of all ranks, also of those outside the
+    new group and for groups that use gloo, so that a group that some ranks create in another order hangs.
     """
     if dist.is_initialized():
         return
