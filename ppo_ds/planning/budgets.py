@@ -26,7 +26,7 @@ from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.memory_budget import format_bytes, tensor_memory
 from ppo_ds.planning.model_memory import decode_bytes_bound, inference_activation_bytes, logit_bytes
-from ppo_ds.planning.ppo_memory import packed_bytes
+from ppo_ds.planning.ppo_memory import packed_bytes, records_steps
 from ppo_ds.planning.run_memory import BYTES, USABLE, Estimate, Hardware
 from ppo_ds.rollout.continuous_batch import PREFILL_TOKENS
 from ppo_ds.run.stage import RunContext
@@ -163,11 +163,13 @@ def largest_decoding(config: PPOConfig, world: World, policy: Shape, row_tokens:
     weights = each * policy.parameters
     usable = int(USABLE * tensor_memory(world, weights)) - weights - packed_bytes(config, policy, on_gpu)
     logit = logit_bytes(each, on_gpu, config.sampling.top_k, config.sampling.top_p)
+    recorded = records_steps(config, on_gpu)
 
     def fits(tokens: int) -> bool:
         decoded = max(1, min(rows, tokens // row_tokens))
         prefill = None if config.rollout.backend == "hf" else min(tokens, PREFILL_TOKENS)
-        return decode_bytes_bound(policy, decoded * row_tokens, decoded, each, logit, prefill) <= usable
+        tokens = decoded * row_tokens
+        return decode_bytes_bound(policy, tokens, decoded, each, logit, prefill, recorded) <= usable
 
     limit = CPU_LIMITS["rollout_tokens"]
     if on_gpu:

@@ -236,7 +236,16 @@ def kv_cache_bytes(shape: Shape, tokens: int, each: int) -> int:
 
 
 def static_decode_bytes(
-    shape: Shape, *, tokens: int, length: int, rows: int, prefill: int, waiting: bool, each: int, logit: int
+    shape: Shape,
+    *,
+    tokens: int,
+    length: int,
+    rows: int,
+    prefill: int,
+    waiting: bool,
+    each: int,
+    logit: int,
+    recorded: bool,
 ) -> int:
     """Computes the peak memory of the static decode backend, without the weights.
 
@@ -248,27 +257,36 @@ def static_decode_bytes(
             first prefill runs before the cache is allocated.
         waiting: True if more prompts are prefilled after the cache is allocated.
         logit: Bytes per logit of a decode step (logit_bytes).
+        recorded: True if steps are CUDA graphs. Their pool keeps the logits of a step, and the first step of
+            a later shape, which is not in the pool, needs a second set (rollout/graphs.py).
     """
     slots, prompt_cache = kv_cache_bytes(shape, tokens, each), kv_cache_bytes(shape, prefill, each)
     prefilling = prompt_cache + inference_activation_bytes(shape, prefill, length, each)
-    return max(
-        slots + rows * shape.vocabulary * logit, slots + (prefilling if waiting else prompt_cache), prefilling
-    )
+    logits = rows * shape.vocabulary * logit
+    pool = logits if recorded else 0
+    return max(slots + pool + logits, slots + (pool + prefilling if waiting else prompt_cache), prefilling)
 
 
 def decode_bytes_bound(
-    shape: Shape, tokens: int, rows: int, each: int, logit: int, prefill: int | None = None
+    shape: Shape,
+    tokens: int,
+    rows: int,
+    each: int,
+    logit: int,
+    prefill: int | None = None,
+    recorded: bool = False,
 ) -> int:
     """Computes an upper bound of the memory of decoding, used to choose the generation plan.
 
     It includes the KV cache, the prefill of ``prefill`` tokens, and one row of logits per sequence, as in
     static_decode_bytes. With ``prefill`` None, all tokens are prefilled at once, which bounds any backend.
-    Otherwise keys and values of these tokens are in memory twice, as in the static backend.
+    Otherwise keys and values of these tokens are in memory twice, as in the static backend; see there for
+    ``recorded``.
 
     A prefill needs the activations of one layer: four hidden states and three of the MLP.
     """
     activations = (4 * shape.hidden + 3 * shape.inner) * each
-    logits = rows * shape.vocabulary * logit
+    logits = rows * shape.vocabulary * logit * (2 if recorded else 1)
     if prefill is None:
         return kv_cache_bytes(shape, tokens, each) + tokens * activations + logits
     return kv_cache_bytes(shape, tokens + prefill, each) + prefill * activations + logits

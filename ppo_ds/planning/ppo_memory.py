@@ -156,16 +156,6 @@ class PPOMemory(RunMemory):
         prompts = min(slots, ceil(self.rows / self.config.rollout.samples_per_prompt))
         sampling = self.config.sampling
         logit = logit_bytes(each, self.hardware.on_gpu, sampling.top_k, sampling.top_p)
-        decode = static_decode_bytes(
-            shape,
-            tokens=slots * length,
-            length=length,
-            rows=slots,
-            prefill=min(max(min(budget, PREFILL_TOKENS), self.prompt), prompts * self.prompt),
-            waiting=self.rows > slots,
-            each=each,
-            logit=logit,
-        )
         plan, moved = self._plan(
             rest,
             weights=weights if sharded else 0,
@@ -182,8 +172,19 @@ class PPOMemory(RunMemory):
             gathered = gathered_bytes(shape, each, prefetch=True)
             description = "weights gathered layer by layer"
         layerwise = sharded and not plan.gather_once
-        records = not layerwise and self.hardware.on_gpu and self.config.rollout.backend != "hf"
-        graphs = KEPT_GRAPHS * GRAPH if records else 0
+        recorded = not layerwise and records_steps(self.config, self.hardware.on_gpu)
+        decode = static_decode_bytes(
+            shape,
+            tokens=slots * length,
+            length=length,
+            rows=slots,
+            prefill=min(max(min(budget, PREFILL_TOKENS), self.prompt), prompts * self.prompt),
+            waiting=self.rows > slots,
+            each=each,
+            logit=logit,
+            recorded=recorded,
+        )
+        graphs = KEPT_GRAPHS * GRAPH if recorded else 0
         packed = 0 if layerwise else packed_bytes(self.config, shape, self.hardware.on_gpu)
         phases["generate"] = rest - moved + gathered + decode + graphs + packed
         description += "; optimizer states offloaded" if plan.offload_states else ""
@@ -270,7 +271,13 @@ def decoding_bytes(config: PPOConfig, shape: Shape, each: int, rows: int, length
         each,
         logit_bytes(each, on_gpu, sampling.top_k, sampling.top_p),
         prefill=None if config.rollout.backend == "hf" else min(budget, PREFILL_TOKENS),
+        recorded=records_steps(config, on_gpu),
     )
+
+
+def records_steps(config: PPOConfig, on_gpu: bool) -> bool:
+    """Returns whether decode steps are CUDA graphs, unless weights are gathered layer by layer."""
+    return on_gpu and config.rollout.backend != "hf"
 
 
 def packed_bytes(config: PPOConfig, shape: Shape, on_gpu: bool) -> int:

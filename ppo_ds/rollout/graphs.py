@@ -51,7 +51,9 @@ class CudaRecorder:
         """Runs the step once on the stream that is used for recording.
 
         Libraries allocate their workspaces in this run. A workspace that is allocated during a recording
-        would stay in the pool and keep its memory from being freed.
+        would stay in the pool and keep its memory from being freed. The tensors of this run are therefore not
+        in the pool either: while the step of another shape is warmed up, there are two sets of logits, which
+        the estimate of memory counts (``static_decode_bytes``).
         """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):

@@ -139,9 +139,16 @@ def test_logits_by_hand() -> None:
     assert (sampling_bytes(50, 1.0), sampling_bytes(0, 0.9)) == (12 + 5, 6 * 4 + 8)
     by_hand = 24 * 16 + 3 * 20 * 36  # 24 tokens of 16 bytes in the cache; 20 logits of each of 3 rows
     arguments = {"tokens": 24, "length": 8, "rows": 3, "prefill": 4, "waiting": False, "each": 2}
-    assert static_decode_bytes(SMALL, **arguments, logit=output_bytes(2, True) + 32) == by_hand
+    logits = {"logit": output_bytes(2, True) + 32}
+    assert static_decode_bytes(SMALL, **arguments, **logits, recorded=False) == by_hand
+    # the pool of the graphs has logits of its own, also while the next prompts are prefilled
+    assert static_decode_bytes(SMALL, **arguments, **logits, recorded=True) == by_hand + 3 * 20 * 36
+    waiting = arguments | {"waiting": True, "prefill": 400}
+    prefilled, kept = (static_decode_bytes(SMALL, **waiting, **logits, recorded=i) for i in (False, True))
+    assert prefilled > by_hand and kept - prefilled == 3 * 20 * 36
     with_prefill, without = (decode_bytes_bound(SMALL, 24, 3, 2, logit) for logit in (36, 0))
     assert with_prefill - without == 3 * 20 * 36
+    assert decode_bytes_bound(SMALL, 24, 3, 2, 36, recorded=True) - with_prefill == 3 * 20 * 36
     # models that make logits hold them once in their own dtype and twice in fp32 in a forward; in a backward
     # they and their gradient, and three times in fp32
     capped = replace(SMALL, makes_logits=True)
