@@ -226,6 +226,23 @@ def test_settings_of_the_gpu_are_made_before_torch_is_imported(tmp_path: Path) -
         assert "PYTORCH_CUDA_ALLOC_CONF" not in env
 
 
+def test_torch_logs_no_stack_for_an_error_that_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch logs C++ stacks for a store that is gone, and for NCCL's errors, which a CPU cannot have."""
+    log_level = environment_after(monkeypatch, False)["TORCH_CPP_LOG_LEVEL"]
+    program = (
+        "import socket, sys\nfrom datetime import timedelta\nfrom torch.distributed import TCPStore\n"
+        "with socket.create_server(('127.0.0.1', 0)) as closed:\n    port = closed.getsockname()[1]\n"
+        "TCPStore('127.0.0.1', port, is_master=False, timeout=timedelta(seconds=0.5))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TORCH_CPP_LOG_LEVEL": log_level},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr.startswith("Traceback") and "DistNetworkError" in done.stderr
+
+
 def environment_after(monkeypatch: pytest.MonkeyPatch, fixed_segments: bool, **given: str) -> dict[str, str]:
     """Returns the variables of this program that ``prepare_environment`` leaves in an environment."""
     ours = (*process.DEFAULTS, *process.ALLOCATOR_SETTINGS, *process.QUIET)
