@@ -230,7 +230,7 @@ def test_torch_logs_no_stack_for_an_error_that_it_raises(monkeypatch: pytest.Mon
     """torch logs C++ stacks for a store that is gone, and for NCCL's errors, which a CPU cannot have."""
     log_level = environment_after(monkeypatch, False)["TORCH_CPP_LOG_LEVEL"]
     program = (
-        "import socket, sys\nfrom datetime import timedelta\nfrom torch.distributed import TCPStore\n"
+        "import socket\nfrom datetime import timedelta\nfrom torch.distributed import TCPStore\n"
         "with socket.create_server(('127.0.0.1', 0)) as closed:\n    port = closed.getsockname()[1]\n"
         "TCPStore('127.0.0.1', port, is_master=False, timeout=timedelta(seconds=0.5))\n"
     )
