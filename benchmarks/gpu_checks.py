@@ -230,12 +230,45 @@ def out_of_memory(results: Results) -> tuple[bool, str]:
     return bool(lines) and "Traceback" not in result.log, shown
 
 
+def waits(results: Results) -> tuple[bool, str]:
+    """Expects that two more steps do not add calls that synchronize the device."""
+    found = [re.search(r"^synchronizations of the device: (\d+).*$", r.log, re.M) for r in results.values()]
+    one, three = (match for match in found if match)
+    return int(one[1]) == int(
+        three[1]
+    ), f"one step: {one[1]}; {three[0].replace('synchronizations of the device', 'three steps')}"
+
+
 # runs the benchmark with graphs of 64, 128, 192, ... columns
 NARROW_GRAPHS = """
 import sys
 from benchmarks import ppo_step
 from ppo_ds.rollout import continuous_batch
 continuous_batch.graph_columns = lambda used: -(-used // 64) * 64
+sys.exit(ppo_step.main(sys.argv[1:]))
+"""
+# runs the benchmark and counts how often it, or DeepSpeed, synchronizes the device
+COUNT_WAITS = """
+import sys
+from collections import Counter
+from benchmarks import ppo_step
+train = ppo_step.run
+def run(config, args):  # torch is imported once the environment is prepared
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    callers = Counter()
+    def counted(function):
+        def synchronize(*args, **kwargs):
+            callers[sys._getframe(1).f_code.co_filename] += 1
+            return function(*args, **kwargs)
+        return synchronize
+    torch.cuda.synchronize = counted(torch.cuda.synchronize)
+    accelerator = get_accelerator()
+    accelerator.synchronize = counted(accelerator.synchronize)
+    found = train(config, args)
+    print("synchronizations of the device:", callers.total(), dict(callers))
+    return found
+ppo_step.run = run
 sys.exit(ppo_step.main(sys.argv[1:]))
 """
 VERSIONS = """
@@ -292,6 +325,17 @@ def all_checks(tiny: bool = False) -> dict[str, Check]:
                 ),
             ],
             first_gradients,
+        ),
+        "waits": Check(
+            "correctness",
+            "Does a training step synchronize the device?",
+            [
+                step_run(
+                    f"steps{steps}", "W5", steps=steps, minutes=0.7, options=TINY, script=("-c", COUNT_WAITS)
+                )
+                for steps in (1, 3)
+            ],
+            waits,
         ),
         "decoding": Check(
             "correctness",
@@ -448,9 +492,19 @@ def perform(name: str, check: Check, out: Path, on_cpu: bool) -> bool:
     print(f"{'passed' if passed else 'FAILED'}  {name}: {shown}\n        exit codes: {codes}", flush=True)
     file = out / "results.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    found[name] = {"passed": passed, "shown": shown, "runs": {n: _record(r) for n, r in results.items()}}
+    found[name] = {"passed": passed, "shown": shown, "tested": tested_row(name, passed, shown, on_cpu)}
+    found[name] |= {"runs": {n: _record(r) for n, r in results.items()}}
     file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return passed
+
+
+def tested_row(name: str, passed: bool, shown: str, on_cpu: bool) -> str:
+    """Returns the row of a check for the table of docs/tested.md: check, device and torch, verdict."""
+    import torch
+
+    device = "CPU" if on_cpu or not torch.cuda.is_available() else torch.cuda.get_device_name()
+    verdict = f"{'passed' if passed else 'FAILED'}: {shown}".replace("|", "\\|")
+    return f"| `{name}` | {device}, torch {torch.__version__} | {verdict} |"
 
 
 def execute(run: Run, out: Path, on_cpu: bool) -> Result:

@@ -81,6 +81,16 @@ def test_the_estimate_may_be_a_third_too_high_and_a_twentieth_too_low(estimate, 
     assert gpu_checks.memory_estimate(results)[0] == passed
 
 
+def test_more_steps_may_not_synchronize_the_device_more_often():
+    line = "table\nsynchronizations of the device: {}\n"
+    few, many = (result(log=line.format(found)) for found in ("2 {'a.py': 2}", "4 {'timer.py': 4}"))
+    assert gpu_checks.waits({"steps1": few, "steps3": few})[0]
+    passed, shown = gpu_checks.waits({"steps1": few, "steps3": many})
+    assert not passed and shown.startswith("one step: 2; three steps: 4 ") and "timer.py" in shown
+    with pytest.raises(ValueError):  # nothing was counted
+        gpu_checks.waits({"steps1": few, "steps3": result(log="killed")})
+
+
 def test_growth_of_memory_after_the_third_step():
     flat = [{"mem/reserved_peak_gb": peak} for peak in (3.0, 4.0, 5.0, 5.0, 5.1)]
     grown = [*flat, {"mem/reserved_peak_gb": 5.2}]
@@ -117,6 +127,10 @@ def test_a_killed_or_unreadable_run_fails_its_check(tmp_path, capsys):
     assert (tmp_path / "unread_crashes.log").read_text() == "no metrics\n"
     recorded = json.loads((tmp_path / "results.json").read_text())
     assert [entry["passed"] for entry in recorded.values()] == [False] * 3
+    row = recorded["code"]["tested"]
+    assert row.startswith("| `code` | CPU, torch ") and row.endswith(
+        "| FAILED: unexpected exit code of crashes (None: killed at the time limit) |"
+    )
 
 
 def test_without_a_gpu_nothing_runs(tmp_path, monkeypatch, capsys):
@@ -129,9 +143,10 @@ def test_without_a_gpu_nothing_runs(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_checks_run_on_the_cpu(tmp_path):
-    names = ["resume", "out_of_memory"]
+    names = ["waits", "resume", "out_of_memory"]
     done = run_python("benchmarks/gpu_checks.py", *names, "--cpu", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed  resume: 4 steps: all metrics are equal\n" in done.stdout
+    assert "passed  waits: one step: " in done.stdout
     line = r"passed  out_of_memory: error: rank 0 is out of memory in .* with memory.train_tokens=1000000: "
     assert re.search(line, done.stdout)
