@@ -32,7 +32,7 @@ from launch.hub import use_caches_without_the_hub
 from launch.process import prepare_environment, take_lock
 from ppo_ds import registered
 from ppo_ds.config.checks.data import hub_names, looks_local
-from ppo_ds.config.schema import OPEN_VARIANTS, PPOConfig
+from ppo_ds.config.schema import OPEN_VARIANTS, PPOConfig, add_own_code
 from ppo_ds.config.types import Variants
 from ppo_ds.errors import RunError, UserError
 from ppo_ds.storage.drafts import write_file
@@ -234,12 +234,9 @@ def register(key: str, name: str | None = None) -> Callable[[T], T]:
             raise UserError(f"register({key!r}): {called!r} is not a name; give one as the second argument")
         if section is not None and called in section.variants and not hasattr(registered, called):
             raise UserError(f"register({key!r}): {called} is a value of ppo_ds itself; choose another name")
-        if section is not None and section.code == "function" and isinstance(target, type):
-            if not issubclass(target, section):
-                raise UserError(f"register({key!r}): {called} is not derived from {section.__name__}")
-        setattr(registered, called, target)
         if section is not None:
-            section.add(called, target, f"{registered.__name__}.{called}")
+            add_own_code(key, called, target, f"{registered.__name__}.{called}")
+        setattr(registered, called, target)
         return target
 
     return add

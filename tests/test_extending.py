@@ -27,10 +27,11 @@ from ppo_ds.algorithm.loss.aggregation import BatchTotals, Share, token_mean
 from ppo_ds.algorithm.loss.keys import LOSS_AGGREGATIONS, LossConfig
 from ppo_ds.algorithm.policy.keys import POLICY_LOSSES, PPO, PolicyConfig
 from ppo_ds.algorithm.policy.losses import ppo
-from ppo_ds.algorithm.policy.surrogate import PolicyTerms, TokenLoss
+from ppo_ds.algorithm.policy.surrogate import PolicyTerms, TokenLoss, unclipped
 from ppo_ds.assemble.generator import build_generator
-from ppo_ds.config.schema import Config
+from ppo_ds.config.schema import Config, add_own_code
 from ppo_ds.config.targets import bind
+from ppo_ds.errors import RunError
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.planning.budgets import with_cpu_limits
@@ -137,6 +138,45 @@ def test_an_advantage_estimator(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     experience = run(folder, "mine").experience
     expected = 2 * experience.scores[:, None] * experience.response_mask
     torch.testing.assert_close(experience.advantages, expected)
+
+
+def no_estimate(responses: Responses, options: CreditOptions) -> None:
+    """Returns nothing."""
+
+
+def estimate_of_rows(responses: Responses, options: CreditOptions) -> Estimate:
+    """Returns one advantage for each response instead of one for each token."""
+    return Estimate(responses.scores)
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (no_estimate, "returned NoneType; it must return Estimate"),
+        (estimate_of_rows, r"returned advantages of shape \(6,\); it must be that of mask, \(6, \d+\)"),
+    ],
+)
+def test_an_estimator_with_a_wrong_result_is_named(folder, monkeypatch, function, problem) -> None:
+    monkeypatch.setitem(ADVANTAGE_ESTIMATORS, "wrong", AdvantageConfig)  # absent again after the test
+    add_own_code("algo.advantage.estimator", "wrong", function, f"{__name__}.{function.__name__}")
+    (folder / "algo" / "mine.yaml").write_text("advantage: { estimator: wrong }\nkl: { coef: 0 }\n")
+    with pytest.raises(RunError, match=f"^wrong {problem}"):
+        run(folder, "mine")
+
+
+def loss_of_rows(terms: PolicyTerms, policy: PolicyConfig) -> TokenLoss:
+    """Returns one loss for each response instead of one for each token."""
+    return unclipped((terms.ratio * terms.advantages).sum(1))
+
+
+def test_a_loss_of_a_wrong_shape_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICY_LOSSES, "wrong", PPO)  # absent again after the test
+    add_own_code("algo.policy.loss", "wrong", loss_of_rows, f"{__name__}.loss_of_rows")
+    (folder / "algo" / "mine.yaml").write_text(
+        "policy: { loss: wrong }\nadvantage: { estimator: dr_grpo, whiten: none }\n"
+    )
+    with pytest.raises(RunError, match=r"^wrong returned loss of shape \(\d,\); it must be that of mask"):
+        run(folder, "mine")
 
 
 def test_a_policy_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

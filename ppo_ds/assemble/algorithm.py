@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 
 from torch import Tensor
 
+from ppo_ds.algorithm.credit.keys import AdvantageConfig
 from ppo_ds.algorithm.credit.positions import ScorePosition
-from ppo_ds.algorithm.credit.responses import CreditOptions
+from ppo_ds.algorithm.credit.responses import CreditOptions, Estimate, Responses
 from ppo_ds.algorithm.credit.whitening import Whitening
 from ppo_ds.algorithm.kl.controllers import FixedKLController
 from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS, KLConfig
 from ppo_ds.algorithm.loss.aggregation import seq_mean_token_mean, seq_mean_token_sum, token_mean
 from ppo_ds.algorithm.loss.keys import TokenSumNorm
+from ppo_ds.algorithm.policy.keys import PolicyConfig
+from ppo_ds.algorithm.policy.surrogate import PolicyTerms, TokenLoss
 from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.assemble.shared import all_packed, training_steps
 from ppo_ds.config.registry import import_target
@@ -25,7 +29,7 @@ from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
-from ppo_ds.errors import UserError
+from ppo_ds.errors import RunError, UserError
 from ppo_ds.ops.masked import Reduce
 from ppo_ds.planning.forwards import kept_roles, old_logprobs_source
 from ppo_ds.ppo.experience import ExperienceMaker
@@ -92,7 +96,7 @@ def experience_maker(
         shaper=ScoreShaper(algo.reward_shaping, world.sum),
         charged_kl=_kl_estimator(algo.kl) if algo.kl.place == "reward" else None,
         score_position=_score_position(algo),
-        estimate_advantages=import_target(algo.advantage.function),
+        estimate_advantages=_checked(algo.advantage, Estimate, "advantages"),
         credit=credit_options(config, world.sum),
         whitening=_whitening(algo),
         group_size=config.rollout.samples_per_prompt,
@@ -158,6 +162,26 @@ def _score_position(algo: AlgoConfig) -> ScorePosition:
 
 def _whitening(algo: AlgoConfig) -> Whitening:
     return Whitening(algo.advantage.whiten, algo.advantage.unbiased, algo.action_level)
+
+
+def _checked(section: PolicyConfig | AdvantageConfig, result: type, field: str) -> Callable[..., Any]:
+    """Returns the function of a section, which may be a user's.
+
+    It ends the run with one line if it returns another type or another shape of ``field`` than its mask's.
+    """
+    function, name = import_target(section.function), getattr(section, section.tag)
+
+    @wraps(function)
+    def checked(given: PolicyTerms | Responses, options: Any) -> Any:
+        found = function(given, options)
+        if not isinstance(found, result):
+            raise RunError(f"{name} returned {type(found).__name__}; it must return {result.__name__}")
+        shape, wanted = tuple(getattr(found, field).shape), tuple(given.mask.shape)
+        if shape != wanted:
+            raise RunError(f"{name} returned {field} of shape {shape}; it must be that of mask, {wanted}")
+        return found
+
+    return checked
 
 
 @dataclass(frozen=True)
@@ -247,7 +271,7 @@ def policy_terms(config: PPOConfig, actor: TrainedModel) -> tuple[Term, ...]:
         policy_agg = seq_mean_token_sum if policy.sums_over_tokens else seq_mean_token_mean
     ratio = policy.ratio or algo.action_level
     terms: list[Term] = [
-        PolicyTerm(import_target(policy.function), policy, ratio, policy_agg),
+        PolicyTerm(_checked(policy, TokenLoss, "loss"), policy, ratio, policy_agg),
         EntropyTerm(algo.entropy, agg),
     ]
     if algo.kl.place == "loss":

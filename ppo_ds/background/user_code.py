@@ -19,6 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any, Literal
 from zlib import crc32
 
+from ppo_ds.config.registry import where_import_failed
 from ppo_ds.config.similar_paths import did_you_mean_path
 from ppo_ds.errors import UserError
 
@@ -99,15 +100,8 @@ def _import_source(source: str, setting: str) -> ModuleType:
     try:
         return _execute_file(file) if is_file else importlib.import_module(source)
     except (Exception, SystemExit) as error:
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename != __file__ and "importlib" not in frame.filename
-        ]
-        location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        raise UserError(
-            f"{setting}: cannot import {source}: {type(error).__name__}: {error}{location}"
-        ) from error
+        problem = f"{type(error).__name__}: {error}{where_import_failed(error)}"
+        raise UserError(f"{setting}: cannot import {source}: {problem}") from error
 
 
 @cache

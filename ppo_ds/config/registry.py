@@ -10,8 +10,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -103,3 +106,12 @@ def import_target(path: str) -> Any:
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     return getattr(importlib.import_module(module), name)
+
+
+def where_import_failed(error: BaseException) -> str:
+    """Returns " (FILE:LINE)" of the user's last line before an exception of an import, or ""."""
+    package, stdlib = str(Path(__file__).parents[1]) + os.sep, sysconfig.get_path("stdlib") + os.sep
+    others = (package, stdlib, "<frozen", sysconfig.get_path("purelib") + os.sep)
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in trace if not frame.filename.startswith(others)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

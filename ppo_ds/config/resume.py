@@ -54,6 +54,7 @@ OPEN_SECTIONS = tuple(
     rollout.environment.arguments
     """.split()
 )
+MAX_PROBLEMS = 5  # changed keys with a line of their own
 Settings = Mapping[str, Any]  # The result of schema.resolved, possibly read back from JSON or YAML.
 Change = tuple[str, Any, Any]  # key, old value, new value
 
@@ -77,14 +78,16 @@ def check_resume(before: Settings, now: Settings, checkpoint: Path) -> list[str]
         is_allowed = any(key == name or key.startswith(f"{name}.") for name in allowed)
         (named if not _matches(key, IMMUTABLE) else permitted if is_allowed else refused).append(change)
     if refused:
-        raise UserError(
-            *[
-                f"{key}={show(value)}: {checkpoint} was made with {show(old)}; restore that value, choose "
-                "another run.dir, begin anew with run.resume=restart, or allow the change with "
-                f"run.resume_allow_changes=[{','.join([*allowed, key])}]"
-                for key, old, value in refused
-            ]
-        )
+        problems = [
+            f"{key}={show(value)}: {checkpoint} was made with {show(old)}; restore that value, choose "
+            "another run.dir, begin anew with run.resume=restart, or allow the change with "
+            f"run.resume_allow_changes=[{','.join([*allowed, key])}]"
+            for key, old, value in refused
+        ]
+        if len(problems) > MAX_PROBLEMS:
+            more = ", ".join(key for key, *_ in refused[MAX_PROBLEMS:])
+            problems[MAX_PROBLEMS:] = [f"changed too: {more}; {checkpoint} seems to be of another run"]
+        raise UserError(*problems)
     lines = [f"changed    since the checkpoint: {in_words(named)}"] if named else []
     if permitted:
         lines.append(f"changed    allowed by run.resume_allow_changes: {in_words(permitted)}")

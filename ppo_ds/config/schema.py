@@ -11,6 +11,7 @@ signature. Batch sizes are global: they mean the same with any number of ranks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -21,7 +22,7 @@ from pydantic.fields import FieldInfo
 from ppo_ds.algorithm.credit.keys import AdvantageConfig
 from ppo_ds.algorithm.policy.keys import PolicyConfig
 from ppo_ds.config.reading import read
-from ppo_ds.config.registry import STAGES, import_target
+from ppo_ds.config.registry import STAGES, import_target, where_import_failed
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.sections.data import DataConfig, PPODataConfig, SamplingConfig
 from ppo_ds.config.sections.finetune import RewardModelConfig, SFTConfig
@@ -220,12 +221,32 @@ def load_own_code(tree: Any) -> None:
     for key, _, name in own_code(tree):
         if "." in name:
             try:
-                OPEN_VARIANTS[key].add(name, import_target(name), name)
+                target = import_target(name)
             except Exception as error:  # of the user's module
+                problem = f"{type(error).__name__}: {error}{where_import_failed(error)}"
                 raise UserError(
-                    f"{key}={name}: cannot be imported ({type(error).__name__}: {error}); must be "
-                    "package.module.name"
+                    f"{key}={name}: cannot be imported, {problem}; must be package.module.name"
                 ) from error
+            add_own_code(key, name, target, name)
+
+
+def add_own_code(key: str, name: str, target: Any, path: str) -> None:
+    """Adds the class or function at ``path`` as a value of ``key``; raises UserError if it does not fit."""
+    variants, problem = OPEN_VARIANTS[key], ""
+    if isinstance(target, type):
+        if variants.interface is not None and not issubclass(target, variants):
+            problem = f"is not derived from {variants.__name__}"
+    elif variants.interface is None:
+        problem = "is not a class"
+    else:
+        arguments, result = variants.interface
+        try:
+            inspect.signature(target).bind(*arguments)
+        except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
+            problem = f"must be a function ({', '.join(arguments)}) -> {result}: {error}"
+    if problem:
+        raise UserError(f"{key}={name}: {problem}")
+    variants.add(name, target, path)
 
 
 def from_tree(tree: Any) -> tuple[Config, dict[str, str]]:

@@ -53,6 +53,8 @@ class Variants(Section):
     tag: ClassVar[str]
     variants: ClassVar[dict[str, type[Any]]]
     code: ClassVar[str] = ""  # the class variable with the dotted name of a variant's code
+    # what the code takes and returns, if it is a function: the names of its arguments, and its result's type
+    interface: ClassVar[tuple[tuple[str, ...], str] | None] = None
 
     @classmethod
     def add(cls, name: str, target: Any, path: str) -> None:

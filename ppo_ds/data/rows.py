@@ -292,9 +292,12 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, Row]]:
             try:
                 row = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"{file}:{number}: not a JSON object on one line: {_one_line(error)}"
-                ) from error
+                at = (
+                    f"{error.msg} at character {error.pos + 1}"
+                    if isinstance(error, json.JSONDecodeError)
+                    else error
+                )
+                raise UserError(f"{file}:{number}: not a JSON object on one line: {_one_line(at)}") from error
             yield number, _check_row(row, f"{file}:{number}")
 
 

@@ -103,6 +103,19 @@ def test_a_dtype_is_the_critics_and_the_references_too() -> None:
     ]
 
 
+def test_keys_beyond_the_fifth_are_named_in_one_line() -> None:
+    other = ("run.seed=3", "data.path=org/b", "data.shuffle=false", "actor.zero.stage=1", "algo.epochs=7")
+    with pytest.raises(UserError) as refused:
+        check_resume(
+            stored(), settings(*other, "actor.model.path=org/b", "algo.action_level=sequence"), CHECKPOINT
+        )
+    *lines, rest = refused.value.problems
+    assert len(lines) == 5 and all("restore that value" in line for line in lines)
+    assert rest.startswith("changed too: ") and rest.endswith(f"; {CHECKPOINT} seems to be of another run")
+    keys = [line.partition("=")[0] for line in lines] + rest.partition(": ")[2].partition(";")[0].split(", ")
+    assert {"run.seed", "data.path", "data.shuffle", "algo.epochs", "actor.model.path"} <= set(keys)
+
+
 def test_every_refused_key_is_named_and_a_section_may_be_allowed() -> None:
     other = ("data.path=org/b", "data.shuffle=false", "run.seed=3")
     with pytest.raises(UserError) as refused:

@@ -99,7 +99,11 @@ def test_max_rows_reads_no_further(jsonl):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.jsonl", b'{"prompt": "a"}\n{"prompt": "b"\n', "x.jsonl:2: not a JSON object on one line"),
+        (
+            "x.jsonl",
+            b'{"prompt": "a"}\n{"prompt": "b"\n',
+            "x.jsonl:2: not a JSON object on one line: Expecting ',' delimiter at character 16",
+        ),
         ("x.jsonl", b'{"prompt": "a"}\n\n{"promp', "x.jsonl:3: not a JSON object on one line"),
         (
             "x.jsonl",

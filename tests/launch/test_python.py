@@ -86,7 +86,7 @@ def test_mistakes_in_arguments_are_told_in_one_line(arguments, line):
 def test_values_of_ppo_ds_cannot_be_replaced():
     with pytest.raises(UserError, match="ppo is a value of ppo_ds itself; choose another name"):
         ppo_ds.register("algo.policy.loss", "ppo")(lambda terms, policy: None)
-    with pytest.raises(UserError, match="Other is not derived from AdvantageConfig"):
+    with pytest.raises(UserError, match="Other: is not derived from AdvantageConfig"):
         ppo_ds.register("algo.advantage.estimator", "Other")(type("Other", (), {}))
 
 
@@ -142,11 +142,42 @@ def test_a_config_names_code_of_the_user(tmp_path, monkeypatch):
         ).algo.policy.function
         with pytest.raises(UserError, match=r"algo\.policy\.factr=3: no such key; did you mean .*factor"):
             load_config([*given, "algo.policy.factr=3"], 1)
-        with pytest.raises(UserError, match=r"loss=my_losses\.none: cannot be imported \(AttributeError"):
+        with pytest.raises(UserError, match=r"loss=my_losses\.none: cannot be imported, AttributeError"):
             load_config(["+experiment=quickstart", "algo.policy.loss=my_losses.none"], 1)
     finally:
         for name in ("my_losses.scaled", "my_losses.Scaled"):
             POLICY_LOSSES.pop(name, None)
+
+
+LOSS = r"must be a function \(PolicyTerms, section\) -> TokenLoss: "
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "problem"),
+    [
+        ("algo.policy.loss", "one", LOSS + "too many positional arguments"),
+        ("algo.policy.loss", "number", LOSS + "3 is not a callable object"),
+        ("algo.policy.loss", "Other", "is not derived from PolicyConfig"),
+        ("algo.advantage.estimator", "one", r"must be a function \(Responses, CreditOptions\) -> Estimate"),
+        ("rollout.backend", "one", "is not a class"),
+    ],
+)
+def test_code_that_does_not_fit_is_refused(tmp_path, monkeypatch, key, name, problem):
+    (tmp_path / "unfit_code.py").write_text("def one(terms): ...\nnumber = 3\nclass Other: ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(UserError, match=f"^{key}=unfit_code.{name}: {problem}"):
+        load_config(["+experiment=quickstart", f"{key}=unfit_code.{name}"], 1)
+
+
+def test_code_that_fails_when_it_is_imported_is_told_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "failing_code.py").write_text("import json\n\nloss = json.loads('')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(
+        UserError, match=r"failing_code.loss: cannot be imported, JSONDecodeError: .*/failing_code.py:3\)"
+    ):
+        load_config(["+experiment=quickstart", "algo.policy.loss=failing_code.loss"], 1)
 
 
 def test_code_of_a_run_of_someone_else_is_not_imported(tmp_path, monkeypatch):

@@ -44,6 +44,7 @@ class AdvantageConfig(Variants):
     tag = "estimator"
     variants = ADVANTAGE_ESTIMATORS
     code = "function"
+    interface = (("Responses", "CreditOptions"), "Estimate")
     function: ClassVar[str]  # dotted name of the estimator
     needs_critic: ClassVar[bool] = False
     needs_group: ClassVar[bool] = False  # two or more responses per prompt

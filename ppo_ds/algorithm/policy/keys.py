@@ -26,6 +26,7 @@ class PolicyConfig(Variants):
     tag = "loss"
     variants = POLICY_LOSSES
     code = "function"
+    interface = (("PolicyTerms", "section"), "TokenLoss")
     function: ClassVar[str]  # dotted name of the loss
     # Unit of the ratio that the loss gets: token, sequence or sequence_mean; None: algo.action_level
     ratio: ClassVar[str | None] = None
