@@ -343,20 +343,26 @@ def test_light_and_dark(page):
     def background():
         return page.run("getComputedStyle(document.body).backgroundColor")
 
+    def reload_until(condition):
+        """Chromium writes localStorage in the background, perhaps after the page is loaded again."""
+        for _ in range(20):
+            page.reload()
+            if page.run(condition):
+                return
+        raise AssertionError(condition)
+
     light = background()
     line = "plot.series[3].stroke(plot)"
     assert plot_of(page, "Reward", line) == "color(srgb 0.0431373 0.419608 0.721569)"
     page.click("[data-theme-switch]")
     assert plot_of(page, "Reward", line) == "color(srgb 0.4 0.701961 0.941176)"
     assert page.run("document.documentElement.dataset.theme") == "dark" and background() != light
-    page.reload()
-    assert page.run("document.documentElement.dataset.theme") == "dark"  # the choice is kept
+    reload_until("document.documentElement.dataset.theme === 'dark'")  # the choice is kept
     page.click("[data-theme-switch]")
     assert background() == light
     page.run("localStorage.clear()")
     page.resize(1280, 900, dark=True)  # the colour scheme of the system
-    page.reload()
-    assert background() != light
+    reload_until(f"getComputedStyle(document.body).backgroundColor !== '{light}'")
 
 
 def test_settings_are_searched(page):
