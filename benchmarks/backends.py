@@ -21,17 +21,17 @@ sys.path[:] = [
     *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks"),
 ]
 
-import torch  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_ds.distributed.exit import exit_now  # noqa: E402
-from ppo_ds.distributed.world import connect  # noqa: E402
-from ppo_ds.models.tiny import character_tokenizer  # noqa: E402
-from ppo_ds.rollout.base import Generator, SamplingParams  # noqa: E402
-from ppo_ds.rollout.keys import VLLMConfig  # noqa: E402
-from ppo_ds.rollout.static import StaticGenerator  # noqa: E402
-from ppo_ds.rollout.vllm import VLLMGenerator  # noqa: E402
-from ppo_ds.types import Prompts  # noqa: E402
+from ppo_ds.distributed.exit import exit_now
+from ppo_ds.distributed.world import connect
+from ppo_ds.models.tiny import character_tokenizer
+from ppo_ds.rollout.base import Generator, SamplingParams
+from ppo_ds.rollout.keys import VLLMConfig
+from ppo_ds.rollout.static import StaticGenerator
+from ppo_ds.rollout.vllm import VLLMGenerator
+from ppo_ds.types import Prompts
 
 VOCABULARY = 8192
 

@@ -35,9 +35,9 @@ sys.path[:] = [
     *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks"),
 ]
 
-from benchmarks.options import count, overrides  # noqa: E402
-from benchmarks.options import parsed as parsed_step  # noqa: E402
-from benchmarks.workloads import WORKLOADS  # noqa: E402
+from benchmarks.options import count, overrides
+from benchmarks.options import parsed as parsed_step
+from benchmarks.workloads import WORKLOADS
 
 WORKER = "--worker"  # first argument of a trainer that this script starts
 # the program of a busy process, which ends with the process that started it

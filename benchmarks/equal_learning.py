@@ -26,7 +26,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from benchmarks.options import count, trl_problem  # noqa: E402
+from benchmarks.options import count, trl_problem
 
 NAMES = {"ours": "ppo_ds", "trl": "TRL"}
 KLS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)  # at which the table compares the scores

@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, or imported by its path as the reward of a run
 
-from ppo_ds.examples.sums import prepare_stages, problems, wrong_answer  # noqa: E402
+from ppo_ds.examples.sums import prepare_stages, problems, wrong_answer
 
 WORST = -5.0  # gold reward of an answer that is no number, or that differs from the sum by more than 30
 CORRECT = 0.25  # share of correct answers among those that are compared

@@ -36,7 +36,7 @@ sys.path[:] = [
     *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks"),
 ]
 
-from benchmarks.options import overrides, parsed  # noqa: E402
+from benchmarks.options import overrides, parsed
 
 GIB = 2**30
 Metrics = Mapping[str, float]

@@ -27,8 +27,8 @@ sys.path[:] = [
     *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks"),
 ]
 
-from benchmarks.options import folder_of, overrides, parsed, workload_of  # noqa: E402
-from benchmarks.workloads import is_prepared, prepare  # noqa: E402
+from benchmarks.options import folder_of, overrides, parsed, workload_of
+from benchmarks.workloads import is_prepared, prepare
 
 
 def main(argv: list[str]) -> int:

@@ -27,15 +27,15 @@ sys.path[:] = [
     *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks"),
 ]
 
-from launch.cli import load_config  # noqa: E402
-from ppo_ds.compute.sizes import Shape  # noqa: E402
-from ppo_ds.config.sections.models import LoraConfig, ModelConfig  # noqa: E402
-from ppo_ds.models.size import planned_shape  # noqa: E402
-from ppo_ds.planning.budgets import resolve, with_numbers  # noqa: E402
-from ppo_ds.planning.ppo_memory import Models, estimate  # noqa: E402
-from ppo_ds.planning.run_memory import FrozenModel, Hardware  # noqa: E402
-from ppo_ds.tools.doctor.gpus import GPUS  # noqa: E402
-from ppo_ds.tools.doctor.step_time import Machine, PhaseTime, PPOTime, read_assumptions  # noqa: E402
+from launch.cli import load_config
+from ppo_ds.compute.sizes import Shape
+from ppo_ds.config.sections.models import LoraConfig, ModelConfig
+from ppo_ds.models.size import planned_shape
+from ppo_ds.planning.budgets import resolve, with_numbers
+from ppo_ds.planning.ppo_memory import Models, estimate
+from ppo_ds.planning.run_memory import FrozenModel, Hardware
+from ppo_ds.tools.doctor.gpus import GPUS
+from ppo_ds.tools.doctor.step_time import Machine, PhaseTime, PPOTime, read_assumptions
 
 GIB = 2**30
 

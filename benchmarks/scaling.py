@@ -27,8 +27,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from benchmarks.options import count  # noqa: E402
-from benchmarks.workloads import WORKLOADS  # noqa: E402
+from benchmarks.options import count
+from benchmarks.workloads import WORKLOADS
 
 Case = tuple[int, int]  # number of ranks, samples per step
 Times = tuple[float, float]  # wall-clock seconds, and CPU seconds of all ranks

@@ -23,15 +23,15 @@ HERE = Path(__file__).resolve().parent
 # As in train.py: makes the repository importable, and keeps launch/ itself off the path.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from launch.cli import Parser, compose_for_models, parse_options, split_models  # noqa: E402
-from launch.composing import EXAMPLES  # noqa: E402
-from launch.hub import use_caches_without_the_hub  # noqa: E402
-from launch.process import complain, prepare_environment, run_main  # noqa: E402
-from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
-from ppo_ds.config.checks.data import hub_names, looks_local  # noqa: E402
-from ppo_ds.config.schema import PPOConfig  # noqa: E402
-from ppo_ds.errors import RunError, UserError, printable  # noqa: E402
-from ppo_ds.tools.model_argument import NamedModel, find_models  # noqa: E402
+from launch.cli import Parser, compose_for_models, parse_options, split_models
+from launch.composing import EXAMPLES
+from launch.hub import use_caches_without_the_hub
+from launch.process import complain, prepare_environment, run_main
+from ppo_ds.commands.entry_points import command, with_commands
+from ppo_ds.config.checks.data import hub_names, looks_local
+from ppo_ds.config.schema import PPOConfig
+from ppo_ds.errors import RunError, UserError, printable
+from ppo_ds.tools.model_argument import NamedModel, find_models
 
 RUN_DIR = Path("outputs", "chat")  # of the config that is checked; nothing is written there
 DATA = EXAMPLES / "zysnlp_prompts.jsonl"  # every config needs data, but a chat does not read it

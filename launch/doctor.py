@@ -29,12 +29,12 @@ HERE = Path(__file__).resolve().parent
 # As in train.py: makes the repository importable, and keeps launch/ itself off the path.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from launch.cli import Parser, load_config  # noqa: E402
-from launch.hub import use_caches_without_the_hub  # noqa: E402
-from launch.process import complain, prepare_environment  # noqa: E402
-from ppo_ds.commands.entry_points import with_commands  # noqa: E402
-from ppo_ds.config.checks.data import hub_names  # noqa: E402
-from ppo_ds.errors import UserError  # noqa: E402
+from launch.cli import Parser, load_config
+from launch.hub import use_caches_without_the_hub
+from launch.process import complain, prepare_environment
+from ppo_ds.commands.entry_points import with_commands
+from ppo_ds.config.checks.data import hub_names
+from ppo_ds.errors import UserError
 
 LARGEST = 100_000  # number of GPUs, of nodes, and of GiB of a GPU
 

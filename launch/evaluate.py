@@ -37,17 +37,17 @@ HERE = Path(__file__).resolve().parent
 # As in train.py: makes the repository importable, and keeps launch/ itself off the path.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from launch.cli import Parser, compose_for_models, parse_options, split_models, to_yaml, used_paths  # noqa: E402
-from launch.hub import use_caches_without_the_hub  # noqa: E402
-from launch.process import complain, prepare_environment, refuse, report, run_main, write_line  # noqa: E402
-from ppo_ds.commands.entry_points import command, with_commands  # noqa: E402
-from ppo_ds.config.checks.data import hub_names, looks_local  # noqa: E402
-from ppo_ds.config.schema import PPOConfig, resolved  # noqa: E402
-from ppo_ds.errors import RunError, UserError, printable  # noqa: E402
-from ppo_ds.storage.drafts import write_file  # noqa: E402
-from ppo_ds.tools.comparison import table  # noqa: E402
-from ppo_ds.tools.model_argument import NamedModel, find_models  # noqa: E402
-from ppo_ds.tools.pipeline import RESULT  # noqa: E402
+from launch.cli import Parser, compose_for_models, parse_options, split_models, to_yaml, used_paths
+from launch.hub import use_caches_without_the_hub
+from launch.process import complain, prepare_environment, refuse, report, run_main, write_line
+from ppo_ds.commands.entry_points import command, with_commands
+from ppo_ds.config.checks.data import hub_names, looks_local
+from ppo_ds.config.schema import PPOConfig, resolved
+from ppo_ds.errors import RunError, UserError, printable
+from ppo_ds.storage.drafts import write_file
+from ppo_ds.tools.comparison import table
+from ppo_ds.tools.model_argument import NamedModel, find_models
+from ppo_ds.tools.pipeline import RESULT
 
 if TYPE_CHECKING:
     from ppo_ds.distributed.watchdog import Watchdog

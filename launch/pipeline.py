@@ -34,25 +34,25 @@ HERE = Path(__file__).resolve().parent
 # As in train.py: makes the repository importable, and keeps launch/ itself off the path.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-import yaml  # noqa: E402
-from pydantic import Field  # noqa: E402
+import yaml
+from pydantic import Field
 
-from launch.cli import find_folders, parse_options, to_yaml  # noqa: E402
-from launch.composing import Folders, compose_config, resolve_config  # noqa: E402
-from launch.process import complain, take_lock  # noqa: E402
-from ppo_ds.commands.entry_points import with_commands  # noqa: E402
-from ppo_ds.config.reading import dotted_keys, read  # noqa: E402
-from ppo_ds.config.resume import OPEN_SECTIONS  # noqa: E402
-from ppo_ds.config.schema import Config, PPOConfig, default_dir, from_tree, inherit, resolved  # noqa: E402
-from ppo_ds.config.text import did_you_mean, show  # noqa: E402
-from ppo_ds.config.types import Count, Section, Text  # noqa: E402
-from ppo_ds.config.validation import validated  # noqa: E402
-from ppo_ds.distributed.child_groups import ChildGroups  # noqa: E402
-from ppo_ds.distributed.exit import exit_now  # noqa: E402
-from ppo_ds.distributed.gpus import NOT_REQUESTED, cpu_requested, nvidia_gpus  # noqa: E402
-from ppo_ds.errors import UserError  # noqa: E402
-from ppo_ds.storage.run_directory import dry_run_directory  # noqa: E402
-from ppo_ds.tools.pipeline import Job, Pipeline, run_pipeline  # noqa: E402
+from launch.cli import find_folders, parse_options, to_yaml
+from launch.composing import Folders, compose_config, resolve_config
+from launch.process import complain, take_lock
+from ppo_ds.commands.entry_points import with_commands
+from ppo_ds.config.reading import dotted_keys, read
+from ppo_ds.config.resume import OPEN_SECTIONS
+from ppo_ds.config.schema import Config, PPOConfig, default_dir, from_tree, inherit, resolved
+from ppo_ds.config.text import did_you_mean, show
+from ppo_ds.config.types import Count, Section, Text
+from ppo_ds.config.validation import validated
+from ppo_ds.distributed.child_groups import ChildGroups
+from ppo_ds.distributed.exit import exit_now
+from ppo_ds.distributed.gpus import NOT_REQUESTED, cpu_requested, nvidia_gpus
+from ppo_ds.errors import UserError
+from ppo_ds.storage.run_directory import dry_run_directory
+from ppo_ds.tools.pipeline import Job, Pipeline, run_pipeline
 
 EVALUATION = "evaluation"  # name of the evaluation, which no stage may have
 REFERENCE = re.compile(r"\$\{stages\.([^.}]+)\.([^}]+)\}")

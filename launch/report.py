@@ -16,9 +16,9 @@ HERE = Path(__file__).resolve().parent
 # As in train.py: makes the repository importable, and keeps launch/ itself off the path.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from launch.cli import Parser  # noqa: E402
-from launch.process import complain  # noqa: E402
-from ppo_ds.errors import UserError  # noqa: E402
+from launch.cli import Parser
+from launch.process import complain
+from ppo_ds.errors import UserError
 
 
 def main(argv: list[str]) -> int:

@@ -20,14 +20,14 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 if __name__ == "__main__":
     # until the config is read: a collection would free nothing and delay the report of errors in the config
     gc.disable()
-from launch.cli import load_config  # noqa: E402
-from launch.hub import use_caches_without_the_hub  # noqa: E402
-from launch.process import complain, prepare_environment, refuse, report, run_main, take_lock  # noqa: E402
-from ppo_ds.config.checks.data import hub_names  # noqa: E402
-from ppo_ds.config.schema import PPOConfig  # noqa: E402
-from ppo_ds.distributed.exit import exit_now, on_exit, run_with_timeout  # noqa: E402
-from ppo_ds.errors import UserError  # noqa: E402
-from ppo_ds.tracking.screen import Screen  # noqa: E402
+from launch.cli import load_config
+from launch.hub import use_caches_without_the_hub
+from launch.process import complain, prepare_environment, refuse, report, run_main, take_lock
+from ppo_ds.config.checks.data import hub_names
+from ppo_ds.config.schema import PPOConfig
+from ppo_ds.distributed.exit import exit_now, on_exit, run_with_timeout
+from ppo_ds.errors import UserError
+from ppo_ds.tracking.screen import Screen
 
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # environment of a dry run
 # time limit for closing the logs of a failed run, where a collective hangs if other ranks have ended

@@ -53,7 +53,9 @@ def secrets_in(tree: Any, key: str = "", inside_secret: bool = False) -> Iterato
     ``inside_secret``: a section around ``tree`` has the name of a secret. A number is a secret only under
     such a name, and not if its key ends with "token" or "tokens".
     """
-    named = inside_secret or _is_secret_key(key)
+    last = re.sub(r"(\[\d+\])+$", "", key.rpartition(".")[2])  # x-api-key, apiKey, token
+    words = re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last)).lower()
+    named = inside_secret or _SECRET_KEY.search(words) is not None
     if isinstance(tree, dict):
         for name, item in tree.items():
             if _TOKEN.search(str(name)):
@@ -94,13 +96,6 @@ def censored_tree(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return [censored_tree(item) for item in tree]
     return censored(tree) if isinstance(tree, str) else tree
-
-
-def _is_secret_key(key: str) -> bool:
-    """Returns whether the last part of a config key names a secret: ``x-api-key``, ``apiKey``, ``token``."""
-    name = re.sub(r"(\[\d+\])+$", "", key.rpartition(".")[2])
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
-    return _SECRET_KEY.search(re.sub(r"\W+", "_", name).lower()) is not None
 
 
 def is_secret_variable(name: str) -> bool:

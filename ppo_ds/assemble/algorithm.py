@@ -95,7 +95,7 @@ def experience_maker(
         masked_stop_ids=masked_stop_ids,
         shaper=ScoreShaper(algo.reward_shaping, world.sum),
         charged_kl=_kl_estimator(algo.kl) if algo.kl.place == "reward" else None,
-        score_position=_score_position(algo),
+        score_position=ScorePosition(algo.reward_shaping.score_position, algo.value.next_state),
         estimate_advantages=_checked(algo.advantage, Estimate, "advantages"),
         credit=credit_options(config, world.sum),
         whitening=_whitening(algo),
@@ -154,10 +154,6 @@ def _kl_estimator(kl: KLConfig) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns the estimator of algo.kl, which takes the log-probs of the policy and of the reference."""
     estimator = import_target(KL_ESTIMATORS[kl.estimator].target)
     return estimator if kl.clamp is None else partial(estimator, clamp=kl.clamp)
-
-
-def _score_position(algo: AlgoConfig) -> ScorePosition:
-    return ScorePosition(algo.reward_shaping.score_position, algo.value.next_state)
 
 
 def _whitening(algo: AlgoConfig) -> Whitening:

@@ -36,7 +36,21 @@ def load_object(path: str, key: str, kind: Literal["function", "class"]) -> Any:
     source, _, name = path.rpartition(":")
     if not source or not name:
         raise UserError(f"{key}={path}: must be pkg.mod:{kind} or file.py:{kind}")
-    module = _import_source(source, f"{key}={path}")
+    is_file = source.endswith(".py")
+    file = Path(source).expanduser().resolve()
+    if is_file and not file.is_file():
+        raise UserError(f"{key}={path}: no such file: {file}{did_you_mean_path(str(file))}")
+    # sys.path contains the launch script's folder, not the current one. The user's folder is appended, so
+    # that its files never hide an installed package. It is not removed, because functions may import modules
+    # when they are called.
+    folder = str(file.parent if is_file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        module = _execute_file(file) if is_file else importlib.import_module(source)
+    except (Exception, SystemExit) as error:
+        problem = f"{type(error).__name__}: {error}{where_import_failed(error)}"
+        raise UserError(f"{key}={path}: cannot import {source}: {problem}") from error
     try:
         return reduce(getattr, name.split("."), module)
     except AttributeError:
@@ -83,25 +97,6 @@ def _code_of(function: Callable[..., Any]) -> CodeType | None:
     if isinstance(plain, partial):
         plain = inspect.unwrap(plain.func)
     return getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
-
-
-def _import_source(source: str, setting: str) -> ModuleType:
-    """Imports ``pkg.mod`` or ``file.py``; ``setting`` is the config entry that error messages name."""
-    is_file = source.endswith(".py")
-    file = Path(source).expanduser().resolve()
-    if is_file and not file.is_file():
-        raise UserError(f"{setting}: no such file: {file}{did_you_mean_path(str(file))}")
-    # sys.path contains the launch script's folder, not the current one. The user's folder is appended, so
-    # that its files never hide an installed package. It is not removed, because functions may import modules
-    # when they are called.
-    folder = str(file.parent if is_file else Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        return _execute_file(file) if is_file else importlib.import_module(source)
-    except (Exception, SystemExit) as error:
-        problem = f"{type(error).__name__}: {error}{where_import_failed(error)}"
-        raise UserError(f"{setting}: cannot import {source}: {problem}") from error
 
 
 @cache

@@ -217,9 +217,11 @@ class PreferenceSource:
         self._group_ends = array("L")  # for each row with pairs, the index after its last pair
         counts = Counter(rows=len(parsed), tied=sum(row.tied for row in parsed))
         sizes = [sum(map(num_characters, row.texts)) for row in parsed]
-        encoded = encode_rows(
-            world, tokenizer, self._file_rows, sizes, lambda i: [*map(self._piece, parsed[i].texts)]
-        )
+
+        def pieces(i: int) -> list[Piece]:
+            return [Piece.of(text, tokenizer, to_answer=False) for text in parsed[i].texts]
+
+        encoded = encode_rows(world, tokenizer, self._file_rows, sizes, pieces)
         for row in parsed:
             ids = [next(encoded) for _ in row.texts]
             for chosen, rejected in row.pairs:
@@ -257,12 +259,6 @@ class PreferenceSource:
                 "set data.apply_chat_template=true, or write all rows in the same way"
             )
         return next(iter(kinds), "text")
-
-    def _piece(self, text: Prompt) -> Piece:
-        if isinstance(text, str):
-            return Piece(text, special_tokens=True)
-        # a chat template writes the special tokens itself
-        return Piece(self._tokenizer.render_chat(text, to_answer=False))
 
     def __len__(self) -> int:
         return len(self._margins)

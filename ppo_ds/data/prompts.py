@@ -94,7 +94,9 @@ class PromptSource:
         names = [row.name for row in parsed if row.name is not None]
         counts = Counter(rows=len(parsed), same_id=len(names) - len(set(names)))
         sizes = [num_characters(prompt) for prompt in prompts]
-        encoded = encode_rows(world, tokenizer, self._rows, sizes, lambda i: self._pieces(prompts[i]))
+        encoded = encode_rows(
+            world, tokenizer, self._rows, sizes, lambda i: [Piece.of(prompts[i], tokenizer)]
+        )
         for i, ids in enumerate(encoded):
             if len(ids) > max_prompt_tokens:
                 if long_prompts == "drop":
@@ -124,11 +126,6 @@ class PromptSource:
             self._tokenizer.render_chat(prompt)  # raises the UserError for a chat without a template
         name = None if row.get(ID_COLUMN) is None else str(row[ID_COLUMN])
         return _ParsedRow(prompt, parse_max_new_tokens(row), name)
-
-    def _pieces(self, prompt: Prompt) -> list[Piece]:
-        if isinstance(prompt, str):
-            return [Piece(prompt, special_tokens=True)]
-        return [Piece(self._tokenizer.render_chat(prompt))]  # the template writes the special tokens itself
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -190,37 +190,31 @@ def parse_rows(
 
 def _data_files(path: str, key: str) -> list[Path] | None:
     """Returns the data files of a local path, or None for a path that can only be a Hub name."""
-    try:
-        return _local_files(Path(os.path.expanduser(path)), path, key)
-    except OSError as error:  # such as an unreadable folder or a name that is too long
-        raise UserError(f"{key}={path}: {error.strerror or _one_line(error)}") from error
-
-
-def _local_files(local: Path, path: str, key: str) -> list[Path] | None:
-    kinds = ", ".join(_READERS)
+    local, kinds = Path(os.path.expanduser(path)), ", ".join(_READERS)
     if path.startswith("hf://"):
         if not _HUB_FILE.fullmatch(path):
             raise UserError(
                 f"{key}={path}: a file of a Hub data set has the form hf://datasets/OWNER/NAME/FILE"
             )
         return None
-    if local.is_dir():
-        files = sorted(
-            file for file in local.iterdir() if file.suffix in _READERS and not file.name.startswith(".")
+    try:
+        if local.is_dir():
+            files = [each for each in local.iterdir() if each.suffix in _READERS and each.name[0] != "."]
+            if not files:
+                raise UserError(f"{key}={path}: no {kinds} file in this folder")
+            return sorted(files)
+        exists = local.exists()
+    except OSError as error:  # such as an unreadable folder or a name that is too long
+        raise UserError(f"{key}={path}: {error.strerror or _one_line(error)}") from error
+    if exists and local.suffix not in _READERS:
+        raise UserError(
+            f"{key}={path}: the name of a data file must end in one of {kinds}; unpack or convert it first"
         )
-        if not files:
-            raise UserError(f"{key}={path}: no {kinds} file in this folder")
-        return files
-    if local.exists():
-        if local.suffix not in _READERS:
-            raise UserError(
-                f"{key}={path}: the name of a data file must end in one of {kinds}; unpack or convert it "
-                "first"
-            )
-        return [local]
-    if local.suffix in _READERS or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+    if not exists and (
+        local.suffix in _READERS or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
+    ):
         raise UserError(f"{key}={path}: no such file or folder")
-    return None
+    return [local] if exists else None
 
 
 def _load_on_nodes(world: World | None, load: Callable[[], datasets.Dataset]) -> pyarrow.Table:

@@ -22,6 +22,13 @@ class Piece(NamedTuple):
     learned: bool = True  # by a language-modelling loss
     special_tokens: bool = False  # whether the tokenizer adds its own, such as a leading BOS
 
+    @classmethod
+    def of(cls, prompt: Prompt, tokenizer: Tokenizer, to_answer: bool = True) -> Self:
+        """Returns a text, or a chat rendered by the tokenizer's template, which has the special tokens."""
+        if isinstance(prompt, str):
+            return cls(prompt, special_tokens=True)
+        return cls(tokenizer.render_chat(prompt, to_answer))
+
 
 class TokenRows:
     """Token ids of many rows of different lengths, concatenated in one array.

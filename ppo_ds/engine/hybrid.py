@@ -145,7 +145,11 @@ class HybridActor(TrainedModel):
         must read all weights.
         """
         layers = by_layer(plain_weights(self.module.lm))
-        for chunk in chunked(layers, _layer_numel, self._gather_elements):
+
+        def numel(layer: list[PlainWeight]) -> int:
+            return sum(whole_numel(parameter) for source in layer for parameter in source.parameters)
+
+        for chunk in chunked(layers, numel, self._gather_elements):
             sources = [source for layer in chunk for source in layer]
             parameters = [parameter for source in sources for parameter in source.parameters]
             with deepspeed.zero.GatheredParameters(parameters, enabled=self.zero_stage == 3):
@@ -239,7 +243,3 @@ def by_layer(weights: list[PlainWeight]) -> list[list[PlainWeight]]:
         layer = re.match(r"(?:.*?\.)?\d+\.", weight.name)
         groups.setdefault(layer[0] if layer else weight.name, []).append(weight)
     return list(groups.values())
-
-
-def _layer_numel(layer: list[PlainWeight]) -> int:
-    return sum(whole_numel(parameter) for source in layer for parameter in source.parameters)

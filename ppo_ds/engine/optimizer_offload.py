@@ -53,7 +53,13 @@ class OptimizerOffload:
         copies: list[tuple[UntypedStorage, Tensor]] = []
         buckets = [(storage, storage.nbytes()) for storage in self._buckets()]
         states, used = self._states(), 0
-        self._reserve(sum(aligned(storage.nbytes()) for storage in states))
+        needed = sum(aligned(storage.nbytes()) for storage in states)
+        if len(self._block) < needed:  # at the first use, and when the moments exist
+            if self._locked:
+                unlock_pages(self._block)
+            self._block = torch.empty(0, dtype=torch.uint8)  # frees the old block first
+            self._block = torch.empty(needed, dtype=torch.uint8)
+            self._locked = lock_pages(self._block, self._model.world.device)
         try:
             for storage in states:
                 size = storage.nbytes()
@@ -74,16 +80,6 @@ class OptimizerOffload:
             for storage, size in buckets:
                 storage.resize_(size)
             get_accelerator().synchronize()  # needed because gradients are reduced on another stream
-
-    def _reserve(self, size: int) -> None:
-        """Allocates the block again if it is too small: at the first use, and when the moments exist."""
-        if len(self._block) >= size:
-            return
-        if self._locked:
-            unlock_pages(self._block)
-        self._block = torch.empty(0, dtype=torch.uint8)  # frees the old block first
-        self._block = torch.empty(size, dtype=torch.uint8)
-        self._locked = lock_pages(self._block, self._model.world.device)
 
     def _states(self) -> list[UntypedStorage]:
         """Returns the storages of optimizer states, except those that forwards need.

@@ -104,15 +104,9 @@ class PairScores:
         found |= {f"eval/margin_p{p}": value for p, value in zip(PERCENTILES, quantiles, strict=True)}
         gaps = [abs(confidence - accuracy) * n for confidence, accuracy, n in self.calibration()]
         found["eval/calibration_error"] = sum(gaps) / len(d)
-        found["eval/length_corr"] = _correlation(self.scores.flatten(), self.lengths.flatten())
+        correlation = torch.stack([self.scores.flatten(), self.lengths.flatten()]).double().corrcoef()[0, 1]
+        found["eval/length_corr"] = float(correlation.nan_to_num())  # 0 if one of the two is constant
         return found | {f"eval/accuracy/{name}": value for name, value in self.accuracies().items()}
-
-
-def _correlation(x: Tensor, y: Tensor) -> float:
-    """Returns Pearson's correlation, or 0 if x or y is constant."""
-    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
-    norm = float(x.norm() * y.norm())
-    return float(x @ y) / norm if norm > 0 else 0.0
 
 
 @torch.no_grad()

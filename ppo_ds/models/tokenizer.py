@@ -325,8 +325,8 @@ def rendering_limits() -> Iterator[None]:
     The time limit applies in the main thread only and is checked between the operations of the template. The
     memory limit applies on Linux only.
     """
-    limits, in_main_thread = resource.getrlimit(resource.RLIMIT_AS), _is_main_thread()
-    before = None
+    limits, before = resource.getrlimit(resource.RLIMIT_AS), None
+    in_main_thread = threading.current_thread() is threading.main_thread()
     try:
         if in_main_thread:
             before = signal.signal(signal.SIGVTALRM, _time_is_over)
@@ -338,10 +338,6 @@ def rendering_limits() -> Iterator[None]:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, before)
         resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _limit_memory(limits: tuple[int, int]) -> None:

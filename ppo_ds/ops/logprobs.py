@@ -30,7 +30,11 @@ def logprobs_and_entropy_from_logits(
     The results are float32 (float64 for float64 logits) and differentiable. The entropy is None without
     ``with_entropy``.
     """
-    logprobs, entropy = _RowStatistics.apply(_as_3d(logits), labels, temperature, chunk_size, with_entropy)
+    if logits.dim() > 3:  # to [B,T,V] without a copy in all usual cases, slices of a larger tensor included
+        logits = logits.flatten(0, -3)
+    elif logits.dim() < 3:
+        logits = logits.reshape(-1, 1, logits.shape[-1])
+    logprobs, entropy = _RowStatistics.apply(logits, labels, temperature, chunk_size, with_entropy)
     return logprobs.view(labels.shape), entropy.view(labels.shape) if with_entropy else None
 
 
@@ -48,13 +52,6 @@ def mean_logprobs_from_logits(
 def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
     """Sums token log-probs to log pi(y|x) of whole responses: [B,T] -> [B]."""
     return masked_sum(logprobs, mask, dim=1)
-
-
-def _as_3d(logits: Tensor) -> Tensor:
-    """Reshapes [...,V] to [B,T,V] without a copy in all usual cases, slices of a larger tensor included."""
-    if logits.dim() > 3:
-        return logits.flatten(0, -3)
-    return logits if logits.dim() == 3 else logits.reshape(-1, 1, logits.shape[-1])
 
 
 def _blocks(shape: torch.Size, chunk_size: int | None) -> Iterator[tuple[slice, slice]]:

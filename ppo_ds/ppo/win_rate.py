@@ -66,22 +66,19 @@ class ReferenceResponses:
 
     def _read(self) -> Rows | None:
         """Returns the rows of the file, or else of the earlier run, whose file is then copied."""
-        for file in (self.file, self.earlier):
-            rows = self._read_file(file) if file is not None else None
-            if rows is not None:
+        known = json.loads(json.dumps(self.settings, default=str))
+        for file in filter(None, (self.file, self.earlier)):
+            try:
+                content = json.loads(file.read_text(encoding="utf-8"))
+                rows = [{key: row[key] for key in KEPT} for row in content["rows"]]
+                is_known = content["settings"] == known
+            except (OSError, ValueError, TypeError, LookupError):  # no file, or a damaged one
+                continue
+            if is_known:
                 if file is self.earlier:
                     self._write(rows)
                 return rows
         return None
-
-    def _read_file(self, file: Path) -> Rows | None:
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            rows = [{key: row[key] for key in KEPT} for row in content["rows"]]
-            known = json.loads(json.dumps(self.settings, default=str))
-            return rows if content["settings"] == known else None
-        except (OSError, ValueError, TypeError, LookupError):  # no file, or a damaged one
-            return None
 
     def _write(self, rows: Rows) -> None:
         content = {"settings": self.settings, "rows": rows}

@@ -215,26 +215,22 @@ class FunctionReward(SlowTextReward):
         total = torch.zeros(len(scores), dtype=torch.float32, device="cpu")
         steps: list[tuple[StepReward, ...]] = [()] * len(scores)
         for row, score in given:
-            if isinstance(score, list):
-                steps[row] = self._steps(responses, row, score)
-            else:
+            if not isinstance(score, list):
                 total[row] = score
+                continue
+            ends = step_ends(responses.texts[row], self._separator)
+            if len(ends) != len(score):
+                raise RewardError(
+                    f"{self._name} returned {len(score)} step rewards for a response of {len(ends)} steps "
+                    f"({self._where(responses, row)}); the steps are the non-blank pieces between "
+                    f"{self._key}.step_separator={self._separator!r}"
+                )
+            steps[row] = tuple(map(StepReward, ends, score))
         if self._fallback_score is None:
             return TextScores(total, tuple(steps))
         is_fallback = torch.tensor([score is None for score in scores])
         total[is_fallback] = self._fallback_score
         return TextScores(total, tuple(steps), {"fallback": is_fallback.float()})
-
-    def _steps(self, responses: Responses, row: int, rewards: list[float]) -> tuple[StepReward, ...]:
-        """Assigns the rewards of one response to its steps."""
-        ends = step_ends(responses.texts[row], self._separator)
-        if len(ends) != len(rewards):
-            raise RewardError(
-                f"{self._name} returned {len(rewards)} step rewards for a response of {len(ends)} steps "
-                f"({self._where(responses, row)}); the steps are the non-blank pieces between "
-                f"{self._key}.step_separator={self._separator!r}"
-            )
-        return tuple(map(StepReward, ends, rewards))
 
     @staticmethod
     def _where(responses: Responses, row: int) -> str:

@@ -13,6 +13,7 @@ import os
 import random
 import re
 from base64 import b64encode
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -146,7 +147,16 @@ class JsonClient:
                 body += piece
                 if len(body) > self._max_bytes:
                     break
-        self._check_status(reply, body)
+        status, retry_after = reply.status_code, None
+        if 300 <= status < 400:
+            raise ServiceError(f"status {status}: redirects are not followed; give the final URL")
+        if status >= 400:
+            if status == 429 or status >= 500:
+                retry_after = 0.0
+                with suppress(ValueError):  # a date, after which the usual pause applies
+                    retry_after = max(0.0, float(reply.headers.get("Retry-After", "")))
+            text = body[: self._max_bytes].decode("utf-8", "replace")
+            raise ServiceError(self._excerpt(f"status {status}: {text}"), retry_after)
         if len(body) > self._max_bytes:
             raise ServiceError(f"the reply exceeds {self._max_bytes / 2**20:g} MB")
         try:  # errors quote parts of the reply, so the key is removed first
@@ -154,17 +164,6 @@ class JsonClient:
         except (ValueError, RecursionError):
             text = body.decode("utf-8", "replace")
             raise ServiceError(self._excerpt(f"the reply is not JSON: {text}")) from None
-
-    def _check_status(self, reply: httpx.Response, body: bytearray) -> None:
-        status, retry_after = reply.status_code, None
-        if status < 300:
-            return
-        if status < 400:
-            raise ServiceError(f"status {status}: redirects are not followed; give the final URL")
-        if status == 429 or status >= 500:
-            retry_after = _parse_retry_after(reply.headers.get("Retry-After", ""))
-        text = body[: self._max_bytes].decode("utf-8", "replace")
-        raise ServiceError(self._excerpt(f"status {status}: {text}"), retry_after)
 
     def _without_key(self, text: str) -> str:
         return text if self._key_pattern is None else self._key_pattern.sub("***", text)
@@ -203,11 +202,3 @@ def _spellings(key: str) -> re.Pattern[str]:
         letters = letters[-(-8 * shift // 6) : 8 * (shift + len(key)) // 6]
         texts += [re.escape(letters), re.escape(letters.translate(_URL_SAFE))]
     return re.compile("|".join(texts))
-
-
-def _parse_retry_after(value: str) -> float:
-    """Converts a Retry-After header to seconds; returns 0 for a date, after which the usual pause applies."""
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        return 0.0

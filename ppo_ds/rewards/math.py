@@ -17,14 +17,15 @@ except ImportError as error:
 
 
 def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    """Returns 1 for a response whose result equals the reference in the column ``answer``, else 0."""
-    return [float(verify(_reference(row), parse(text))) for text, row in zip(responses, rows, strict=True)]
+    """Returns 1 for a response whose result equals the reference in the column ``answer``, else 0.
 
-
-def _reference(row: dict[str, Any]) -> list[Any]:
-    """Parses the reference of a row: a formula, or a solution that ends with one ("#### 42", \\boxed{42})."""
-    text = str(row["answer"]).rpartition("####")[2].strip()
-    parsed = parse(text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}")
-    if not parsed:
-        raise ValueError(f"the reference {text[:80]!r} is no mathematical expression")
-    return parsed
+    The reference is a formula, or a solution that ends with one ("#### 42", \\boxed{42}).
+    """
+    scores = []
+    for response, row in zip(responses, rows, strict=True):
+        text = str(row["answer"]).rpartition("####")[2].strip()
+        reference = parse(text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}")
+        if not reference:
+            raise ValueError(f"the reference {text[:80]!r} is no mathematical expression")
+        scores.append(float(verify(reference, parse(response))))
+    return scores

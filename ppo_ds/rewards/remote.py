@@ -21,7 +21,6 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import Responses, RewardError, SlowTextReward, TextScores
 from ppo_ds.rewards.http_client import JsonClient, KeyVariable, ServiceError, ServiceUrl
-from ppo_ds.types import Row
 
 JUDGE = """\
 Here is a question and an answer to it. Judge how helpful, correct and clear the answer is. \
@@ -122,7 +121,12 @@ class Judge:
 
     def request(self, responses: Responses, rows: range) -> dict[str, Any]:
         (row,) = rows
-        values = {"{prompt}": _prompt_for_judge(responses.rows[row]), "{response}": responses.texts[row]}
+        messages = responses.rows[row].get("messages") or []
+        parts = [f"[{message['role']}]\n{message['content']}" for message in messages]
+        prompt = "\n\n".join(parts) if parts else responses.rows[row]["prompt_text"]
+        if len(messages) == 1:  # without chat markup, and without the only role
+            prompt = messages[0]["content"]
+        values = {"{prompt}": prompt, "{response}": responses.texts[row]}
         # filled in one pass, because a prompt may itself contain {response}
         content = re.sub(r"\{prompt\}|\{response\}", lambda match: values[match[0]], self._template)
         return {"model": self._model, "messages": [{"role": "user", "content": content}]} | self._options
@@ -260,13 +264,3 @@ class RemoteReward(SlowTextReward):
         where = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} to {rows[-1]}"
         prompt = quoted(responses.rows[rows[0]]["prompt_text"])
         return RewardError(f"{self._name}: {reason} ({where}, prompt {prompt})")
-
-
-def _prompt_for_judge(row: Row) -> str:
-    """Returns the prompt without chat markup; roles are included if the chat has several messages."""
-    messages = row.get("messages")
-    if not messages:
-        return row["prompt_text"]
-    if len(messages) == 1:
-        return messages[0]["content"]
-    return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in messages)

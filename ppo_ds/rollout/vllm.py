@@ -210,16 +210,25 @@ class VLLMGenerator:
         running = set(answers)
         for name, (ids, limit, seed) in zip(answers, rows, strict=True):
             engine.add_request(name, {"prompt_token_ids": ids}, request_params(sampling, limit, seed))
+        known = sampling.top_k != 1 or self.temperature == 1.0
         steps = 0
         try:
             with counting(len(rows), "responses") as done:
-                while engine.has_unfinished_requests() and not self._must_stop(steps):
+                while engine.has_unfinished_requests():
+                    # the engines of a group must take the same steps
+                    if self.group is None:
+                        stop = self.should_stop()
+                    else:
+                        stop = steps % CHECK_EVERY == 0 and self.group.any(self.should_stop())
+                    if stop:
+                        break
                     fault("generate.step")
                     for output in engine.step():
-                        self._take(output, answers[output.request_id], sampling)
-                        found = bool(sampling.stop_strings) and stops.found_in(
-                            answers[output.request_id].tokens[-stops.window :]
-                        )
+                        answer, new = answers[output.request_id], output.outputs[0]
+                        answer.tokens += new.token_ids
+                        pairs = zip(new.token_ids, new.logprobs, strict=True)
+                        answer.logprobs += [row[id].logprob if known else torch.nan for id, row in pairs]
+                        found = bool(sampling.stop_strings) and stops.found_in(answer.tokens[-stops.window :])
                         if found and not output.finished:
                             engine.abort_request([output.request_id])
                         if found or output.finished:
@@ -230,20 +239,6 @@ class VLLMGenerator:
         finally:
             engine.abort_request(list(running))
         return list(answers.values())
-
-    def _must_stop(self, steps: int) -> bool:
-        """Returns whether generation ends early; the engines of a group must take the same steps."""
-        if self.group is None:
-            return self.should_stop()
-        return steps % CHECK_EVERY == 0 and self.group.any(self.should_stop())
-
-    def _take(self, output: Any, answer: Answer, sampling: SamplingParams) -> None:
-        """Appends the new tokens of a request to its answer."""
-        new = output.outputs[0]
-        known = sampling.top_k != 1 or self.temperature == 1.0
-        for token, logprobs in zip(new.token_ids, new.logprobs, strict=True):
-            answer.tokens.append(token)
-            answer.logprobs.append(logprobs[token].logprob if known else torch.nan)
 
 
 def request_params(sampling: SamplingParams, limit: int, seed: int) -> Any:

@@ -73,10 +73,11 @@ def recorded_settings(run_dir: Path) -> Settings | None:
 def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
     """Returns the files and folders of an earlier run that this run neither continues nor repeats."""
     before, steps = recorded_settings(run_dir), recorded_steps(run_dir)
+    checkpoints = run_dir / "checkpoints"
     if restart:
-        used = steps or any((run_dir / "checkpoints").glob("step_*"))
+        used = steps or any(checkpoints.glob("step_*"))
         names = [*WHOLE_RECORD, *outdated_preparation(before, now)] if used else []
-    elif not steps or (start is not None and not _is_elsewhere(run_dir, start)):
+    elif not steps or (start is not None and start.parent.resolve() == checkpoints.resolve()):
         names = []
     elif start is None and before is not None and not changes(before, now):
         names = []
@@ -163,8 +164,3 @@ def _move(run_dir: Path, names: list[str], kept: Path) -> None:
     fsync(unfinished)
     unfinished.rename(kept)
     fsync(run_dir)
-
-
-def _is_elsewhere(run_dir: Path, start: Path) -> bool:
-    """Returns whether the checkpoint ``start`` is from another run directory, and so from another run."""
-    return start.parent.resolve() != (run_dir / "checkpoints").resolve()

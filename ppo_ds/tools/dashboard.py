@@ -85,8 +85,11 @@ def _line_plot(panel: Panel) -> Any:
 
     names = [name for name in panel.metrics if "<" not in name]
     families = [name for name in panel.metrics if "<" in name]
+    metric = find(next(iter(panel.metrics)))
+    # wandb draws no bands, so the title has the healthy range of the first metric
+    healthy = f" (healthy: {in_words(metric.healthy)})" if metric and metric.healthy else ""
     return wr.LinePlot(
-        title=panel.title + _healthy_range(panel),
+        title=panel.title + healthy,
         x="step",
         y=names,
         metric_regex="|".join(pattern_of(name) for name in families) or None,
@@ -98,9 +101,3 @@ def _line_plot(panel: Panel) -> Any:
 def pattern_of(family: str) -> str:
     """Returns a regular expression for the metrics of a family, such as ``eval/<name>_mean``."""
     return "^" + re.sub(r"<\w+>", ".+", family) + "$"
-
-
-def _healthy_range(panel: Panel) -> str:
-    """Returns the healthy range of the panel's first metric for its title, since wandb draws no bands."""
-    metric = find(next(iter(panel.metrics)))
-    return "" if metric is None or metric.healthy is None else f" (healthy: {in_words(metric.healthy)})"

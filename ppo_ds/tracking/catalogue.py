@@ -88,18 +88,14 @@ class Shown:
 
 
 def _section(table: dict[str, Any]) -> Section:
-    metrics = [
-        Metric(**row, alarm=None if alarm is None else _alarm(alarm))
-        for row in table["metrics"]
-        for alarm in [row.pop("alarm", None)]
-    ]
+    metrics = []
+    for row in table["metrics"]:
+        if alarm := row.pop("alarm", None):
+            (kind,) = [kind for kind in ALARM_KINDS if kind in alarm]
+            alarm = Alarm(kind=kind, limit=alarm.pop(kind), **alarm)
+        metrics.append(Metric(**row, alarm=alarm))
     panels = [Panel(**row) for row in table.get("panels", ())]
     return Section(table["title"], table["prefix"], tuple(metrics), tuple(panels))
-
-
-def _alarm(row: dict[str, Any]) -> Alarm:
-    (kind,) = [kind for kind in ALARM_KINDS if kind in row]
-    return Alarm(kind=kind, limit=row.pop(kind), **row)
 
 
 _SOURCE = tomllib.loads(files(__package__).joinpath("metrics.toml").read_text("utf-8"))

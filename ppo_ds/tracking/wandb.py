@@ -83,7 +83,11 @@ class WandbTracker(Dashboard):
             self._tables[split] = wandb.Table(columns, log_mode="INCREMENTAL", allow_mixed_types=True)
         table = self._tables[split]
         for row in rows:
-            table.add_data(step, *(_cell(row.get(column)) for column in table.columns[1:]))
+            cells = [row.get(column) for column in table.columns[1:]]
+            for i, cell in enumerate(cells):
+                if cell is not None and not isinstance(cell, str | int | float):
+                    cells[i] = json.dumps(cell, ensure_ascii=False)
+            table.add_data(step, *cells)
         try:
             self._run.log({f"samples/{split}": table, "step": step})
         except ConnectionError:  # to wandb's own process, which has ended
@@ -130,8 +134,3 @@ class WandbTracker(Dashboard):
         self._run.summary.update({name: value for name, value in summary.items() if value is not None})
         self._run.finish(exit_code=0)
         wandb.teardown()  # waits for its process, which writes the end of the run to the disk
-
-
-def _cell(value: Any) -> Any:
-    plain = value is None or isinstance(value, str | int | float)
-    return value if plain else json.dumps(value, ensure_ascii=False)

@@ -16,11 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from ppo_ds.distributed.launcher import launcher_pids  # noqa: E402
-from ppo_ds.distributed.store import RankStore  # noqa: E402
-from ppo_ds.distributed.watchdog import Watchdog  # noqa: E402
-from ppo_ds.distributed.world import connect  # noqa: E402
-from ppo_ds.run.stopping import Abandoned, StopRequest  # noqa: E402
+from ppo_ds.distributed.launcher import launcher_pids
+from ppo_ds.distributed.store import RankStore
+from ppo_ds.distributed.watchdog import Watchdog
+from ppo_ds.distributed.world import connect
+from ppo_ds.run.stopping import Abandoned, StopRequest
 
 BUSY = 90.0  # seconds that rank 1 is busy, unless a stop request arrives
 

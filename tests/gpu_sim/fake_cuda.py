@@ -31,11 +31,11 @@ from tests.gpu_sim.report import Report
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSITY": "error"}
 stub.load()
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_map_only  # noqa: E402
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten

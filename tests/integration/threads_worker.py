@@ -12,15 +12,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launch.process import prepare_environment  # noqa: E402
+from launch.process import prepare_environment
 
 # Simulates eight cores: with two, a launcher's default of one thread would be correct by chance.
 os.sched_getaffinity = lambda pid: set(range(8))
 prepare_environment(verbose=False)
 
-import torch  # noqa: E402
+import torch
 
-from ppo_ds.distributed.world import connect  # noqa: E402
+from ppo_ds.distributed.world import connect
 
 world = connect(timeout_minutes=5, threads=int(os.environ["ASKED"]) if "ASKED" in os.environ else None)
 found = {

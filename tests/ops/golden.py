@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
-from tests.goldens.golden_io import load  # noqa: E402
+from tests.goldens.golden_io import load
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 

@@ -24,7 +24,7 @@ from tests.rewards.reward_cases import make_rollout
 from tests.support.cpu import cpu_limit
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
-from tests.goldens.golden_io import load  # noqa: E402
+from tests.goldens.golden_io import load
 
 # MiniMind's regular expressions
 SEED = (

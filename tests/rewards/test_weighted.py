@@ -24,7 +24,7 @@ from tests.rewards.reward_cases import VOCAB, Placed, loaded, make_rollout, save
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GOLDENS = ROOT / "tests" / "goldens"
-from tests.goldens.golden_io import load  # noqa: E402
+from tests.goldens.golden_io import load
 
 MIXTURE, MIX = "ppo_ds.rewards.weighted.WeightedReward", "ppo_ds.rewards.weighted.AnswerMix"
 FORM = "<think>\na\n</think>\n<answer>\n{}\n</answer>"

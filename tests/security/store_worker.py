@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from launch.process import prepare_environment  # noqa: E402
+from launch.process import prepare_environment
 
 LIMIT = 120.0  # seconds to wait for the file
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ppo_ds.errors import UserError  # noqa: E402
-from ppo_ds.storage import run_lock  # noqa: E402
+from ppo_ds.errors import UserError
+from ppo_ds.storage import run_lock
 
 
 def main() -> None:

@@ -17,17 +17,17 @@ from typing import Any
 
 folder = Path(sys.argv[1])
 
-from launch.cli import load_config  # noqa: E402
-from launch.process import prepare_environment  # noqa: E402
-from ppo_ds.distributed.exit import exit_now  # noqa: E402
+from launch.cli import load_config
+from launch.process import prepare_environment
+from ppo_ds.distributed.exit import exit_now
 
 config = load_config(json.loads((folder / "arguments.json").read_text()))
 prepare_environment(verbose=False)
 
-from ppo_ds.assemble import ppo, reward_model, sft  # noqa: E402
-from ppo_ds.assemble.run import build_run  # noqa: E402
-from ppo_ds.distributed import world  # noqa: E402
-from ppo_ds.run.timing import PhaseTimer  # noqa: E402
+from ppo_ds.assemble import ppo, reward_model, sft
+from ppo_ds.assemble.run import build_run
+from ppo_ds.distributed import world
+from ppo_ds.run.timing import PhaseTimer
 
 world.keep_freed_memory = lambda: False
 trim = ctypes.CDLL("libc.so.6").malloc_trim

@@ -32,21 +32,21 @@ import torch
 torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ppo_ds.algorithm.credit.gae import compute_gae  # noqa: E402
-from ppo_ds.algorithm.credit.keys import ADVANTAGE_ESTIMATORS  # noqa: E402
-from ppo_ds.algorithm.credit.positions import ScorePosition  # noqa: E402
-from ppo_ds.algorithm.credit.responses import CreditOptions, Responses  # noqa: E402
-from ppo_ds.algorithm.credit.returns import discounted_sum  # noqa: E402
-from ppo_ds.algorithm.credit.whitening import Whitening  # noqa: E402
-from ppo_ds.algorithm.kl import controllers  # noqa: E402
-from ppo_ds.algorithm.loss import aggregation  # noqa: E402
-from ppo_ds.config import registry  # noqa: E402
-from ppo_ds.config.sections.algo import GAEConfig  # noqa: E402
-from ppo_ds.ops import logprobs as lp  # noqa: E402
-from ppo_ds.ops import masked  # noqa: E402
-from ppo_ds.ops import sequences as seqs  # noqa: E402
-from ppo_ds.ops.moments import RunningMoments, explained_variance  # noqa: E402
-from tests.ops import by_name  # noqa: E402
+from ppo_ds.algorithm.credit.gae import compute_gae
+from ppo_ds.algorithm.credit.keys import ADVANTAGE_ESTIMATORS
+from ppo_ds.algorithm.credit.positions import ScorePosition
+from ppo_ds.algorithm.credit.responses import CreditOptions, Responses
+from ppo_ds.algorithm.credit.returns import discounted_sum
+from ppo_ds.algorithm.credit.whitening import Whitening
+from ppo_ds.algorithm.kl import controllers
+from ppo_ds.algorithm.loss import aggregation
+from ppo_ds.config import registry
+from ppo_ds.config.sections.algo import GAEConfig
+from ppo_ds.ops import logprobs as lp
+from ppo_ds.ops import masked
+from ppo_ds.ops import sequences as seqs
+from ppo_ds.ops.moments import RunningMoments, explained_variance
+from tests.ops import by_name
 
 CASES = Path(__file__).resolve().parents[2].parent / "shared" / "peertests" / "cases.json"
 T = torch.Tensor

@@ -624,8 +624,11 @@ def time_report(config: Config, plan: Plan, machine: Machine, memory: Estimate) 
     phases = step_time.phases()
     step = sum(phase.seconds for phase in phases.values())
     lines = ["time       estimated, in seconds", *phase_lines(phases)]
-    total = (config.run.steps or 0) * step
-    saves = _checkpoints(config, step)
+    total, settings = (config.run.steps or 0) * step, config.checkpoint
+    saves = 0.0
+    if settings.every != 0:  # by steps, by minutes, and at the end of the run
+        saves = (config.run.steps or 0) / settings.every if settings.every else 1.0
+        saves = max(saves, total / (60 * settings.minutes) if settings.minutes else 0.0)
     if plan.checkpoint and saves:
         each = machine.disk(plan.checkpoint)
         total += saves * each
@@ -641,7 +644,18 @@ def time_report(config: Config, plan: Plan, machine: Machine, memory: Estimate) 
         hours = total / 3600
         cost = f", {hours * machine.ranks:,.1f} GPU-hours" if machine.on_gpu else ""
         lines.append(f"run        {config.run.steps} steps: {hours:,.1f} hours{cost}")
-    return "\n".join([*lines, *_assumptions(machine)])
+    device, assumed = machine.device, machine.assumed
+    where = "never measured on one" if machine.on_gpu else "from W1 and W2"
+    lines += [
+        f"rates      {device.name}: {device.bf16:,.4g} TFLOPS in 16 bits, {device.fp32:,.4g} in fp32; GB/s: "
+        f"{device.bandwidth:,.4g} memory, {device.node_link:.4g} in the node, {device.host_link:.4g} to the "
+        f"CPU, {device.network:.4g} network; {device.source}",
+        f"assumed    {where}; set by --assume NAME=VALUE ...",
+    ]
+    for name, option in OPTIONS.items():
+        value = format(assumed[name], "g") if name in assumed else "-"
+        lines.append(f"  {name:<14}{value:>6}  {option.description}")
+    return "\n".join(lines)
 
 
 def phase_lines(phases: Mapping[str, PhaseTime]) -> list[str]:
@@ -654,31 +668,6 @@ def phase_lines(phases: Mapping[str, PhaseTime]) -> list[str]:
         lines.append(_row(name, _seconds(phase.seconds), share, phase.bound + detail))
     longest = max(phases, key=lambda name: phases[name].seconds)
     return [*lines, _row("step", _seconds(step), "", f"mostly {longest}, by {phases[longest].bound}")]
-
-
-def _checkpoints(config: Config, step: float) -> float:
-    """Returns the number of checkpoints of the run: by steps, by minutes, and at its end."""
-    steps, settings = config.run.steps or 0, config.checkpoint
-    if settings.every == 0:
-        return 0
-    by_steps = steps / settings.every if settings.every else 1
-    return max(by_steps, steps * step / (60 * settings.minutes) if settings.minutes else 0)
-
-
-def _assumptions(machine: Machine) -> list[str]:
-    """Returns lines with the rates of the device and every assumed number."""
-    device, assumed = machine.device, machine.assumed
-    where = "never measured on one" if machine.on_gpu else "from W1 and W2"
-    lines = [
-        f"rates      {device.name}: {device.bf16:,.4g} TFLOPS in 16 bits, {device.fp32:,.4g} in fp32; GB/s: "
-        f"{device.bandwidth:,.4g} memory, {device.node_link:.4g} in the node, {device.host_link:.4g} to the "
-        f"CPU, {device.network:.4g} network; {device.source}",
-        f"assumed    {where}; set by --assume NAME=VALUE ...",
-    ]
-    return lines + [
-        f"  {name:<14}{format(assumed[name], 'g') if name in assumed else '-':>6}  {option.description}"
-        for name, option in OPTIONS.items()
-    ]
 
 
 def _seconds(seconds: float) -> str:

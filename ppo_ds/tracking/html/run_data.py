@@ -151,8 +151,8 @@ def curves(records: Sequence[Record], first: dict[str, float]) -> dict[str, dict
         if name in points and points[name][0][0] > 0:
             points[name][0].insert(0, 0)
             points[name][1].insert(0, value)
-    return {
-        name: {"steps": [steps[i] for i in kept], "values": [_rounded(values[i]) for i in kept]}
+    return {  # with six significant digits, more than a chart shows
+        name: {"steps": [steps[i] for i in kept], "values": [float(f"{values[i]:.6g}") for i in kept]}
         for name, (steps, values) in points.items()
         for kept in [thinned(values, MAX_POINTS)]
     }
@@ -276,8 +276,3 @@ def ended_by(summary: Record, records: Sequence[Record], events: Sequence[Record
 def _is_number(value: Any) -> bool:
     """Returns whether a value is a number that can be drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-
-
-def _rounded(value: float) -> float:
-    """Rounds to six significant digits, which no chart resolves."""
-    return float(f"{value:.6g}")
