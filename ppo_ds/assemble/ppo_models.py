@@ -22,6 +22,7 @@ from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.errors import UserError
 from ppo_ds.models.download import download_weights
 from ppo_ds.models.size import shape_of, with_value_head
 from ppo_ds.planning.ppo_memory import Models as Shapes
@@ -30,6 +31,7 @@ from ppo_ds.planning.run_memory import Estimate, Hardware
 from ppo_ds.planning.run_memory import FrozenModel as FrozenShape
 from ppo_ds.planning.vllm_memory import engine_memory, synced_bytes
 from ppo_ds.run.stage import RunContext
+from ppo_ds.tracking.banner import titled
 from ppo_ds.types import Reward
 
 
@@ -123,18 +125,25 @@ def estimate_memory(config: PPOConfig, hardware: Hardware, *, models: Models, in
 def choose_layouts(
     config: PPOConfig, actor: TrainedModel, reference: FrozenModel | None, critic: TrainedModel | None
 ) -> list[str]:
-    """Lets each model choose the layout of its forwards and returns warnings for the start-up banner.
+    """Lets each model choose the layout of its forwards and returns lines for the start-up banner.
 
-    A collective.
+    Raises UserError if memory.sequence_parallel cannot divide the rows of a model. A collective.
     """
-    layout, device = config.memory.layout, actor.world.device
+    group, device = config.memory.sequence_parallel, actor.world.device
+    layout = "packed" if group > 1 else config.memory.layout
     lines = choose_layout(layout, "actor", actor, device)
     if reference is not None:
         with reference.resident():
             lines += choose_layout(layout, "reference", reference, device)
     if critic is not None:
         lines += choose_layout(layout, "critic", critic, device)
-    return lines
+    if group == 1:
+        return lines
+    models = {"actor": actor, "reference": reference, "critic": critic}
+    problems = {name: model.module.why_not_divided(group) for name, model in models.items() if model}
+    if found := [f"the {name}: {problem}" for name, problem in problems.items() if problem]:
+        raise UserError(f"memory.sequence_parallel={group}: {'; '.join(found)}")
+    return [*lines, titled("memory", f"{group} ranks divide the tokens of a forward; generation does not")]
 
 
 def plan_generation(config: PPOConfig, actor: HybridActor, critic: TrainedModel | None) -> list[str]:

@@ -16,6 +16,7 @@ from ppo_ds.config.schema import (
     OPEN_PARTS,
     Config,
     ConfigT,
+    PPOConfig,
     best_metric,
     extra_rewards,
     lower_is_better,
@@ -114,7 +115,8 @@ def connect_ranks(
     Raises UserError if this machine lacks what the config asks for.
     """
     run = config.run
-    world = connect(run.timeout_minutes, run.verbose, run.threads, run.deterministic)
+    group = config.memory.sequence_parallel if isinstance(config, PPOConfig) else 1
+    world = connect(run.timeout_minutes, run.verbose, run.threads, run.deterministic, group)
     if run.matmul == "onednn" and not matmul.has_onednn():
         raise UserError("run.matmul=onednn: this torch was built without oneDNN; use auto")
     matmul.use(run.matmul)

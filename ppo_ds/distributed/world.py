@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ppo_ds.distributed.memory import keep_freed_memory
 from ppo_ds.distributed.open_files import raise_open_files_limit
+from ppo_ds.distributed.sequence_group import SequenceGroup
 from ppo_ds.distributed.spinning import start_spin_control
 from ppo_ds.distributed.threads import Threads, own_cores, share, user_limit
 from ppo_ds.errors import UserError
@@ -71,6 +72,23 @@ class World:
     waiting: Waiting
     verbose: bool = False
     deterministic: bool = False  # backward passes use deterministic algorithms of torch
+    # ranks that divide the tokens of a forward (memory.sequence_parallel); None: each rank has its own rows
+    sequence: SequenceGroup | None = None
+
+    @property
+    def sequence_ranks(self) -> int:
+        """The number of ranks that divide the tokens of a forward."""
+        return 1 if self.sequence is None else self.sequence.size
+
+    @property
+    def data_size(self) -> int:
+        """The number of shares of the rows in training; the ranks of a sequence group have the same share."""
+        return self.size // self.sequence_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """The index of this rank's share of the rows in training."""
+        return self.rank // self.sequence_ranks
 
     @property
     def is_main(self) -> bool:
@@ -91,6 +109,10 @@ class World:
             total = x.detach().to(self.device, copy=True)
             dist.all_reduce(total)
             return total.to(x.device)
+
+    def sum_of_shares(self, x: Tensor) -> Tensor:
+        """Returns the sum of ``x``, which is equal on the ranks of a sequence group, over these groups."""
+        return self.sum(x if self.rank % self.sequence_ranks == 0 else torch.zeros_like(x))
 
     def max(self, x: Tensor) -> Tensor:
         """Returns the elementwise maximum of ``x`` over all ranks as a new tensor on ``x``'s device."""
@@ -263,14 +285,18 @@ def join_process_group(on_gpu: bool, timeout: timedelta) -> None:
 
 
 def connect(
-    timeout_minutes: float, verbose: bool = False, threads: int | None = None, deterministic: bool = False
+    timeout_minutes: float,
+    verbose: bool = False,
+    threads: int | None = None,
+    deterministic: bool = False,
+    sequence_ranks: int = 1,
 ) -> World:
     """Joins the other ranks over NCCL on GPUs and over gloo on CPUs.
 
     The timeout of collectives is ``timeout_minutes`` + COLLECTIVE_MARGIN. ``threads`` is the number of
     threads per rank. If it is None, each rank uses its share of the cores (distributed/threads.py).
 
-    With ``deterministic``, cuBLAS gets workspaces of a fixed size before its first use, as torch demands for
+    ``sequence_ranks`` consecutive ranks divide the tokens of a forward. With ``deterministic``, cuBLAS gets workspaces of a fixed size before its first use, as torch demands for
     deterministic algorithms (``torch.use_deterministic_algorithms``).
 
     DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang
@@ -313,7 +339,9 @@ def connect(
     if not on_gpu:
         waits = start_spin_control(share_of_cores.each, len(own_cores().usable), os.environ)
         share_of_cores = replace(share_of_cores, waits=waits)
-    return World(rank, size, local_rank, device, share_of_cores, Waiting(device), verbose, deterministic)
+    group = SequenceGroup(rank, size, sequence_ranks, timeout) if sequence_ranks > 1 else None
+    waiting = Waiting(device)
+    return World(rank, size, local_rank, device, share_of_cores, waiting, verbose, deterministic, group)
 
 
 def seed_everything(seed: int) -> None:

@@ -9,6 +9,8 @@ tokens of each row contiguous:
     packed  [1,N]: all rows are concatenated, N tokens without padding; attention stays within each row
         (packed_attention.py).
 
+With a sequence group, each of its ranks gets an equal part of the columns of a packed layout.
+
 Indices are computed on the CPU from the mask. If ids and mask are on the CPU, a forward never waits for the
 device.
 """
@@ -20,7 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from ppo_ds.distributed.sequence_group import SequenceGroup
 from ppo_ds.models.packed_attention import packed_arguments
 from ppo_ds.types import to_device
 
@@ -48,6 +52,7 @@ class Layout:
     state_indices: Tensor  # [N] indices of the states in the flattened [B*(R+1)]
     rows: int  # B
     width: int  # R
+    sequence: SequenceGroup | None  # the ranks that divide the tokens; K and N count those of this rank
 
     def arguments(self, positions: bool = True, masked: bool = False) -> dict[str, Any]:
         """Returns the keyword arguments for the forward pass of a causal model.
@@ -67,13 +72,16 @@ class Layout:
 
     def scatter(self, values: Tensor) -> Tensor:
         """Scatters values [K] of labels to [B,R]; all other columns are 0."""
-        zeros = values.new_zeros(self.rows * self.width)
-        return zeros.index_copy(0, self.label_indices, values).view(self.rows, self.width)
+        return self._scattered(values, self.label_indices, self.width)
 
     def scatter_states(self, values: Tensor) -> Tensor:
         """Scatters values [N] of states to [B,R+1]; columns beyond a row's final state are 0."""
-        zeros = values.new_zeros(self.rows * (self.width + 1))
-        return zeros.index_copy(0, self.state_indices, values).view(self.rows, self.width + 1)
+        return self._scattered(values, self.state_indices, self.width + 1)
+
+    def _scattered(self, values: Tensor, indices: Tensor, width: int) -> Tensor:
+        """Scatters values to ``indices`` of the flattened [B,width], those of all ranks that share tokens."""
+        scattered = values.new_zeros(self.rows * width).index_copy(0, indices, values).view(self.rows, width)
+        return scattered if self.sequence is None else self.sequence.sum(scattered)
 
 
 def make_layout(
@@ -84,13 +92,16 @@ def make_layout(
     *,
     packed: bool,
     label_mask: Tensor | None = None,
+    sequence: SequenceGroup | None = None,
 ) -> Layout:
     """Makes the layout of ids and attention_mask [B,T], which are on the CPU or on the device of ``model``.
 
     The last ``response_width`` columns are the responses (0 if the rows have no responses). The tokens of a
     row must be contiguous, with at least one before the response. ``label_mask`` [B,R] selects the response
-    tokens that are labels (None: all of them).
+    tokens that are labels (None: all of them). ``sequence`` divides the columns of a packed layout; filling
+    tokens, which are one more sequence, make their number divisible.
     """
+    assert packed or sequence is None, "a padded layout is not divided among ranks"
     device = next(model.parameters()).device if ids.device.type == "cpu" else ids.device
     mask = attention_mask.cpu().bool()
     rows, columns = mask.shape
@@ -113,6 +124,16 @@ def make_layout(
     if label_mask is not None:
         before &= label_mask.cpu()
     around = torch.arange(response_width + 1) <= response_lengths[:, None]
+    sequences = lengths.tolist()
+    if sequence is not None:
+        filling = -source.shape[1] % sequence.size
+        sequences += [filling] if filling else []
+        count = (source.shape[1] + filling) // sequence.size
+        columns_here = slice(sequence.rank * count, (sequence.rank + 1) * count)
+        source, positions = (pad(x, (0, filling))[:, columns_here] for x in (source, positions))
+        states -= columns_here.start
+        here = (states >= 0) & (states < count)
+        before, around = before & here[:, :response_width], around & here
 
     def on_device(tensor: Tensor) -> Tensor:
         return to_device(tensor, device)
@@ -123,7 +144,7 @@ def make_layout(
         ids=ids.flatten()[on_device(source)],
         position_ids=on_device(positions),
         mask=on_device(torch.ones_like(source, dtype=torch.bool) if packed else real),
-        packing=packed_arguments(lengths.tolist(), device) if packed else {},
+        packing=packed_arguments(sequences, device, sequence) if packed else {},
         lengths=lengths.tolist(),
         label_positions=on_device(states[:, :response_width][before]),
         state_positions=on_device(states[around]),
@@ -133,4 +154,5 @@ def make_layout(
         state_indices=on_device(around.flatten().nonzero()[:, 0]),
         rows=rows,
         width=response_width,
+        sequence=sequence,
     )

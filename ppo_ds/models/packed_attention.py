@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ppo_ds.distributed.sequence_group import SequenceGroup
 from ppo_ds.types import to_device
 
 _HAS_AMX = torch.cpu._is_amx_tile_supported()  # its 16-bit products are several times as fast as fp32
@@ -58,10 +60,13 @@ _layout_known: ContextVar[bool] = ContextVar("_layout_known", default=False)
 _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 
-def packed_arguments(lengths: list[int], device: torch.device) -> dict[str, Any]:
+def packed_arguments(
+    lengths: list[int], device: torch.device, sequence: SequenceGroup | None = None
+) -> dict[str, Any]:
     """Returns the arguments of a packed forward, with the names that transformers' flash attention uses.
 
     ``sequence_ends`` is for attention without a kernel: reading the ends from a GPU would wait in each layer.
+    ``sequence`` divides the tokens of the row.
     """
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     on_device = to_device(ends, device)
@@ -71,6 +76,7 @@ def packed_arguments(lengths: list[int], device: torch.device) -> dict[str, Any]
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
         "sequence_ends": ends.tolist(),
+        "sequence_group": sequence,
     }
 
 
@@ -133,21 +139,27 @@ def attention(
         if calls is not None:
             calls.without_ends.append(type(module).__name__)
         return whole_rows(module, query, key, value, attention_mask, **kwargs), None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N,heads,d]
-    kernel = has_kernel(q, v)
     if calls is not None:
-        calls.kernel.append(kernel)
-    if kernel:
-        grouped = {"enable_gqa": True} if _GROUPED else {}
-        if not _GROUPED:
-            k, v = for_each_head(q, k, v)
-        out = varlen_attn(
-            q, k, v, ends, ends, kwargs["max_length_q"], kwargs["max_length_k"],
-            scale=kwargs.get("scaling"), window_size=(-1, 0), **grouped,
-        )  # fmt: skip
-    else:
-        out = attention_per_sequence(q, k, v, kwargs["sequence_ends"], kwargs.get("scaling"))
-    return out[None], None
+        calls.kernel.append(has_kernel(query, value))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    compute = partial(attention_of_packed_row, arguments=kwargs)
+    group = kwargs.get("sequence_group")
+    return compute(q, k, v) if group is None else group.attention(compute, q, k, v), None
+
+
+def attention_of_packed_row(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """Computes attention [1,N,heads,d] of query [1,N,heads,d], key and value [1,N,groups,d]."""
+    q, k, v = query[0], key[0], value[0]
+    if not has_kernel(q, v):
+        return attention_per_sequence(q, k, v, arguments["sequence_ends"], arguments.get("scaling"))[None]
+    grouped = {"enable_gqa": True} if _GROUPED else {}
+    if not _GROUPED:
+        k, v = for_each_head(q, k, v)
+    ends = arguments["cu_seq_lens_q"]
+    return varlen_attn(
+        q, k, v, ends, ends, arguments["max_length_q"], arguments["max_length_k"],
+        scale=arguments.get("scaling"), window_size=(-1, 0), **grouped,
+    )[None]  # fmt: skip
 
 
 def whole_rows(
@@ -223,7 +235,7 @@ def for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Returns whether flash attention supports query and value [N,heads,d]."""
+    """Returns whether flash attention supports query and value [...,d]."""
     width = query.shape[-1]
     return (
         query.is_cuda
@@ -338,6 +350,19 @@ class PackableModel(nn.Module):
         self.packed = fault is None and (kernel or layout == "packed")
         reason = None if self.packed else fault or "no kernel supports its heads"
         return LayoutChoice(self.packed, reason, kernel, unexpected=fault is not None)
+
+    def why_not_divided(self, parts: int) -> str | None:
+        """Returns why ``parts`` ranks cannot divide the tokens of a forward, or None if they can."""
+        config = self.trunk.config.get_text_config()
+        if not self.packed:
+            return "its rows cannot be packed"
+        if not uses_attention_interface(self.trunk):
+            return "its attn_implementation must be sdpa"
+        heads = config.num_attention_heads
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        if heads % parts or groups % parts:
+            return f"must divide its {heads} attention heads and {groups} key-value heads"
+        return None
 
     def _try_packed(self, forward: Callable[[Tensor, Tensor, int], Any]) -> tuple[str | None, bool]:
         """Compares the hidden states of two short rows between a padded and a packed forward.

@@ -15,6 +15,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from ppo_ds.compute.linear_logprobs import LabelStatistics
 from ppo_ds.config.sections.models import ModelConfig
+from ppo_ds.distributed.sequence_group import SequenceGroup
 from ppo_ds.models.layout import make_layout
 from ppo_ds.models.linear import install_linears
 from ppo_ds.models.lm_head import HeadProbe, LMHead, forward_at, install_head, probe_head
@@ -77,16 +78,24 @@ class Policy(PackableModel):
         with_mean: bool = False,
         with_correct: bool = False,
         noise: EmbeddingNoise | None = None,
+        sequence: SequenceGroup | None = None,
     ) -> PolicyOutput:
         """Returns the log-probs of the last ``response_width`` tokens of ids [B,T], 0 after each response.
 
         ``with_entropy``, ``with_aux``, ``with_mean`` and ``with_correct`` add these outputs. ``temperature``
         replaces the sampling temperature. ``entropy_gradient=False`` detaches the entropy, which makes the
         backward cheaper. With ``label_mask`` [B,R] the head runs for the selected tokens only, and all other
-        columns are 0. ``noise`` is added to the embeddings.
+        columns are 0. ``noise`` is added to the embeddings. The ranks of ``sequence`` have the same rows, and
+        each computes a part of the tokens.
         """
         layout = make_layout(
-            ids, attention_mask, response_width, self.lm, packed=self.packed, label_mask=label_mask
+            ids,
+            attention_mask,
+            response_width,
+            self.lm,
+            packed=self.packed,
+            label_mask=label_mask,
+            sequence=sequence,
         )
         arguments = layout.arguments(self._positions, masked=with_aux)
         temperature = self.temperature if temperature is None else temperature

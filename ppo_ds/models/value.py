@@ -23,6 +23,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 from transformers.models.deberta_v2 import modeling_deberta_v2
 
 from ppo_ds.config.sections.models import ModelConfig
+from ppo_ds.distributed.sequence_group import SequenceGroup
 from ppo_ds.errors import UserError
 from ppo_ds.models.layout import Layout, make_layout
 from ppo_ds.models.loading import (
@@ -131,15 +132,19 @@ class ScoreModel(PackableModel):
         attention_mask: Tensor,
         response_width: int | None = None,
         token_type_ids: Tensor | None = None,
+        sequence: SequenceGroup | None = None,
     ) -> Tensor:
         """Returns values [B,R+1] in fp32, or scores [B] without ``response_width``, for ids and mask [B,T].
 
         Column t holds the value of the state before response token t. The column after a row's last token
-        holds the value of its final state, and all later columns are 0.
+        holds the value of its final state, and all later columns are 0. The ranks of ``sequence`` have the
+        same rows, and each computes a part of the tokens.
         """
         if response_width is None:
             return self.scores(ids, attention_mask, token_type_ids)
-        layout = make_layout(ids, attention_mask, response_width, self.model, packed=self.packed)
+        layout = make_layout(
+            ids, attention_mask, response_width, self.model, packed=self.packed, sequence=sequence
+        )
         return layout.scatter_states(self._head(self._hidden(layout)[layout.state_positions]))
 
     def scores(self, ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:

@@ -50,9 +50,10 @@ def kept_roles(config: PPOConfig) -> tuple[str, ...]:
     Other forwards of the same weights between a forward and its backward exclude a model: those of the
     reference or the reward model that is the same model without its adapters, and of the lagged policy. PTX
     losses come first in the update. Log-probs and entropies for the selection of tokens need other options.
+    Ranks that divide tokens have other rows in the update.
     """
     algo, reuse = config.algo, config.memory.reuse_forwards
-    if reuse == "off" or not one_optimizer_step(config):
+    if reuse == "off" or not one_optimizer_step(config) or config.memory.sequence_parallel > 1:
         return ()
     excluded = (
         algo.old_policy == "lagged"

@@ -6,7 +6,7 @@ run/failure_dump.py describes its files.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,10 @@ def locate_nonfinite(
 ) -> list[ReplayedRow]:
     """Replays every row of ``minibatch`` and returns the results in their order. A collective.
 
-    Weights, optimizers and counters do not change.
+    Weights, optimizers and counters do not change. Rows are not divided among ranks.
     """
-    world = learner.world
+    world = replace(learner.world, sequence=None)
+    learner = replace(learner, context=replace(learner.context, world=world))
     plan = microbatch_rows(minibatch, 1, world)
     totals, value_totals = learner.totals(minibatch)
     models: dict[str, Replayed] = {}

@@ -78,7 +78,7 @@ class RatioCounts:
     def take(self) -> Histogram | None:
         """Returns the ratios of all steps since the last call, None if there were none. A collective."""
         counts, self.counts = self.counts, None
-        return None if counts is None else Histogram(self.world.sum(counts).tolist(), RATIO_EDGES)
+        return None if counts is None else Histogram(self.world.sum_of_shares(counts).tolist(), RATIO_EDGES)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Learner:
                     metrics.add_parts(gap)
             if first_forward and actor is not None:  # this is the only optimizer step of the update
                 parts = scatter_tokens(actor.logprobs, experience, [rows[part] for part in plan])
-                logprobs = self.world.sum(parts)
+                logprobs = self.world.sum_of_shares(parts)
                 experience = replace(experience, logprobs=logprobs, old_logprobs=logprobs)
             if schedule.target_kl is not None and actor is not None:
                 approx_kl = done.sums[0] / max(done.sums[1], 1.0)
@@ -260,7 +260,7 @@ class Learner:
 
     def totals(self, minibatch: Experience) -> tuple[BatchTotals, BatchTotals]:
         """Counts the actions and, with a critic, the trained states of one optimizer step. No collective."""
-        norm, size = self.norm * len(minibatch), self.world.size
+        norm, size = self.norm * len(minibatch), self.world.data_size
         totals = batch_totals([minibatch.response_mask], dp_size=size, norm=norm)
         for term in self.terms:
             totals = term.counted(minibatch, totals)
@@ -334,7 +334,11 @@ class Learner:
         """
         if out is None:
             out = self.actor(
-                micro.ids, micro.attention_mask, micro.response_width, **forward_options(self.terms)
+                micro.ids,
+                micro.attention_mask,
+                micro.response_width,
+                sequence=self.world.sequence,
+                **forward_options(self.terms),
             )
         micro = micro.to(self.world.device)  # after the forward, since the model arranges its rows on the CPU
         loss, parts = actor_loss(self.terms, out, micro, totals, kl_coef)
@@ -351,7 +355,9 @@ class Learner:
     ) -> tuple[Tensor, Parts]:
         """Computes a micro-batch's part of the critic's loss, and its metrics."""
         if values is None:
-            values = critic(micro.ids, micro.attention_mask, micro.response_width)
+            values = critic(
+                micro.ids, micro.attention_mask, micro.response_width, sequence=self.world.sequence
+            )
         return self.value(values, micro.to(self.world.device), totals)
 
     def ptx_losses(self) -> Iterator[tuple[Tensor, Parts]]:
@@ -359,7 +365,7 @@ class Learner:
         if self.ptx is None:
             return
         texts = next(self.ptx.texts)
-        totals = batch_totals([texts.response_mask], dp_size=self.world.size)
+        totals = batch_totals([texts.response_mask], dp_size=self.world.data_size)
         for micro in microbatches(texts, self.token_budget, self.world, self.packed):
             out = self.actor(
                 micro.ids,
@@ -367,6 +373,7 @@ class Learner:
                 micro.response_width,
                 temperature=1.0,
                 label_mask=micro.response_mask,
+                sequence=self.world.sequence,
             )
             yield self.ptx(out, micro.to(self.world.device), totals)
 

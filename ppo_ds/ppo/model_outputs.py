@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, SupportsInt
 
+import torch
 from torch import Tensor
 
 from ppo_ds.distributed.faults import fault
@@ -15,7 +16,7 @@ from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.ppo.kept_forwards import KeptForwards
-from ppo_ds.ppo.minibatches import scatter_states, scatter_tokens
+from ppo_ds.ppo.minibatches import all_gather_rows, scatter_states, scatter_tokens
 from ppo_ds.run.microbatches import forward_rows, scoring_plan
 from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.types import Rollout, Sequences
@@ -58,43 +59,63 @@ class ModelForwards:
         return self.guard(self.forward_models)(rollout, critic_only)
 
     def forward_models(self, rollout: Rollout, critic_only: bool) -> ModelOutputs:
-        plan = self.plan(rollout)
+        rows = self.group_rows(rollout)
+        plan = self.plan(rows)
         logprobs = old_logprobs = ref_logprobs = values = entropy = None
-        with nullcontext() if self.kept is None else self.kept.of_rollout(rollout, plan, critic_only):
+        with nullcontext() if self.kept is None else self.kept.of_rollout(rows, plan, critic_only):
             fault("score")
             if self.reference is not None:
                 with self.timer("ref_logprobs"), self.reference.resident():  # log pi_ref(a|s)
-                    ref_logprobs = self.logprobs_of(self.reference, rollout, plan)
+                    ref_logprobs = self.logprobs_of(self.reference, rows, plan)
             if self.critic is not None:
                 with self.timer("values"):  # V(s)
-                    outputs = self.forward("critic", self.critic, rollout, plan)
-                    values = scatter_states(outputs, rollout, plan)
-            if self.old_logprobs == "rollout":
-                logprobs = old_logprobs = rollout.logprobs
-            elif self.old_logprobs == "forward":  # last, since the graph may be kept
+                    outputs = self.forward("critic", self.critic, rows, plan)
+                    values = scatter_states(outputs, rows, plan)
+            if self.old_logprobs == "forward":  # last, since the graph may be kept
                 with self.timer("old_logprobs"):  # log pi_old(a|s), training engine, dropout 0
-                    logprobs, old_logprobs, trunk_values, entropy = self.forward_actor(rollout, plan)
+                    logprobs, old_logprobs, trunk_values, entropy = self.forward_actor(rows, plan)
                 values = trunk_values if self.share_trunk else values
-        return ModelOutputs(logprobs, old_logprobs, ref_logprobs, values, entropy)
+        found = (logprobs, old_logprobs, ref_logprobs, values, entropy)
+        made = ModelOutputs(*(None if x is None else self.own_rows(x, rollout, rows) for x in found))
+        if self.old_logprobs == "rollout":
+            return made._replace(logprobs=rollout.logprobs, old_logprobs=rollout.logprobs)
+        return made
 
     def actor_logprobs(self, sequences: Sequences) -> Tensor:
         """Computes the actor's log-probs [B,R]. A collective, repeated if memory runs out."""
-        return self.guard(lambda: self.logprobs_of(self.actor, sequences, self.plan(sequences)))()
+        rows = self.group_rows(sequences)
+        logprobs = self.guard(lambda: self.logprobs_of(self.actor, rows, self.plan(rows)))()
+        return self.own_rows(logprobs, sequences, rows)
+
+    def group_rows(self, sequences: Sequences) -> Sequences:
+        """Returns the rows of all ranks that divide tokens, or ``sequences`` without such. A collective."""
+        if self.world.sequence is None:
+            return sequences
+        plain = Sequences(sequences.ids, sequences.attention_mask, sequences.response_mask)
+        rows = all_gather_rows(plain, self.world)
+        return rows.select(torch.arange(len(rows)).chunk(self.world.data_size)[self.world.data_rank])
+
+    def own_rows(self, outputs: Tensor, sequences: Sequences, rows: Sequences) -> Tensor:
+        """Returns the outputs of this rank's ``sequences`` among those of ``rows`` [B,R] or [B,S]."""
+        if self.world.sequence is None:
+            return outputs
+        columns = outputs.shape[1] - rows.response_width + sequences.response_width
+        return outputs.chunk(self.world.sequence.size)[self.world.sequence.rank][:, :columns]
 
     def forward(
-        self, name: str, model: TrainedModel, rollout: Rollout, plan: list[Tensor], **options: Any
+        self, name: str, model: TrainedModel, rows: Sequences, plan: list[Tensor], **options: Any
     ) -> list[Any]:
         """Runs a trained model on the rows of each entry of ``plan``; may keep the graph for the update."""
         if self.kept is not None and name in self.kept.names:
             return [self.kept.forward(name, model)]
-        return forward_rows(model, rollout, plan, **options)
+        return forward_rows(model, rows, plan, sequence=self.world.sequence, **options)
 
     def plan(self, sequences: Sequences) -> list[Tensor]:
         """Returns the row indices of each forward. A collective."""
         return scoring_plan(sequences, int(self.token_budget), self.world, self.packed)
 
     def forward_actor(
-        self, rollout: Rollout, plan: list[Tensor]
+        self, rollout: Sequences, plan: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Computes log-probs and old log-probs [B,R], values [B,S] by the actor's head, entropies [B,R]."""
         outputs = self.forward("actor", self.actor, rollout, plan, **self.actor_options)
@@ -113,5 +134,5 @@ class ModelForwards:
         self, model: TrainedModel | FrozenModel, sequences: Sequences, plan: list[Tensor]
     ) -> Tensor:
         """Computes log-probs [B,R] of the responses."""
-        outputs = forward_rows(model, sequences, plan)
+        outputs = forward_rows(model, sequences, plan, sequence=self.world.sequence)
         return scatter_tokens([out.logprobs for out in outputs], sequences, plan)

@@ -24,8 +24,8 @@ def microbatch_rows(
     minibatch: Sequences, token_budget: int, world: World, packed: bool = False
 ) -> list[Tensor]:
     """Returns the row indices of each forward over this rank's share of a minibatch. Not a collective."""
-    lengths = minibatch.attention_mask.sum(1)
-    return plan_share(lengths, token_budget, world.rank, world.size, packed)
+    lengths, token_budget = minibatch.attention_mask.sum(1), token_budget * world.sequence_ranks
+    return plan_share(lengths, token_budget, world.data_rank, world.data_size, packed)
 
 
 def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = False) -> list[S]:
@@ -45,11 +45,11 @@ def padding(micros: Iterable[Sequences], packed: bool) -> Tensor:
 
 
 def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
-    """Returns the row indices of each forward over this rank's own rows. A collective.
+    """Returns the row indices of each forward over the rows of this rank or sequence group. A collective.
 
     ``packed`` states that the models take rows without padding; they also accept a plan for padded rows.
     """
-    lengths = sequences.attention_mask.sum(1)
+    lengths, token_budget = sequences.attention_mask.sum(1), token_budget * world.sequence_ranks
     plan = plan_forwards(lengths, token_budget, packed=packed)
     count = world.max_int(len(plan))
     return plan if count == len(plan) else plan_forwards(lengths, token_budget, count, packed)

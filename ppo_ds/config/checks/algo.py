@@ -15,7 +15,9 @@ def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
         config.rollout.samples_per_prompt,
         config.algo.minibatch_size,
     )
-    rollout = rollout_size(config)
+    rollout, group = rollout_size(config), config.memory.sequence_parallel
+    if ranks % group:
+        yield f"memory.sequence_parallel={group}: must divide the number of ranks, {ranks}"
     if prompts % ranks:
         below = prompts - prompts % ranks
         fits = " or ".join(str(n) for n in (below, below + ranks) if n)
@@ -37,6 +39,8 @@ def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
             f"rollout.samples_per_prompt={samples}){divisor}; nearest that fit: "
             f"{' or '.join(str(n) for n in nearest if n)}"
         )
+    if group > 1 and config.memory.layout == "padded":
+        yield "memory.layout=padded: memory.sequence_parallel divides packed rows; use packed or auto"
     texts = config.algo.ptx.batch_size or minibatch or rollout
     if config.algo.ptx.coef and texts % ranks:
         yield f"algo.ptx.batch_size={texts}: must be divisible by the number of ranks, {ranks}"

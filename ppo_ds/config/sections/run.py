@@ -118,6 +118,12 @@ class PPOMemoryConfig(GenerationMemoryConfig):
         "all: of actor and critic. Last digits of the results change, since the rows of an optimizer step "
         "are summed in another order. If memory runs out in such a forward, the run keeps no further graphs.",
     )
+    sequence_parallel: Count = Field(
+        1,
+        description="Number of ranks that divide the tokens of a forward or backward of actor, critic and "
+        "reference (DeepSpeed-Ulysses). It must divide the ranks and the attention heads and key-value heads "
+        "of these models, whose rows are packed. Generation and reward models do not divide rows.",
+    )
 
 
 class CheckpointConfig(Section):

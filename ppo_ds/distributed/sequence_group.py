@@ -1,0 +1,48 @@
+"""Ulysses sequence parallelism: the tokens of a forward are divided among the ranks of a group.
+
+Each rank runs all layers on its tokens. For attention, all-to-all exchanges give each rank all tokens of its
+share of the heads, and back (Jacobs et al. 2023; the exchange is DeepSpeed's ``DistributedAttention``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from deepspeed.sequence.layer import DistributedAttention
+from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class SequenceGroup:
+    """The group of this rank if the ranks are divided into groups of ``size`` consecutive ranks.
+
+    A collective of all ranks. All methods are collectives of the group.
+    """
+
+    def __init__(self, rank: int, ranks: int, size: int, timeout: timedelta):
+        self.size, self.rank = size, rank % size  # the rank within the group
+        for first in range(0, ranks, size):
+            group = dist.new_group(list(range(first, first + size)), timeout=timeout)
+            if first <= rank < first + size:
+                self._group = group
+        self._exchange = DistributedAttention(_call, self._group, scatter_idx=2, gather_idx=1)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns the sum of ``x`` over the group; differentiable."""
+        return all_reduce(x, group=self._group)
+
+    def attention(self, compute: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Computes attention [b,t,heads,d] of this rank's t tokens to those of the group; differentiable.
+
+        query is [b,t,heads,d], key and value are [b,t,groups,d]; ``size`` divides heads and groups.
+        ``compute`` is called with all tokens of a share of the heads, in the same layout.
+        """
+        return self._exchange(query, key, value, 0, None, compute)
+
+
+def _call(query: Tensor, key: Tensor, value: Tensor, compute: Attention) -> Tensor:
+    return compute(query, key, value)
