@@ -112,7 +112,7 @@ class PPOMemory(RunMemory):
 
     def _scoring(self) -> dict[str, int]:
         budget, models = int(self.config.memory.score_tokens), self.models
-        tokens = forward_tokens(budget, self.rows, self.length)
+        tokens = self.forward_tokens(budget, self.rows)
         peaks = {}
         if models.rewards:
             text = forward_tokens(budget, self.rows, models.reward_length)
@@ -133,9 +133,18 @@ class PPOMemory(RunMemory):
         gathered = gathered_bytes(model.shape, model.each, prefetch=True) if model.sharded else 0
         return uploaded + gathered + self.forward(model.shape, tokens, length, model.each)
 
+    def forward_tokens(self, budget: int, rows: int) -> int:
+        """Counts this rank's tokens of the largest forward, which a sequence group divides."""
+        parts = self.config.memory.sequence_parallel
+        return ceil(forward_tokens(parts * budget, parts * rows, self.length) / parts)
+
     def head_positions(self, tokens: int) -> int:
-        """Counts the response tokens among ``tokens``; the head is applied to those only."""
-        return ceil(tokens * self.config.sampling.max_new_tokens / self.length)
+        """Counts the response tokens among ``tokens``; the head is applied to those only.
+
+        A rank of a sequence group may have no prompt tokens.
+        """
+        parts = self.config.memory.sequence_parallel
+        return min(tokens, ceil(parts * tokens * self.config.sampling.max_new_tokens / self.length))
 
     # -- generation ----------------------------------------------------------------------------------------
 

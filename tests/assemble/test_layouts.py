@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MistralConfig, NemotronConfig
 
 from ppo_ds.assemble.ppo_models import choose_layouts
+from ppo_ds.errors import UserError
 from ppo_ds.models import packed_attention as attention
 from ppo_ds.models.policy import Policy
 
@@ -53,9 +54,10 @@ class Role:
         return self.module(*args)
 
 
-def chosen(layout, *roles):
+def chosen(layout, *roles, parts=1):
     actor, reference = [*roles, None][:2]
-    return choose_layouts(SimpleNamespace(memory=SimpleNamespace(layout=layout)), actor, reference, None)
+    memory = SimpleNamespace(layout=layout, sequence_parallel=parts)
+    return choose_layouts(SimpleNamespace(memory=memory), actor, reference, None)
 
 
 @pytest.fixture
@@ -150,3 +152,15 @@ def test_rows_that_attend_to_each_other_are_detected(monkeypatch):
         )
     ]
     assert not actor.module.packed
+
+
+def test_ranks_divide_packed_rows_of_models_whose_heads_they_divide():
+    actor = Role(LLAMA)
+    (line,) = chosen("auto", actor, parts=2)
+    assert "2 ranks divide the tokens of a forward" in line and actor.module.packed
+    with pytest.raises(UserError) as refused:
+        chosen("auto", Role(LLAMA), Role(WINDOW), parts=4)
+    assert refused.value.problems == [
+        "memory.sequence_parallel=4: the actor: must divide its 2 attention heads and 2 key-value heads; "
+        "the reference: its rows cannot be packed"
+    ]

@@ -81,6 +81,14 @@ def test_prompts_that_the_ranks_cannot_share_name_the_nearest_that_fit(
     )
 
 
+def test_ranks_that_divide_rows_fit_the_ranks_and_the_layout() -> None:
+    line = found("memory.sequence_parallel=3", ranks=4)
+    assert line == "memory.sequence_parallel=3: must divide the number of ranks, 4"
+    line = found("memory={sequence_parallel:2,layout:padded}", ranks=4)
+    assert line == "memory.layout=padded: memory.sequence_parallel divides packed rows; use packed or auto"
+    compose(*MINIMAL, "memory={sequence_parallel:2,layout:packed}", ranks=4)
+
+
 @pytest.mark.parametrize(
     ("minibatch", "samples", "ranks", "fits"),
     [

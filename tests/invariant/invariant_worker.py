@@ -106,6 +106,7 @@ def watch_experience(trainer: PPOTrainer) -> list[Experience]:
         found.append(experience)
         return experience, seen
 
+    watched.measure_kl = make.measure_kl
     trainer.make_experience = watched
     return found
 

@@ -5,7 +5,7 @@ Generation is replayed. The runs on two ranks form one sequence group, those on 
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
 from typing import Any
 
 import pytest
@@ -28,6 +28,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "row by row": [ROW_BY_ROW],
     "one update": [ONE_UPDATE],
     "lora": [CALM, ADAPTED],
+    "measured kl": [CALM, OTHER_REFERENCE, {"algo": {"kl": {"after_update": True}}}],
+    "ptx": [CALM, {"algo": {"ptx": {"coef": 0.5}}, "data": {"ptx_path": f"{ASSETS}/texts.jsonl"}}],
     **{name: [merged(merged(CALM, OTHER_REFERENCE), ONE_STEP), how] for name, how in ALGORITHMS.items()},
 }
 STAGES = (0, 1, 2, 3)
@@ -49,6 +51,8 @@ def runs_of(size: int) -> list[Case]:
 def runs(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> Launches:
     root = tmp_path_factory.mktemp("divided")
     invariant_assets.make(root)
+    texts = [{"text": 2 * prompt} for prompt in invariant_assets.PROMPTS]
+    (root / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     launches = Launches(root, rank_server)
     one = [case("plain", staged(0), generate="record")]
     launches.launch(1, one + [case(name, staged(0), *how) for name, how in VARIANTS.items()], "one")

@@ -41,6 +41,7 @@ from ppo_ds.planning.model_memory import (
     decode_bytes_bound,
     head_backward_bytes,
     head_forward_bytes,
+    inference_activation_bytes,
     output_bytes,
     sampling_bytes,
     static_decode_bytes,
@@ -433,6 +434,23 @@ def test_generation_on_a_cpu_has_packed_weights(monkeypatch: pytest.MonkeyPatch)
     assert packed(shape=replace(SMALL, linear=2**27 + 1)) == 0
     monkeypatch.setattr(matmul, "_library", "torch")
     assert packed() == 0
+
+
+def test_ranks_that_divide_a_row_need_the_activations_of_their_tokens() -> None:
+    def memory(*arguments: str) -> PPOMemory:
+        # a row has 28 + 4 tokens; the last of 4 ranks has 8 of them, 4 with labels
+        row = ("data.max_prompt_tokens=28", "sampling.max_new_tokens=4", "memory.train_tokens=1")
+        config = with_cpu_limits(compose(*MINIMAL, "actor.model.dtype=bf16", *row, *arguments, ranks=4))
+        return PPOMemory(config, models(config, critic=CRITIC), GPU, 28)
+
+    whole, divided = memory(), memory("memory.sequence_parallel=4")
+    states = 2 * 4 * 5 * 4  # four states of 5 numbers and their gradients, in fp32
+    for found, tokens in ((whole, 32), (divided, 8)):
+        assert found.graph("critic") == activation_bytes(CRITIC, tokens, 32, 2, False) + states
+        assert found.head_positions(tokens) == 4
+    half = memory("memory.sequence_parallel=2", "memory.score_tokens=1")._scoring()
+    assert half["values"] == inference_activation_bytes(CRITIC, 16, 32, 2)
+    assert whole.estimate().phases["generate"] == divided.estimate().phases["generate"]
 
 
 def test_a_kept_graph_of_the_critic_is_there_in_the_backward_of_the_actor() -> None:
