@@ -29,7 +29,12 @@ class SequenceGroup:
             group = dist.new_group(list(range(first, first + size)), timeout=timeout)
             if first <= rank < first + size:
                 self._group = group
-        self._exchange = DistributedAttention(_call, self._group, scatter_idx=2, gather_idx=1)
+        self._exchange = DistributedAttention(
+            lambda query, key, value, compute: compute(query, key, value),
+            self._group,
+            scatter_idx=2,
+            gather_idx=1,
+        )
 
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum of ``x`` over the group; differentiable."""
@@ -42,7 +47,3 @@ class SequenceGroup:
         ``compute`` is called with all tokens of a share of the heads, in the same layout.
         """
         return self._exchange(query, key, value, 0, None, compute)
-
-
-def _call(query: Tensor, key: Tensor, value: Tensor, compute: Attention) -> Tensor:
-    return compute(query, key, value)

@@ -295,8 +295,9 @@ def connect(
 
     The timeout of collectives is ``timeout_minutes`` + COLLECTIVE_MARGIN. ``threads`` is the number of
     threads per rank. If it is None, each rank uses its share of the cores (distributed/threads.py).
+    ``sequence_ranks`` consecutive ranks divide the tokens of a forward.
 
-    ``sequence_ranks`` consecutive ranks divide the tokens of a forward. With ``deterministic``, cuBLAS gets workspaces of a fixed size before its first use, as torch demands for
+    With ``deterministic``, cuBLAS gets workspaces of a fixed size before its first use, as torch demands for
     deterministic algorithms (``torch.use_deterministic_algorithms``).
 
     DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang

@@ -18,6 +18,7 @@ device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,6 +85,20 @@ class Layout:
         return scattered if self.sequence is None else self.sequence.sum(scattered)
 
 
+def row_extents(mask: Tensor, response_width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the numbers of tokens, first columns and numbers of response tokens of rows, [B] each.
+
+    Asserts that the tokens of each row are contiguous, with at least one before the response.
+    """
+    columns = mask.shape[1]
+    lengths, responses = mask.sum(1), mask[:, columns - response_width :].sum(1)
+    assert bool((lengths > responses).all()), "a row without a token before its response"
+    first = mask.int().argmax(1)
+    contiguous = columns - mask.flip(1).int().argmax(1) - first == lengths
+    assert bool(contiguous.all()), "padding between the tokens of a row"
+    return lengths, first, responses
+
+
 def make_layout(
     ids: Tensor,
     attention_mask: Tensor,
@@ -96,21 +111,15 @@ def make_layout(
 ) -> Layout:
     """Makes the layout of ids and attention_mask [B,T], which are on the CPU or on the device of ``model``.
 
-    The last ``response_width`` columns are the responses (0 if the rows have no responses). The tokens of a
-    row must be contiguous, with at least one before the response. ``label_mask`` [B,R] selects the response
-    tokens that are labels (None: all of them). ``sequence`` divides the columns of a packed layout; filling
-    tokens, which are one more sequence, make their number divisible.
+    The last ``response_width`` columns are the responses (0 if the rows have no responses). ``label_mask``
+    [B,R] selects the response tokens that are labels (None: all of them). ``sequence`` divides the columns of
+    a packed layout.
     """
     assert packed or sequence is None, "a padded layout is not divided among ranks"
     device = next(model.parameters()).device if ids.device.type == "cpu" else ids.device
     mask = attention_mask.cpu().bool()
     rows, columns = mask.shape
-    response_lengths = mask[:, columns - response_width :].sum(1)
-    lengths, first = mask.sum(1), mask.int().argmax(1)
-    prompts = lengths - response_lengths
-    assert bool((prompts > 0).all()), "a row without a token before its response"
-    contiguous = columns - mask.flip(1).int().argmax(1) - first == lengths
-    assert bool(contiguous.all()), "padding between the tokens of a row"
+    lengths, first, response_lengths = row_extents(mask, response_width)
     real = torch.arange(int(lengths.max())) < lengths[:, None]  # [B,n]
     starts = torch.arange(rows)[:, None] * columns + first[:, None]
     source = (starts + torch.arange(real.shape[1])).clamp(max=mask.numel() - 1)  # indices into [B*T]
@@ -119,32 +128,28 @@ def make_layout(
         source, positions, start = source[real][None], positions[real][None], lengths.cumsum(0) - lengths
     else:
         start = torch.arange(rows) * real.shape[1]
-    states = (start + prompts - 1)[:, None] + torch.arange(response_width + 1)  # [B,R+1] indices into [b*t]
+    states = (start + lengths - response_lengths - 1)[:, None] + torch.arange(
+        response_width + 1
+    )  # [B,R+1] indices into [b*t]
     before = torch.arange(response_width) < response_lengths[:, None]
     if label_mask is not None:
         before &= label_mask.cpu()
     around = torch.arange(response_width + 1) <= response_lengths[:, None]
-    sequences = lengths.tolist()
     if sequence is not None:
-        filling = -source.shape[1] % sequence.size
-        sequences += [filling] if filling else []
-        count = (source.shape[1] + filling) // sequence.size
-        columns_here = slice(sequence.rank * count, (sequence.rank + 1) * count)
-        source, positions = (pad(x, (0, filling))[:, columns_here] for x in (source, positions))
-        states -= columns_here.start
-        here = (states >= 0) & (states < count)
-        before, around = before & here[:, :response_width], around & here
+        filled = (pad(x, (0, -x.shape[1] % sequence.size)) for x in (source, positions))
+        source, positions = (x.chunk(sequence.size, dim=1)[sequence.rank] for x in filled)
+        states -= sequence.rank * source.shape[1]
+        here = (states >= 0) & (states < source.shape[1])
+        before, around = before & here[:, :-1], around & here
 
-    def on_device(tensor: Tensor) -> Tensor:
-        return to_device(tensor, device)
-
+    on_device = partial(to_device, device=device)
     ids = on_device(ids)
     label_indices = on_device(before.flatten().nonzero()[:, 0])
     return Layout(
         ids=ids.flatten()[on_device(source)],
         position_ids=on_device(positions),
         mask=on_device(torch.ones_like(source, dtype=torch.bool) if packed else real),
-        packing=packed_arguments(sequences, device, sequence) if packed else {},
+        packing=packed_arguments(lengths.tolist(), device, sequence) if packed else {},
         lengths=lengths.tolist(),
         label_positions=on_device(states[:, :response_width][before]),
         state_positions=on_device(states[around]),

@@ -66,8 +66,10 @@ def packed_arguments(
     """Returns the arguments of a packed forward, with the names that transformers' flash attention uses.
 
     ``sequence_ends`` is for attention without a kernel: reading the ends from a GPU would wait in each layer.
-    ``sequence`` divides the tokens of the row.
+    ``sequence`` divides the tokens of the row, to which it adds a sequence that makes them divisible.
     """
+    if sequence is not None and (filling := -sum(lengths) % sequence.size):
+        lengths = [*lengths, filling]
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     on_device = to_device(ends, device)
     return {
