@@ -115,7 +115,6 @@ def make_layout(
     [B,R] selects the response tokens that are labels (None: all of them). ``sequence`` divides the columns of
     a packed layout.
     """
-    assert packed or sequence is None, "a padded layout is not divided among ranks"
     device = next(model.parameters()).device if ids.device.type == "cpu" else ids.device
     mask = attention_mask.cpu().bool()
     rows, columns = mask.shape
@@ -128,14 +127,13 @@ def make_layout(
         source, positions, start = source[real][None], positions[real][None], lengths.cumsum(0) - lengths
     else:
         start = torch.arange(rows) * real.shape[1]
-    states = (start + lengths - response_lengths - 1)[:, None] + torch.arange(
-        response_width + 1
-    )  # [B,R+1] indices into [b*t]
-    before = torch.arange(response_width) < response_lengths[:, None]
-    if label_mask is not None:
-        before &= label_mask.cpu()
-    around = torch.arange(response_width + 1) <= response_lengths[:, None]
+    columns_of_states = torch.arange(response_width + 1)
+    last_of_prompt = (start + lengths - response_lengths - 1)[:, None]
+    states = last_of_prompt + columns_of_states  # [B,R+1] indices into [b*t]
+    around = columns_of_states <= response_lengths[:, None]
+    before = around[:, 1:] if label_mask is None else around[:, 1:] & label_mask.cpu()
     if sequence is not None:
+        assert packed, "a padded layout is not divided among ranks"
         filled = (pad(x, (0, -x.shape[1] % sequence.size)) for x in (source, positions))
         source, positions = (x.chunk(sequence.size, dim=1)[sequence.rank] for x in filled)
         states -= sequence.rank * source.shape[1]
