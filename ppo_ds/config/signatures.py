@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,7 +70,8 @@ def _parameters(definition: ast.FunctionDef | ast.ClassDef) -> list[tuple[str, a
         init = _named(definition.body, "__init__")
         if init is None:
             fields = [one for one in definition.body if isinstance(one, ast.AnnAssign)]
-            return [(ast.unparse(one.target), one.annotation, one.value is None) for one in fields]
+            found = [(ast.unparse(one.target), one.annotation, one.value is None) for one in fields]
+            return list(takewhile(lambda field: field[0] != "_", found))  # `_: KW_ONLY` ends the keys
         return _parameters(init)[1:]
     arguments = definition.args
     required = len(arguments.args) - len(arguments.defaults)

@@ -99,10 +99,6 @@ class TextScores:
     # name -> [B], see Scores.components
     components: dict[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def has_steps(self) -> bool:
-        return any(self.steps)
-
 
 class TextReward(ABC):
     """Base class of rewards that read only text.
@@ -112,17 +108,16 @@ class TextReward(ABC):
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        """Stores the actor's ``tokenizer``, which decodes the responses."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer  # the actor's, which decodes the responses
 
     def __call__(self, rollout: Rollout) -> Scores:
         return self.start_scoring(rollout).result()
 
     def start_scoring(self, rollout: Rollout) -> Pending[Scores]:
         """Starts to score a rollout; the scores may be computed in the background."""
-        responses = Responses.of(rollout, self._tokenizer)
+        responses = Responses.of(rollout, self.tokenizer)
         return self.start_responses(responses).then(
-            lambda scores: token_scores(scores, responses, rollout, self._tokenizer)
+            lambda scores: token_scores(scores, responses, rollout, self.tokenizer)
         )
 
     def start_responses(self, responses: Responses) -> Pending[TextScores]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol, SupportsInt
 
 import torch
@@ -32,24 +33,19 @@ LoadFrozen = Callable[
 ]
 
 
+@dataclass(eq=False)
 class FrozenModelReward(TextReward):
     """Base class of rewards that encode each response, score it with a frozen model and check the scores.
 
     Subclasses implement ``encode``, which converts a response to an input of the model, and ``score``.
     """
 
-    def __init__(
-        self, scorer: FrozenScorer, *, tokenizer: Tokenizer, token_budget: SupportsInt, key: str, name: str
-    ):
-        """Initializes the reward.
-
-        ``tokenizer`` is the actor's. ``token_budget`` limits the tokens of one forward, padding included; it
-        is read at each use. ``key`` and ``name`` are the reward's section and the model's KEY=PATH for
-        errors.
-        """
-        super().__init__(tokenizer)
-        self._scorer, self._token_budget = scorer, token_budget
-        self._key, self._name = key, name
+    scorer: FrozenScorer
+    _: KW_ONLY
+    tokenizer: Tokenizer  # the actor's
+    token_budget: SupportsInt  # limit of the tokens of one forward, padding included; it is read at each use
+    key: str  # the reward's section, for errors
+    name: str  # the model's KEY=PATH, for errors
 
     @abstractmethod
     def encode(self, row: Row, response: str, finished: bool) -> Any:
@@ -70,7 +66,7 @@ class FrozenModelReward(TextReward):
             row = int((~scores.isfinite()).nonzero()[0])
             raise RewardError(
                 f"the reward model scored {scores[row]} for row {row}, response "
-                f"{quoted(responses.texts[row])}; try {self._key}.model.dtype=fp32"
+                f"{quoted(responses.texts[row])}; try {self.key}.model.dtype=fp32"
             )
         return scores
 
@@ -79,7 +75,7 @@ class FrozenModelReward(TextReward):
     ) -> Tensor:
         """Runs ``forward`` on each batch (row indices) and returns the scores in input order, [B]."""
         scores = torch.zeros(len(inputs))
-        with self._scorer.resident():
+        with self.scorer.resident():
             parts = [forward([inputs[i] for i in rows.tolist()]) for rows in batches]
             scores[torch.cat(batches)] = torch.cat(parts).cpu()  # the only GPU synchronization
         return scores

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -47,6 +48,7 @@ from ppo_ds.types import Row
 LISTED_KEYS = 20  # most keys of rows in an error message
 
 
+@dataclass(eq=False)
 class FunctionReward(SlowTextReward):
     """Scores responses with the function at ``path``, which is ``pkg.mod:fn`` or ``file.py:fn``.
 
@@ -75,57 +77,51 @@ class FunctionReward(SlowTextReward):
         key: The reward's section in the config, for error messages.
     """
 
-    def __init__(
-        self,
-        path: str,
-        pool: Literal["none", "thread", "process"] = "none",
-        workers: Count | None = None,
-        timeout_seconds: Positive | None = None,
-        fallback_score: Number | None = None,
-        step_separator: str = r"\n\n",
-        trial: bool = True,
-        *,
-        tokenizer: Tokenizer,
-        key: str = "reward",
-    ):
-        super().__init__(tokenizer)
-        for name, value in [
-            ("workers", workers), ("timeout_seconds", timeout_seconds), ("fallback_score", fallback_score)
-        ]:  # fmt: skip
-            if pool == "none" and value is not None:
+    path: str
+    pool: Literal["none", "thread", "process"] = "none"
+    workers: Count | None = None
+    timeout_seconds: Positive | None = None
+    fallback_score: Number | None = None
+    step_separator: str = r"\n\n"
+    trial: bool = True
+    _: KW_ONLY
+    tokenizer: Tokenizer
+    key: str = "reward"
+
+    def __post_init__(self) -> None:
+        key, limit = self.key, self.timeout_seconds or 60.0
+        for name in ("workers", "timeout_seconds", "fallback_score"):
+            if self.pool == "none" and (value := getattr(self, name)) is not None:
                 raise UserError(
                     f"{key}.{name}={value:g}: needs a pool; set {key}.pool=process or {key}.pool=thread"
                 )
-        if not step_separator:
+        if not self.step_separator:
             raise UserError(f"{key}.step_separator is empty; give the text that separates steps")
-        self._name = f"{key}.path={path}"
-        self._key = key
-        self._function = load_function(path, f"{key}.path")
-        self._separator = step_separator.replace("\\n", "\n")
-        self._fallback_score = fallback_score
-        self._kind, self._trial = pool, trial
-        self._pool = Pool(workers or 4)
-        self._timeout_seconds = None if pool == "none" else timeout_seconds or 60.0
-        self._processes = WorkerProcesses(path, timeout_seconds or 60.0) if pool == "process" else None
+        self._name = f"{key}.path={self.path}"
+        self._function = load_function(self.path, f"{key}.path")
+        self._separator = self.step_separator.replace("\\n", "\n")
+        self._calls = Pool(self.workers or 4)
+        self._limit = None if self.pool == "none" else limit
+        self._processes = WorkerProcesses(self.path, limit) if self.pool == "process" else None
 
     def start_responses(self, responses: Responses) -> Pending[TextScores]:
         restore_rng = torch_rng_snapshot()
         whole = range(len(responses.texts))
-        if self._kind == "none" and not is_async(self._function):
+        if self.pool == "none" and not is_async(self._function):
             try:
                 with self._name_in_errors(responses, whole):
                     scores = call_function(self._function, _arguments(responses, whole))
             finally:
                 restore_rng()
             return Pending.of(self._text_scores(responses, [*scores]))
-        calls = [whole] if self._kind == "none" else [range(i, i + 1) for i in whole]
+        calls = [whole] if self.pool == "none" else [range(i, i + 1) for i in whole]
 
         def finish(parts: list[list[Score | None]]) -> TextScores:
             if self._processes is None:  # a call in another process does not change this one's random state
                 restore_rng()
             return self._text_scores(responses, [score for part in parts for score in part])
 
-        return self._pool.start(partial(self._call, responses, rows) for rows in calls).then(finish)
+        return self._calls.start(partial(self._call, responses, rows) for rows in calls).then(finish)
 
     def try_on(self, rows: Sequence[Row]) -> None:
         """Calls the function with trial responses to ``rows`` and raises UserError if that would end a run.
@@ -134,7 +130,7 @@ class FunctionReward(SlowTextReward):
         and its processes are ended afterwards. The random states of this process are restored. Does nothing
         if the config sets ``trial`` to false.
         """
-        if not self._trial:
+        if not self.trial:
             return
         texts = (*[TRIAL_RESPONSE] * len(rows), "")
         responses = Responses((*rows, rows[0]), texts, (True,) * len(texts))
@@ -160,7 +156,7 @@ class FunctionReward(SlowTextReward):
         keys = ", ".join(list(dict.fromkeys(key for row in rows for key in row))[:LISTED_KEYS])
         raise UserError(
             f"{problem}, in a call before the start with the trial responses {TRIAL_RESPONSE!r} and '' (keys "
-            f"of a row: {keys}); correct the function, or skip this call with {self._key}.trial=false"
+            f"of a row: {keys}); correct the function, or skip this call with {self.key}.trial=false"
         )
 
     async def _call(self, responses: Responses, rows: range) -> list[Score | None]:
@@ -174,9 +170,9 @@ class FunctionReward(SlowTextReward):
                     future = start_coroutine(_await_scores(self._function, arguments), "reward functions")
                 else:
                     future = start_thread(call_function, self._function, arguments)
-                return [*await result_within(self._timeout_seconds, future)]
+                return [*await result_within(self._limit, future)]
             except NoResult:
-                if self._fallback_score is None:
+                if self.fallback_score is None:
                     raise
                 return [None] * len(rows)
 
@@ -190,9 +186,9 @@ class FunctionReward(SlowTextReward):
             where = "" if error.row is None else f" for {self._where(responses, rows[error.row])}"
             raise RewardError(f"{self._name} {error}{where}{remedy}") from None
         except NoResult as error:
-            or_wait = f", or raise {self._key}.timeout_seconds" if error.timed_out else ""
+            or_wait = f", or raise {self.key}.timeout_seconds" if error.timed_out else ""
             raise RewardError(
-                f"{self._name} {error} for {self._where(responses, rows[0])}; set {self._key}.fallback_score "
+                f"{self._name} {error} for {self._where(responses, rows[0])}; set {self.key}.fallback_score "
                 f"to the score of such responses{or_wait}"
             ) from None
         except BaseException as error:  # also SystemExit
@@ -223,13 +219,13 @@ class FunctionReward(SlowTextReward):
                 raise RewardError(
                     f"{self._name} returned {len(score)} step rewards for a response of {len(ends)} steps "
                     f"({self._where(responses, row)}); the steps are the non-blank pieces between "
-                    f"{self._key}.step_separator={self._separator!r}"
+                    f"{self.key}.step_separator={self._separator!r}"
                 )
             steps[row] = tuple(map(StepReward, ends, score))
-        if self._fallback_score is None:
+        if self.fallback_score is None:
             return TextScores(total, tuple(steps))
         is_fallback = torch.tensor([score is None for score in scores])
-        total[is_fallback] = self._fallback_score
+        total[is_fallback] = self.fallback_score
         return TextScores(total, tuple(steps), {"fallback": is_fallback.float()})
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import SupportsInt
 
@@ -16,56 +17,42 @@ from ppo_ds.models.chat_scorer import Chat, load_chat_scorer
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.audit import AuditMode, audit_chat_scorer, run_audit
 from ppo_ds.rewards.base import RewardError, conversation
-from ppo_ds.rewards.frozen_model import REPLICA, FrozenModelReward, FrozenScorer, LoadFrozen
+from ppo_ds.rewards.frozen_model import REPLICA, FrozenModelReward, LoadFrozen
 from ppo_ds.types import Row
 
 
+@dataclass(eq=False)
 class GetScoreReward(FrozenModelReward):
     """Scores the chat of a row's messages and the response, using the model's own code.
 
     The model is never sharded, so ranks score their responses independently.
     """
 
-    def __init__(
-        self,
-        scorer: FrozenScorer,
-        num_tokens: Callable[[Chat], int],
-        *,
-        batched: bool,
-        tokenizer: Tokenizer,
-        token_budget: SupportsInt,
-        key: str,
-        name: str,
-    ):
-        """Initializes the reward; see FrozenModelReward for the other arguments.
-
-        ``num_tokens`` returns the number of tokens of a chat. ``batched`` selects get_scores, which scores
-        several chats together, instead of get_score.
-        """
-        super().__init__(scorer, tokenizer=tokenizer, token_budget=token_budget, key=key, name=name)
-        self._num_tokens, self._batched = num_tokens, batched
+    _: KW_ONLY
+    num_tokens: Callable[[Chat], int]  # returns the number of tokens of a chat
+    batched: bool  # whether get_scores, which scores several chats together, is called instead of get_score
 
     def encode(self, row: Row, response: str, finished: bool) -> Chat:
         return [*conversation(row), {"role": "assistant", "content": response}]
 
     def score(self, inputs: Sequence[Chat], batched: bool | None = None) -> Tensor:
         """Scores chats; the audit chooses ``batched`` itself."""
-        batched = self._batched if batched is None else batched
-        lengths = torch.tensor([self._num_tokens(chat) for chat in inputs])
-        batches = plan_microbatches(lengths, torch.zeros_like(lengths), int(self._token_budget))
+        batched = self.batched if batched is None else batched
+        lengths = torch.tensor([self.num_tokens(chat) for chat in inputs])
+        batches = plan_microbatches(lengths, torch.zeros_like(lengths), int(self.token_budget))
 
         def forward(chats: list[Chat]) -> Tensor:
             try:
-                scores = self._scorer(chats, batched)
+                scores = self.scorer(chats, batched)
             except torch.OutOfMemoryError:  # PhaseTimer adds a remedy to this error
                 raise
             except Exception as error:  # the model's own code may raise any exception
                 function = "get_scores" if batched else "get_score"
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                raise RewardError(f"{self._name}: its {function} fails: {reason}") from error
+                raise RewardError(f"{self.name}: its {function} fails: {reason}") from error
             if len(scores) != len(chats):
                 raise RewardError(
-                    f"{self._name}: its code returned {len(scores)} scores for {len(chats)} chats"
+                    f"{self.name}: its code returned {len(scores)} scores for {len(chats)} chats"
                 )
             return scores
 
@@ -99,7 +86,7 @@ def get_score_reward(
     make = partial(
         GetScoreReward,
         scorer,
-        module.length,
+        num_tokens=module.length,
         tokenizer=tokenizer,
         token_budget=score_tokens,
         key=key,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Literal, SupportsInt
 
@@ -17,7 +18,7 @@ from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.models.value import ScoreModel, TrainingRecord, expect_reward_model, load_reward_model
 from ppo_ds.rewards.audit import AuditMode, audit_classifier, run_audit
 from ppo_ds.rewards.base import Responses, RewardError
-from ppo_ds.rewards.frozen_model import REPLICA, FrozenModelReward, FrozenScorer, LoadFrozen
+from ppo_ds.rewards.frozen_model import REPLICA, FrozenModelReward, LoadFrozen
 from ppo_ds.rewards.text import EncodedText, Template, TextEncoder, collate
 from ppo_ds.types import Row
 
@@ -25,6 +26,7 @@ from ppo_ds.types import Row
 _UNKNOWN_LENGTH = 10**9
 
 
+@dataclass(eq=False)
 class ModelReward(FrozenModelReward):
     """Scores responses with a sequence classifier.
 
@@ -32,37 +34,22 @@ class ModelReward(FrozenModelReward):
     model's tokenizer.
     """
 
-    def __init__(
-        self,
-        scorer: FrozenScorer,
-        encoder: TextEncoder,
-        *,
-        tokenizer: Tokenizer,
-        pad_id: int,
-        token_budget: SupportsInt,
-        all_reduce_max: Callable[[int], int],
-        key: str,
-        name: str,
-        statistics: tuple[float, float] | None = None,
-    ):
-        """Initializes the reward; see FrozenModelReward for the other arguments.
-
-        ``pad_id`` is the reward model's. ``all_reduce_max`` returns the maximum of a number over all ranks.
-        ``statistics`` are the mean that is subtracted from each score and the standard deviation by which the
-        score is then divided; None: scores stay as they are.
-        """
-        super().__init__(scorer, tokenizer=tokenizer, token_budget=token_budget, key=key, name=name)
-        self._encoder, self._pad_id, self._all_reduce_max = encoder, pad_id, all_reduce_max
-        self._statistics = statistics
+    _: KW_ONLY
+    encoder: TextEncoder
+    pad_id: int  # the reward model's
+    all_reduce_max: Callable[[int], int]  # returns the maximum of a number over all ranks
+    # mean that is subtracted from each score, and standard deviation by which the score is then divided;
+    # None: scores stay as they are
+    statistics: tuple[float, float] | None = None
 
     def encode(self, row: Row, response: str, finished: bool) -> EncodedText:
-        return self._encoder(row, response, finished)
+        return self.encoder(row, response, finished)
 
     def score_responses(self, responses: Responses) -> Tensor:
         scores = super().score_responses(responses)
-        if self._statistics is None:
+        if self.statistics is None:
             return scores
-        mean, std = self._statistics
+        mean, std = self.statistics
         return (scores - mean) / std
 
     def score(self, inputs: Sequence[EncodedText], padding_side: str | None = None) -> Tensor:
@@ -77,16 +64,16 @@ class ModelReward(FrozenModelReward):
         else:
             plan = partial(plan_microbatches, lengths, torch.zeros_like(lengths))
         # a sharded model gathers weights in each forward, so all ranks must run the same number of forwards
-        budget = int(self._token_budget)
+        budget = int(self.token_budget)
         batches = plan(budget)
-        if (count := self._all_reduce_max(len(batches))) > len(batches):
+        if (count := self.all_reduce_max(len(batches))) > len(batches):
             batches = plan(budget, at_least=count)
 
         def forward(texts: list[EncodedText]) -> Tensor:
             # the scorer moves the tensors to its device
-            ids, mask, types = collate(texts, self._pad_id, padding_side or "right")
+            ids, mask, types = collate(texts, self.pad_id, padding_side or "right")
             with torch.no_grad():
-                return self._scorer(ids, mask, token_type_ids=types)
+                return self.scorer(ids, mask, token_type_ids=types)
 
         return self._score_in_batches(inputs, batches, forward)
 
@@ -138,7 +125,7 @@ def model_reward(
     )
     reward = ModelReward(
         scorer,
-        encoder,
+        encoder=encoder,
         tokenizer=tokenizer,
         pad_id=own_tokenizer.pad_id,
         token_budget=score_tokens,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -50,11 +51,12 @@ class InvalidReply(ValueError):
         self.retryable = retryable
 
 
+@dataclass
 class ScoringService:
     """Sends several responses per request to a service that returns one score each (docs/rewards.md)."""
 
-    def __init__(self, batch_size: int, send_rows: bool):
-        self.batch_size, self._send_rows = batch_size, send_rows
+    batch_size: int
+    send_rows: bool
 
     def request(self, responses: Responses, rows: range) -> dict[str, Any]:
         items = []
@@ -63,7 +65,7 @@ class ScoringService:
             item: dict[str, Any] = {"prompt": row["prompt_text"], "response": responses.texts[i]}
             if row.get("messages"):
                 item["messages"] = row["messages"]
-            if self._send_rows:
+            if self.send_rows:
                 item["row"] = row
             items.append(item)
         return {"items": items}
@@ -83,41 +85,41 @@ class ScoringService:
         return scores
 
 
+@dataclass
 class Judge:
     """Requests a chat completion for each response and parses the score from the judge's text."""
 
     batch_size = 1
 
-    def __init__(
-        self,
-        model: str | None,
-        template: str,
-        pattern: str,
-        options: dict[str, Any] | None,
-        lowest: float | None,
-        highest: float | None,
-        key: str,
-    ):
-        if model is None:
+    model: str | None
+    template: str
+    pattern: str
+    options: dict[str, Any] | None
+    lowest: float | None
+    highest: float | None
+    key: str
+
+    def __post_init__(self) -> None:
+        key, low, high = self.key, self.lowest, self.highest
+        if self.model is None:
             raise UserError(f"{key}.model is missing: the judge's name at its service")
-        if missing := [name for name in ("{prompt}", "{response}") if name not in template]:
+        if missing := [name for name in ("{prompt}", "{response}") if name not in self.template]:
             raise UserError(
                 f"{key}.template: has no {' and no '.join(missing)}, which the judge must see; add what is "
                 "missing"
             )
-        low, high = -math.inf if lowest is None else lowest, math.inf if highest is None else highest
-        if low >= high:
-            raise UserError(f"{key}.lowest={low:g}: must be below {key}.highest={high:g}")
+        self._low, self._high = -math.inf if low is None else low, math.inf if high is None else high
+        if self._low >= self._high:
+            raise UserError(f"{key}.lowest={self._low:g}: must be below {key}.highest={self._high:g}")
         try:
-            self._pattern = re.compile(pattern)
+            self._pattern = re.compile(self.pattern)
         except re.error as error:
-            raise UserError(f"{key}.pattern={pattern}: is not a regular expression: {error}") from None
+            raise UserError(f"{key}.pattern={self.pattern}: is not a regular expression: {error}") from None
         if (groups := self._pattern.groups) != 1:
             raise UserError(
-                f"{key}.pattern={pattern}: has {groups} groups; it needs exactly one, around the score"
+                f"{key}.pattern={self.pattern}: has {groups} groups; it needs exactly one, around the score"
             )
-        self._model, self._template, self._lowest, self._highest = model, template, low, high
-        self._options = {"temperature": 0} if options is None else options
+        self._options = {"temperature": 0} if self.options is None else self.options
 
     def request(self, responses: Responses, rows: range) -> dict[str, Any]:
         (row,) = rows
@@ -128,8 +130,8 @@ class Judge:
             prompt = messages[0]["content"]
         values = {"{prompt}": prompt, "{response}": responses.texts[row]}
         # filled in one pass, because a prompt may itself contain {response}
-        content = re.sub(r"\{prompt\}|\{response\}", lambda match: values[match[0]], self._template)
-        return {"model": self._model, "messages": [{"role": "user", "content": content}]} | self._options
+        content = re.sub(r"\{prompt\}|\{response\}", lambda match: values[match[0]], self.template)
+        return {"model": self.model, "messages": [{"role": "user", "content": content}]} | self._options
 
     def parse(self, reply: Any, count: int) -> list[float]:
         """Returns the score; raises InvalidReply."""
@@ -147,15 +149,15 @@ class Judge:
             score = math.nan
         if not is_float32(score):
             raise InvalidReply(f"the judge gave no score: {quoted(str(content))}", retryable=True)
-        if not self._lowest <= score <= self._highest:
+        if not self._low <= score <= self._high:
             raise InvalidReply(
-                f"the judge gave {score:g}, outside of {self._lowest:g} to {self._highest:g}: "
-                f"{quoted(content)}",
+                f"the judge gave {score:g}, outside of {self._low:g} to {self._high:g}: {quoted(content)}",
                 retryable=True,
             )
         return [score]
 
 
+@dataclass(eq=False)
 class RemoteReward(SlowTextReward):
     """Scores responses over HTTP; on several ranks each rank requests the scores of its own rows.
 
@@ -182,52 +184,51 @@ class RemoteReward(SlowTextReward):
         key: The reward's section in the config, for error messages.
     """
 
-    def __init__(
-        self,
-        url: ServiceUrl,
-        protocol: Literal["json", "openai"] = "json",
-        model: str | None = None,
-        template: str = JUDGE,
-        pattern: str = SCORE,
-        options: dict[str, Any] | None = None,
-        lowest: float | None = 1.0,
-        highest: float | None = 5.0,
-        parse_retries: Natural = 2,
-        batch_size: Count = 16,
-        send_rows: bool = False,
-        concurrency: Count = 8,
-        timeout_seconds: Positive = 60.0,
-        retries: Natural = 4,
-        backoff_seconds: NonNegative = 1.0,
-        max_response_mb: Positive = 8.0,
-        key_env: KeyVariable | None = None,
-        proxy: ServiceUrl | None = None,
-        *,
-        tokenizer: Tokenizer,
-        key: str = "reward",
-    ):
-        super().__init__(tokenizer)
+    url: ServiceUrl
+    protocol: Literal["json", "openai"] = "json"
+    model: str | None = None
+    template: str = JUDGE
+    pattern: str = SCORE
+    options: dict[str, Any] | None = None
+    lowest: float | None = 1.0
+    highest: float | None = 5.0
+    parse_retries: Natural = 2
+    batch_size: Count = 16
+    send_rows: bool = False
+    concurrency: Count = 8
+    timeout_seconds: Positive = 60.0
+    retries: Natural = 4
+    backoff_seconds: NonNegative = 1.0
+    max_response_mb: Positive = 8.0
+    key_env: KeyVariable | None = None
+    proxy: ServiceUrl | None = None
+    _: KW_ONLY
+    tokenizer: Tokenizer
+    key: str = "reward"
+
+    def __post_init__(self) -> None:
         self._format: ScoringService | Judge
-        if protocol == "openai":
-            self._format = Judge(model, template, pattern, options, lowest, highest, key)
-        elif model is None:
-            self._format = ScoringService(batch_size, send_rows)
+        if self.protocol == "openai":
+            asked = self.model, self.template, self.pattern, self.options, self.lowest, self.highest
+            self._format = Judge(*asked, self.key)
+        elif self.model is None:
+            self._format = ScoringService(self.batch_size, self.send_rows)
         else:
             raise UserError(
-                f"{key}.model={model}: a scoring service has no model; "
-                f"for a language model as judge set {key}.protocol=openai"
+                f"{self.key}.model={self.model}: a scoring service has no model; "
+                f"for a language model as judge set {self.key}.protocol=openai"
             )
         self._client = JsonClient(
-            url,
-            key_env,
-            timeout_seconds=timeout_seconds,
-            retries=retries,
-            backoff_seconds=backoff_seconds,
-            max_response_mb=max_response_mb,
-            proxy=proxy,
+            self.url,
+            self.key_env,
+            timeout_seconds=self.timeout_seconds,
+            retries=self.retries,
+            backoff_seconds=self.backoff_seconds,
+            max_response_mb=self.max_response_mb,
+            proxy=self.proxy,
         )
-        self._name = f"{key}.url={self._client.shown}"
-        self._parse_retries, self._pool = parse_retries, Pool(concurrency)
+        self._name = f"{self.key}.url={self._client.shown}"
+        self._pool = Pool(self.concurrency)
 
     def start_responses(self, responses: Responses) -> Pending[TextScores]:
         count, size = len(responses.texts), self._format.batch_size
@@ -256,7 +257,7 @@ class RemoteReward(SlowTextReward):
             except ServiceError as error:
                 raise self._error(str(error), responses, rows) from None
             except InvalidReply as error:
-                if not error.retryable or attempt > self._parse_retries:
+                if not error.retryable or attempt > self.parse_retries:
                     raise self._error(f"{error}; {attempt} attempt(s)", responses, rows) from None
             attempt += 1
 

@@ -55,7 +55,6 @@ class Rule(TextReward):
 
     def __post_init__(self) -> None:
         """Checks that the tokenizer can produce the tag ``inside``."""
-        super().__init__(self.tokenizer)
         check_tags_decodable(tag_pair(self.tag), self.tokenizer, f"{self.key}.inside={self.tag}")
 
     @property

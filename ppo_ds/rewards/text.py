@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -36,6 +36,7 @@ class EncodedText:
         return EncodedText([*self.ids, eos_id], types)
 
 
+@dataclass
 class TextEncoder:
     """Encodes a row and its response for a reward model.
 
@@ -54,39 +55,32 @@ class TextEncoder:
     False to no text, None to finished responses of concat.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: Template,
-        max_tokens: int | None,
-        append_eos: bool | None,
-        key: str = "reward",
-        actors_vocabulary: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        joint: str | None = None,
-    ):
-        self.template = template
-        self._key, self._actors_vocabulary = key, actors_vocabulary
-        self._chat_template_kwargs = chat_template_kwargs or {}
-        self._hf = tokenizer.hf
-        self._joint = tokenizer.joint if joint is None else joint
+    tokenizer: Tokenizer  # the reward model's
+    template: Template
+    max_tokens: int | None
+    append_eos: bool | None
+    key: str = "reward"
+    actors_vocabulary: bool = True
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    joint: str | None = None
+
+    def __post_init__(self) -> None:
+        self._hf = self.tokenizer.hf
         self._hf.truncation_side = "left"
         self.eos_id: int | None = self._hf.eos_token_id
-        self._max_tokens = max_tokens
-        self._append_eos = append_eos
-        if template == "chat" and not tokenizer.has_chat_template:
+        if self.template == "chat" and not self.tokenizer.has_chat_template:
             raise UserError(
-                f"{key}.template=chat: the reward model's tokenizer has no chat template; use auto, pair or "
-                "concat"
+                f"{self.key}.template=chat: the reward model's tokenizer has no chat template; use auto, "
+                "pair or concat"
             )
-        if append_eos and self.eos_id is None:
-            raise UserError(f"{key}.append_eos=true: the reward model's tokenizer has no end token")
+        if self.append_eos and self.eos_id is None:
+            raise UserError(f"{self.key}.append_eos=true: the reward model's tokenizer has no end token")
 
     def __call__(self, row: Row, response: str, finished: bool) -> EncodedText:
         if self.template == "pair":
             response_ids = self._hf(response, add_special_tokens=False, verbose=False)["input_ids"]
             needed = len(response_ids) + self._hf.num_special_tokens_to_add(pair=True)
-            leaves_room = self._max_tokens is None or needed < self._max_tokens
+            leaves_room = self.max_tokens is None or needed < self.max_tokens
             truncation = self._truncation("only_first" if leaves_room else "longest_first")
             # passed as lists, because the tokenizer would take an empty response outside a list as missing
             # and encode a single segment
@@ -96,22 +90,23 @@ class TextEncoder:
         if self.template == "chat":
             chat = [*conversation(row), {"role": "assistant", "content": response}]
             try:
-                text = render(self._hf, chat, **self._chat_template_kwargs)
+                text = render(self._hf, chat, **self.chat_template_kwargs)
             except TemplateFault as error:
                 raise RewardError(
-                    f"{self._key}.template=chat: the reward model's chat template {error}; "
-                    f"set {self._key}.template=pair or {self._key}.template=concat"
+                    f"{self.key}.template=chat: the reward model's chat template {error}; "
+                    f"set {self.key}.template=pair or {self.key}.template=concat"
                 ) from error
-            return self._encode_single(text, special_tokens=False, end=bool(self._append_eos))
+            return self._encode_single(text, special_tokens=False, end=bool(self.append_eos))
         if self.template == "text":
-            text = join_texts(prompt_content(row), response, self._joint)
-            return self._encode_single(text, special_tokens=True, end=bool(self._append_eos))
-        foreign_markup = row.get("messages") and not self._actors_vocabulary
+            joint = self.tokenizer.joint if self.joint is None else self.joint
+            text = join_texts(prompt_content(row), response, joint)
+            return self._encode_single(text, special_tokens=True, end=bool(self.append_eos))
+        foreign_markup = row.get("messages") and not self.actors_vocabulary
         text = f"{prompt_content(row)}\n{response}" if foreign_markup else row["prompt_text"] + response
         # a chat template may have written a BOS token already, and a second one must not be added
         has_bos = self._hf.bos_token is not None and text.startswith(self._hf.bos_token)
         return self._encode_single(
-            text, special_tokens=not has_bos, end=finished if self._append_eos is None else self._append_eos
+            text, special_tokens=not has_bos, end=finished if self.append_eos is None else self.append_eos
         )
 
     def _encode_single(self, text: str, *, special_tokens: bool, end: bool) -> EncodedText:
@@ -121,9 +116,9 @@ class TextEncoder:
         return encoded.with_end(self.eos_id) if end and self.eos_id is not None else encoded
 
     def _truncation(self, strategy: str, reserved: int = 0) -> dict[str, Any]:
-        if self._max_tokens is None:
+        if self.max_tokens is None:
             return {"verbose": False}
-        return {"truncation": strategy, "max_length": self._max_tokens - reserved, "verbose": False}
+        return {"truncation": strategy, "max_length": self.max_tokens - reserved, "verbose": False}
 
 
 def prompt_content(row: Row) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -198,6 +199,7 @@ def _name_in_errors(part: str) -> Iterator[None]:
         raise
 
 
+@dataclass(eq=False)
 class AnswerMix(SlowTextReward):
     """Mixes the scores of the whole response and of its tagged answer, like MiniMind's reasoning reward.
 
@@ -206,46 +208,42 @@ class AnswerMix(SlowTextReward):
     second text is empty, because a sharded model needs the same number of texts in both passes on every rank.
     """
 
-    def __init__(
-        self,
-        reward: Annotated[TextReward, NESTED],
-        whole: float = 0.4,
-        answer: float = 0.6,
-        clip: Positive | None = None,
-        tag: Tag = "answer",
-        *,
-        tokenizer: Tokenizer,
-        key: str = "reward",
-    ):
-        super().__init__(tokenizer)
-        if not isinstance(reward, TextReward):
+    reward: Annotated[TextReward, NESTED]
+    whole: float = 0.4
+    answer: float = 0.6
+    clip: Positive | None = None
+    tag: Tag = "answer"
+    _: KW_ONLY
+    tokenizer: Tokenizer
+    key: str = "reward"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reward, TextReward):
             raise UserError(
-                f"{key}.reward: {type(reward).__name__} does not read text alone; "
+                f"{self.key}.reward: {type(self.reward).__name__} does not read text alone; "
                 "put an AnswerMix around each of its parts"
             )
-        check_tags_decodable(tag_pair(tag), tokenizer, f"{key}.tag={tag}")
-        self._reward, self._whole, self._answer, self._clip, self._tag = reward, whole, answer, clip, tag
-        self._key = key
+        check_tags_decodable(tag_pair(self.tag), self.tokenizer, f"{self.key}.tag={self.tag}")
 
     def check_row(self, row: Row) -> None:
-        self._reward.check_row(row)
+        self.reward.check_row(row)
 
     def start_responses(self, responses: Responses) -> Pending[TextScores]:
-        inside = responses.inside(self._tag)
+        inside = responses.inside(self.tag)
 
         def mix(scores: list[TextScores]) -> TextScores:
-            if any(of_texts.has_steps for of_texts in scores):
+            if any(any(of_texts.steps) for of_texts in scores):
                 raise RewardError(
-                    f"{self._key}.reward returned step rewards, which an AnswerMix cannot mix; let the "
+                    f"{self.key}.reward returned step rewards, which an AnswerMix cannot mix; let the "
                     "function return one float per response, or use a part of a mixture with inside=TAG"
                 )
-            whole, answer = (_clip(of_texts.total, self._clip) for of_texts in scores)
+            whole, answer = (_clip(of_texts.total, self.clip) for of_texts in scores)
             tagged = torch.tensor(
-                [text_inside(text, self._tag) is not None for text in responses.texts], dtype=torch.bool
+                [text_inside(text, self.tag) is not None for text in responses.texts], dtype=torch.bool
             )
-            return TextScores(torch.where(tagged, self._whole * whole + self._answer * answer, whole))
+            return TextScores(torch.where(tagged, self.whole * whole + self.answer * answer, whole))
 
-        both = start_all(self._reward.start_responses(texts) for texts in (responses, inside))
+        both = start_all(self.reward.start_responses(texts) for texts in (responses, inside))
         return all_of(both).then(mix)
 
 

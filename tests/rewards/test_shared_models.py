@@ -42,7 +42,7 @@ def built(tokenizer):
         }
         mixture = bind(spec, "reward")(**services)
         weights = {
-            name: {p.data_ptr() for p in part.reward._scorer.module.parameters()}
+            name: {p.data_ptr() for p in part.reward.scorer.module.parameters()}
             for name, part in mixture._parts.items()
         }
         return mixture, weights, notes

@@ -186,7 +186,7 @@ def test_without_an_answer_the_whole_is_the_score(build, rolled):
         mix(rolled("x", "<answer>y", "<answer>z</answer>")).total, torch.tensor([1.7, -5.0, 6.8])
     )
     # both passes score the same number of texts, with or without an answer
-    assert [len(asked.texts) for asked in mix._reward.asked] == [3, 3]
+    assert [len(asked.texts) for asked in mix.reward.asked] == [3, 3]
     clipped = build(spec(MIX, reward=looked(**table), clip=1.5, whole=0.5, answer=0.25))
     assert clipped(rolled("x", "<answer>y", "<answer>z</answer>")).total.tolist() == [1.5, -1.5, 1.125]
 
