@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppo_ds.ops.sequences import response_mask
 from ppo_ds.types import Prompts, Rollout
@@ -71,6 +71,18 @@ class Generator(Protocol):
         in the main thread whenever some tokens are done; a call without progress would hide a hang from the
         watchdog.
         """
+
+
+@dataclass
+class DecodeBackend:
+    """Base class of the decode backends here; its fields are the arguments that ``Generator`` describes."""
+
+    lm: Callable[[], nn.Module]
+    _: KW_ONLY
+    tokenizer: Any
+    token_budget: int
+    lockstep_max: Callable[[int], int] | None = None
+    should_stop: Callable[[], bool] = lambda: False
 
 
 def max_new_tokens(prompts: Prompts, sampling: SamplingParams) -> Tensor:

@@ -8,18 +8,17 @@ so that a forward can leave out all other slots.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import beat, counting
-from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens
+from ppo_ds.rollout.base import DecodeBackend, SamplingParams, StopStrings, max_new_tokens
 from ppo_ds.rollout.cache import Prefix
 from ppo_ds.rollout.decoding import Decoder
 from ppo_ds.rollout.graphs import Graphs
@@ -92,21 +91,18 @@ class ContinuousBatch:
 
     def __init__(
         self,
+        backend: DecodeBackend,
         lm: nn.Module,
         prompts: Prompts,
         sampling: SamplingParams,
         uniforms: Tensor,
         *,
-        token_budget: int,
-        tokenizer: Any,
-        lockstep_max: Callable[[int], int] | None,
         check_every: int | None,
-        should_stop: Callable[[], bool],
         graphs: Graphs,
     ):
         self.limits = max_new_tokens(prompts, sampling)
         longest = int((prompts.mask.sum(1) + self.limits).max())
-        self.total = max(1, min(token_budget // longest, fast_batch_size(len(prompts))))
+        self.total = max(1, min(backend.token_budget // longest, fast_batch_size(len(prompts))))
         self.decoder = Decoder(lm, slots=self.total, length=_rounded(longest, COLUMNS))
         self.device = self.decoder.device
         self.slots = Slots(self.total, self.limits, uniforms, sampling)
@@ -115,17 +111,17 @@ class ContinuousBatch:
         self.not_started = len(prompts)
         # keys and values of the first prompt in the queue if some of its responses have already started
         self.kept_prefix: Prefix | None = None
-        self.prefill_tokens = min(token_budget, PREFILL_TOKENS)
+        self.prefill_tokens = min(backend.token_budget, PREFILL_TOKENS)
 
         on_gpu = self.device.type == "cuda"
-        self.lockstep = lockstep_max is not None
-        self.max_over_ranks = lockstep_max or int
-        self.should_stop = should_stop
+        self.lockstep = backend.lockstep_max is not None
+        self.max_over_ranks = backend.lockstep_max or int
+        self.should_stop = backend.should_stop
         self.graphs = graphs
         self.check_every = check_every or (16 if on_gpu else 1)
         # the number of padding tokens that cost about as much as reading the weights in another forward
         self.padding = 512 if on_gpu else 64
-        self.stops = StopStrings(sampling.stop_strings, tokenizer) if sampling.stop_strings else None
+        self.stops = StopStrings(sampling.stop_strings, backend.tokenizer) if sampling.stop_strings else None
 
     def decode_all(self) -> None:
         """Decodes all responses.

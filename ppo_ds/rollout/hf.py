@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,30 +21,15 @@ from ppo_ds.compute.batching import plan_microbatches
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import beat, counting
 from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
-from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
+from ppo_ds.rollout.base import DecodeBackend, SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
 from ppo_ds.types import Prompts, Rollout, to_device
 
 
-class HFGenerator:
+class HFGenerator(DecodeBackend):
     """Decodes prompts in chunks of at most ``token_budget`` tokens (prompts and responses with padding).
 
     The arguments are those of ``Generator``; ``should_stop`` is called at every token.
     """
-
-    def __init__(
-        self,
-        lm: Callable[[], nn.Module],
-        *,
-        tokenizer: Any,
-        token_budget: int,
-        lockstep_max: Callable[[int], int] | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
-    ):
-        self.lm = lm
-        self.tokenizer = tokenizer
-        self.token_budget = token_budget
-        self.lockstep_max = lockstep_max
-        self.should_stop = should_stop
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         lm = self.lm()
@@ -185,6 +171,7 @@ class LogprobRecorder(LogitsProcessor):
         return torch.stack(self.logprobs, dim=1)
 
 
+@dataclass(eq=False)
 class StopStringCriteria(StoppingCriteria):
     """Ends rows whose decoded response contains a stop string.
 
@@ -193,10 +180,9 @@ class StopStringCriteria(StoppingCriteria):
     not be distinguished from response tokens.
     """
 
-    def __init__(self, prompt_width: int, stops: StopStrings):
-        self.prompt_width = prompt_width
-        self.stops = stops
-        self.ended: Tensor | None = None
+    prompt_width: int
+    stops: StopStrings
+    ended: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         if self.ended is None:
@@ -218,16 +204,16 @@ class _RowLimits(StoppingCriteria):
         return self.ends <= input_ids.shape[1]
 
 
+@dataclass(eq=False)
 class _ShouldStop(StoppingCriteria):
     """Ends all rows once the responses are no longer needed. The check does not wait for the device.
 
     ``done`` receives the number of tokens that each row has at most.
     """
 
-    def __init__(self, should_stop: Callable[[], bool], done: Callable[[int], None]):
-        self.should_stop = should_stop
-        self.done = done
-        self.tokens = 0
+    should_stop: Callable[[], bool]
+    done: Callable[[int], None]
+    tokens: int = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         fault("generate.step")

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.models.linear import packed_weights
-from ppo_ds.rollout.base import SamplingParams, max_new_tokens, truncate_at_stop
+from ppo_ds.rollout.base import DecodeBackend, SamplingParams, max_new_tokens, truncate_at_stop
 from ppo_ds.rollout.continuous_batch import ContinuousBatch
 from ppo_ds.rollout.decoding import explicit_mask_attention
 from ppo_ds.rollout.graphs import Graphs, recorder_for
 from ppo_ds.types import Prompts, Rollout, to_device
 
 
-class StaticGenerator:
+@dataclass
+class StaticGenerator(DecodeBackend):
     """Decodes with as many cache slots as ``token_budget`` allows, at least one.
 
     Each slot has room for the longest row, that is, its prompt and its limit.
@@ -28,25 +28,12 @@ class StaticGenerator:
     CPU, where a check costs nothing, and 16 on a GPU. ``should_stop`` is called at every check.
     """
 
-    def __init__(
-        self,
-        lm: Callable[[], nn.Module],
-        *,
-        tokenizer: Any,
-        token_budget: int,
-        lockstep_max: Callable[[int], int] | None = None,
-        check_every: int | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
-    ):
-        self.lm = lm
-        self.tokenizer = tokenizer
-        self.token_budget = token_budget
-        self.lockstep_max = lockstep_max
-        self.check_every = check_every
-        self.should_stop = should_stop
+    check_every: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
         # False after a failed CUDA graph capture. Also False in lockstep, where weights are gathered for each
         # forward and have no fixed addresses.
-        self.graphs_work = lockstep_max is None
+        self.graphs_work = self.lockstep_max is None
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         lm = self.lm()
@@ -64,15 +51,12 @@ class StaticGenerator:
         ):
             for number, rows in enumerate(bands, start=1):
                 batch = ContinuousBatch(
+                    self,
                     lm,
                     prompts.select(rows),
                     sampling,
                     uniforms[to_device(rows, device), : int(limits[rows].max())],
-                    token_budget=self.token_budget,
-                    tokenizer=self.tokenizer,
-                    lockstep_max=self.lockstep_max,
                     check_every=self.check_every,
-                    should_stop=self.should_stop,
                     graphs=Graphs(recorder_for(device) if self.graphs_work else None),
                 )
                 batch.decode_all()

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from glob import escape
@@ -40,7 +40,7 @@ from ppo_ds.distributed.memory import is_out_of_memory
 from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.errors import RunError, UserError, single_line
 from ppo_ds.models.lora import checkpoint_names, tied_names
-from ppo_ds.rollout.base import SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
+from ppo_ds.rollout.base import DecodeBackend, SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
 from ppo_ds.rollout.keys import VLLMConfig
 from ppo_ds.rollout.vllm_support import INSTALL
 from ppo_ds.storage.drafts import write_file
@@ -76,48 +76,38 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
 
 
-class VLLMGenerator:
+@dataclass(kw_only=True)
+class VLLMGenerator(DecodeBackend):
     """Decodes with an engine of vLLM, which is created here; see the docstring of the module.
 
     The arguments are those of ``Generator`` for backends with own weights. ``lm`` is called once, for the
     config and the names of the model.
     """
 
-    def __init__(
-        self,
-        lm: Callable[[], PreTrainedModel],
-        *,
-        tokenizer: Any,
-        token_budget: int,
-        settings: VLLMConfig,
-        kv_cache: int,
-        longest: int,
-        temperature: float,
-        group: Subgroup | None = None,
-        lockstep_max: Callable[[int], int] | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
-    ):
-        assert lockstep_max is None
-        model = lm()
+    settings: VLLMConfig
+    kv_cache: int
+    longest: int
+    temperature: float
+    group: Subgroup | None = None
+
+    def __post_init__(self) -> None:
+        assert self.lockstep_max is None
+        model = self.lm()
         on_gpu = next(model.parameters()).device.type == "cuda"
-        self.tokenizer = tokenizer
-        self.group = group
-        self.should_stop = should_stop
-        self.temperature = temperature
-        self.sleep = settings.sleep_level(on_gpu)
+        self.sleep = self.settings.sleep_level(on_gpu)
         self._asleep = False
         self._names, self._tied = checkpoint_names(model), tied_names(model)
         self._llm = start_engine(
             model,
-            kv_cache_memory_bytes=kv_cache,
-            max_model_len=longest,
-            tensor_parallel_size=settings.tensor_parallel,
+            kv_cache_memory_bytes=self.kv_cache,
+            max_model_len=self.longest,
+            tensor_parallel_size=self.settings.tensor_parallel,
             enable_sleep_mode=self.sleep > 0,
-            enforce_eager=settings.enforce_eager or not on_gpu,
-            logprobs_mode="raw_logprobs" if temperature == 1.0 else "processed_logprobs",
+            enforce_eager=self.settings.enforce_eager or not on_gpu,
+            logprobs_mode="raw_logprobs" if self.temperature == 1.0 else "processed_logprobs",
         )
-        if group is not None and not on_gpu:
-            remove_shared_names(group)
+        if self.group is not None and not on_gpu:
+            remove_shared_names(self.group)
         if self.sleep:  # training, and what comes before the first generation, need the memory
             self._llm.sleep(level=self.sleep)
             self._asleep = True
