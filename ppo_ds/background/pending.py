@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
+from operator import call
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,11 +24,6 @@ class PeerTaskFailed(RunError):
     """Raised on the ranks whose own tasks have not failed when a task of another rank has."""
 
 
-def call(run: Callable[[], T]) -> T:
-    """Calls a function; an error on one rank is raised on that rank only."""
-    return run()
-
-
 @dataclass(frozen=True)
 class Pending(Generic[T]):
     """A result that is known already, or that tasks in other threads are still computing.
@@ -38,7 +34,7 @@ class Pending(Generic[T]):
     finish: Callable[[], T]  # computes the result, in the main thread, once all tasks are complete
     tasks: tuple[Future[Any], ...] = ()  # empty if the result is known already
     cancel: Callable[[], None] = lambda: None  # makes the tasks end early; does not wait for them
-    # a collective that computes the result, or raises on all ranks if that fails on one of them
+    # computes the result; may be a collective that raises on all ranks if that fails on one of them
     agree: Callable[[Callable[[], Any]], Any] = call
 
     @classmethod

@@ -75,11 +75,8 @@ def where_raised(error: BaseException, function: Callable[..., Any]) -> str:
     If it passed no line of that file, returns where the function is defined.
     """
     code = _code_of(function)
-    lines = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if code and frame.filename == code.co_filename
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{one.filename}:{one.lineno}" for one in frames if code and one.filename == code.co_filename]
     return lines[-1] if lines else where_defined(function)
 
 

@@ -147,12 +147,12 @@ def refuse(message: str, *, whole_line: bool = False) -> NoReturn:
 
 @dataclass(frozen=True)
 class Must:
-    """Accepts the values for which ``accepts`` returns True.
+    """Accepts the values for which ``accepts`` returns a true value.
 
     It is used as ``Annotated[str, Must(accepts, "a name")]``.
     """
 
-    accepts: Callable[[Any], bool]
+    accepts: Callable[[Any], object]
     be: str  # completes "must be ..."
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -39,7 +39,7 @@ class ChildGroups:
         self._on_stop = on_stop
         self._group: int | None = None  # process id of the running command, and id of its group
         self._stopped_at = 0.0
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # SIG_IGN: nohup
                 signal.signal(number, self.handle)
@@ -90,9 +90,10 @@ class ChildGroups:
 
 def end_with_parent() -> None:
     """Runs in a new child process: the kernel sends it SIGTERM when its parent process ends."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """Sets an option of this process in the kernel, on Linux only."""
     if sys.platform == "linux":
         _LIBC.prctl(option, value, 0, 0, 0)

@@ -38,13 +38,8 @@ def launch_id(environment: Mapping[str, str]) -> str:
     Two launches have different identifiers, unless both start ranks without a launcher and use the same
     address and port.
     """
-    return " ".join(
-        [
-            environment.get("MASTER_ADDR", ""),
-            environment.get("MASTER_PORT", ""),
-            *map(str, launcher_pids()[:1]),
-        ]
-    )
+    address = (environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return " ".join([*address, *map(str, launcher_pids()[:1])])
 
 
 @contextmanager

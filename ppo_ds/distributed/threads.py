@@ -91,9 +91,6 @@ def computes_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return None
-    flags = [
-        set(line.partition(":")[2].split())
-        for line in lines
-        if line.split(":")[0].strip() in ("flags", "Features")
-    ]
+    fields = (line.partition(":") for line in lines)
+    flags = [set(words.split()) for name, _, words in fields if name.strip() in ("flags", "Features")]
     return any(BF16_FLAGS & words for words in flags) if flags else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import deepspeed
@@ -55,33 +56,25 @@ class HostWeights:
             setattr(owner, name, parameter)  # Module.to replaces parameters of some devices
 
 
+@dataclass(eq=False)
 class FrozenModel:
-    """Model for forward passes without gradients, which must run inside ``resident()``."""
+    """Model for forward passes without gradients, which must run inside ``resident()``; see ``freeze``."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        device: torch.device,
-        *,
-        offloaded: bool = False,
-        sharding: Any = None,
-    ):
-        """Stores ``module`` and ``forward``, the function that runs it. ``freeze`` creates instances.
+    module: Any
+    forward: Callable[..., Any]  # runs the module
+    device: torch.device
+    _: KW_ONLY
+    offloaded: bool = False
+    sharding: Any = None  # the DeepSpeedZeRoOffload of a module that ZeRO-3 has sharded
 
-        ``sharding`` is the DeepSpeedZeRoOffload of a module that ZeRO-3 has sharded.
-        """
-        self.module = module
-        self.device = device
-        self._forward = forward
-        self._sharding = sharding
-        self._host = HostWeights(module, device) if offloaded else None
+    def __post_init__(self) -> None:
+        self._host = HostWeights(self.module, self.device) if self.offloaded else None
         self._depth = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         beat()
         with torch.no_grad():
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
 
     @contextmanager
     def resident(self) -> Iterator[None]:
@@ -107,10 +100,10 @@ class FrozenModel:
         With ZeRO-3 all ranks must run the same number of forwards.
         """
         with self.resident():
-            if self._sharding is None:
+            if self.sharding is None:
                 yield self.module.lm
             else:
-                with layer_by_layer(self._sharding, self.module.lm, beat):
+                with layer_by_layer(self.sharding, self.module.lm, beat):
                     yield self.module.lm
 
 
@@ -119,9 +112,8 @@ def freeze(
 ) -> FrozenModel:
     """Makes a FrozenModel of ``module``.
 
-    With ``deepspeed_config`` the model is a ZeRO-3 engine, otherwise a replica on every rank. ``offload``
-    keeps a replica in CPU memory between uses. ``offload`` does not apply to an engine, whose config has its
-    own offload setting.
+    With ``deepspeed_config`` the model is a ZeRO-3 engine, whose config has its own offload setting,
+    otherwise a replica on every rank. ``offload`` keeps a replica in CPU memory between uses.
     """
     module.eval().requires_grad_(False)
     if deepspeed_config is None:

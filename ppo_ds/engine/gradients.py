@@ -38,12 +38,9 @@ def local_squared_norm(engine: Any) -> Tensor:
 
     Not a collective, and does not wait for the device.
     """
-    norms = [
-        torch.linalg.vector_norm(gradient.to(torch.promote_types(gradient.dtype, torch.float32)))
-        .double()
-        .to(engine.device)
-        for gradient in local_gradients(engine)
-    ]
+    gradients = local_gradients(engine)
+    wide = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in gradients)  # one at a time
+    norms = [torch.linalg.vector_norm(each).double().to(engine.device) for each in wide]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=engine.device)
     return torch.stack(norms).square().sum()

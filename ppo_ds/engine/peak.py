@@ -44,9 +44,8 @@ def gemm_flops_per_s(
         x = torch.randn(m, k, device=device, dtype=dtype, generator=generator)
         weight = torch.randn(n, k, device=device, dtype=dtype, generator=generator)
         product = partial(matmul.linear, x, weight)
-        rates.append(
-            2 * m * k * n / best_seconds(product, seconds / len(tried), clock or device_clock(device))
-        )
+        shortest = best_seconds(product, seconds / len(tried), clock or device_clock(device))
+        rates.append(2 * m * k * n / shortest)
     return max(rates)
 
 

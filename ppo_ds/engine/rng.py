@@ -111,11 +111,8 @@ def check_rng(states: RandomStates) -> None:
     position, has_gauss, gauss = states.rest["numpy"]
     words = states.tensors["numpy"]
     gauss_next = states.rest["python"][1]
-    if (
-        words.dtype != torch.int64
-        or words.shape != (MT19937_WORDS,)
-        or not 0 <= words.min() <= words.max() < 2**32
-    ):
+    has_words = words.dtype == torch.int64 and words.shape == (MT19937_WORDS,)
+    if not has_words or not 0 <= words.min() <= words.max() < 2**32:
         raise ValueError(f"the state of numpy's generator is not {MT19937_WORDS} words of 32 bits")
     if type(position) is not int or not 0 <= position <= MT19937_WORDS:
         raise ValueError(f"the position of numpy's generator is not an integer from 0 to {MT19937_WORDS}")

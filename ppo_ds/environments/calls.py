@@ -21,7 +21,7 @@ from ppo_ds.environments.base import (
     read_messages,
     read_step,
 )
-from ppo_ds.environments.feedback import FeedbackEncoder
+from ppo_ds.environments.feedback import encode_chat
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.types import Row
@@ -101,4 +101,4 @@ def try_environment(
     gives_prompt, step = outcome
     is_chat = "messages" in row or (gives_prompt and tokenizer.has_chat_template)
     if is_chat and not step.done:
-        FeedbackEncoder(tokenizer).encode_chat(step.feedback, tokenizer.pad_id)
+        encode_chat(tokenizer, step.feedback, tokenizer.pad_id)

@@ -14,38 +14,33 @@ _ANSWER = "This is the content of an answer."  # stands for the turn of the poli
 _BEFORE = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _ANSWER}]
 
 
-class FeedbackEncoder:
-    """Encodes feedback with the actor's tokenizer."""
+def encode_text(tokenizer: Tokenizer, feedback: tuple[Message, ...]) -> list[int]:
+    """Returns the tokens of the messages' contents, for a row without a chat template."""
+    return _encode(tokenizer, "".join(message["content"] for message in feedback))
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
 
-    def encode_text(self, feedback: tuple[Message, ...]) -> list[int]:
-        """Returns the tokens of the messages' contents, for a row without a chat template."""
-        return self._encode("".join(message["content"] for message in feedback))
+def encode_chat(tokenizer: Tokenizer, feedback: tuple[Message, ...], last_id: int) -> list[int]:
+    """Returns the tokens that follow a turn of the policy whose last token is ``last_id``.
 
-    def encode_chat(self, feedback: tuple[Message, ...], last_id: int) -> list[int]:
-        """Returns the tokens that follow a turn of the policy whose last token is ``last_id``.
+    Raises UserError if the chat template refuses the messages, or renders the conversation before the
+    feedback in another way than without it: the same conversation would have other tokens elsewhere.
+    """
+    render = tokenizer.render_chat
+    before, after = render(_BEFORE, to_answer=False), render([*_BEFORE, *feedback])
+    if not after.startswith(before):
+        roles = ", ".join(message["role"] for message in feedback)
+        raise UserError(
+            "the chat template changes the messages before an answer when messages with the roles "
+            f"{roles} follow it; set data.chat_template to one that keeps them, or use another role "
+            "for the feedback"
+        )
+    start = before.rindex(_ANSWER) + len(_ANSWER)
+    end_of_answer, ids = _encode(tokenizer, before[start:]), _encode(tokenizer, after[start:])
+    end = ids[: len(end_of_answer)]
+    # a stop string, such as a line break, may also occur after the template's end token
+    is_end = last_id in tokenizer.stop_ids or end[:1] == [last_id]
+    return ids[end.index(last_id) + 1 :] if is_end and last_id in end else ids
 
-        Raises UserError if the chat template refuses the messages, or renders the conversation before the
-        feedback in another way than without it: the policy would get other tokens for the same conversation
-        elsewhere.
-        """
-        render = self._tokenizer.render_chat
-        before, after = render(_BEFORE, to_answer=False), render([*_BEFORE, *feedback])
-        if not after.startswith(before):
-            roles = ", ".join(message["role"] for message in feedback)
-            raise UserError(
-                "the chat template changes the messages before an answer when messages with the roles "
-                f"{roles} follow it; set data.chat_template to one that keeps them, or use another role "
-                "for the feedback"
-            )
-        start = before.rindex(_ANSWER) + len(_ANSWER)
-        end_of_answer, ids = self._encode(before[start:]), self._encode(after[start:])
-        end = ids[: len(end_of_answer)]
-        # a stop string, such as a line break, may also occur after the template's end token
-        is_end = last_id in self._tokenizer.stop_ids or end[:1] == [last_id]
-        return ids[end.index(last_id) + 1 :] if is_end and last_id in end else ids
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode_many([text], special_tokens=False)[0]
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode_many([text], special_tokens=False)[0]

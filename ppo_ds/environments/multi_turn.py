@@ -24,7 +24,7 @@ from ppo_ds.data.prompts import collate_prompts
 from ppo_ds.distributed.world import World
 from ppo_ds.environments.base import Environment, InvalidResult, Step
 from ppo_ds.environments.calls import CallPool, begin, describe_error, take_step
-from ppo_ds.environments.feedback import FeedbackEncoder
+from ppo_ds.environments.feedback import encode_chat, encode_text
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.rollout.base import Generator, SamplingParams, max_new_tokens
@@ -75,46 +75,35 @@ class MultiTurnGenerator:
     tokenizer: Tokenizer
     world: World
     check: Callable[[], None]  # a collective that raises Abandoned on all ranks after a stop request
-    encoder: FeedbackEncoder = field(init=False)
     warned: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        self.encoder = FeedbackEncoder(self.tokenizer)
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         limits = max_new_tokens(prompts, sampling).tolist()
-        rows = zip(prompts.ids, prompts.mask, limits, prompts.metadata, strict=True)
-        episodes = [Episode(row, ids[mask].tolist(), limit) for ids, mask, limit, row in rows]
+        given = zip(prompts.ids, prompts.mask, limits, prompts.metadata, strict=True)
+        episodes = [Episode(row, ids[mask].tolist(), limit) for ids, mask, limit, row in given]
         self.run_calls(
-            episodes, [partial(begin, self.make_environment, episode.row) for episode in episodes], self.begun
+            [(one, partial(begin, self.make_environment, one.row)) for one in episodes], self.begun
         )
         for turn in range(1, self.max_turns + 1):
             active = [episode for episode in episodes if episode.end is None]
             if self.world.max_int(len(active)) == 0:
                 break
             filler = (episodes[0].prompt, 1, episodes[0].row)
-            answers = self.backend(
-                collate_prompts([row.next_prompt() for row in active] or [filler], self.tokenizer.pad_id),
-                sampling,
-            )
+            rows = [episode.next_prompt() for episode in active] or [filler]
+            answers = self.backend(collate_prompts(rows, self.tokenizer.pad_id), sampling)
             self.check()
             turns = self.append_turns(active, answers)
-            self.run_calls(
-                [episode for episode, _ in turns],
-                [partial(take_step, episode.environment, text) for episode, text in turns],
-                partial(self.stepped, is_last=turn == self.max_turns),
-            )
+            calls = [(episode, partial(take_step, episode.environment, text)) for episode, text in turns]
+            self.run_calls(calls, partial(self.stepped, is_last=turn == self.max_turns))
         return self.rollout(episodes)
 
     def run_calls(
-        self,
-        episodes: Sequence[Episode],
-        calls: Sequence[Callable[[], Any]],
-        use: Callable[[Episode, Any], None],
+        self, calls: Sequence[tuple[Episode, Callable[[], Any]]], use: Callable[[Episode, Any], None]
     ) -> None:
-        """Runs one call for each episode and uses their results in the order of the rows. A collective."""
-        outcomes = wait_on_all_ranks(self.pool.start(calls), self.world, self.check)
-        for episode, outcome in zip(episodes, outcomes, strict=True):
+        """Runs the call of each episode and uses their results in the order of the rows. A collective."""
+        pending = self.pool.start([call for _, call in calls])
+        outcomes = wait_on_all_ranks(pending, self.world, self.check)
+        for (episode, _), outcome in zip(calls, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 self.failed(episode, outcome)
                 continue
@@ -161,9 +150,9 @@ class MultiTurnGenerator:
             episode.end = DONE if step.done else TURNS
             return
         if "messages" in episode.row:
-            ids = self.encoder.encode_chat(step.feedback, episode.ids[-1])
+            ids = encode_chat(self.tokenizer, step.feedback, episode.ids[-1])
         else:
-            ids = self.encoder.encode_text(step.feedback)
+            ids = encode_text(self.tokenizer, step.feedback)
         if not ids:
             raise InvalidResult("returned feedback without tokens")
         episode.rewards[-1] = step.reward  # not before: a turn with an error has no reward

@@ -56,12 +56,8 @@ class FrozenModelReward(TextReward):
         """Scores inputs in batches within the token budget, [B]; scores may be non-finite."""
 
     def score_responses(self, responses: Responses) -> Tensor:
-        scores = self.score(
-            [
-                self.encode(*each)
-                for each in zip(responses.rows, responses.texts, responses.finished, strict=True)
-            ]
-        )
+        given = zip(responses.rows, responses.texts, responses.finished, strict=True)
+        scores = self.score([self.encode(*each) for each in given])
         if not scores.isfinite().all():
             row = int((~scores.isfinite()).nonzero()[0])
             raise RewardError(

@@ -83,9 +83,9 @@ def get_score_reward(
         )
     module, scorer = load_frozen(load_chat_scorer, model, zero, f"{key}.model")
     name, batched = f"{key}.model.path={model.path}", module.scores_batches
-    make = partial(
-        GetScoreReward,
+    reward = GetScoreReward(
         scorer,
+        batched=batched,
         num_tokens=module.length,
         tokenizer=tokenizer,
         token_budget=score_tokens,
@@ -94,7 +94,7 @@ def get_score_reward(
     )
     inspect = partial(
         audit_chat_scorer,
-        make(batched=batched).score,
+        reward.score,
         tokenizer=tokenizer,
         dtype=model.dtype,
         has_get_scores=batched,
@@ -102,5 +102,5 @@ def get_score_reward(
     )
     findings = run_audit(inspect, audit, name=name, key=key, note=note, all_reduce_max=all_reduce_max)
     if findings is not None:
-        batched = not all_reduce_max(int(not findings.batches_agree))
-    return make(batched=batched)
+        reward.batched = not all_reduce_max(int(not findings.batches_agree))
+    return reward

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -157,7 +157,6 @@ class Judge:
         return [score]
 
 
-@dataclass(eq=False)
 class RemoteReward(SlowTextReward):
     """Scores responses over HTTP; on several ranks each rank requests the scores of its own rows.
 
@@ -184,51 +183,52 @@ class RemoteReward(SlowTextReward):
         key: The reward's section in the config, for error messages.
     """
 
-    url: ServiceUrl
-    protocol: Literal["json", "openai"] = "json"
-    model: str | None = None
-    template: str = JUDGE
-    pattern: str = SCORE
-    options: dict[str, Any] | None = None
-    lowest: float | None = 1.0
-    highest: float | None = 5.0
-    parse_retries: Natural = 2
-    batch_size: Count = 16
-    send_rows: bool = False
-    concurrency: Count = 8
-    timeout_seconds: Positive = 60.0
-    retries: Natural = 4
-    backoff_seconds: NonNegative = 1.0
-    max_response_mb: Positive = 8.0
-    key_env: KeyVariable | None = None
-    proxy: ServiceUrl | None = None
-    _: KW_ONLY
-    tokenizer: Tokenizer
-    key: str = "reward"
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        url: ServiceUrl,
+        protocol: Literal["json", "openai"] = "json",
+        model: str | None = None,
+        template: str = JUDGE,
+        pattern: str = SCORE,
+        options: dict[str, Any] | None = None,
+        lowest: float | None = 1.0,
+        highest: float | None = 5.0,
+        parse_retries: Natural = 2,
+        batch_size: Count = 16,
+        send_rows: bool = False,
+        concurrency: Count = 8,
+        timeout_seconds: Positive = 60.0,
+        retries: Natural = 4,
+        backoff_seconds: NonNegative = 1.0,
+        max_response_mb: Positive = 8.0,
+        key_env: KeyVariable | None = None,
+        proxy: ServiceUrl | None = None,
+        *,
+        tokenizer: Tokenizer,
+        key: str = "reward",
+    ):
+        super().__init__(tokenizer)
         self._format: ScoringService | Judge
-        if self.protocol == "openai":
-            asked = self.model, self.template, self.pattern, self.options, self.lowest, self.highest
-            self._format = Judge(*asked, self.key)
-        elif self.model is None:
-            self._format = ScoringService(self.batch_size, self.send_rows)
+        if protocol == "openai":
+            self._format = Judge(model, template, pattern, options, lowest, highest, key)
+        elif model is None:
+            self._format = ScoringService(batch_size, send_rows)
         else:
             raise UserError(
-                f"{self.key}.model={self.model}: a scoring service has no model; "
-                f"for a language model as judge set {self.key}.protocol=openai"
+                f"{key}.model={model}: a scoring service has no model; "
+                f"for a language model as judge set {key}.protocol=openai"
             )
         self._client = JsonClient(
-            self.url,
-            self.key_env,
-            timeout_seconds=self.timeout_seconds,
-            retries=self.retries,
-            backoff_seconds=self.backoff_seconds,
-            max_response_mb=self.max_response_mb,
-            proxy=self.proxy,
+            url,
+            key_env,
+            timeout_seconds=timeout_seconds,
+            retries=retries,
+            backoff_seconds=backoff_seconds,
+            max_response_mb=max_response_mb,
+            proxy=proxy,
         )
-        self._name = f"{self.key}.url={self._client.shown}"
-        self._pool = Pool(self.concurrency)
+        self._name, self._parse_retries = f"{key}.url={self._client.shown}", parse_retries
+        self._pool = Pool(concurrency)
 
     def start_responses(self, responses: Responses) -> Pending[TextScores]:
         count, size = len(responses.texts), self._format.batch_size
@@ -257,7 +257,7 @@ class RemoteReward(SlowTextReward):
             except ServiceError as error:
                 raise self._error(str(error), responses, rows) from None
             except InvalidReply as error:
-                if not error.retryable or attempt > self.parse_retries:
+                if not error.retryable or attempt > self._parse_retries:
                     raise self._error(f"{error}; {attempt} attempt(s)", responses, rows) from None
             attempt += 1
 

@@ -35,13 +35,8 @@ def _is_regex(pattern: str) -> bool:
 
 
 Regex = Annotated[str, Must(_is_regex, "a regular expression of Python's re module")]
-Tag = Annotated[
-    str,
-    Must(
-        lambda name: re.fullmatch(r"[\w.:-]+", name) is not None,
-        "the name of a tag without its brackets, such as answer",
-    ),
-]
+_TAG = re.compile(r"[\w.:-]+")
+Tag = Annotated[str, Must(_TAG.fullmatch, "the name of a tag without its brackets, such as answer")]
 Penalty = Annotated[float, Le(0)]
 
 

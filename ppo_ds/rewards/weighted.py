@@ -97,20 +97,12 @@ class WeightedReward:
     def __call__(self, rollout: Rollout) -> Scores:
         return self.start_scoring(rollout).result()
 
-    def start_scoring(self, rollout: Rollout) -> Pending[Scores]:
-        """Starts to score a training rollout; its result is a collective if a part is normalized."""
-        return self._start(rollout, training=True)
-
-    def evaluate(self, rollout: Rollout) -> Scores:
-        """Scores held-out responses; see ``start_evaluation``."""
-        return self.start_evaluation(rollout).result()
-
     def start_evaluation(self, rollout: Rollout) -> Pending[Scores]:
         """Starts to score held-out responses without normalizing any part, or clipping a normalized one.
 
         The moments change during training, so normalized scores of two evaluations could not be compared.
         """
-        return self._start(rollout, training=False)
+        return self.start_scoring(rollout, training=False)
 
     def check_row(self, row: Row) -> None:
         """Checks a row with every part that reads text, like ``TextReward.check_row``."""
@@ -133,8 +125,11 @@ class WeightedReward:
         for name, moments in self._moments.items():
             moments.load_state_dict(state["moments"][name])
 
-    def _start(self, rollout: Rollout, training: bool) -> Pending[Scores]:
-        """Starts all parts. Those that score in the background start first, and overlap with the others."""
+    def start_scoring(self, rollout: Rollout, training: bool = True) -> Pending[Scores]:
+        """Starts all parts; the result is a collective if a part is normalized in ``training``.
+
+        Parts that score in the background start first, and overlap with the others.
+        """
         responses = Responses.of(rollout, self._tokenizer)  # decoded once for all parts
         slow = [name for name, part in self._parts.items() if isinstance(part.reward, SlowTextReward)]
         names = dict.fromkeys(slow + list(self._parts))

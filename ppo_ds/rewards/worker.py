@@ -7,7 +7,6 @@ itself.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import io
 import json
 import os
@@ -21,10 +20,9 @@ from typing import Any
 from zlib import crc32
 
 from ppo_ds.background.user_code import is_async, user_traceback, where_raised
+from ppo_ds.distributed.child_groups import PR_SET_PDEATHSIG, prctl
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.user_function import Arguments, InvalidScore, call_function, load_function
-
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def main(descriptor: int, parent: int, path: str) -> None:
@@ -50,8 +48,7 @@ def main(descriptor: int, parent: int, path: str) -> None:
 
 def end_with(parent: int) -> None:
     """Makes the kernel kill this process when the process ``parent`` ends (on Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
 

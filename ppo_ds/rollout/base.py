@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Protocol
@@ -118,11 +119,7 @@ class StopStrings:
         """
         if not self.found_in(ids):
             return len(ids) + 1
-        low, high = 1, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.found_in(ids[:middle]) else (middle + 1, high)
-        return low
+        return bisect_left(range(len(ids)), True, lo=1, key=lambda length: self.found_in(ids[:length]))
 
 
 def truncate_at_stop(

@@ -35,12 +35,8 @@ class Decoder:
         # made without the config, with which layers with a sliding window would keep only the window
         cache = DynamicCache()
         positions = torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1)
-        self.lm(
-            input_ids=to_device(ids, self.device),
-            position_ids=positions,
-            past_key_values=cache,
-            **self._extra,
-        )
+        ids = to_device(ids, self.device)
+        self.lm(input_ids=ids, position_ids=positions, past_key_values=cache, **self._extra)
         return [(layer.keys, layer.values) for layer in cache.layers]
 
     @torch.no_grad()

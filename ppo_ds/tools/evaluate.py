@@ -216,6 +216,17 @@ def by_prompt(
     return list(groups.values())
 
 
+def scores_by_prompt(
+    rows: Sequence[dict[str, Any]], names: Sequence[str], rewards: Collection[str]
+) -> dict[str, dict[str, list[list[float]]]]:
+    """Returns reward -> model -> prompt -> score of each response."""
+    scores = {name: by_prompt(rows, name, itemgetter("scores")) for name in names}
+    return {
+        reward: {name: [[one[reward] for one in group] for group in given] for name, given in scores.items()}
+        for reward in rewards
+    }
+
+
 def mean_of(rows: Sequence[dict[str, Any]], name: str, get: Callable[[dict[str, Any]], float]) -> float:
     """Returns the mean over all responses of a model."""
     return sum(get(row["responses"][name]) for row in rows) / len(rows)
@@ -229,14 +240,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Returns the comparison by each reward, pass@k, and the lengths of the responses."""
     texts = {name: by_prompt(rows, name, itemgetter("response")) for name in names}
-    by_model = {name: by_prompt(rows, name, itemgetter("scores")) for name in names}
-    scores = {
-        reward: {
-            name: [[given[reward] for given in group] for group in groups]
-            for name, groups in by_model.items()
-        }
-        for reward in rewards
-    }
+    scores = scores_by_prompt(rows, names, rewards)
     lengths = {
         name: {
             "tokens_mean": mean_of(rows, name, itemgetter("tokens")),
@@ -258,17 +262,11 @@ def by_column(
     """Returns the number of prompts and each model's mean scores for each value of a column."""
     found = {}
     for value, group in grouped(rows, column).items():
-        scores = {name: by_prompt(group, name, itemgetter("scores")) for name in names}
-        found[value] = {
-            "prompts": len(scores[names[0]]),
-            "score": {
-                reward: {
-                    name: estimate(prompt_means([[one[reward] for one in given] for given in scores[name]]))
-                    for name in names
-                }
-                for reward in rewards
-            },
+        means = {
+            reward: {name: estimate(prompt_means(values)) for name, values in by_model.items()}
+            for reward, by_model in scores_by_prompt(group, names, rewards).items()
         }
+        found[value] = {"prompts": len({row["number"] for row in group}), "score": means}
     return found
 
 

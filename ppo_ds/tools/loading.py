@@ -42,25 +42,15 @@ def model_section(config: PPOConfig, model: NamedModel) -> ModelConfig:
 
 def tokenizer_of(config: PPOConfig, model: NamedModel) -> Tokenizer:
     """Loads the tokenizer of a model, with the chat template of the config."""
-    path, data = model.tokenizer_path, config.data
-    return load_tokenizer(
-        path,
-        revision_of(config, path),
-        config.actor.model.trust_remote_code,
-        data.chat_template,
-        data.chat_template_kwargs,
-        key=model.key,
-    )
+    path, trusted = model.tokenizer_path, config.actor.model.trust_remote_code
+    template = config.data.chat_template, config.data.chat_template_kwargs
+    return load_tokenizer(path, revision_of(config, path), trusted, *template, key=model.key)
 
 
 def load_decoder(config: PPOConfig, model: NamedModel, tokenizer: Tokenizer, positions: int = 1) -> Policy:
     """Loads a policy at the sampling temperature; raises UserError if it lacks embeddings or positions."""
-    policy = load_policy(
-        model_section(config, model),
-        temperature=config.sampling.temperature,
-        key=model.key,
-        adapter=model.adapter,
-    )
+    section, temperature = model_section(config, model), config.sampling.temperature
+    policy = load_policy(section, temperature=temperature, key=model.key, adapter=model.adapter)
     needs = ppo_needs(tokenizer.id_bound, positions)
     if model.tokenizer_path != config.actor.model.path:
         needs = replace(needs, tokenizer_of=model.name)
@@ -89,4 +79,6 @@ def load_reward(
         should_stop=lambda: False,
         note=note,
     )
-    return reward.evaluate if isinstance(reward, WeightedReward) else reward
+    if isinstance(reward, WeightedReward):
+        return lambda rollout: reward.start_evaluation(rollout).result()
+    return reward

@@ -83,10 +83,8 @@ class ConsoleTracker(Tracker):
 
     def finish(self, summary: dict[str, Any]) -> None:
         self.screen.close()
-        self.console.print(
-            f"{summary.get('exit_reason', 'done')} after {format_duration(summary.get('wall_s'))}",
-            markup=False,
-        )
+        reason, duration = summary.get("exit_reason", "done"), format_duration(summary.get("wall_s"))
+        self.console.print(f"{reason} after {duration}", markup=False)
         self.console.file.flush()
 
 

@@ -6,6 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -21,44 +22,37 @@ KEPT = 12  # steps in the estimate of the time that is left
 ALARM_STEPS = 20  # number of steps for which an alarm is shown
 
 
+@dataclass(eq=False)
 class LiveView:
     """The lines below the log of a run. Only reads numbers of the host."""
 
-    def __init__(
-        self,
-        stage: str,
-        total: int,
-        activity: Callable[[], Any],
-        *,
-        step: int = 0,
-        clock: Callable[[], float] = time.time,
-    ):
-        """Initializes the view of a run of ``total`` steps, of which ``step`` are done.
+    stage: str
+    total: int  # steps of the run
+    activity: Callable[[], Any]  # returns the heartbeat of this process (distributed/heartbeat.py)
+    _: KW_ONLY
+    step: int = 0  # steps that are done
+    clock: Callable[[], float] = time.time  # the clock of the heartbeat's ``since``
 
-        ``activity`` returns the heartbeat of this process (distributed/heartbeat.py), and ``clock`` is the
-        clock of its ``since``.
-        """
-        self._stage, self._total, self._step = stage, total, step
-        self._activity, self._clock = activity, clock
-        self._started = self._logged = clock()
+    def __post_init__(self) -> None:
+        self._started = self._logged = self.clock()
         self._durations: deque[float] = deque(maxlen=KEPT)  # seconds from one record to the next
         self._alarm: tuple[int, str] | None = None
 
     def log(self, step: int) -> None:
-        now = self._clock()
+        now = self.clock()
         self._durations.append(now - self._logged)
-        self._step, self._logged = step, now
+        self.step, self._logged = step, now
 
     def alarm(self, step: int, text: str) -> None:
         self._alarm = (step, text)
 
     def rewind(self, step: int) -> None:
-        self._step, self._logged = step, self._clock()
+        self.step, self._logged = step, self.clock()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield self.run_line()
         yield self.phase_line()
-        if self._alarm is not None and self._step - self._alarm[0] < ALARM_STEPS:
+        if self._alarm is not None and self.step - self._alarm[0] < ALARM_STEPS:
             text = f"alarm at step {self._alarm[0]}: {self._alarm[1]}"
             yield Text(text, "bold yellow", no_wrap=True, overflow="ellipsis")
 
@@ -66,21 +60,21 @@ class LiveView:
         """Estimates the seconds to the last step from the last steps; None before the first of them."""
         if not self._durations:
             return None
-        each, steps = fmean(self._durations), self._total - self._step
-        return max(each * steps - (self._clock() - self._logged), each * (steps - 1), 0.0)
+        each, steps = fmean(self._durations), self.total - self.step
+        return max(each * steps - (self.clock() - self._logged), each * (steps - 1), 0.0)
 
     def run_line(self) -> Table:
         left = self.seconds_left()
-        times = f"{format_duration(self._clock() - self._started, whole=True)}, "
+        times = f"{format_duration(self.clock() - self._started, whole=True)}, "
         times += "time left not known yet" if left is None else f"{format_duration(left, whole=True)} left"
-        end = f"step {self._step}/{self._total}  {times}"
-        return bar_line(Text(self._stage, "bold"), self._step / max(self._total, 1), end)
+        end = f"step {self.step}/{self.total}  {times}"
+        return bar_line(Text(self.stage, "bold"), self.step / max(self.total, 1), end)
 
     def phase_line(self) -> RenderableType:
-        activity = self._activity()
+        activity = self.activity()
         phase = phase_in_words(activity.phase)
         counts = [f"{work.done}/{work.total} {work.unit}" for work in activity.work if work.total > 1]
-        end = "  ".join([*counts, format_duration(max(self._clock() - activity.since, 0.0), whole=True)])
+        end = "  ".join([*counts, format_duration(max(self.clock() - activity.since, 0.0), whole=True)])
         if not counts:
             return Text(f"{phase}  {end}", "dim")
         return bar_line(Text(phase, "dim"), fraction(activity.work), end)

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,7 +129,7 @@ def test_the_operating_system_is_asked_for_these_bytes_only(
     monkeypatch.setattr(os, "preadv", recorded)
     monkeypatch.setattr(os, "posix_fadvise", lambda *a: advice.append(a[3]) or advise(*a))
     path = saved.directory / saved.index["embed"]
-    with TensorFile(path) as file:
+    with closing(TensorFile(path)) as file:
         header = asked.copy()
         values = file.read("exp_avg/embed", slice(17, 40))
     assert header == [(0, 8), (8, header[1][1])] and advice == [os.POSIX_FADV_RANDOM]
@@ -171,6 +172,6 @@ def test_a_damaged_file_is_one_line(saved: SimpleNamespace) -> None:
     path = saved.directory / saved.index["embed"]
     for content, message in list(damaged_files(path)):
         path.write_bytes(content)
-        with pytest.raises(OSError, match=message) as error, TensorFile(path) as file:
+        with pytest.raises(OSError, match=message) as error, closing(TensorFile(path)) as file:
             file.read("weight/embed", slice(0, 199 * 16))
         assert str(path) in str(error.value) and "\n" not in str(error.value)

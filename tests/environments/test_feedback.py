@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppo_ds.environments.feedback import FeedbackEncoder
+from ppo_ds.environments.feedback import encode_chat, encode_text
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.models.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ def chat_tokenizer(template):
 def text_after(tokenizer, last, feedback=FEEDBACK):
     """Returns the text of the tokens that follow a turn which ends with the token ``last``."""
     last_id = tokenizer.hf.convert_tokens_to_ids(last)
-    ids = FeedbackEncoder(tokenizer).encode_chat(feedback, last_id)
+    ids = encode_chat(tokenizer, feedback, last_id)
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
@@ -85,4 +85,4 @@ def test_a_template_that_refuses_a_role_is_named():
 def test_without_a_template_the_texts_are_encoded_as_they_are():
     tokenizer = character_tokenizer("ab")
     texts = ({"role": "user", "content": "ab"}, {"role": "user", "content": "b"})
-    assert FeedbackEncoder(tokenizer).encode_text(texts) == [3, 4, 4]
+    assert encode_text(tokenizer, texts) == [3, 4, 4]

@@ -252,7 +252,7 @@ def test_held_out_scores_are_not_normalized_and_not_counted(build, rolled):
     reward = build(NORMALISED)
     reward(rolled("1", "3"))
     before = reward.state_dict()
-    scores = reward.evaluate(rolled("5", "7"))
+    scores = reward.start_evaluation(rolled("5", "7")).result()
     assert scores.total.tolist() == [10.0, 14.0] and reward.state_dict() == before
     torch.testing.assert_close(reward(rolled("5", "7")).total, torch.tensor([2 / 5**0.5, 6 / 5**0.5]))
 

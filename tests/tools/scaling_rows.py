@@ -71,7 +71,7 @@ def phases_of(config: Config, models: Models, gpus: int) -> tuple[dict[str, Phas
     machine = Machine(
         device, read_assumptions([], on_gpu=True), gpus, min(gpus, device.per_node), on_gpu=True
     )
-    step = PPOTime(config, machine, memory, models=models, prompt=longest, longest=longest)
+    step = PPOTime(config, machine, memory, models=models, mean_prompt=longest, longest=longest)
     return step.phases(), memory.peak / GIB
 
 

@@ -93,7 +93,7 @@ def config(stage: int = 1, *more: str) -> Config:
 
 
 def time_of(config: Config, memory: Estimate = WHOLE, models: Models = MODELS, **assumed: float) -> PPOTime:
-    return PPOTime(config, machine(**assumed), memory, models=models, prompt=3, longest=3)
+    return PPOTime(config, machine(**assumed), memory, models=models, mean_prompt=3, longest=3)
 
 
 def test_a_step_by_hand() -> None:

@@ -220,11 +220,8 @@ class Checkpoints:
     def _folders(self) -> list[Path]:
         """Returns the folders of checkpoints, newest first."""
         folders = [path for path in self.root.glob("step_*") if path.is_dir()]
-        return sorted(
-            (path for path in folders if path.name.removeprefix("step_").isdigit()),
-            key=_step_of,
-            reverse=True,
-        )
+        numbered = [path for path in folders if path.name.removeprefix("step_").isdigit()]
+        return sorted(numbered, key=_step_of, reverse=True)
 
     def _prepare(
         self, draft: Path, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy]

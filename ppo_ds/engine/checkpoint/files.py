@@ -72,12 +72,9 @@ def write_json(path: Path, content: Any) -> None:
 
 def is_inside(name: Any) -> bool:
     """Returns whether a file name from untrusted JSON is relative and stays inside its directory."""
-    return (
-        isinstance(name, str)
-        and "\0" not in name
-        and not PurePath(name).is_absolute()
-        and ".." not in PurePath(name).parts
-    )
+    if not isinstance(name, str) or "\0" in name:
+        return False
+    return not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
 
 
 def check_inside(names: Iterable[Any], source: Path) -> None:

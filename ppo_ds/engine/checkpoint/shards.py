@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def read_shards(
     for name in shapes:
         names_of.setdefault(shards[name], []).append(name)
     for file_name, names in names_of.items():
-        with TensorFile(directory / file_name) as file:
+        with closing(TensorFile(directory / file_name)) as file:
             for name in names:
                 saved, shape = file.shape(f"{WEIGHT}/{name}"), list(shapes[name])
                 if saved != shape:

@@ -61,12 +61,6 @@ class TensorFile:
             self.close()
             raise
 
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Closes the file."""
         self._file.close()

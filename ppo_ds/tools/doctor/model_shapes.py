@@ -130,14 +130,10 @@ def _rewards(config: PPOConfig, report: Report, loaded: set[Any]) -> dict[str, F
         if _identity(model) in loaded or identity in loaded:
             report.add("reward", f"{key}={model.path}: shares weights that are already in memory")
         else:
-            plan = partial(planned_shape, model, classifier=True, trained=False, key=key)
-            shape = report.attempt(
-                "reward",
-                plan
-                if section.get("_target_") == CLASSIFIER
-                else partial(planned_own_code_shape, model, key=key),
-                partial(describe_shape, model.path),
-            )
+            plan = partial(planned_own_code_shape, model, key=key)
+            if section.get("_target_") == CLASSIFIER:
+                plan = partial(planned_shape, model, classifier=True, trained=False, key=key)
+            shape = report.attempt("reward", plan, partial(describe_shape, model.path))
             if shape is not None:
                 rewards[key] = FrozenModel.of(shape, model.dtype, zero)
         loaded.add(identity)

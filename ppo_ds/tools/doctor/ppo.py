@@ -39,7 +39,7 @@ def plan_ppo(config: PPOConfig, hardware: Hardware, report: Report) -> Plan | No
     longest = inputs.longest or config.data.max_prompt_tokens
     return Plan(
         partial(estimate, models=models, hardware=hardware, longest_prompt=longest),
-        partial(PPOTime, models=models, prompt=inputs.mean or longest, longest=longest),
+        partial(PPOTime, models=models, mean_prompt=inputs.mean or longest, longest=longest),
         models.actor,
         inputs.evaluated,
         step_flops(config, models, longest),

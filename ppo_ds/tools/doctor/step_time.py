@@ -167,14 +167,6 @@ class Machine:
         """Returns the seconds of copying bytes between a GPU and CPU memory."""
         return size / (self.device.host_link * 1e9 * self.assumed["links"])
 
-    def host_memory(self, size: float) -> float:
-        """Returns the seconds of reading or writing bytes of CPU memory on one rank."""
-        return size / (self.assumed["host_gb"] * 1e9)
-
-    def disk(self, size: float) -> float:
-        """Returns the seconds of writing bytes by all ranks together."""
-        return size / (self.assumed["disk_gb"] * 1e9)
-
 
 # -- the phases of a step --------------------------------------------------------------------------------
 
@@ -244,8 +236,12 @@ class TimedModel:
         return BYTES[self.dtype]
 
 
+@dataclass
 class StepTime(ABC):
     """Computes the time of the parts that all stages have: forwards, updates, and gathers of weights."""
+
+    config: TextConfig
+    machine: Machine
 
     @abstractmethod
     def phases(self) -> dict[str, PhaseTime]:
@@ -255,10 +251,9 @@ class StepTime(ABC):
     def evaluation(self, count: int) -> PhaseTime:
         """Returns the time of an evaluation on ``count`` prompts or texts."""
 
-    def __init__(self, config: TextConfig, machine: Machine):
-        self.config, self.machine, self.assumed = config, machine, machine.assumed
-        layout = config.memory.layout
-        self.packed = layout == "packed" or (layout == "auto" and machine.on_gpu)
+    def __post_init__(self) -> None:
+        self.assumed, layout = self.machine.assumed, self.config.memory.layout
+        self.packed = layout == "packed" or (layout == "auto" and self.machine.on_gpu)
 
     def trained(self, name: str, shape: Shape) -> TimedModel:
         role = trained_models(self.config)[name]
@@ -321,7 +316,7 @@ class StepTime(ABC):
         share = shape.trained / (1 if unsharded else ranks)
         adam, host = machine.memory(ADAM_BYTES * share, self.assumed["adam"]), 0.0
         if role.zero.offload_optimizer and stage and machine.on_gpu:  # gradients down, new weights up
-            adam, host = 0.0, machine.host_memory(ADAM_BYTES * share)
+            adam, host = 0.0, ADAM_BYTES * share / (self.assumed["host_gb"] * 1e9)
             host += machine.host_copy((FP32 + each) * share)
         busy = self.computed(compute, launches)
         waits = self.overlapped(busy, links) if stage == 3 else busy + links
@@ -331,39 +326,27 @@ class StepTime(ABC):
         )
 
 
+@dataclass
 class PPOTime(StepTime):
     """Computes the time of the phases of a PPO step."""
 
     config: PPOConfig
+    memory: Estimate  # determines how weights are gathered for generation
+    models: Models
+    mean_prompt: float  # tokens
+    longest: int  # tokens of the longest prompt
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        machine: Machine,
-        memory: Estimate,
-        *,
-        models: Models,
-        prompt: float,
-        longest: int,
-    ):
-        """Initializes the estimate.
-
-        Args:
-            memory: The memory estimate, which determines how weights are gathered for generation.
-            prompt: Mean number of tokens of a prompt.
-            longest: Number of tokens of the longest prompt.
-        """
-        super().__init__(config, machine)
-        self.models, self.memory = models, memory
-        self.prompt = max(1, round(self.assumed.get("prompt") or prompt))
-        self.longest = max(longest, self.prompt)
-        limit = config.sampling.max_new_tokens
-        lengths = response_lengths(rollout_size(config), limit, self.assumed.get("response"))
-        self.responses = lengths[:: machine.ranks]  # of the rank with the longest response
-        self.actor = self.trained("actor", models.actor)
-        self.gathered_once = self.actor.sharded and not memory.layerwise
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.prompt = max(1, round(self.assumed.get("prompt") or self.mean_prompt))
+        self.longest = max(self.longest, self.prompt)
+        limit = self.config.sampling.max_new_tokens
+        lengths = response_lengths(rollout_size(self.config), limit, self.assumed.get("response"))
+        self.responses = lengths[:: self.machine.ranks]  # of the rank with the longest response
+        self.actor = self.trained("actor", self.models.actor)
+        self.gathered_once = self.actor.sharded and not self.memory.layerwise
         totals = [self.prompt + response for response in self.responses]
-        score_tokens = int(config.memory.score_tokens)
+        score_tokens = int(self.config.memory.score_tokens)
         self.scored = passes_over(totals, sum(self.responses), score_tokens, self.packed)
 
     def phases(self) -> dict[str, PhaseTime]:
@@ -515,15 +498,14 @@ class PPOTime(StepTime):
         return added([self.generate(responses), *rewards])
 
 
+@dataclass
 class FinetuneTime(StepTime):
     """Computes the time of an optimizer step of supervised fine-tuning or of a reward model."""
 
-    def __init__(
-        self, config: TextConfig, machine: Machine, name: str, shape: Shape, rows: int, longest: int
-    ):
-        """Initializes the estimate; ``rows`` texts of ``longest`` tokens are the batch over all ranks."""
-        super().__init__(config, machine)
-        self.name, self.shape, self.longest, self.rows = name, shape, longest, rows
+    name: str
+    shape: Shape
+    rows: int  # texts of the batch over all ranks
+    longest: int  # tokens of each of them
 
     def phases(self) -> dict[str, PhaseTime]:
         """Returns the time of the only phase."""
@@ -630,7 +612,7 @@ def time_report(config: Config, plan: Plan, machine: Machine, memory: Estimate) 
         saves = (config.run.steps or 0) / settings.every if settings.every else 1.0
         saves = max(saves, total / (60 * settings.minutes) if settings.minutes else 0.0)
     if plan.checkpoint and saves:
-        each = machine.disk(plan.checkpoint)
+        each = plan.checkpoint / (machine.assumed["disk_gb"] * 1e9)
         total += saves * each
         lines.append(_row("checkpoint", _seconds(each), "", f"disk; {saves:.0f} in the run"))
     evaluations = 2 + (config.run.steps or 0) // config.eval.every if config.eval.every else 2

@@ -59,15 +59,9 @@ def unique_names(runs: Iterable[dict[str, Any]]) -> list[str]:
 def metric_data(name: str) -> dict[str, Any]:
     metric = find(name)
     assert metric is not None
-    return {
-        "label": metric.label if metric.name == name else name.split("/", 1)[1].replace("_", " "),
-        "unit": metric.unit,
-        "meaning": metric.meaning,
-        "healthy": metric.healthy,
-        "reason": metric.reason,
-        "remedy": metric.remedy,
-        "percent": metric.percent,
-    }
+    label = metric.label if metric.name == name else name.split("/", 1)[1].replace("_", " ")
+    shown = ("unit", "meaning", "healthy", "reason", "remedy", "percent")
+    return {"label": label} | {field: getattr(metric, field) for field in shown}
 
 
 def sections_of(names: Sequence[str]) -> list[dict[str, Any]]:

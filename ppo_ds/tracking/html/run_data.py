@@ -44,8 +44,8 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
     files = sample_files(run_dir)
     if not records and not events and not any(files.values()):
         raise UserError(f"{run_dir}: no run directory: it has no metrics.jsonl, samples/ or events.jsonl")
-    settings = read_settings(run_dir / "config.yaml")
-    summary = read_json(run_dir / "summary.json")
+    settings = read_object(run_dir / "config.yaml")
+    summary = read_object(run_dir / "summary.json")
     ended = ended_by(summary, records, events)
     section = settings.get("run")
     run = section if isinstance(section, dict) else {}
@@ -117,7 +117,7 @@ def first_evaluation(run_dir: Path, summary: Record) -> dict[str, float]:
     }
     if not first:
         states = sorted((run_dir / "checkpoints").glob("step_*/state.json"))
-        content: Any = read_json(states[-1]) if states else {}
+        content: Any = read_object(states[-1]) if states else {}
         for key in ("state", "progress", "first_eval"):
             content = content.get(key) if isinstance(content, dict) else None
         first = content if isinstance(content, dict) else {}
@@ -245,20 +245,12 @@ def cut(text: str, limit: int) -> str:
 # -- other files ---------------------------------------------------------------------------------------------
 
 
-def read_settings(path: Path) -> Record:
-    """Returns the config of the run, or {} if the file is missing or damaged."""
+def read_object(path: Path) -> Record:
+    """Returns the object of a JSON or YAML file, or {} if the file is missing or damaged."""
+    parse = yaml.safe_load if path.suffix == ".yaml" else json.loads
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
-
-
-def read_json(path: Path) -> Record:
-    """Returns the object of a JSON file, or {} if the file is missing or damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError):
+        content = parse(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
 
