@@ -18,8 +18,7 @@ def launcher_pids() -> tuple[int, ...]:
     """Returns the process ids of this rank's launchers.
 
     These are the parent and the grandparent under ``deepspeed``, and the parent under ``torchrun``. Plain
-    python has no launcher. The result changes once a launcher has ended, since the kernel then assigns a new
-    parent to its child process.
+    python has no launcher. The result changes once a launcher has ended, when its child gets a new parent.
     """
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -35,8 +34,7 @@ def launcher_pids() -> tuple[int, ...]:
 def launch_id(environment: Mapping[str, str]) -> str:
     """Returns an identifier of the launch, the same for all of its ranks on the machine of rank 0.
 
-    Two launches have different identifiers, unless both start ranks without a launcher and use the same
-    address and port.
+    Two launches differ in it, unless both start ranks without a launcher and use the same address and port.
     """
     address = (environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     return " ".join([*address, *map(str, launcher_pids()[:1])])

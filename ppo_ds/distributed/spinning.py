@@ -60,9 +60,8 @@ def start_spin_control(threads: int, cores: int, environment: Mapping[str, str])
         cores: Number of cores on which this process may run, which libgomp compares its threads with.
 
     Returns:
-        How waiting threads behave, for the banner. Empty without a control: if there is only one thread or
-        far more cores than threads, if the OpenMP runtime is not libgomp, or if the kernel does not count
-        waiting times.
+        How waiting threads behave, for the banner. Empty without a control: with one thread or far more cores
+        than threads, an OpenMP runtime other than libgomp, or a kernel that does not count waiting times.
     """
     if threads == 1:
         return ""

@@ -44,8 +44,7 @@ class RankStore:
     def get(self, key: str) -> str | None:
         """Returns the last value that a rank put for ``key``, or None if there is no value. Does not wait.
 
-        If the run uses several machines, anyone who can connect to the store's port can put a value, so
-        callers must check it.
+        With several machines, anyone who can connect to the port can put a value, so callers must check it.
         """
         with self._connection() as store:
             if not store.check([PREFIX + key]):

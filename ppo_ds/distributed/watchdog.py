@@ -2,9 +2,8 @@
 
 A rank that waits in a collective does not learn the cause by itself: gloo raises an error of its own, which
 would hide the cause, and NCCL waits until its timeout. The first rank to fail writes the failure into the
-store that all ranks share (distributed/store.py), and every watchdog reads it within a second. If a process
-dies without writing a failure, the ranks on the same machine notice its death. The loss of a whole machine is
-detected as a hang.
+store that all ranks share (distributed/store.py), and every watchdog reads it within a second. The ranks on
+the same machine notice if a process dies without writing it. The loss of a machine is detected as a hang.
 """
 
 from __future__ import annotations
@@ -241,8 +240,7 @@ class Watchdog:
     def _handle_failure(self, failure: Failure) -> None:
         """Exits because of the published failure of a rank.
 
-        The failed rank prints its own error. The other ranks print one line, or in a hang their phase and
-        stack.
+        The failed rank prints its error. The others print one line, or in a hang their phase and stack.
         """
         if failure.rank == self._rank and not failure.stuck and self._stopped.is_set():
             return  # the failure is this rank's own, and ``fail`` is reporting it

@@ -129,8 +129,7 @@ def freeze(
 class FrozenBase(FrozenModel):
     """Base model of a model that is trained with adapters, without a second copy of the weights.
 
-    Each forward pass disables the adapters and enables them again, so that the trained model may be called
-    between two forward passes.
+    Adapters are disabled only during a forward, so that the trained model may be called between two forwards.
     """
 
     def __init__(

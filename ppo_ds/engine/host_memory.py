@@ -25,8 +25,7 @@ def aligned(size: int) -> int:
 def lock_pages(block: Tensor, device: torch.device) -> bool:
     """Page-locks a block that is copied to or from ``device``; returns whether it did.
 
-    The block must not be freed before ``unlock_pages``. Devices other than GPUs need no locked pages. Logs a
-    warning on failure.
+    The block must not be freed before ``unlock_pages``. Only GPUs need locked pages. Warns on failure.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return False

@@ -140,9 +140,8 @@ class HybridActor(TrainedModel):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and the value of each weight of the causal LM, as an export would write them.
 
-        Adapters are merged, and tied weights are yielded once. At most the weights of one decoder layer, or
-        chunks of ``gather_elements``, are in memory besides the model. A collective with ZeRO-3: every rank
-        must read all weights.
+        Adapters are merged, and tied weights are yielded once. At most one decoder layer, or chunks of
+        ``gather_elements``, are in memory besides the model. With ZeRO-3 every rank must read all weights.
         """
         layers = by_layer(plain_weights(self.module.lm))
 
@@ -160,8 +159,7 @@ class HybridActor(TrainedModel):
     def generation_mode(self) -> Iterator[None]:
         """Switches to generation for the duration of the block. A collective: all ranks enter together.
 
-        A nested block has no effect. After an exception, the actor switches back to training as after a
-        normal exit.
+        A nested block has no effect. The actor switches back to training after an exception, too.
         """
         self._depth += 1
         try:

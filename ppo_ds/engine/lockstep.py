@@ -42,8 +42,7 @@ def step_or_skip(
         models: The models by name, with accumulated gradients.
         losses: The 0-dim loss of each model by name, summed over this rank's micro-batches.
         extra: More numbers [n] to sum over ranks in the same collective.
-        check: Called with the sums of ``extra`` before any model steps. If it raises, the gradients of all
-            models are dropped.
+        check: Called with the sums of ``extra`` before any step. If it raises, all gradients are dropped.
     """
     numbers = [number for name in models for number in (losses[name], models[name].local_squared_grad_norm())]
     numbers += [] if extra is None else list(extra)

@@ -1,8 +1,4 @@
-"""Memory budget of the generation phase, and the plan that is derived from it.
-
-The plan determines how sharded weights are gathered and whether optimizer states are offloaded during
-generation.
-"""
+"""Memory budget of the generation phase, and the plan for gathering weights and offloading states in it."""
 
 from __future__ import annotations
 
@@ -90,8 +86,7 @@ def format_bytes(size: int) -> str:
 def free_bytes(world: World) -> int:
     """Returns the free memory of this rank's device.
 
-    On a CPU this is the rank's share of the machine's available memory. The memory limit of a container is
-    not considered.
+    On a CPU this is the rank's share of the machine's available memory, whatever a container's limit.
     """
     if world.device.type == "cpu":
         return psutil.virtual_memory().available // world.threads.ranks

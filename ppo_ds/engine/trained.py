@@ -66,8 +66,7 @@ def parameter_groups(
     """Groups the trained parameters by weight decay and learning rate.
 
     Weight decay applies to matrices, and not to norms, biases and other vectors. ``lr_factors`` multiply the
-    schedule's rate; the default is 1. ``ds_shape`` is the original shape of a parameter that ZeRO-3 has
-    flattened.
+    schedule's rate; the default is 1. ZeRO-3 keeps the shape of a parameter that it flattens in ``ds_shape``.
     """
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for parameter in module.parameters():
@@ -141,8 +140,7 @@ class TrainedModel:
     ):
         """See ``parameter_groups`` for ``lr_factors``.
 
-        ``settings`` are config keys and values that are part of the model but not stored in its tensors.
-        Checkpoints store them.
+        ``settings``, for checkpoints, are config keys and values that the model's tensors do not store.
         """
         self.settings = dict(settings or {})
         self.world = world
@@ -211,8 +209,7 @@ class TrainedModel:
     def local_squared_grad_norm(self) -> Tensor:
         """Returns this rank's part of the squared gradient norm before clipping: 0-dim, float64.
 
-        If the sum of these parts over ranks is not finite in float32, the gradient counts as non-finite. Not
-        a collective.
+        Not a collective. The gradient counts as non-finite if the sum over ranks is not finite in float32.
         """
         return local_squared_norm(self.engine)
 
@@ -238,8 +235,7 @@ class TrainedModel:
     def skip(self, *, overflow: bool) -> StepInfo:
         """Discards the accumulated gradient; weights, moments, their counters and the schedule do not change.
 
-        A collective. ``overflow=True`` means that the gradient was not finite; a dynamic loss scale is then
-        lowered.
+        A collective. ``overflow``: the gradient was not finite, and a dynamic loss scale is lowered.
         """
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         skip_step(self.engine, lower_scale=overflow)

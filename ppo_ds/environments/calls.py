@@ -40,8 +40,7 @@ class CallPool:
     def start(self, calls: Sequence[Callable[[], Any]]) -> Pending[list[Any]]:
         """Starts calls; the result of each, or its exception, is in the same order.
 
-        The state of torch's random generators is restored afterwards, so that an environment does not change
-        what the run samples next.
+        Torch's random state is restored afterwards, so that no environment changes what the run samples.
         """
         restore_rng = torch_rng_snapshot()
 

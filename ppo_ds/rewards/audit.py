@@ -123,8 +123,7 @@ def run_audit(
 ) -> Findings | None:
     """Runs ``inspect`` unless the audit is off, and passes lines with its findings to ``note``.
 
-    In mode ``strict``, every rank raises UserError if any rank found a failure. ``name`` is the model's
-    KEY=PATH.
+    In mode ``strict``, all ranks raise UserError if any found a failure. ``name`` is the model's KEY=PATH.
     """
     if mode not in ("report", "strict"):
         return None
@@ -183,9 +182,8 @@ def audit_chat_scorer(
 ) -> Findings:
     """Audits a model that defines its own get_score.
 
-    ``score(chats, batched)`` returns the scores, [B], by get_scores if ``batched``, else by get_score. If
-    only get_scores fails, for example because it calls a function that a library has removed, get_score is
-    used.
+    ``score(chats, batched)`` returns the scores, [B], by get_scores if ``batched``, else by get_score, which
+    is also used if only get_scores fails, for example because a library has removed a function.
     """
     findings, count = Findings(dtype, batches_agree=has_get_scores), len(DIALOGUES)
     chats = [

@@ -28,11 +28,7 @@ _UNKNOWN_LENGTH = 10**9
 
 @dataclass(eq=False)
 class ModelReward(FrozenModelReward):
-    """Scores responses with a sequence classifier.
-
-    Responses are decoded with the actor's ``tokenizer``; ``encoder`` then encodes the texts with the reward
-    model's tokenizer.
-    """
+    """Scores responses with a sequence classifier, whose own tokenizer encodes the decoded responses."""
 
     _: KW_ONLY
     encoder: TextEncoder
@@ -150,8 +146,7 @@ def check_reward_model(
 ) -> None:
     """Raises UserError if the model is not a reward model or cannot encode the data; loads no weights.
 
-    ``examples`` holds a (location, row) pair for each sequence of roles in the data (see
-    PromptSource.examples).
+    ``examples`` (PromptSource.examples) has a (location, row) pair for each sequence of roles in the data.
     """
     path = model.path
     own_tokenizer = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")

@@ -84,8 +84,7 @@ def stated_number(text: str) -> Number | None:
 def reference_number(text: str) -> Number | None:
     r"""Returns the number of a reference, or None if the part that is read is not exactly one number.
 
-    That part is the content of the last \boxed{...}, else the rest of the line after the last "####", else
-    the whole text.
+    That is the content of the last \boxed{...}, else the rest of the line after the last "####", else all.
     """
     text, box = _result(text)
     return _one_number(_after_mark(text) if box is None else box)

@@ -1,7 +1,6 @@
 """Worker process of a reward function: receives one call at a time and sends back its scores.
 
-It is a new interpreter, because forking a process that uses CUDA may deadlock, and imports no torch by
-itself.
+It is a new interpreter, because a fork of a process that uses CUDA may deadlock. It imports no torch itself.
 """
 
 from __future__ import annotations

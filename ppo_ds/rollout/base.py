@@ -69,8 +69,7 @@ class Generator(Protocol):
         applies the limits, stop tokens and stop strings. The log-probs are computed from the full
         distribution at ``sampling.temperature``, regardless of top_k and top_p. All ranks call the backend
         the same number of times, each with its own prompts. The backend calls ``distributed.heartbeat.beat``
-        in the main thread whenever some tokens are done; a call without progress would hide a hang from the
-        watchdog.
+        in the main thread whenever tokens are done; calls without progress would hide a hang.
         """
 
 
@@ -89,8 +88,7 @@ class DecodeBackend:
 def max_new_tokens(prompts: Prompts, sampling: SamplingParams) -> Tensor:
     """Returns the maximum number of new tokens of each row [B].
 
-    It is the smaller of the row's own limit and ``sampling.max_new_tokens``, and takes precedence over
-    ``min_new_tokens``.
+    The row's own limit or ``sampling.max_new_tokens``; the smaller one goes before ``min_new_tokens``.
     """
     return prompts.limits.clamp(max=sampling.max_new_tokens)
 
@@ -114,8 +112,7 @@ class StopStrings:
     def prefix_length(self, ids: Sequence[int]) -> int:
         """Returns the length of the shortest prefix that contains a stop string, or len(ids) + 1 without one.
 
-        If a prefix contains a stop string, all longer prefixes contain it too, so the length is found by
-        bisection.
+        Longer prefixes contain the stop strings of shorter ones, so the length is found by bisection.
         """
         if not self.found_in(ids):
             return len(ids) + 1
@@ -134,8 +131,7 @@ def truncate_at_stop(
     """Builds a Rollout from generated tokens, each row truncated at its first stop, limit or length.
 
     Masks are computed from these ends, never from ``ids != pad``, so they keep an end token inside a chat
-    prompt, and an end token that is also the pad token. A stop at the last position within the limit counts;
-    later stops do not.
+    prompt, and an end token that is also the pad token. A stop counts up to the last position in the limit.
 
     Args:
         responses: Generated tokens [B,R] long, including stop tokens and the tokens of stop strings.

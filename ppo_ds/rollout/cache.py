@@ -1,8 +1,7 @@
 """Preallocated KV cache of slots: each sequence has a slot, and each slot its own position.
 
-transformers' StaticCache writes all rows of a batch at one position. Here each row's key and value are
-written at that row's own position. A forward gets views of the rows and columns in use, so that free slots
-and positions cost nothing.
+transformers' StaticCache writes all rows of a batch at one position, this one each row at its own. A forward
+gets views of the rows and columns in use, so that free slots and positions cost nothing.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ class SlotCache(Cache):
     def fill(self, prefix: Prefix, rows: Tensor, slots: Tensor) -> None:
         """Copies the prompts ``rows`` of ``prefix`` to the start of ``slots`` (both [m] long).
 
-        Old contents of later columns stay: columns beyond a slot's position are masked until they are
-        overwritten.
+        Old contents of later columns stay: they are masked until they are overwritten.
         """
         for layer, (keys, values) in zip(self.layers, prefix, strict=True):
             if not layer.is_initialized:

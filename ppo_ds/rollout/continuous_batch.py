@@ -192,8 +192,7 @@ class ContinuousBatch:
     def start(self, prefix: Prefix, groups: Sequence[_PromptGroup]) -> None:
         """Starts responses to ``groups``, the first prompts of the queue, in the free slots.
 
-        ``prefix`` holds the keys and values of these prompts. Rows that get no slot stay at the front of the
-        queue.
+        ``prefix`` has their keys and values. Rows that get no slot stay at the front of the queue.
         """
         new: list[_Response] = []
         sources: list[int] = []
@@ -243,8 +242,7 @@ class ContinuousBatch:
     def forward_width(self, live: int) -> int:
         """Returns the number of slots in a forward: the ``live`` slots or a few more.
 
-        With CUDA graphs it is the number of all slots, or a half, a quarter and so on, so that there are few
-        shapes.
+        With CUDA graphs it is the number of all slots or a half, a quarter and so on, for few shapes.
         """
         if self.graphs.recorder is None:
             return min(fast_batch_size(live), self.total)

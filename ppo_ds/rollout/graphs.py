@@ -14,8 +14,7 @@ alive whenever another one is recorded.
 Failed recordings. In torch 2.11 and 2.12, ``CUDAGraph.capture_end`` raises an invalidated capture before it
 tells the allocator that the capture is over, and the next ``empty_cache`` fails with an internal assertion
 (pytorch pull request 180395). With these versions, the run ends with an error. From torch 2.13 on, decoding
-continues without graphs; until the fix of pull request 190348, the memory of the failed recording is not
-reused.
+continues without graphs; until pull request 190348, memory of the failed recording is not reused.
 
 This module has been tested with stand-ins for CUDA graphs only (tests/rollout, tests/gpu_sim), not on a GPU.
 """

@@ -80,9 +80,8 @@ def generate(
 ) -> tuple[Tensor, Tensor]:
     """Calls transformers' ``generate`` and returns responses [B,R] long and their log-probs [B,R] fp32.
 
-    ids and mask [B,P] are left-padded. R is at most limits.max(); positions after the end of a response hold
-    arbitrary tokens. Log-probs are computed from the full distribution at the temperature, regardless of
-    top_k and top_p.
+    ids and mask [B,P] are left-padded. R is at most limits.max(); tokens after the end of a response are
+    arbitrary. Log-probs are those of the full distribution at the temperature, regardless of top_k and top_p.
 
     Args:
         limits: Maximum number of new tokens of each row [B]. It takes precedence over ``min_new_tokens``.
@@ -138,8 +137,7 @@ def generation_config(sampling: SamplingParams, max_new_tokens: int, pad_id: int
 class LogprobRecorder(LogitsProcessor):
     """Records the log-prob of each drawn token from the raw logits, before any warper changes them.
 
-    The token drawn from the logits of step t is known at step t + 1, so only the logits [B,V] of one step are
-    kept at a time.
+    The token drawn at step t is known at step t + 1, so only the logits [B,V] of one step are kept at a time.
     """
 
     def __init__(self, temperature: float):

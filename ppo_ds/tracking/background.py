@@ -37,8 +37,7 @@ class Dashboard(Tracker):
 class BackgroundTracker(Tracker):
     """Calls a dashboard in a thread; after its first failure, prints one warning line and drops it.
 
-    Only ``start`` and ``finish`` wait for it, for a limited time. It gets finite metrics and rows without
-    tokens.
+    Only ``start`` and ``finish`` wait, for a limited time. It gets finite metrics and rows without tokens.
     """
 
     def __init__(self, dashboard: Dashboard):

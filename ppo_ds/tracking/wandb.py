@@ -21,8 +21,7 @@ MAX_TITLE = 63  # characters of an alert's title
 class WandbTracker(Dashboard):
     """Logs to wandb in online or offline mode.
 
-    ``run_dir/wandb.id`` keeps the run id, so that a resumed run continues its wandb run, with repeated steps
-    twice.
+    A resumed run continues the wandb run whose id ``run_dir/wandb.id`` keeps, with repeated steps twice.
     """
 
     name = "wandb"

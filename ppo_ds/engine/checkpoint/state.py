@@ -4,8 +4,7 @@ model.json               counters and settings, and the index of the shards (eng
 shard-00000.safetensors  weight/<name>, exp_avg/<name>, exp_avg_sq/<name>: fp32, whole
 buffers.safetensors      the module's persistent buffers
 
-A weight copy (engine/weight_copy.py) is stored in the same way. Its shards contain only weight/<name>, and
-its index is shadow.json.
+A weight copy (engine/weight_copy.py) has shards with weight/<name> only, and the index shadow.json.
 """
 
 from __future__ import annotations
@@ -131,8 +130,7 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 def consolidated(model: TrainedModel, gather_elements: int = GATHER_ELEMENTS) -> dict[str, Tensor] | None:
     """Returns the whole ``module.state_dict()`` on the CPU of rank 0, and None on other ranks.
 
-    A collective. Tensors have the model's dtype. Tied weights are one tensor under two names; no other
-    tensors share memory.
+    A collective. Tensors have the model's dtype. Only tied weights share memory: one tensor under two names.
     """
     model.restore_weights()
     copies: dict[int, Tensor] = {}

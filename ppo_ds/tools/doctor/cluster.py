@@ -51,8 +51,7 @@ def cluster_of(name: str | None, gpus: int | None, nodes: int | None, memory: fl
     """Returns the devices of the options --gpu, --gpus, --nodes and --gpu-mem.
 
     Without any of these it returns the GPUs of this machine, or one rank on its CPU. ``gpus`` counts the GPUs
-    of each node if ``nodes`` is given, and otherwise all GPUs, in nodes of the size in the table or of
-    DEFAULT_PER_NODE.
+    of a node if ``nodes`` is given, else all GPUs, in nodes of the table's size or of DEFAULT_PER_NODE.
     """
     gpu = None if name is None else find_gpu(name)
     if gpu is None and gpus is None and memory is None:

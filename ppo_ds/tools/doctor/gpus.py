@@ -6,8 +6,7 @@ give the bandwidth of NVLink and PCIe as the sum of both directions; the table h
 
 ``network`` is the network bandwidth of each GPU in NVIDIA's own systems: DGX A100 has one adapter of 200
 Gbit/s per GPU, DGX H100, H200 and B200 have one of 400 Gbit/s. For cards without such a system, one adapter
-of 100 Gbit/s per node is assumed. Cards without NVLink, or with bridges between two cards only, communicate
-over PCIe.
+of 100 Gbit/s per node is assumed. Cards without NVLink, or with bridges of two cards only, use PCIe.
 """
 
 from __future__ import annotations

@@ -148,9 +148,8 @@ class Machine:
         """Returns the seconds in which every rank of a group receives the rest of ``size`` bytes.
 
         The ranks hold equal shares. A reduce-scatter takes as long. ``group`` is the number of consecutive
-        ranks that hold all shares; the default is all ranks. A node receives what other nodes hold through
-        the network adapters of all its GPUs, and its GPUs exchange it over the node's links at the same time
-        (NCCL's rings).
+        ranks that hold all shares (None: all ranks). As in NCCL's rings, a node receives what others hold by
+        the network adapters of all its GPUs, which exchange it over the node's links at the same time.
         """
         group = group or self.ranks
         if group == 1:
@@ -561,8 +560,7 @@ def response_lengths(count: int, limit: int, mean: float | None) -> list[int]:
 def decode_work(prompts: Sequence[int], responses: Sequence[int], slots: int) -> DecodeWork:
     """Counts the work of decoding rows in ``slots`` slots; a free slot takes the next row.
 
-    As in rollout/continuous_batch.py, all rows of a decode step read as many cached positions as the longest
-    of them has.
+    As in rollout/continuous_batch.py, all rows of a step read as many cached positions as the longest has.
     """
     waiting = [(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
     waiting.reverse()  # the next row is the last of the list

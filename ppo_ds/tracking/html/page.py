@@ -35,8 +35,7 @@ def render_page(
 
     Its content security policy allows the given scripts and styles, by their hashes, and nothing else.
     ``body`` must not contain text of users, prompts or models: scripts take these from ``pageData()`` and use
-    ``textContent``. The scripts are joined to one module. Raises ValueError if a script or style contains the
-    end tag of its element.
+    ``textContent``. The scripts become one module. Raises ValueError if one, or a style, has its own end tag.
     """
     style = "\n".join([*map(asset, STYLES), *styles])
     theme = asset("theme.js")
