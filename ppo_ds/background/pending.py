@@ -44,7 +44,6 @@ class Pending(Generic[T]):
 
     @property
     def completed(self) -> int:
-        """Number of completed tasks."""
         return sum(task.done() for task in self.tasks)
 
     @property
@@ -75,8 +74,6 @@ class Pending(Generic[T]):
 
 
 def all_of(parts: Sequence[Pending[T]]) -> Pending[list[T]]:
-    """Combines pending results into one pending list."""
-
     def cancel() -> None:
         for part in parts:
             part.cancel()

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -51,6 +52,7 @@ class ChildGroups:
         """
         if self.stop_signal is not None:
             return 128 + self.stop_signal
+        end_with_parent = partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)  # called in the child
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_parent
         )
@@ -86,11 +88,6 @@ class ChildGroups:
         if self._group is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._group, number)
-
-
-def end_with_parent() -> None:
-    """Runs in a new child process: the kernel sends it SIGTERM when its parent process ends."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def prctl(option: int, value: int) -> None:

@@ -1,8 +1,7 @@
 """The launcher that started this rank: its process ids, and the port that it chose for the ranks.
 
-A signal to the ``deepspeed`` command ends only that command. Its ranks continue as orphans: they occupy the
-port and the GPUs, and write into the run directory that the next start uses. Each rank therefore watches the
-process ids of its launchers.
+A signal to the ``deepspeed`` command ends only that command. Its ranks would continue as orphans, with the
+port, the GPUs and the run directory of the next start. Each rank therefore watches its launchers' ids.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ def keep_freed_memory() -> bool:
     """Makes glibc keep freed memory for later allocations. Returns False with another C library.
 
     By default glibc returns freed blocks of more than a few MB to the kernel at once, so the tensors of each
-    step are allocated on new pages. The kernel must clear and map each of these pages in a page fault. This
-    took a tenth or more of a training step on a CPU when measured. With this setting, freed memory stays with
-    the process, and its peak memory is unchanged.
+    step are allocated on new pages, each of which the kernel must clear and map. This took a tenth or more of
+    a training step on a CPU when measured. Memory now stays with the process, with an unchanged peak.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -37,7 +37,6 @@ class RankStore:
                 raise StoreUnavailable(str(error)) from error
 
     def put(self, key: str, value: str) -> None:
-        """Sets ``key`` to ``value``."""
         with self._connection() as store:
             store.set(PREFIX + key, value)
 

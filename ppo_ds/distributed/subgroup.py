@@ -14,8 +14,7 @@ T = TypeVar("T")
 class Subgroup:
     """The group of this rank if the ranks are divided into groups of ``size`` consecutive ranks.
 
-    A collective of all ranks. The groups use gloo, since they exchange small objects in CPU memory. All
-    methods are collectives of the group.
+    A collective of all ranks. Methods are collectives of the group, by gloo for small objects on the CPU.
     """
 
     def __init__(self, world: World, size: int):
@@ -35,9 +34,7 @@ class Subgroup:
         return items
 
     def barrier(self) -> None:
-        """Waits until all ranks of the group have called it."""
         dist.barrier(group=self._group)
 
     def any(self, flag: bool) -> bool:
-        """Returns whether ``flag`` is true on any rank of the group."""
         return any(self.gather_objects(flag))

@@ -43,7 +43,6 @@ class Threads:
 
 
 def own_cores() -> Cores:
-    """Returns the cores that this process may use."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return Cores(platform.node(), frozenset(usable), cpu_quota(CGROUP))
 

@@ -134,8 +134,7 @@ class Watchdog:
     def stop(self) -> None:
         """Stops watching after a successful run.
 
-        All ranks must have finished, and no rank may exit before all ranks have stopped watching: a rank that
-        exits while it is watched counts as dead.
+        All ranks must have finished, and none may exit before all have called this: it would count as dead.
         """
         if not self.started:
             return
@@ -288,12 +287,9 @@ class Watchdog:
             self._store.add(f"{STALLED}{self._rank}")
             if self._store.add(FAILURE_CLAIMS) == 1:
                 self._process.sleep(2 * POLL)  # ranks that wait for each other stall at the same time
-                all_stalled = self._size > 1 and all(
-                    self._store.add(f"{STALLED}{rank}", 0) for rank in range(self._size)
-                )
-                self._publish(
-                    _no_progress("any rank" if all_stalled else f"rank {self._rank}", limit), 1, stuck=True
-                )
+                stalled = [self._store.add(f"{STALLED}{rank}", 0) for rank in range(self._size)]
+                who = "any rank" if self._size > 1 and all(stalled) else f"rank {self._rank}"
+                self._publish(_no_progress(who, limit), 1, stuck=True)
         except StoreUnavailable:
             self._exit(self._describe_hang(_no_progress(f"rank {self._rank}", limit)), 1)
 

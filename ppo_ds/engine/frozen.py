@@ -80,8 +80,7 @@ class FrozenModel:
     def resident(self) -> Iterator[None]:
         """Copies an offloaded replica to the device for the duration of the block. Blocks may be nested.
 
-        Buffers stay on the device after the first block: they are small, and forwards may change them
-        (RoPE with a dynamic length).
+        Small buffers, which forwards may change (RoPE with a dynamic length), stay on the device.
         """
         self._depth += 1
         try:

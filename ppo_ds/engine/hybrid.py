@@ -8,9 +8,8 @@ them directly for decoding. With ZeRO-3 there are two modes (actor.zero.generati
   the model without hooks. The training engine is not modified, so that an exception leaves nothing to repair,
   and ranks may decode different numbers of tokens. LoRA adapters are merged into the copy, whose weights are
   rounded to its dtype: in bf16, its log-probs differ from the training log-probs by a few thousandths of a
-  nat. Adapters are never merged into the trained model's own weights. The memory of the copy is freed for
-  training, where the free memory determines the size of micro-batches. The addresses of the copy's weights
-  therefore change with every phase.
+  nat. Adapters are never merged into the trained model's own weights. The copy is freed for training, where
+  the free memory determines the size of micro-batches, so that its addresses change with every phase.
 - layers: the sharded model itself decodes, and each forward gathers one layer after the other
   (engine/layerwise_generation.py). This is for models that do not fit on one device. All ranks must then run
   the same number of forwards (lockstep).
@@ -57,8 +56,7 @@ class HybridActor(TrainedModel):
 
         ``make_inference_copy`` returns an unsharded causal LM without weights. None means that an inference
         engine with weights of its own generates; ``connect`` receives it. ``timer("switch")`` is a context
-        that measures the time of each switch. Weights are gathered in chunks, each of which ends once it has
-        ``gather_elements`` elements.
+        that measures the time of each switch. Weights are gathered in chunks of ``gather_elements`` elements.
         """
         super().__init__(module, **engine)
         self._timer = timer

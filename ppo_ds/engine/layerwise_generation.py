@@ -13,15 +13,12 @@ from torch import nn
 def layer_by_layer(offload: Any, lm: nn.Module, on_forward: Callable[[], None]) -> Iterator[None]:
     """Allows forwards of ``lm``, a submodule of a DeepSpeed engine's module, inside the block.
 
-    ``offload`` is the engine's DeepSpeedZeRoOffload.
-
-    All ranks must run the same number of forwards. ``on_forward`` is called before each forward. DeepSpeed
-    supports only forwards of the engine, so hooks on ``lm`` repeat what the engine does around its own
-    forwards. The hooks restart DeepSpeed's trace of modules, which is used for prefetching and would
-    otherwise grow with every token. They also let DeepSpeed gather parameters that one module owns and
-    another module uses. After the block all parameters are sharded again, even if an exception has
-    interrupted a forward. Not a collective.
+    ``offload`` is the engine's DeepSpeedZeRoOffload. All ranks must run the same number of forwards, and
+    ``on_forward`` is called before each. After the block, even after an exception, all parameters are sharded
+    again. Not a collective.
     """
+    # DeepSpeed supports only forwards of the engine, so hooks on ``lm`` repeat what the engine does around
+    # its own forwards.
 
     def set_in_forward(value: bool) -> None:
         for module in lm.modules():
@@ -29,6 +26,7 @@ def layer_by_layer(offload: Any, lm: nn.Module, on_forward: Callable[[], None]) 
             module._parameters._in_forward = value
 
     def before_forward(*_: Any) -> None:
+        # restarts the trace of modules, which is used for prefetching and would grow with every token
         offload.get_param_coordinator().reset_step()
         set_in_forward(True)
         on_forward()

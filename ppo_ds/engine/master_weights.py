@@ -134,7 +134,6 @@ class MasterWeights:
         return dict.fromkeys(self.parameters, steps)
 
     def set_steps(self, steps: dict[str, int]) -> None:
-        """Sets AdamW's step counters."""
         if self._whole is not None:
             for name, master in self._whole.items():
                 self._adamw.state[master]["step"].fill_(steps[name])
@@ -148,7 +147,6 @@ class MasterWeights:
         return {field: getattr(scaler, field) for field in SCALER_FIELDS if hasattr(scaler, field)}
 
     def set_scaler(self, state: dict[str, Any]) -> None:
-        """Restores the state of fp16's dynamic loss scale."""
         scaler = dynamic_loss_scaler(self._model.engine)
         for field, value in state.items():
             if hasattr(scaler, field):

@@ -50,7 +50,6 @@ def get_rng(world: World) -> RandomStates:
 
 
 def set_rng(states: RandomStates, world: World) -> None:
-    """Restores ``states``."""
     position, has_gauss, gauss = states.rest["numpy"]
     version, gauss_next = states.rest["python"]
     torch.set_rng_state(states.tensors["torch"])
@@ -73,7 +72,6 @@ def fork_rng(world: World) -> Iterator[None]:
 
 
 def rng_file(directory: Path, rank: int) -> Path:
-    """Returns the path of the file with one rank's random states."""
     return directory / f"rng_rank_{rank:05d}.safetensors"
 
 

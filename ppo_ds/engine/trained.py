@@ -21,8 +21,7 @@ from ppo_ds.engine.gradients import local_squared_norm, loss_scale_can_decrease,
 class LRSchedule:
     """Learning rate of each optimizer step: linear warm-up, then cosine decay, linear decay or constant.
 
-    The last step of ``cosine`` and ``linear`` has the minimum rate. ``cosine_annealing`` would reach it one
-    step later, like torch's CosineAnnealingLR.
+    ``cosine`` and ``linear`` end at the minimum rate; ``cosine_annealing`` (as in torch) a step before it.
     """
 
     lr: float
@@ -95,8 +94,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """Makes torch use deterministic algorithms inside the block if ``enabled``.
 
     On a GPU, the backward passes of attention and of embeddings add with atomic operations, whose order
-    differs from run to run. An operation without a deterministic algorithm raises RuntimeError, which names
-    it. torch would also fill new memory with NaN, which is slow and not needed here.
+    differs from run to run. Operations without a deterministic algorithm raise RuntimeError with their name.
 
     Only backward passes run in such a block: torch refuses the cumulative sums of top_p sampling on a GPU,
     although those over rows do not depend on an order (torch 2.13, ``use_deterministic_algorithms``).
@@ -108,7 +106,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     was_enabled = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # to fill with NaN is slow
     try:
         yield
     finally:
@@ -120,9 +118,8 @@ class TrainedModel:
     """Wraps a module in a DeepSpeed engine (ZeRO 0 to 3).
 
     The caller divides losses by the totals of the whole optimizer step and multiplies them by the number of
-    ranks (algorithm/loss/aggregation.py). DeepSpeed averages gradients over ranks; its own division by the
-    number of accumulation steps is switched off. The result is the exact gradient of the global mean for any
-    number of ranks and micro-batches.
+    ranks (algorithm/loss/aggregation.py). DeepSpeed averages gradients over ranks, without its division by
+    accumulation steps. The result is the exact gradient of the global mean for any division of the rows.
     """
 
     def __init__(
@@ -242,7 +239,6 @@ class TrainedModel:
         return self.skipped_step()
 
     def skipped_step(self) -> StepInfo:
-        """Returns the StepInfo of a step that is not taken."""
         return StepInfo(math.nan, self.schedule.at(self.steps), True, self.loss_scale)
 
     @property

@@ -3,8 +3,7 @@
 Each rank keeps its share of the copy in fp32, partitioned like the optimizer's master weights. Updates
 therefore need no communication and work in the same way for every ZeRO stage. Averaging the module's
 parameters would have no effect with ZeRO-3, where they are empty between forwards, and in 16 bits small
-changes would be lost to rounding. To use the copy, ``swapped`` exchanges it with the engine's weights, so
-that all other code runs unchanged.
+changes would be lost to rounding. ``swapped`` exchanges the copy with the engine's weights for all uses.
 """
 
 from __future__ import annotations
@@ -48,10 +47,9 @@ class WeightCopy:
     def swapped(self) -> Iterator[None]:
         """Gives the engine the copy's weights inside the block, for forwards, generation and export.
 
-        A collective. Training inside the block is forbidden. After the block, the engine's weights are
-        bit-identical to its weights before the block. After an exception, the master weights are exchanged
-        back at once, and the module's weights are restored when the model is next used (see
-        ``TrainedModel.replaced_weights``).
+        A collective. Training inside the block is forbidden. After it, the engine's weights are bit-identical
+        to those before it. After an exception, the master weights are exchanged back at once, the module's
+        weights at the next use of the model (see ``TrainedModel.replaced_weights``).
         """
         assert self.model.module.training, (
             "swapped() inside generation_mode(), which has the weights of its start"

@@ -47,12 +47,6 @@ def deepspeed_config(
     bits runs as stage 1: the mathematics is the same, but DeepSpeed's stage 0 accumulates micro-batch
     gradients in 16 bits, where small terms are lost (in bf16, 1 + 2^-9 = 1). ``raw`` is the user's own JSON
     (``actor.deepspeed``), which overrides everything else.
-
-    In 16 bits, each reduction over ranks also runs in 16 bits by default, and each of its additions rounds.
-    Above RANKS_16_BIT_SUM ranks it runs in fp32, which doubles the bytes sent. With ZeRO 2 and 3, the terms
-    are still the 16-bit gradients of single micro-batches; with ZeRO-1, they are the fp32 sums over the
-    micro-batches (DeepSpeed 0.19.8: ``allreduce_bucket`` in runtime/engine.py and
-    runtime/zero/stage_1_and_2.py, ``__avg_scatter_grads`` in runtime/zero/stage3.py).
     """
     zero: dict[str, Any] = {"stage": 1 if stage == 0 and dtype != "fp32" else stage}
     if offload_optimizer:
@@ -78,6 +72,11 @@ def deepspeed_config(
     if dtype != "fp32":
         # the sum over many micro-batches needs more than 8 bits of mantissa
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+        # In 16 bits, each reduction over ranks also runs in 16 bits by default, and each of its additions
+        # rounds. Above RANKS_16_BIT_SUM ranks it runs in fp32, which doubles the bytes sent. With ZeRO 2 and
+        # 3, the terms are still the 16-bit gradients of single micro-batches; with ZeRO-1, they are the fp32
+        # sums over the micro-batches (DeepSpeed 0.19.8: ``allreduce_bucket`` in runtime/engine.py and
+        # runtime/zero/stage_1_and_2.py, ``__avg_scatter_grads`` in runtime/zero/stage3.py).
         if communication_dtype(dtype, ranks, {}) != dtype:
             config["communication_data_type"] = "fp32"
     return merged(config, raw)

@@ -24,8 +24,7 @@ METHODS = {"reset": ("row",), "step": ("answer",)}
 class Environment(Protocol):
     """Answers the turns of the policy in one response.
 
-    The methods run in a thread of a pool, one at a time for each object. An exception ends the response, and
-    so does a call that exceeds the time limit.
+    The methods run in a pool of threads, one at a time for each object. Errors and time-outs end responses.
     """
 
     def reset(self, row: Row) -> list[Message] | None:

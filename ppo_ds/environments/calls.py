@@ -65,7 +65,6 @@ def begin(make: Callable[[], Environment], row: Row) -> tuple[Environment, tuple
 
 
 def take_step(environment: Environment, answer: str) -> Step:
-    """Calls ``step`` and checks its result."""
     return read_step(environment.step(answer))
 
 

@@ -49,7 +49,6 @@ class Episode:
     is_feedback: list[bool] = field(default_factory=list)
 
     def append(self, ids: list[int], logprobs: list[float], is_feedback: bool) -> None:
-        """Appends the tokens of a turn or of feedback."""
         self.ids += ids
         self.logprobs += logprobs
         self.rewards += [0.0] * len(ids)
@@ -174,7 +173,6 @@ class MultiTurnGenerator:
         self.warned = True
 
     def rollout(self, episodes: Sequence[Episode]) -> Rollout:
-        """Returns the responses as a Rollout."""
         prompts = collate_prompts([(e.prompt, e.limit, e.row) for e in episodes], self.tokenizer.pad_id)
         lengths = torch.tensor([len(episode.ids) for episode in episodes])
         attended = torch.arange(max(1, int(lengths.max()))) < lengths[:, None]

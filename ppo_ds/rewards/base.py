@@ -103,8 +103,7 @@ class TextScores:
 class TextReward(ABC):
     """Base class of rewards that read only text.
 
-    If the model of a reward is sharded over ranks, every rank must call ``score_responses`` the same number
-    of times, each time with one text per row.
+    With a sharded model, all ranks must call ``score_responses`` equally often, with one text per row.
     """
 
     def __init__(self, tokenizer: Tokenizer):

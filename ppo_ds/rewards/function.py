@@ -127,8 +127,7 @@ class FunctionReward(SlowTextReward):
         """Calls the function with trial responses to ``rows`` and raises UserError if that would end a run.
 
         The last response is empty, since a model may end a response at once. A pool is used as in training,
-        and its processes are ended afterwards. The random states of this process are restored. Does nothing
-        if the config sets ``trial`` to false.
+        and then ended. The random states of this process are restored. Does nothing if ``trial`` is false.
         """
         if not self.trial:
             return
@@ -230,7 +229,6 @@ class FunctionReward(SlowTextReward):
 
     @staticmethod
     def _where(responses: Responses, row: int) -> str:
-        """Names a response in an error message."""
         return f"row {row}, prompt {quoted(responses.rows[row]['prompt_text'])}"
 
 

@@ -111,7 +111,6 @@ class JsonClient:
 
     @property
     def shown(self) -> str:
-        """The URL without query and fragment."""
         return str(self._url.copy_with(query=None, fragment=None))
 
     async def post(self, payload: bytes) -> Any:

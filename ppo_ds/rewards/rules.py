@@ -49,7 +49,6 @@ class Rule(TextReward):
     key: str = "reward"  # the rule's section in the config
 
     def __post_init__(self) -> None:
-        """Checks that the tokenizer can produce the tag ``inside``."""
         check_tags_decodable(tag_pair(self.tag), self.tokenizer, f"{self.key}.inside={self.tag}")
 
     @property
@@ -225,8 +224,7 @@ class RepetitionPenalty(Rule):
     """Penalizes the share of repeated n-grams as open-r1 does, from 0 down to ``max_penalty``.
 
     The score is (1 - distinct n-grams / all n-grams) * max_penalty, and 0 for responses shorter than an
-    n-gram. With ``unit=words``, the text is lower-cased and split at white space; use tokens or characters
-    for languages without spaces.
+    n-gram. Words are lower-cased and split at white space; without spaces use tokens or characters.
     """
 
     n: Count = 3

@@ -22,7 +22,6 @@ class InvalidScore(ValueError):
 
     def __init__(self, reason: str, row: int | None = None, remedy: str = ""):
         super().__init__(reason)  # a phrase that follows the name of the function in an error message
-        self.reason = reason
         self.row = row  # index of the response; None if the reason is not about a single response
         self.remedy = remedy
 

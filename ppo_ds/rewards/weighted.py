@@ -186,7 +186,6 @@ class WeightedReward:
 
 @contextmanager
 def _name_in_errors(part: str) -> Iterator[None]:
-    """Adds the name of the part to any exception."""
     try:
         yield
     except Exception as error:

@@ -61,7 +61,7 @@ def call(function: Callable[..., Any], arguments: Arguments, runner: asyncio.Run
             return {"scores": call_function(function, arguments, runner.run)}
         return {"scores": call_function(function, arguments)}
     except InvalidScore as error:
-        return {"invalid": error.reason, "row": error.row, "remedy": error.remedy}
+        return {"invalid": str(error), "row": error.row, "remedy": error.remedy}
     except BaseException as error:  # also SystemExit
         line = traceback.format_exception_only(error)[-1].strip()
         where = where_raised(error, function)

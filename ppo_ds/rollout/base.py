@@ -105,7 +105,6 @@ class StopStrings:
         self.window = max((len(string.encode()) for string in strings), default=0) + 4
 
     def found_in(self, ids: Sequence[int]) -> bool:
-        """Returns whether the text of ``ids`` contains a stop string."""
         text = self.tokenizer.decode(ids, skip_special_tokens=False)  # a stop string may be a special token
         return any(string in text for string in self.strings)
 

@@ -80,8 +80,7 @@ def group_prompts(prompts: Prompts) -> list[_PromptGroup]:
 def fast_batch_size(n: int) -> int:
     """Returns the number of rows to compute for n rows in use: 16 for 7 to 15, else n.
 
-    In a product with up to 15 rows, MKL reads the float32 weights once for every three rows; from 16 rows on
-    it reads them once for all rows.
+    In a product, MKL reads float32 weights once for every three rows, but from 16 rows on once for all rows.
     """
     return 16 if 6 < n < 16 else n
 
@@ -126,8 +125,7 @@ class ContinuousBatch:
     def decode_all(self) -> None:
         """Decodes all responses.
 
-        In lockstep, ranks vote before each prefill and before each round of decode steps. A rank without work
-        runs these forwards on a dummy input.
+        In lockstep, ranks vote before each prefill and round of decode steps; those without work run dummies.
         """
         count = len(self.limits)
         with counting(count, "responses") as done:
@@ -157,9 +155,8 @@ class ContinuousBatch:
 
         A forward for each single free slot would cost more than it gains.
         """
-        return self.not_started > 0 and self.total - len(self.live) >= min(
-            self.not_started, max(1, self.total // 8)
-        )
+        enough = min(self.not_started, max(1, self.total // 8))
+        return self.not_started > 0 and self.total - len(self.live) >= enough
 
     def prefill(self) -> None:
         """Starts responses in free slots with at most one forward, or exactly one forward in lockstep."""
@@ -208,10 +205,8 @@ class ContinuousBatch:
             sources += [source] * n
             tokens += [int(group.ids[-1])] * n
             if group.rows:
-                self.kept_prefix = [
-                    (keys[source : source + 1].clone(), values[source : source + 1].clone())
-                    for keys, values in prefix
-                ]
+                own = slice(source, source + 1)
+                self.kept_prefix = [(keys[own].clone(), values[own].clone()) for keys, values in prefix]
             else:
                 self.queue.popleft()
         if new:
@@ -287,11 +282,8 @@ class ContinuousBatch:
         columns = to_device((counts[:, None] - back).clamp(min=0), self.device)
         rows = self.tensor([self.live[slot].row for slot in slots])
         tails = self.slots.responses[rows[:, None], columns].tolist()
-        return [
-            slot
-            for slot, tail, count in zip(slots, tails, counts.tolist(), strict=True)
-            if stops.found_in(tail[-count:])
-        ]
+        responses = zip(slots, tails, counts.tolist(), strict=True)
+        return [slot for slot, tail, count in responses if stops.found_in(tail[-count:])]
 
 
 def graph_columns(used: int) -> int:

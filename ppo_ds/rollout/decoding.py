@@ -49,9 +49,8 @@ class Decoder:
         # transformers adds a 4-dimensional mask to the attention scores unchanged. The mask has the dtype of
         # the scores, since a boolean mask would be converted in every layer.
         hidden = self._columns[:columns] > positions[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self.lm.dtype, device=self.device).masked_fill_(
-            hidden, torch.finfo(self.lm.dtype).min
-        )
+        lowest = torch.finfo(self.lm.dtype).min
+        mask = torch.zeros_like(hidden, dtype=self.lm.dtype).masked_fill_(hidden, lowest)
         out = self.lm(
             input_ids=tokens[:, None],
             position_ids=positions[:, None],
@@ -78,9 +77,8 @@ def explicit_mask_attention(lm: nn.Module) -> Iterator[None]:
 def refusal(lm: nn.Module, longest: int | None = None) -> str | None:
     """Returns why ``Decoder`` cannot decode this model, in a few words, or None if it can.
 
-    A sliding window is supported if no sequence exceeds it; ``longest`` is the number of tokens of the
-    longest sequence. If the weights are loaded, a few tokens, the same on all ranks, are decoded, and their
-    logits are compared with plain forwards.
+    A sliding window is supported if no sequence, the longest of ``longest`` tokens, exceeds it. With loaded
+    weights, logits of a few tokens, the same on all ranks, are compared with those of plain forwards.
     """
     config = lm.config.get_text_config(decoder=True)
     if lm.config.is_encoder_decoder:

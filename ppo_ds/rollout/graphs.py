@@ -8,8 +8,7 @@ too. Recording a shape costs about as much as two plain steps.
 Memory pools. The graphs of a rollout share a private pool of torch's caching allocator: only one of them runs
 at a time, and no result of a step is in the pool. The allocator counts the graphs of a pool and refuses to
 record into a pool whose last graph is gone (``create_or_incref_pool`` in c10/cuda/CUDACachingAllocator.cpp
-asserts use_count > 0). Each set of graphs therefore has a new pool handle, and at least one graph of a set is
-alive whenever another one is recorded.
+asserts use_count > 0). Each set of graphs therefore has a new pool, and is never empty in a later recording.
 
 Failed recordings. In torch 2.11 and 2.12, ``CUDAGraph.capture_end`` raises an invalidated capture before it
 tells the allocator that the capture is over, and the next ``empty_cache`` fails with an internal assertion
@@ -119,7 +118,6 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
-    """Returns a recorder for a GPU, or None for any other device."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 

@@ -173,9 +173,8 @@ class LogprobRecorder(LogitsProcessor):
 class StopStringCriteria(StoppingCriteria):
     """Ends rows whose decoded response contains a stop string.
 
-    The criterion of transformers also matches text that begins in the prompt, and it converts tokens to text
-    differently from decoding. A row that only this criterion ends would be filled with padding, which could
-    not be distinguished from response tokens.
+    That of transformers also matches text that begins in the prompt, and converts tokens to text differently.
+    Rows that only it ends would be filled with padding, indistinguishable from response tokens.
     """
 
     prompt_width: int

@@ -50,7 +50,6 @@ class Slots:
         self.alive.index_fill_(0, sources, False)
 
     def end(self, slots: Tensor) -> None:
-        """Ends the responses in ``slots``."""
         self.alive.index_fill_(0, slots, False)
 
     def step(self, n: int, forward: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -65,13 +64,9 @@ class Slots:
         s, barred = self.sampling, None
         if s.min_new_tokens and s.stop_token_ids:
             barred = (self.stops, counts < s.min_new_tokens)
+        logits, uniforms = forward(tokens, positions), self.uniforms.view(-1)[indices]
         drawn, logprobs = draw(
-            forward(tokens, positions),
-            self.uniforms.view(-1)[indices],
-            temperature=s.temperature,
-            top_k=s.top_k,
-            top_p=s.top_p,
-            barred=barred,
+            logits, uniforms, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, barred=barred
         )
         self.responses.view(-1).index_copy_(0, indices, drawn)
         self.logprobs.view(-1).index_copy_(0, indices, logprobs)

@@ -79,8 +79,7 @@ class Answer:
 class VLLMGenerator(DecodeBackend):
     """Decodes with an engine of vLLM, which is created here; see the docstring of the module.
 
-    The arguments are those of ``Generator`` for backends with own weights. ``lm`` is called once, for the
-    config and the names of the model.
+    The arguments are those of ``Generator`` for backends with own weights; ``lm`` is called once.
     """
 
     settings: VLLMConfig
@@ -158,8 +157,7 @@ class VLLMGenerator(DecodeBackend):
     ) -> Iterator[tuple[str, Tensor]]:
         """Repeats each tied weight under its other names, and adds the first names to ``sent``.
 
-        On a CPU, vLLM's head has a copy of the tied embedding in another layout. Without its own name it
-        would keep the old weights after a reload.
+        On a CPU, vLLM's head has a copy of the tied embedding, which is reloaded only under its own name.
         """
         for name, tensor in weights:
             yield name, tensor

@@ -112,7 +112,6 @@ class Chat:
         return True
 
     def reset(self) -> None:
-        """Begins a new conversation with every model."""
         for partner in self.partners:
             partner.messages.clear()
         about = f"with the system message: {self.system}" if self.system else "without a system message"
@@ -154,7 +153,6 @@ class Chat:
                 note(self.console, summary, "dim")
 
     def show(self, piece: str) -> None:
-        """Shows a piece of an answer at once."""
         self.console.file.write(displayable(piece))
         self.console.file.flush()
 

@@ -72,7 +72,6 @@ def compare(scores: Mapping[str, Values], texts: Mapping[str, Texts]) -> dict[st
 
 
 def prompt_means(values: Values) -> list[float]:
-    """Returns the mean of each prompt's values."""
     return np.asarray(values, dtype=np.float64).mean(1).tolist()
 
 

@@ -48,7 +48,6 @@ def save_workspace(entity: str, project: str, name: str, view: str | None = None
 
 
 def build_sections() -> list[Any]:
-    """Returns the sections of the workspace."""
     from wandb_workspaces import workspaces as ws
     from wandb_workspaces.reports import v2 as wr
 

@@ -118,7 +118,6 @@ def check_functions(
 
 
 def reward_key(name: str) -> str:
-    """Returns the config key of a reward."""
     return name if name == "reward" else f"eval.rewards.{name}"
 
 
@@ -228,7 +227,6 @@ def scores_by_prompt(
 
 
 def mean_of(rows: Sequence[dict[str, Any]], name: str, get: Callable[[dict[str, Any]], float]) -> float:
-    """Returns the mean over all responses of a model."""
     return sum(get(row["responses"][name]) for row in rows) / len(rows)
 
 

@@ -87,7 +87,6 @@ def similar_model(argument: str) -> Path | None:
 
 
 def base_of_adapter(folder: Path) -> str:
-    """Returns the base model that an adapter's file names."""
     file = folder / "adapter_config.json"
     remedy = "give the base model as actor.model.path=MODEL"
     try:

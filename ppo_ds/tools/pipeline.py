@@ -43,7 +43,6 @@ class Job:
 
     @property
     def run_dir(self) -> Path:
-        """The run directory of a stage."""
         assert self.config is not None
         return Path(str(self.config.run.dir))
 

@@ -19,7 +19,6 @@ class Banner:
         self._say = say
 
     def summarize(self, *lines: str) -> None:
-        """Adds lines to the summary."""
         self._summary += lines
 
     def note(self, *lines: str) -> None:
@@ -32,7 +31,6 @@ class Banner:
 
     @property
     def warnings(self) -> list[str]:
-        """The texts of the warnings so far."""
         return [line[len(WARNING) :].strip() for line in self._notes if line.startswith(WARNING)]
 
     def starting(self, text: str) -> None:

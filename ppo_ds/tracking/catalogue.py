@@ -138,12 +138,11 @@ def panel_metrics(panel: Panel, names: Iterable[str]) -> dict[str, str]:
 
 def overview_panels(names: Container[str]) -> list[Panel]:
     """Returns the panels of the overview with data; of two that show the same, the better one."""
+    # accuracy is on a better scale than the score, and the panel of rm/accuracy shows the held-out one too
+    replaced = {"eval/accuracy": "Held-out score", "rm/accuracy": "Held-out accuracy"}
+    hidden = [title for name, title in replaced.items() if name in names]
     panels = [panel for panel in PANELS if panel.overview and next(iter(panel.metrics)) in names]
-    if "eval/accuracy" in names:  # shows the same information as the score, on a better scale
-        panels = [panel for panel in panels if panel.title != "Held-out score"]
-    if "rm/accuracy" in names:  # its panel shows the held-out accuracy too
-        panels = [panel for panel in panels if panel.title != "Held-out accuracy"]
-    return panels
+    return [panel for panel in panels if panel.title not in hidden]
 
 
 def plain(text: str) -> str:

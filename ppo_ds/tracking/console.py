@@ -44,7 +44,6 @@ class ConsoleTracker(Tracker):
         self._view = LiveView(stage, total_steps, activity, step=first_step)
 
     def banner(self, text: str, *, title: str = "ppo_ds") -> None:
-        """Prints the start-up banner."""
         if self.console.is_terminal:
             self.console.print(
                 Panel(

@@ -76,9 +76,8 @@ class JsonlTracker(Tracker):
     def finish(self, summary: dict[str, Any]) -> None:
         """Writes ``summary.json``: ``summary``, the number of steps and the metrics of the last step."""
         last = {key: value for key, value in self._last.items() if key not in ("step", "time")}
-        text = json.dumps(
-            {**summary, "steps": self._last["step"], **last}, indent=2, ensure_ascii=False, default=str
-        )
+        content = {**summary, "steps": self._last["step"], **last}
+        text = json.dumps(content, indent=2, ensure_ascii=False, default=str)
         write_file(self.run_dir / "summary.json", text + "\n")
         self._file.close()
 

@@ -34,7 +34,6 @@ class Screen:
     """Keeps lines below the output of this process. Shows none if stdout is not a terminal."""
 
     def __init__(self, stream: TextIO | None = None):
-        """Initializes the screen on ``stream`` (default: stdout)."""
         self.console = open_console(stream)
         self._render: Callable[[], RenderableType] = lambda: ""
         self._live: Live | None = None

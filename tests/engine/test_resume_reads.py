@@ -46,10 +46,12 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A checkpoint of several files, and its tensors."""
     monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
     tensors = {(name, part): torch.randn(shape) for name, shape in SHAPES.items() for part in PARTS}
-    masters: Any = SimpleNamespace(parameters=SHAPES, get=lambda name, part: tensors[name, part])
-    writer = write_shards(masters, tmp_path, OneRank(), PARTS)
-    assert len(set(writer.index.values())) > 2
-    return SimpleNamespace(directory=tmp_path, index=writer.index, tensors=tensors)
+    masters: Any = SimpleNamespace(
+        parameters=SHAPES, shape=SHAPES.get, get=lambda name, part: tensors[name, part]
+    )
+    index, _ = write_shards(masters, tmp_path, OneRank(), PARTS)
+    assert len(set(index.values())) > 2
+    return SimpleNamespace(directory=tmp_path, index=index, tensors=tensors)
 
 
 def values_of(saved: SimpleNamespace, ranges: dict[str, slice]) -> Iterator[tuple[str, str, Tensor]]:

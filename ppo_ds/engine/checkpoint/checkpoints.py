@@ -130,8 +130,7 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """Returns the newest undamaged checkpoint, or None if there is none. Warns about newer damaged ones.
 
-        Raises UserError if all checkpoints are damaged: a fresh start would delete them, although some of
-        their content may be recoverable.
+        Raises UserError if all are damaged: a fresh start would delete what may still be recoverable.
         """
         damaged: dict[Path, str] = {}
         for path in self.world.gather_objects(self._folders())[0]:

@@ -87,6 +87,5 @@ def check_inside(names: Iterable[Any], source: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

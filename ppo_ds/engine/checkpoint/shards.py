@@ -7,8 +7,10 @@ parameter to its shard. The files depend neither on the ZeRO stage nor on the nu
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -25,65 +27,45 @@ INDEX_OF_MODEL, INDEX_OF_COPY = "model.json", "shadow.json"
 SHARD_BYTES = 2 * 1024**3
 
 
-class ShardWriter:
-    """Assigns shards to the ranks in turn. The ranks write their shards in parallel."""
+def write_shards(
+    masters: MasterWeights, directory: Path, world: World, parts: Sequence[str]
+) -> tuple[dict[str, str], list[Path]]:
+    """Writes ``parts`` of all trained parameters. A collective: the ranks write one shard each at a time.
 
-    def __init__(self, directory: Path, world: World, parts: Sequence[str]):
-        self.index: dict[str, str] = {}  # parameter name -> file name, the same on every rank
-        self.written: list[Path] = []  # files that this rank has written
-        self._directory, self._world, self._parts = directory, world, parts
-        self._shard, self._bytes = 0, 0
-        self._tensors: dict[str, Tensor] = {}  # tensors of this rank's current shard
-        # ``finish`` raises it on all ranks; if only this rank raised it, the others would wait for this rank
-        self._error: OSError | None = None
-
-    def add(self, name: str, masters: MasterWeights) -> None:
-        """Adds one parameter. A collective."""
-        if self._bytes >= SHARD_BYTES:
-            self._shard, self._bytes = self._shard + 1, 0
-            if self._shard % self._world.size == 0:
-                self._flush()
-        self.index[name] = f"shard-{self._shard:05d}.safetensors"
-        for part in self._parts:
-            whole = masters.get(name, part)
-            self._bytes += whole.nbytes
-            if self._shard % self._world.size == self._world.rank:
-                self._tensors[f"{part}/{name}"] = whole.cpu()
-                self._file = self._directory / self.index[name]
-
-    def finish(self) -> None:
-        """Writes the last shards. A collective.
-
-        Raises CheckpointError on all ranks if a shard could not be written.
-        """
-        self._flush()
-        raise_on_all_ranks(self._world, self._error)
-
-    def _flush(self) -> None:
-        if self._tensors and self._error is None:
-            try:
-                write_tensors(self._file, self._tensors)
-                self.written.append(self._file)
-            except OSError as error:
-                self._error = error
-        self._tensors = {}
-
-
-def write_shards(masters: MasterWeights, directory: Path, world: World, parts: Sequence[str]) -> ShardWriter:
-    """Writes ``parts`` of all trained parameters. A collective."""
+    Returns the file name of each parameter's shard, and the files that this rank has written. Raises
+    CheckpointError on all ranks if a shard could not be written.
+    """
     on_all_ranks(world, lambda: directory.mkdir(parents=True, exist_ok=True))
-    writer = ShardWriter(directory, world, parts)
+    shards: dict[str, int] = {}
+    shard = filled = 0
     for name in masters.parameters:
-        writer.add(name, masters)
-    writer.finish()
-    return writer
+        if filled >= SHARD_BYTES:
+            shard, filled = shard + 1, 0
+        shards[name] = shard
+        filled += 4 * len(parts) * math.prod(masters.shape(name))  # fp32
+    index = {name: f"shard-{shard:05d}.safetensors" for name, shard in shards.items()}
+    written: list[Path] = []
+    error = None  # raised at the end: if this rank raised it alone, the others would wait for it
+    for _, names in groupby(shards, key=lambda name: shards[name] // world.size):
+        tensors: dict[str, Tensor] = {}
+        for name, part in product(names, parts):
+            whole = masters.get(name, part)
+            if shards[name] % world.size == world.rank:
+                tensors[f"{part}/{name}"], file = whole.cpu(), directory / index[name]
+        if tensors and error is None:
+            try:
+                write_tensors(file, tensors)
+                written.append(file)
+            except OSError as caught:
+                error = caught
+    raise_on_all_ranks(world, error)
+    return index, written
 
 
 def read_index(file: Path, parameters: Collection[str], *, key: str = "") -> dict[str, Any]:
     """Reads the index of a model or weight copy and compares it with the trained ``parameters``.
 
-    Raises UserError if the format or the parameters differ, or if a shard is outside the directory of
-    ``file``. The message starts with ``key``.
+    Raises UserError, starting with ``key``, if format or parameters differ or a shard is outside the folder.
     """
     directory = file.parent
     index = json.loads(file.read_text(encoding="utf-8"))

@@ -49,7 +49,7 @@ def weight_copy_bytes(copy: WeightCopy) -> int:
 def save_model(model: TrainedModel, directory: Path) -> list[Path]:
     """Saves a model to the disk and returns the files that this rank wrote. A collective."""
     world, masters = model.world, MasterWeights(model)
-    writer = write_shards(masters, directory, world, PARTS)
+    shards, written = write_shards(masters, directory, world, PARTS)
     index = {
         "format": FORMAT,
         "steps": model.steps,
@@ -59,23 +59,23 @@ def save_model(model: TrainedModel, directory: Path) -> list[Path]:
         "adam_steps": masters.get_steps(),
         "loss_scaler": masters.get_scaler(),
         "settings": model.settings,
-        "shards": writer.index,
+        "shards": shards,
     }
     index_file, buffers_file = directory / INDEX_OF_MODEL, directory / "buffers.safetensors"
     buffers = {name: buffer.detach().cpu().clone() for name, buffer in _buffers(model.module).items()}
     on_main_rank(world, lambda: write_json(index_file, index))
     on_main_rank(world, lambda: write_tensors(buffers_file, buffers))
-    return writer.written + ([index_file, buffers_file] if world.is_main else [])
+    return written + ([index_file, buffers_file] if world.is_main else [])
 
 
 def save_weight_copy(copy: WeightCopy, directory: Path) -> list[Path]:
     """Saves a weight copy; otherwise like ``save_model``. A collective."""
     world = copy.model.world
     with copy.exchanged() as masters:
-        writer = write_shards(masters, directory, world, [WEIGHT])
+        shards, written = write_shards(masters, directory, world, [WEIGHT])
     index_file = directory / INDEX_OF_COPY
-    on_main_rank(world, lambda: write_json(index_file, {"format": FORMAT, "shards": writer.index}))
-    return writer.written + ([index_file] if world.is_main else [])
+    on_main_rank(world, lambda: write_json(index_file, {"format": FORMAT, "shards": shards}))
+    return written + ([index_file] if world.is_main else [])
 
 
 def load_model(model: TrainedModel, directory: Path) -> None:

@@ -42,7 +42,6 @@ class TensorFile:
     """An open safetensors file. Raises OSError if it is damaged."""
 
     def __init__(self, path: Path):
-        """Opens the file and reads its header."""
         self._path = path
         self._file = path.open("rb", buffering=0)
         try:
@@ -61,11 +60,9 @@ class TensorFile:
             raise
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
     def shape(self, name: str) -> list[int]:
-        """Returns the shape of a tensor."""
         return self._entry(name).shape
 
     def read(self, name: str, elements: slice) -> Tensor:

@@ -146,7 +146,6 @@ def _identity(model: ModelConfig) -> tuple[Any, ...]:
 
 
 def describe_shape(path: str, shape: Shape) -> str:
-    """Describes a model by its number of parameters."""
     partly_trained = shape.trained not in (0, shape.parameters)
     trained = f", {shape.trained / 1e6:.1f} M of them trained" if partly_trained else ""
     return f"{path}: {shape.parameters / 1e6:,.1f} M parameters{trained}"

@@ -124,14 +124,9 @@ def check_inputs(config: PPOConfig, on_gpu: bool, report: Report) -> CheckedInpu
     )
     if source is None or reward is None or report.errors > errors:
         return CheckedInputs(tokenizer, source.longest if source else None)
-    rollout = config.rollout
-    stream = report.attempt(
-        "data",
-        lambda: PromptStream(
-            source, prompts_per_step=rollout.prompts_per_step, samples_per_prompt=rollout.samples_per_prompt
-        ),
-        lambda _: None,
-    )
+    new_stream = partial(PromptStream, source, prompts_per_step=config.rollout.prompts_per_step)
+    repeats = config.rollout.samples_per_prompt
+    stream = report.attempt("data", partial(new_stream, samples_per_prompt=repeats), lambda _: None)
     if stream is not None:
         inputs = Inputs(tokenizer, source, held_out, stream, ptx)
 

@@ -1,8 +1,7 @@
 """Estimates the seconds of each phase of a step, from FLOPs, bytes moved, and the rates of a machine.
 
-Phases have the names of the trainer's time/* metrics. The estimate is that of the
-rank with the longest response of the step, for which the other ranks wait. A phase is bound by the resource
-that would take longest if nothing overlapped.
+Phases have the names of the trainer's time/* metrics. The estimate is that of the rank with the longest
+response, for which the others wait. A phase is bound by the resource that would take longest by itself.
 
 The efficiencies assumed for GPUs were never measured on one. Those for CPUs were calibrated with the
 workloads W1 and W2 (docs/scaling.md). Reward functions, models with their own code, texts of algo.ptx,
@@ -523,7 +522,6 @@ class FinetuneTime(StepTime):
 
 
 def added(times: Sequence[PhaseTime]) -> PhaseTime:
-    """Returns the sum of phases."""
     names = dict.fromkeys(name for each in times for name in each.resources)
     resources = {name: sum(each.resources.get(name, 0.0) for each in times) for name in names}
     return PhaseTime(sum(each.seconds for each in times), resources)

@@ -25,7 +25,7 @@ function spreadOf(run, panel, curve) {
   if (!band) return null;
   const spread = new Map(band.steps.map((step, i) => [step, band.values[i]]));
   if (!curve.steps.every((step) => spread.has(step))) return null;
-  const limits = (panel.bandLimits ?? []).map((name) => run.series[name]?.values);
+  const limits = (panel.band_limits ?? []).map((name) => run.series[name]?.values);
   const bounded = limits.length === 2 && limits.every(Boolean);
   const [lowest, highest] = bounded ? [Math.min(...limits[0]), Math.max(...limits[1])] : [-Infinity, Infinity];
   return curve.values.map((value, i) => {
@@ -58,7 +58,7 @@ function panelCard(panel, data) {
   const percent = panel.percent || names.every((name) => metrics[name]?.percent);
   const ranges = names.map((name) => metrics[name]?.healthy).filter(Boolean);
   const healthy = ranges.every((range) => String(range) === String(ranges[0])) ? ranges[0] : null;
-  const chart = lineChart({ label: `${panel.title} over steps`, series, marks, healthy, percent, fromZero: panel.fromZero });
+  const chart = lineChart({ label: `${panel.title} over steps`, series, marks, healthy, percent, fromZero: panel.from_zero });
   const latest = runs.length === 1 && runs[0].series[names[0]].values.at(-1);
   return h("figure.card.chart", { dataset: { names: names.join(" "), title: panel.title } },
     h("div.chart-head", h("h3", panel.title),

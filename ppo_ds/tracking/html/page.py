@@ -24,7 +24,6 @@ ICON = (
 
 
 def asset(name: str) -> str:
-    """Returns the text of a style sheet or script in this folder."""
     return (ASSETS / name).read_text(encoding="utf-8")
 
 

@@ -91,15 +91,7 @@ def sections_of(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _card(panel: Panel, metrics: dict[str, str]) -> dict[str, Any]:
-    return {
-        "title": panel.title,
-        "unit": panel.unit,
-        "metrics": metrics,
-        "band": panel.band,
-        "bandLimits": panel.band_limits,
-        "percent": panel.percent,
-        "fromZero": panel.from_zero,
-    }
+    return vars(panel) | {"metrics": metrics}
 
 
 def _single(name: str) -> dict[str, Any]:
