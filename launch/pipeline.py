@@ -35,7 +35,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 import yaml
-from pydantic import Field
 
 from launch.cli import find_folders, parse_options, to_yaml
 from launch.composing import Folders, compose_config, resolve_config
@@ -64,28 +63,31 @@ OWN_KEYS = ("ranks", "run.name", "run.dir")  # keys of the pipeline itself if th
 class StageFile(Section):
     """A stage in the file of a pipeline."""
 
-    arguments: list[Text] = Field(description="Arguments of launch/train.py.")
-    ranks: Count | None = Field(
-        None, description="Number of ranks; null: one for each visible GPU, or one without GPUs."
-    )
+    arguments: list[Text]
+    """Arguments of launch/train.py."""
+
+    ranks: Count | None = None
+    """Number of ranks; null: one for each visible GPU, or one without GPUs."""
 
 
 class EvaluationFile(Section):
     """The evaluation at the end, with the prompts, the sampling and the reward of the last stage."""
 
-    models: dict[str, Text] = Field(description="Names and paths of the models to compare.")
-    judge: list[Text] = Field(
-        [], description="Arguments that choose a second reward, such as [reward=sums]; []: none."
-    )
+    models: dict[str, Text]
+    """Names and paths of the models to compare."""
+
+    judge: list[Text] = []
+    """Arguments that choose a second reward, such as [reward=sums]; []: none."""
 
 
 class PipelineFile(Section):
     """The file of a pipeline, conf/pipeline/NAME.yaml."""
 
-    stages: dict[str, StageFile] = Field(description="The stages, in the order in which they run.")
-    evaluation: EvaluationFile | None = Field(
-        None, description="A comparison of models at the end; null: none."
-    )
+    stages: dict[str, StageFile]
+    """The stages, in the order in which they run."""
+
+    evaluation: EvaluationFile | None = None
+    """A comparison of models at the end; null: none."""
 
 
 def main(argv: list[str]) -> int:

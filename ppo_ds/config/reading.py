@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from ppo_ds.config.text import show
-from ppo_ds.config.types import RANGE, Section, Variants, leaves
+from ppo_ds.config.types import RANGE, Section, Variants, leaves, meaning
 
 T = TypeVar("T", bound=Section)
 Problems = dict[str, str]  # full key -> line
@@ -182,7 +182,7 @@ def problems(error: ValidationError, section: type[Section], key: str = "") -> P
             text = wrong["msg"].replace("$KEY", place.key).replace("$SECTION", place.key.rpartition(".")[0])
             lines = {f"{place.key}#{i}": line for i, line in enumerate(text.split("\n"))}
         elif kind == "missing" and place.complete:
-            text = place.holder.all_fields()[place.name].description or ""
+            text = meaning(place.holder.all_fields()[place.name])
             how = f": {text[0].lower()}{text[1:].rstrip('.')}" if text else ""
             lines = {place.key: f"{place.key} is missing{how}"}
         else:

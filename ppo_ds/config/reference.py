@@ -20,7 +20,7 @@ from ppo_ds.config.registry import STAGES, Entry, import_target
 from ppo_ds.config.schema import Config
 from ppo_ds.config.targets import arguments_of
 from ppo_ds.config.text import did_you_mean, show
-from ppo_ds.config.types import OneOf, Section, Variants
+from ppo_ds.config.types import OneOf, Section, Variants, meaning
 from ppo_ds.errors import UserError
 
 _ENTRIES: dict[str, Mapping[str, Entry]] = {"stage": STAGES, "algo.kl.estimator": KL_ESTIMATORS}
@@ -56,7 +56,7 @@ def keys_of(section: type[Section], prefix: str) -> Iterator[Key]:
                 "required" if field.is_required() else show(field.get_default(call_default_factory=True))
             )
             full = f"{prefix}.{name}" if prefix else name
-            text = field.description or ""
+            text = meaning(field)
             if issubclass(section, Variants) and name not in section.model_fields:
                 text += f" Only with {section.tag} {', '.join(section.users(name))}."
             yield Key(full, type_in_words(field), default, text)

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from ppo_ds.algorithm.credit.keys import AdvantageConfig
@@ -71,15 +70,17 @@ class Config(Variants):
     trained: ClassVar[tuple[str, ...]] = ()  # names of the models that the stage can train
     averaged: ClassVar[tuple[str, ...]] = ()  # those of them that may have averaged weights
 
-    stage: Annotated[str, OneOf(CONFIGS)] = Field("ppo", description="Kind of training.")
+    stage: Annotated[str, OneOf(CONFIGS)] = "ppo"
+    """Kind of training."""
+
     run: RunConfig
     checkpoint: CheckpointConfig
     health: HealthConfig
     tracker: TrackerConfig
     eval: EvalConfig
-    prepare: dict[Any, Any] | None = Field(
-        None, description="A function that creates models or data, in its `dir`, before anything is loaded."
-    )
+
+    prepare: dict[Any, Any] | None = None
+    """A function that creates models or data, in its `dir`, before anything is loaded."""
 
     @classmethod
     def all_fields(cls) -> dict[str, FieldInfo]:
@@ -132,10 +133,9 @@ class PPOConfig(TextConfig):
     memory: PPOMemoryConfig
     health: PPOHealthConfig
     eval: PPOEvalConfig
-    reward: dict[Any, Any] = Field(
-        description="The reward: reward=model reward.model.path=..., or reward=function "
-        "reward.path=pkg.mod:fn."
-    )
+
+    reward: dict[Any, Any]
+    """The reward: reward=model reward.model.path=..., or reward=function reward.path=pkg.mod:fn."""
 
     def inherited(self) -> dict[str, Any]:
         actor, data = _with_own_path(self.actor), self.data

@@ -30,6 +30,7 @@ class Section(BaseModel):
         strict=True,
         arbitrary_types_allowed=True,
         protected_namespaces=(),
+        use_attribute_docstrings=True,  # the docstring below a key is its description
     )
 
     @classmethod
@@ -134,6 +135,11 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
             yield from leaves(item, (*path, str(name)))
     else:
         yield path, value
+
+
+def meaning(field: FieldInfo) -> str:
+    """Returns the description of a key, on one line."""
+    return " ".join((field.description or "").split())
 
 
 def refuse(message: str, *, whole_line: bool = False) -> NoReturn:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
-
 from ppo_ds.config.text import short
 from ppo_ds.config.types import Fraction, OneOf, Positive, Section, Variants
 
@@ -24,18 +22,21 @@ _HERE = "ppo_ds.algorithm.credit"
 class GAEConfig(Section):
     """Generalized advantage estimation."""
 
-    gamma: Fraction = Field(1.0, description="Discount factor.")
-    lam: Fraction = Field(0.95, description="Lambda of the advantages.")
-    lam_critic: Fraction | None = Field(None, description="Lambda of the returns; null: algo.gae.lam.")
-    length_alpha: Positive | None = Field(
-        None,
-        description="Alpha of VAPO's lambda of the advantages, 1 - 1 / (alpha x number of tokens of the "
-        "response), at least 0; null: algo.gae.lam.",
-    )
-    bootstrap_truncated: bool = Field(
-        False,
-        description="Adds the value of the last state to a response cut at the length limit, instead of 0.",
-    )
+    gamma: Fraction = 1.0
+    """Discount factor."""
+
+    lam: Fraction = 0.95
+    """Lambda of the advantages."""
+
+    lam_critic: Fraction | None = None
+    """Lambda of the returns; null: algo.gae.lam."""
+
+    length_alpha: Positive | None = None
+    """Alpha of VAPO's lambda of the advantages, 1 - 1 / (alpha x number of tokens of the response), at least
+    0; null: algo.gae.lam."""
+
+    bootstrap_truncated: bool = False
+    """Adds the value of the last state to a response cut at the length limit, instead of 0."""
 
 
 class AdvantageConfig(Variants):
@@ -54,15 +55,15 @@ class AdvantageConfig(Variants):
     divides_by_std: ClassVar[bool] = False  # whitening would divide a second time
     why: ClassVar[str] = ""  # the reason of ``excluded``, a relative clause
 
-    estimator: Annotated[str, OneOf(ADVANTAGE_ESTIMATORS)] = Field(
-        "gae", description="Advantage estimator, or package.module.name of your own."
-    )
-    whiten: Literal["batch", "none", "group", "minibatch"] = Field(
-        "batch",
-        description="Whitens advantages under the mask, over all ranks, per rollout (batch) or optimizer "
-        "step (minibatch); group: over the responses to one prompt.",
-    )
-    unbiased: bool = Field(False, description="Divides by n - 1 in the variance.")
+    estimator: Annotated[str, OneOf(ADVANTAGE_ESTIMATORS)] = "gae"
+    """Advantage estimator, or package.module.name of your own."""
+
+    whiten: Literal["batch", "none", "group", "minibatch"] = "batch"
+    """Whitens advantages under the mask, over all ranks, per rollout (batch) or optimizer step (minibatch);
+    group: over the responses to one prompt."""
+
+    unbiased: bool = False
+    """Divides by n - 1 in the variance."""
 
     @property
     def gives_token_returns(self) -> bool:

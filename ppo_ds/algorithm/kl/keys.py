@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
-
 from ppo_ds.config.registry import Entry
 from ppo_ds.config.text import short
 from ppo_ds.config.types import NonNegative, OneOf, Positive, Variants
@@ -64,20 +62,24 @@ class KLConfig(Variants):
     function: ClassVar[str]  # dotted name of the controller, called with the coefficient and ``takes``
     takes: ClassVar[tuple[str, ...]] = ()
 
-    place: Literal["reward", "loss", "none"] = Field("reward", description="Where the penalty is applied.")
-    estimator: Annotated[str, OneOf(KL_ESTIMATORS)] = Field("k1", description="Estimator of the KL.")
-    coef: NonNegative = Field(0.05, description="Coefficient of the penalty, or its initial value.")
-    clamp: Positive | None = Field(
-        None,
-        description="Limits the KL of each token to [-clamp, clamp]; beyond it the KL has no gradient, "
-        "except for k1+ and k3+; null: off.",
-    )
-    controller: Annotated[str, OneOf(KL_CONTROLLERS)] = Field(
-        "fixed", description="How the coefficient changes with the measured KL."
-    )
-    after_update: bool = Field(
-        False, description="Measures the KL to the reference again after each update, with one more forward."
-    )
+    place: Literal["reward", "loss", "none"] = "reward"
+    """Where the penalty is applied."""
+
+    estimator: Annotated[str, OneOf(KL_ESTIMATORS)] = "k1"
+    """Estimator of the KL."""
+
+    coef: NonNegative = 0.05
+    """Coefficient of the penalty, or its initial value."""
+
+    clamp: Positive | None = None
+    """Limits the KL of each token to [-clamp, clamp]; beyond it the KL has no gradient, except for k1+ and
+    k3+; null: off."""
+
+    controller: Annotated[str, OneOf(KL_CONTROLLERS)] = "fixed"
+    """How the coefficient changes with the measured KL."""
+
+    after_update: bool = False
+    """Measures the KL to the reference again after each update, with one more forward."""
 
     def problems(self, samples: int) -> Iterator[str]:
         """Yields an error line for each conflict between the keys; a PPO step has ``samples`` samples."""
@@ -103,12 +105,17 @@ class FixedKL(KLConfig):
 class ControlledKL(KLConfig):
     """A KL penalty whose coefficient follows the measured KL."""
 
-    target: Positive = Field(6.0, description="KL that the controller aims at, in nats per algo.kl.unit.")
-    unit: Literal["sequence", "token"] = Field(
-        "sequence", description="Unit of the KL that the controller reads."
-    )
-    min_coef: NonNegative = Field(0.0, description="Lower limit of the coefficient.")
-    max_coef: Positive | None = Field(None, description="Upper limit of the coefficient; null: none.")
+    target: Positive = 6.0
+    """KL that the controller aims at, in nats per algo.kl.unit."""
+
+    unit: Literal["sequence", "token"] = "sequence"
+    """Unit of the KL that the controller reads."""
+
+    min_coef: NonNegative = 0.0
+    """Lower limit of the coefficient."""
+
+    max_coef: Positive | None = None
+    """Upper limit of the coefficient; null: none."""
 
     def problems(self, samples: int) -> Iterator[str]:
         if self.coef == 0:
@@ -132,9 +139,8 @@ class AdaptiveKL(ControlledKL):
     controller: Literal["adaptive"] = "adaptive"
     function = f"{_HERE}.controllers.AdaptiveKLController"
     takes = ("target", "horizon", "min_coef", "max_coef")
-    horizon: Positive = Field(
-        10000.0, description="Samples in which the controller changes the coefficient by about 20 % at most."
-    )
+    horizon: Positive = 10000.0
+    """Samples in which the controller changes the coefficient by about 20 % at most."""
 
     def problems(self, samples: int) -> Iterator[str]:
         yield from super().problems(samples)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
-
 from ppo_ds.config.types import Count, OneOf, Variants
 
 LOSS_AGGREGATIONS: dict[str, type[LossConfig]] = {}
@@ -22,14 +20,12 @@ class LossConfig(Variants):
     variants = LOSS_AGGREGATIONS
     function: ClassVar[str]  # dotted name
 
-    agg: Annotated[str, OneOf(LOSS_AGGREGATIONS)] = Field(
-        "token_mean", description="How the losses of tokens become one number."
-    )
-    mask_truncated: bool = Field(
-        False,
-        description="Excludes responses cut at the length limit from all losses (DAPO's overlong filtering); "
-        "their scores still count in baselines and in whitening.",
-    )
+    agg: Annotated[str, OneOf(LOSS_AGGREGATIONS)] = "token_mean"
+    """How the losses of tokens become one number."""
+
+    mask_truncated: bool = False
+    """Excludes responses cut at the length limit from all losses (DAPO's overlong filtering); their scores
+    still count in baselines and in whitening."""
 
 
 class TokenMean(LossConfig):
@@ -58,6 +54,5 @@ class TokenSumNorm(LossConfig):
 
     agg: Literal["token_sum_norm"] = "token_sum_norm"
     function = f"{_HERE}.token_sum_norm"
-    norm: Count | None = Field(
-        None, description="Tokens per response in the divisor; null: sampling.max_new_tokens."
-    )
+    norm: Count | None = None
+    """Tokens per response in the divisor; null: sampling.max_new_tokens."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Gt, Lt
-from pydantic import Field
 
 from ppo_ds.config.text import short
 from ppo_ds.config.types import NonNegative, Number, OneOf, Positive, Variants
@@ -41,18 +40,15 @@ class PolicyConfig(Variants):
     # before the update, advantages, mask, torch.Generator, section) with all rows of an optimizer step
     selection: ClassVar[str | None] = None
 
-    loss: Annotated[str, OneOf(POLICY_LOSSES)] = Field(
-        "ppo", description="Policy loss, or package.module.name of your own."
-    )
-    off_policy_limit: Positive | None = Field(
-        None,
-        description="Mean log-ratio of the sampling to the current policy, in nats, beyond which the tokens "
-        "of a response with a negative advantage leave the loss (DeepSeek-V3.2); null: off.",
-    )
-    top_entropy: Annotated[Number, Gt(0), Lt(1)] | None = Field(
-        None,
-        description="Share of the tokens, those of the highest entropy, that have a policy loss; null: all.",
-    )
+    loss: Annotated[str, OneOf(POLICY_LOSSES)] = "ppo"
+    """Policy loss, or package.module.name of your own."""
+
+    off_policy_limit: Positive | None = None
+    """Mean log-ratio of the sampling to the current policy, in nats, beyond which the tokens of a response
+    with a negative advantage leave the loss (DeepSeek-V3.2); null: off."""
+
+    top_entropy: Annotated[Number, Gt(0), Lt(1)] | None = None
+    """Share of the tokens, those of the highest entropy, that have a policy loss; null: all."""
 
     def problems(self, action_level: str) -> Iterator[str]:
         """Yields an error line for each conflict between the keys."""
@@ -77,12 +73,12 @@ class PolicyConfig(Variants):
 class Clipped(PolicyConfig):
     """A loss that clips the ratio."""
 
-    clip_low: Positive | None = Field(
-        0.2,
-        description="Lower clip range: the ratio is clipped to 1 - clip_low, so it is at most 1 (gmpo: "
-        "exp(-clip_low), any number above 0); null or 1: no lower bound, for cispo and clip_cov only.",
-    )
-    clip_high: Positive | None = Field(None, description="Upper clip range; null: algo.policy.clip_low.")
+    clip_low: Positive | None = 0.2
+    """Lower clip range: the ratio is clipped to 1 - clip_low, so it is at most 1 (gmpo: exp(-clip_low), any
+    number above 0); null or 1: no lower bound, for cispo and clip_cov only."""
+
+    clip_high: Positive | None = None
+    """Upper clip range; null: algo.policy.clip_low."""
 
     def problems(self, action_level: str) -> Iterator[str]:
         if reason := self.wrong_lower_bound():
@@ -117,9 +113,8 @@ class MayLackLowerBound(Clipped):
 class DualClipped(Clipped):
     """A clipped surrogate with an optional bound of the loss for negative advantages."""
 
-    dual_clip: Annotated[Number, Gt(1)] | None = Field(
-        None, description="Bound of the loss for negative advantages, above 1 (dual-clip PPO); null: off."
-    )
+    dual_clip: Annotated[Number, Gt(1)] | None = None
+    """Bound of the loss for negative advantages, above 1 (dual-clip PPO); null: off."""
 
 
 class PPO(DualClipped):
@@ -160,21 +155,20 @@ class SAPO(PolicyConfig):
     loss: Literal["sapo"] = "sapo"
     function = f"{_HERE}.losses.sapo"
     sums_over_tokens = False
-    tau_pos: Positive = Field(1.0, description="Temperature of sapo's gate for positive advantages.")
-    tau_neg: Positive = Field(
-        1.05, description="Temperature of sapo's gate for other advantages; a larger one cuts off earlier."
-    )
+    tau_pos: Positive = 1.0
+    """Temperature of sapo's gate for positive advantages."""
+
+    tau_neg: Positive = 1.05
+    """Temperature of sapo's gate for other advantages; a larger one cuts off earlier."""
 
 
 class DPPO(PolicyConfig):
     """A loss that masks tokens whose distance from the old policy is too large."""
 
     own_ratio = True
-    delta: Positive | None = Field(
-        None,
-        description="Distance from the old policy beyond which dppo_tv (in probability) and dppo_kl (in "
-        "nats) mask a token; null: 0.15 and 0.05.",
-    )
+    delta: Positive | None = None
+    """Distance from the old policy beyond which dppo_tv (in probability) and dppo_kl (in nats) mask a token;
+    null: 0.15 and 0.05."""
 
 
 class DPPOTV(DPPO):
@@ -209,9 +203,8 @@ class Covariance(PolicyConfig):
     """A loss that treats a few tokens of high covariance in another way."""
 
     own_ratio = True
-    cov_frac: Annotated[Number, Gt(0), Lt(1)] | None = Field(
-        None, description="Share of the tokens that clip_cov or kl_cov select; null: 0.0002 and 0.002."
-    )
+    cov_frac: Annotated[Number, Gt(0), Lt(1)] | None = None
+    """Share of the tokens that clip_cov or kl_cov select; null: 0.0002 and 0.002."""
 
 
 class ClipCov(Covariance, MayLackLowerBound):
@@ -220,8 +213,11 @@ class ClipCov(Covariance, MayLackLowerBound):
     loss: Literal["clip_cov"] = "clip_cov"
     function = f"{_HERE}.losses.clip_cov"
     selection = f"{_HERE}.selection.clip_cov_tokens"
-    cov_low: Number = Field(1.0, description="Least covariance of a token that clip_cov selects.")
-    cov_high: Number = Field(5.0, description="Largest covariance of a token that clip_cov selects.")
+    cov_low: Number = 1.0
+    """Least covariance of a token that clip_cov selects."""
+
+    cov_high: Number = 5.0
+    """Largest covariance of a token that clip_cov selects."""
 
     def problems(self, action_level: str) -> Iterator[str]:
         yield from super().problems(action_level)
@@ -237,4 +233,5 @@ class KLCov(Covariance):
     loss: Literal["kl_cov"] = "kl_cov"
     function = f"{_HERE}.losses.kl_cov"
     selection = f"{_HERE}.selection.kl_cov_tokens"
-    kl_cov_coef: NonNegative = Field(1.0, description="Coefficient of kl_cov's penalty.")
+    kl_cov_coef: NonNegative = 1.0
+    """Coefficient of kl_cov's penalty."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
-
 from ppo_ds.config.types import NonNegative, OneOf, Positive, Variants
 
 WEIGHTS: dict[str, type[RolloutISConfig]] = {}
@@ -23,7 +21,8 @@ class RolloutISConfig(Variants):
     tag = "kind"
     variants = WEIGHTS
 
-    kind: Annotated[str, OneOf(WEIGHTS)] = Field("none", description="Kind of the importance weights.")
+    kind: Annotated[str, OneOf(WEIGHTS)] = "none"
+    """Kind of the importance weights."""
 
 
 class NoWeights(RolloutISConfig):
@@ -36,8 +35,12 @@ class Bounded(RolloutISConfig):
     """Importance weights with bounds."""
 
     function: ClassVar[str]  # dotted name
-    low: NonNegative = Field(0.5, description="Lower limit of the weights.")
-    high: Positive = Field(2.0, description="Upper limit of the weights.")
+
+    low: NonNegative = 0.5
+    """Lower limit of the weights."""
+
+    high: Positive = 2.0
+    """Upper limit of the weights."""
 
     @property
     def unit(self) -> str:
@@ -74,11 +77,9 @@ class SeqMaskTIS(Bounded):
 class Leveled(Bounded):
     """Importance weights of tokens or of responses."""
 
-    level: Literal["token", "sequence", "sequence_mean"] = Field(
-        "token",
-        description="Unit of a weight: a token, or a response with the product (sequence) or the geometric "
-        "mean (sequence_mean) of its tokens' weights.",
-    )
+    level: Literal["token", "sequence", "sequence_mean"] = "token"
+    """Unit of a weight: a token, or a response with the product (sequence) or the geometric mean
+    (sequence_mean) of its tokens' weights."""
 
     @property
     def unit(self) -> str:

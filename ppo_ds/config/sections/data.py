@@ -3,7 +3,6 @@
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Le
-from pydantic import Field
 
 from ppo_ds.config.types import Count, Natural, Number, Positive, Section, Text
 
@@ -11,61 +10,86 @@ from ppo_ds.config.types import Count, Natural, Number, Positive, Section, Text
 class SamplingConfig(Section):
     """Sampling of responses."""
 
-    max_new_tokens: Count = Field(description="Limit on the length of a response, in tokens.")
-    min_new_tokens: Natural = Field(0, description="Tokens before which no end token is sampled.")
-    temperature: Positive = Field(
-        1.0, description="Sampling temperature; log-probs are computed at the same temperature."
-    )
-    top_p: Annotated[Number, Gt(0), Le(1)] = Field(
-        1.0, description="Samples from the smallest set of tokens with this probability; 1: off."
-    )
-    top_k: Natural = Field(0, description="Samples from the k most probable tokens; 0: off; 1: greedy.")
-    stop_token_ids: list[Natural] | None = Field(
-        None, description="Token ids that end a response; null: the model's own end tokens; []: none."
-    )
-    stop: list[Text] = Field([], description="Strings that end a response.")
+    max_new_tokens: Count
+    """Limit on the length of a response, in tokens."""
+
+    min_new_tokens: Natural = 0
+    """Tokens before which no end token is sampled."""
+
+    temperature: Positive = 1.0
+    """Sampling temperature; log-probs are computed at the same temperature."""
+
+    top_p: Annotated[Number, Gt(0), Le(1)] = 1.0
+    """Samples from the smallest set of tokens with this probability; 1: off."""
+
+    top_k: Natural = 0
+    """Samples from the k most probable tokens; 0: off; 1: greedy."""
+
+    stop_token_ids: list[Natural] | None = None
+    """Token ids that end a response; null: the model's own end tokens; []: none."""
+
+    stop: list[Text] = []
+    """Strings that end a response."""
 
 
 class MixtureConfig(Section):
     """One data set of a mixture; null keys take the values of the data section."""
 
-    path: Text = Field(description="A Hub data set or a file of prompts.")
-    weight: Positive = Field(1.0, description="Share of the prompts, relative to the other data sets.")
-    split: Text | None = Field(None, description="Split of a Hub data set; null: data.split.")
-    revision: Text | None = Field(None, description="Branch, tag or commit of a Hub data set.")
-    prompt_column: Text | None = Field(None, description="Column of the prompts; null: data.prompt_column.")
+    path: Text
+    """A Hub data set or a file of prompts."""
+
+    weight: Positive = 1.0
+    """Share of the prompts, relative to the other data sets."""
+
+    split: Text | None = None
+    """Split of a Hub data set; null: data.split."""
+
+    revision: Text | None = None
+    """Branch, tag or commit of a Hub data set."""
+
+    prompt_column: Text | None = None
+    """Column of the prompts; null: data.prompt_column."""
 
 
 class DataConfig(Section):
     """Rows for training and evaluation: demonstrations or pairs."""
 
-    path: Text | None = Field(
-        None, description="Rows of training: a Hub data set, or a JSONL, JSON, Parquet or CSV file."
-    )
-    split: Text = Field("train", description="Split of a Hub data set.")
-    revision: Text | None = Field(None, description="Branch, tag or commit of a Hub data set.")
-    prompt_column: Text | None = Field(
-        None,
-        description="Column of the prompts; null: the first of prompt, messages and conversations that "
-        "exists.",
-    )
-    system: Text | None = Field(None, description="System message put before each chat that has none.")
-    apply_chat_template: bool | None = Field(
-        None,
-        description="Treats a text prompt as a user message and applies the chat template; null: if the "
-        "tokenizer has "
-        "a template; false: uses the text as it is.",
-    )
-    max_samples: Count | None = Field(None, description="Rows to use of each data set; null: all of them.")
-    eval_path: Text | None = Field(None, description="Held-out rows: a Hub data set or a file.")
-    eval_split: Text = Field("test", description="Split of a Hub data set of held-out rows.")
-    shuffle: bool = Field(True, description="Shuffles the rows of training anew in each pass.")
-    chat_template: Text | None = Field(
-        None,
-        description="Jinja chat template, as a file or as text; null: the tokenizer's. "
-        "The run keeps its text.",
-    )
-    chat_template_kwargs: dict[Any, Any] = Field({}, description="Keyword arguments of the chat template.")
+    path: Text | None = None
+    """Rows of training: a Hub data set, or a JSONL, JSON, Parquet or CSV file."""
+
+    split: Text = "train"
+    """Split of a Hub data set."""
+
+    revision: Text | None = None
+    """Branch, tag or commit of a Hub data set."""
+
+    prompt_column: Text | None = None
+    """Column of the prompts; null: the first of prompt, messages and conversations that exists."""
+
+    system: Text | None = None
+    """System message put before each chat that has none."""
+
+    apply_chat_template: bool | None = None
+    """Treats a text prompt as a user message and applies the chat template; null: if the tokenizer has a
+    template; false: uses the text as it is."""
+
+    max_samples: Count | None = None
+    """Rows to use of each data set; null: all of them."""
+
+    eval_path: Text | None = None
+    """Held-out rows: a Hub data set or a file."""
+
+    eval_split: Text = "test"
+    """Split of a Hub data set of held-out rows."""
+
+    shuffle: bool = True
+    """Shuffles the rows of training anew in each pass."""
+
+    chat_template: Text | None = None
+    """Jinja chat template, as a file or as text; null: the tokenizer's. The run keeps its text."""
+
+    chat_template_kwargs: dict[Any, Any] = {}
+    """Keyword arguments of the chat template."""
 
 
 class PPODataConfig(DataConfig):
@@ -74,17 +98,20 @@ class PPODataConfig(DataConfig):
     Only stage=ppo uses mix, max_prompt_tokens, long_prompts and the texts of the PTX loss (ptx_*).
     """
 
-    mix: list[MixtureConfig] = Field(
-        [], description="Several data sets mixed by weight, instead of data.path."
-    )
-    max_prompt_tokens: Count = Field(512, description="Longest prompt, in tokens.")
-    long_prompts: Literal["truncate_left", "drop"] = Field(
-        "truncate_left", description="What happens to prompts longer than data.max_prompt_tokens."
-    )
-    ptx_path: Text | None = Field(
-        None, description="Texts or demonstrations for the PTX loss: a Hub data set or a file."
-    )
-    ptx_split: Text = Field("train", description="Split of a Hub data set of PTX texts.")
-    ptx_max_tokens: Count = Field(
-        512, description="Longest PTX text, in tokens; longer ones are cut on the right."
-    )
+    mix: list[MixtureConfig] = []
+    """Several data sets mixed by weight, instead of data.path."""
+
+    max_prompt_tokens: Count = 512
+    """Longest prompt, in tokens."""
+
+    long_prompts: Literal["truncate_left", "drop"] = "truncate_left"
+    """What happens to prompts longer than data.max_prompt_tokens."""
+
+    ptx_path: Text | None = None
+    """Texts or demonstrations for the PTX loss: a Hub data set or a file."""
+
+    ptx_split: Text = "train"
+    """Split of a Hub data set of PTX texts."""
+
+    ptx_max_tokens: Count = 512
+    """Longest PTX text, in tokens; longer ones are cut on the right."""

@@ -3,7 +3,6 @@
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
-from pydantic import Field
 
 from ppo_ds.config.types import (
     FROM_LIST,
@@ -23,134 +22,146 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 class ModelConfig(Section):
     """Weights and architecture of a model."""
 
-    path: Text = Field(description="A Hub id or a model folder.")
-    revision: Text | None = Field(None, description="Branch, tag or commit of a Hub id.")
-    dtype: Dtype = Field("bf16", description="Type of the weights in a forward.")
-    trust_remote_code: bool = Field(False, description="Runs Python code that comes with the model.")
-    gradient_checkpointing: bool = Field(
-        False, description="Recomputes activations in the backward pass: less memory, more time."
-    )
-    attn_implementation: Text = Field("sdpa", description="Attention implementation of transformers.")
+    path: Text
+    """A Hub id or a model folder."""
+
+    revision: Text | None = None
+    """Branch, tag or commit of a Hub id."""
+
+    dtype: Dtype = "bf16"
+    """Type of the weights in a forward."""
+
+    trust_remote_code: bool = False
+    """Runs Python code that comes with the model."""
+
+    gradient_checkpointing: bool = False
+    """Recomputes activations in the backward pass: less memory, more time."""
+
+    attn_implementation: Text = "sdpa"
+    """Attention implementation of transformers."""
 
 
 class InheritedModelConfig(Section):
     """A model whose null keys take the actor's values."""
 
-    path: Text | None = Field(None, description="A Hub id or a model folder.")
-    revision: Text | None = Field(None, description="Branch, tag or commit of a Hub id.")
-    dtype: Dtype | None = Field(None, description="Type of the weights in a forward; null: the actor's.")
-    trust_remote_code: bool | None = Field(
-        None,
-        description="Runs Python code that comes with the model; null: as the actor if the path is the "
-        "actor's.",
-    )
-    gradient_checkpointing: bool | None = Field(
-        None, description="Recomputes activations in the backward pass; null: as the actor."
-    )
-    attn_implementation: Text | None = Field(
-        None, description="Attention implementation of transformers; null: the actor's."
-    )
+    path: Text | None = None
+    """A Hub id or a model folder."""
+
+    revision: Text | None = None
+    """Branch, tag or commit of a Hub id."""
+
+    dtype: Dtype | None = None
+    """Type of the weights in a forward; null: the actor's."""
+
+    trust_remote_code: bool | None = None
+    """Runs Python code that comes with the model; null: as the actor if the path is the actor's."""
+
+    gradient_checkpointing: bool | None = None
+    """Recomputes activations in the backward pass; null: as the actor."""
+
+    attn_implementation: Text | None = None
+    """Attention implementation of transformers; null: the actor's."""
 
 
 class ZeroConfig(Section):
     """DeepSpeed ZeRO of a trained model."""
 
-    stage: Annotated[int, OneOf((0, 1, 2, 3))] = Field(
-        2, description="Shards nothing (0), the optimizer (1), gradients too (2), or weights too (3)."
-    )
-    offload_optimizer: bool = Field(
-        False, description="Keeps the optimizer states in CPU memory; needs stage 1, 2 or 3."
-    )
-    offload_params: bool = Field(False, description="Keeps the weights in CPU memory; needs stage 3.")
+    stage: Annotated[int, OneOf((0, 1, 2, 3))] = 2
+    """Shards nothing (0), the optimizer (1), gradients too (2), or weights too (3)."""
+
+    offload_optimizer: bool = False
+    """Keeps the optimizer states in CPU memory; needs stage 1, 2 or 3."""
+
+    offload_params: bool = False
+    """Keeps the weights in CPU memory; needs stage 3."""
 
 
 class ActorZeroConfig(ZeroConfig):
     """DeepSpeed ZeRO of the actor, and how its weights are gathered for generation."""
 
-    generation_gather: Literal["auto", "whole", "layers"] = Field(
-        "auto",
-        description="At stage 3, gathers the weights once for a generation phase (whole) or layer by layer "
-        "in each "
-        "forward (layers); auto: whole where memory allows.",
-    )
-    offload_states: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="Moves optimizer states to CPU memory during generation; auto: where GPU memory is "
-        "short.",
-    )
+    generation_gather: Literal["auto", "whole", "layers"] = "auto"
+    """At stage 3, gathers the weights once for a generation phase (whole) or layer by layer in each forward
+    (layers); auto: whole where memory allows."""
+
+    offload_states: Literal["auto", "always", "never"] = "auto"
+    """Moves optimizer states to CPU memory during generation; auto: where GPU memory is short."""
 
 
 class FrozenZeroConfig(Section):
     """DeepSpeed ZeRO of a model that is not trained."""
 
-    stage: Annotated[int, OneOf((0, 3))] = Field(
-        0, description="Keeps a replica on each rank (0) or shards the weights (3)."
-    )
-    offload_params: bool = Field(False, description="Keeps the weights in CPU memory.")
+    stage: Annotated[int, OneOf((0, 3))] = 0
+    """Keeps a replica on each rank (0) or shards the weights (3)."""
+
+    offload_params: bool = False
+    """Keeps the weights in CPU memory."""
 
 
 class OptimConfig(Section):
     """AdamW and its learning rate schedule, which covers the actual number of optimizer steps."""
 
-    lr: Positive = Field(1e-6, description="Learning rate after the warm-up.")
-    betas: Annotated[tuple[Fraction, Fraction], FROM_LIST] = Field(
-        (0.9, 0.95), description="Decay rates of AdamW's first and second moments."
-    )
-    eps: Positive = Field(1e-8, description="Epsilon in AdamW's denominator.")
-    weight_decay: NonNegative = Field(0.0, description="Weight decay; norms and biases are exempt.")
-    schedule: Literal["cosine", "cosine_annealing", "linear", "constant"] = Field(
-        "cosine",
-        description="Shape of the learning rate after the warm-up; cosine and linear reach the final rate in "
-        "the last step, cosine_annealing (torch's CosineAnnealingLR) would reach it one step later.",
-    )
-    warmup_ratio: Fraction = Field(
-        0.03, description="Share of all optimizer steps in which the rate rises from 0."
-    )
-    warmup_steps: Natural | None = Field(
-        None,
-        description="Optimizer steps in which the rate rises from 0, however long the run is; null: "
-        "warmup_ratio.",
-    )
-    min_lr_ratio: Fraction = Field(
-        0.1, description="Final learning rate of all schedules but constant, as a share of lr."
-    )
-    grad_clip: NonNegative = Field(1.0, description="Clips the global gradient norm to this value; 0: off.")
+    lr: Positive = 1e-6
+    """Learning rate after the warm-up."""
+
+    betas: Annotated[tuple[Fraction, Fraction], FROM_LIST] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moments."""
+
+    eps: Positive = 1e-8
+    """Epsilon in AdamW's denominator."""
+
+    weight_decay: NonNegative = 0.0
+    """Weight decay; norms and biases are exempt."""
+
+    schedule: Literal["cosine", "cosine_annealing", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up; cosine and linear reach the final rate in the last step,
+    cosine_annealing (torch's CosineAnnealingLR) would reach it one step later."""
+
+    warmup_ratio: Fraction = 0.03
+    """Share of all optimizer steps in which the rate rises from 0."""
+
+    warmup_steps: Natural | None = None
+    """Optimizer steps in which the rate rises from 0, however long the run is; null: warmup_ratio."""
+
+    min_lr_ratio: Fraction = 0.1
+    """Final learning rate of all schedules but constant, as a share of lr."""
+
+    grad_clip: NonNegative = 1.0
+    """Clips the global gradient norm to this value; 0: off."""
 
 
 class CriticOptimConfig(OptimConfig):
     """AdamW of the critic."""
 
-    lr: Positive = Field(5e-6, description="Learning rate after the warm-up.")
+    lr: Positive = 5e-6
+    """Learning rate after the warm-up."""
 
 
 class LoraConfig(Section):
     """Low-rank adapters on frozen weights (Hu et al. 2021)."""
 
-    rank: Natural = Field(0, description="Rank of the adapters; 0: off, all weights are trained.")
-    alpha: Positive | None = Field(
-        None, description="The update is scaled by alpha / rank; null: twice the rank."
-    )
-    targets: list[Text] | None = Field(
-        None, description="Names of the linear layers to adapt, such as q_proj; null: all but the LM head."
-    )
-    lr: Positive | Literal["auto"] | None = Field(
-        "auto",
-        description="Learning rate of the adapters; auto: 10 times optim.lr, which is the rate for training "
-        "all weights; null: optim.lr.",
-    )
+    rank: Natural = 0
+    """Rank of the adapters; 0: off, all weights are trained."""
+
+    alpha: Positive | None = None
+    """The update is scaled by alpha / rank; null: twice the rank."""
+
+    targets: list[Text] | None = None
+    """Names of the linear layers to adapt, such as q_proj; null: all but the LM head."""
+
+    lr: Positive | Literal["auto"] | None = "auto"
+    """Learning rate of the adapters; auto: 10 times optim.lr, which is the rate for training all weights;
+    null: optim.lr."""
 
 
 class EmaConfig(Section):
     """Exponential moving average of the weights in fp32, updated after each optimizer step."""
 
-    decay: Annotated[Number, Ge(0), Lt(1)] | None = Field(
-        None,
-        description="Decay of the average, which is also written to model_ema/; 1 would never change it; "
-        "null: no average.",
-    )
-    evaluate: bool = Field(
-        False, description="Evaluates the averaged weights, which then also decide the best checkpoint."
-    )
+    decay: Annotated[Number, Ge(0), Lt(1)] | None = None
+    """Decay of the average, which is also written to model_ema/; 1 would never change it; null: no
+    average."""
+
+    evaluate: bool = False
+    """Evaluates the averaged weights, which then also decide the best checkpoint."""
 
 
 class ActorConfig(Section):
@@ -161,7 +172,9 @@ class ActorConfig(Section):
     optim: OptimConfig
     lora: LoraConfig
     ema: EmaConfig
-    deepspeed: dict[Any, Any] = Field({}, description="Raw DeepSpeed settings, merged last.")
+
+    deepspeed: dict[Any, Any] = {}
+    """Raw DeepSpeed settings, merged last."""
 
 
 class PPOActorConfig(ActorConfig):
@@ -177,25 +190,24 @@ class CriticConfig(Section):
     zero: ZeroConfig
     optim: CriticOptimConfig
     lora: LoraConfig
-    init: Literal["auto", "reward", "actor", "path"] = Field(
-        "auto",
-        description="Initial weights: of the reward model, of the actor, or of critic.model.path; auto: the "
-        "reward "
-        "model if it is a decoder with the actor's tokenizer, else the actor.",
-    )
-    share_trunk: bool = Field(
-        False,
-        description="Uses a value head on the actor instead of a separate model; optim, zero and lora are "
-        "then the "
-        "actor's.",
-    )
-    deepspeed: dict[Any, Any] = Field({}, description="Raw DeepSpeed settings, merged last.")
+
+    init: Literal["auto", "reward", "actor", "path"] = "auto"
+    """Initial weights: of the reward model, of the actor, or of critic.model.path; auto: the reward model if
+    it is a decoder with the actor's tokenizer, else the actor."""
+
+    share_trunk: bool = False
+    """Uses a value head on the actor instead of a separate model; optim, zero and lora are then the
+    actor's."""
+
+    deepspeed: dict[Any, Any] = {}
+    """Raw DeepSpeed settings, merged last."""
 
 
 class ScorerOptimConfig(OptimConfig):
     """AdamW of the reward model."""
 
-    lr: Positive = Field(1e-5, description="Learning rate after the warm-up.")
+    lr: Positive = 1e-5
+    """Learning rate after the warm-up."""
 
 
 class ScorerConfig(Section):
@@ -206,7 +218,9 @@ class ScorerConfig(Section):
     optim: ScorerOptimConfig
     lora: LoraConfig
     ema: EmaConfig
-    deepspeed: dict[Any, Any] = Field({}, description="Raw DeepSpeed settings, merged last.")
+
+    deepspeed: dict[Any, Any] = {}
+    """Raw DeepSpeed settings, merged last."""
 
 
 class ReferenceConfig(Section):

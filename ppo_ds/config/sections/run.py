@@ -11,59 +11,56 @@ from ppo_ds.config.types import Count, Natural, Number, Positive, Section, Text
 class RunConfig(Section):
     """Name, length, seed, directory and resumption of a run."""
 
-    name: Text | None = Field(
-        None, description="Name of the run, and of its directory below outputs/; null: the stage."
-    )
-    dir: Text | None = Field(
-        None, description="Run directory, where everything is written; null: outputs/<run.name>."
-    )
-    seed: Natural = Field(0, description="Seed of all random number generators.")
-    steps: Count | None = Field(
-        None,
-        description="Number of training steps. A step of stage=ppo collects and trains on one rollout; a "
-        "step of the other stages is one optimizer step.",
-    )
-    epochs: Positive | None = Field(
-        None,
-        description="Passes over the rows of training, instead of run.steps. One pass over a mixture has as "
-        "many prompts as its data sets together.",
-    )
-    resume: Text = Field(
-        "auto",
-        description="auto: continue from the newest checkpoint, or start; never: refuse a used run "
-        "directory; restart: move the earlier run in the directory to earlier_N/ and begin anew; or the path "
-        "of a checkpoint folder.",
-    )
-    resume_allow_changes: list[Text] = Field(
-        [],
-        description="Keys or sections that may differ from the checkpoint although they change the result.",
-    )
-    dry_run: bool | Literal["keep"] = Field(
-        False,
-        description="Runs two steps of the same loop on the CPU, with tiny random models of the same "
-        "architectures, in <run.dir>_dry; keep: does not delete that folder at the end.",
-    )
-    stop_at_step: Count | None = Field(
-        None, description="Stops early at this step, with the schedules of the whole run."
-    )
-    max_minutes: Positive | None = Field(None, description="Saves a checkpoint and stops after this time.")
-    deterministic: bool = Field(
-        False,
-        description="Uses deterministic algorithms in backward passes on GPUs, which are slower; on a CPU "
-        "backward passes are deterministic without it.",
-    )
-    threads: Count | None = Field(
-        None, description="CPU threads of each rank; null: the machine's cores divided by its ranks."
-    )
-    matmul: Literal["auto", "torch", "onednn"] = Field(
-        "auto",
-        description="Library that multiplies large fp32 matrices on a CPU: torch (its default, Intel MKL) or "
-        "onednn; auto: onednn on processors of AMD with AVX-512, where it is faster, and torch on others.",
-    )
-    timeout_minutes: Positive = Field(
-        30.0, description="A phase without a heartbeat for this time counts as a hang and ends the run."
-    )
-    verbose: bool = Field(False, description="Shows the log output of the libraries.")
+    name: Text | None = None
+    """Name of the run, and of its directory below outputs/; null: the stage."""
+
+    dir: Text | None = None
+    """Run directory, where everything is written; null: outputs/<run.name>."""
+
+    seed: Natural = 0
+    """Seed of all random number generators."""
+
+    steps: Count | None = None
+    """Number of training steps. A step of stage=ppo collects and trains on one rollout; a step of the other
+    stages is one optimizer step."""
+
+    epochs: Positive | None = None
+    """Passes over the rows of training, instead of run.steps. One pass over a mixture has as many prompts as
+    its data sets together."""
+
+    resume: Text = "auto"
+    """auto: continue from the newest checkpoint, or start; never: refuse a used run directory; restart: move
+    the earlier run in the directory to earlier_N/ and begin anew; or the path of a checkpoint folder."""
+
+    resume_allow_changes: list[Text] = []
+    """Keys or sections that may differ from the checkpoint although they change the result."""
+
+    dry_run: bool | Literal["keep"] = False
+    """Runs two steps of the same loop on the CPU, with tiny random models of the same architectures, in
+    <run.dir>_dry; keep: does not delete that folder at the end."""
+
+    stop_at_step: Count | None = None
+    """Stops early at this step, with the schedules of the whole run."""
+
+    max_minutes: Positive | None = None
+    """Saves a checkpoint and stops after this time."""
+
+    deterministic: bool = False
+    """Uses deterministic algorithms in backward passes on GPUs, which are slower; on a CPU backward passes
+    are deterministic without it."""
+
+    threads: Count | None = None
+    """CPU threads of each rank; null: the machine's cores divided by its ranks."""
+
+    matmul: Literal["auto", "torch", "onednn"] = "auto"
+    """Library that multiplies large fp32 matrices on a CPU: torch (its default, Intel MKL) or onednn; auto:
+    onednn on processors of AMD with AVX-512, where it is faster, and torch on others."""
+
+    timeout_minutes: Positive = 30.0
+    """A phase without a heartbeat for this time counts as a hang and ends the run."""
+
+    verbose: bool = False
+    """Shows the log output of the libraries."""
 
 
 class MemoryConfig(Section):
@@ -129,33 +126,28 @@ class PPOMemoryConfig(GenerationMemoryConfig):
 class CheckpointConfig(Section):
     """Frequency of checkpoints, and the number of checkpoints to keep."""
 
-    every: Natural | None = Field(
-        None,
-        description="Steps between two checkpoints; null: by time and at the end only; 0: no checkpoints.",
-    )
-    minutes: Positive | None = Field(
-        15.0,
-        description="Minutes after which the next step ends with a checkpoint, also between those of "
-        "checkpoint.every; null: by steps only.",
-    )
-    keep_last: Count = Field(2, description="Number of most recent checkpoints to keep.")
-    keep_best: bool = Field(
-        False,
-        description="Also keeps the checkpoint of the best evaluation, by checkpoint.best_by; eval.patience "
-        "sets it to true.",
-    )
-    best_by: Text | None = Field(
-        None,
-        description="Metric of the evaluation that selects the best checkpoint, such as "
-        "eval/win_rate_vs_ref; null: eval/score_mean, with stage=sft eval/loss, with stage=reward_model "
-        "eval/accuracy.",
-    )
-    best_mode: Literal["auto", "max", "min"] = Field(
-        "auto",
-        description="Whether the highest or the lowest value of checkpoint.best_by is the best; auto: the "
-        "lowest of eval/loss, eval/perplexity, eval/ties, eval/calibration_error and standard deviations, "
-        "the highest of any other metric.",
-    )
+    every: Natural | None = None
+    """Steps between two checkpoints; null: by time and at the end only; 0: no checkpoints."""
+
+    minutes: Positive | None = 15.0
+    """Minutes after which the next step ends with a checkpoint, also between those of checkpoint.every; null:
+    by steps only."""
+
+    keep_last: Count = 2
+    """Number of most recent checkpoints to keep."""
+
+    keep_best: bool = False
+    """Also keeps the checkpoint of the best evaluation, by checkpoint.best_by; eval.patience sets it to
+    true."""
+
+    best_by: Text | None = None
+    """Metric of the evaluation that selects the best checkpoint, such as eval/win_rate_vs_ref; null:
+    eval/score_mean, with stage=sft eval/loss, with stage=reward_model eval/accuracy."""
+
+    best_mode: Literal["auto", "max", "min"] = "auto"
+    """Whether the highest or the lowest value of checkpoint.best_by is the best; auto: the lowest of
+    eval/loss, eval/perplexity, eval/ties, eval/calibration_error and standard deviations, the highest of any
+    other metric."""
 
 
 class HealthConfig(Section):
@@ -164,11 +156,9 @@ class HealthConfig(Section):
     Optimizer steps with a non-finite loss, gradient, score or log-prob are always skipped, on all ranks.
     """
 
-    max_skips: Count = Field(
-        5,
-        description="Optimizer steps skipped in a row before the run goes back to its last checkpoint, and "
-        "the next time stops; with stage=ppo, a rollout that is left out counts once.",
-    )
+    max_skips: Count = 5
+    """Optimizer steps skipped in a row before the run goes back to its last checkpoint, and the next time
+    stops; with stage=ppo, a rollout that is left out counts once."""
 
 
 class PPOHealthConfig(HealthConfig):
@@ -179,73 +169,71 @@ class PPOHealthConfig(HealthConfig):
     stage=ppo uses max_kl, kl_action, max_parity and parity_action.
     """
 
-    max_kl: Positive | None = Field(
-        None, description="Upper limit of kl/k3_token_mean, in nats per token; null: no limit."
-    )
-    kl_action: Literal["warn", "stop"] = Field(
-        "warn", description="Reaction to a KL above health.max_kl; stop: save, then end with exit code 1."
-    )
-    max_parity: Positive | Literal["auto"] | None = Field(
-        "auto",
-        description="Upper limit of parity/logp_abs_diff_mean, the mean difference between the log-probs of "
-        "generation and training, in nats per token; auto: as at the start, 0.001 in fp32, 0.02 in fp16, 0.1 "
-        "in bf16; null: no limit.",
-    )
-    parity_action: Literal["warn", "stop"] = Field(
-        "stop",
-        description="Reaction to a difference above health.max_parity; stop: leave out the update, save the "
-        "step before, end with exit code 1.",
-    )
+    max_kl: Positive | None = None
+    """Upper limit of kl/k3_token_mean, in nats per token; null: no limit."""
+
+    kl_action: Literal["warn", "stop"] = "warn"
+    """Reaction to a KL above health.max_kl; stop: save, then end with exit code 1."""
+
+    max_parity: Positive | Literal["auto"] | None = "auto"
+    """Upper limit of parity/logp_abs_diff_mean, the mean difference between the log-probs of generation and
+    training, in nats per token; auto: as at the start, 0.001 in fp32, 0.02 in fp16, 0.1 in bf16; null: no
+    limit."""
+
+    parity_action: Literal["warn", "stop"] = "stop"
+    """Reaction to a difference above health.max_parity; stop: leave out the update, save the step before, end
+    with exit code 1."""
 
 
 class WandbConfig(Section):
     """Logging to Weights & Biases."""
 
-    mode: Literal["online", "offline", "disabled"] = Field(
-        "disabled",
-        description="online: log to wandb.ai; offline: log to a local wandb folder; disabled: do not log.",
-    )
-    project: Text = Field("ppo_ds", description="wandb project.")
-    entity: Text | None = Field(None, description="wandb user or team; null: the account's default.")
-    name: Text | None = Field(None, description="Name of the wandb run; null: run.name.")
-    tags: list[Text] = Field([], description="Tags of the wandb run.")
-    log_report: Literal["never", "end"] = Field(
-        "never", description="end: upload report.html as an artifact when the run ends."
-    )
-    log_model: Literal["never", "end"] = Field(
-        "never",
-        description="end: upload the exported model as an artifact when the run ends. The run waits for the "
-        "upload: 60 s, and 1 s more for every 10 MB.",
-    )
+    mode: Literal["online", "offline", "disabled"] = "disabled"
+    """online: log to wandb.ai; offline: log to a local wandb folder; disabled: do not log."""
+
+    project: Text = "ppo_ds"
+    """wandb project."""
+
+    entity: Text | None = None
+    """wandb user or team; null: the account's default."""
+
+    name: Text | None = None
+    """Name of the wandb run; null: run.name."""
+
+    tags: list[Text] = []
+    """Tags of the wandb run."""
+
+    log_report: Literal["never", "end"] = "never"
+    """end: upload report.html as an artifact when the run ends."""
+
+    log_model: Literal["never", "end"] = "never"
+    """end: upload the exported model as an artifact when the run ends. The run waits for the upload: 60 s,
+    and 1 s more for every 10 MB."""
 
 
 class TensorBoardConfig(Section):
     """Logging to TensorBoard."""
 
-    enabled: bool = Field(
-        False,
-        description="Writes event files to tensorboard/ in the run directory; needs the extra tensorboard.",
-    )
+    enabled: bool = False
+    """Writes event files to tensorboard/ in the run directory; needs the extra tensorboard."""
 
 
 class TrackioConfig(Section):
     """Logging to Trackio."""
 
-    enabled: bool = Field(
-        False,
-        description="Logs to the local database of Trackio, in ~/.cache/huggingface/trackio or $TRACKIO_DIR; "
-        "needs the extra trackio.",
-    )
-    project: Text = Field("ppo_ds", description="Trackio project.")
-    name: Text | None = Field(
-        None,
-        description="Name of the Trackio run, to which the id in trackio.id is appended; null: run.name.",
-    )
-    space: Text | None = Field(
-        None,
-        description="Hugging Face Space, ORG/NAME, to log to instead of the local database; null: "
-        "$TRACKIO_SPACE_ID, if it is set.",
-    )
+    enabled: bool = False
+    """Logs to the local database of Trackio, in ~/.cache/huggingface/trackio or $TRACKIO_DIR; needs the extra
+    trackio."""
+
+    project: Text = "ppo_ds"
+    """Trackio project."""
+
+    name: Text | None = None
+    """Name of the Trackio run, to which the id in trackio.id is appended; null: run.name."""
+
+    space: Text | None = None
+    """Hugging Face Space, ORG/NAME, to log to instead of the local database; null: $TRACKIO_SPACE_ID, if it
+    is set."""
 
 
 class TrackerConfig(Section):
@@ -254,17 +242,17 @@ class TrackerConfig(Section):
     wandb: WandbConfig
     tensorboard: TensorBoardConfig
     trackio: TrackioConfig
-    samples: Annotated[int, Ge(-1)] = Field(8, description="Rows of samples/ written per step; -1: all rows.")
-    sample_tokens: Natural = Field(
-        0,
-        description="With stage=ppo, the most response tokens per row of samples/ for which log-probs, "
-        "values, advantages and rewards are written, about 60 bytes per token; 0: none.",
-    )
-    print_answers: Annotated[int, Ge(0)] = Field(
-        0,
-        description="Steps from one printed prompt with its answer to the next; 0: none. It is the first row "
-        "of samples/. Control characters are shown as escapes.",
-    )
+
+    samples: Annotated[int, Ge(-1)] = 8
+    """Rows of samples/ written per step; -1: all rows."""
+
+    sample_tokens: Natural = 0
+    """With stage=ppo, the most response tokens per row of samples/ for which log-probs, values, advantages
+    and rewards are written, about 60 bytes per token; 0: none."""
+
+    print_answers: Annotated[int, Ge(0)] = 0
+    """Steps from one printed prompt with its answer to the next; 0: none. It is the first row of samples/.
+    Control characters are shown as escapes."""
 
     @property
     def logs_histograms(self) -> bool:
@@ -275,18 +263,15 @@ class TrackerConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out data: the loss and the accuracy on the rows of data.eval_path."""
 
-    every: Count | None = Field(
-        None,
-        description="Steps between two evaluations; null: only before the first step and after the last.",
-    )
-    max_prompts: Count | None = Field(
-        None, description="Prompts, rows or pairs of an evaluation; null: all of them."
-    )
-    patience: Count | None = Field(
-        None,
-        description="Ends the run after this many evaluations in a row without a new best value of "
-        "checkpoint.best_by, with exit code 0; null: no early stop.",
-    )
+    every: Count | None = None
+    """Steps between two evaluations; null: only before the first step and after the last."""
+
+    max_prompts: Count | None = None
+    """Prompts, rows or pairs of an evaluation; null: all of them."""
+
+    patience: Count | None = None
+    """Ends the run after this many evaluations in a row without a new best value of checkpoint.best_by, with
+    exit code 0; null: no early stop."""
 
 
 class PPOEvalConfig(EvalConfig):
@@ -298,30 +283,26 @@ class PPOEvalConfig(EvalConfig):
     win_rate and train_prompts.
     """
 
-    greedy: bool = Field(True, description="Decodes greedily; false: samples as for training.")
-    correct_above: Number | None = Field(
-        None,
-        description="A score above this counts as correct in eval/accuracy; null, and always with a learned "
-        "reward: no accuracy.",
-    )
-    rewards: dict[str, dict[Any, Any]] = Field(
-        {},
-        description="More rewards of the held-out responses, by name, each measured as eval/<name>_mean. "
-        "They do not enter training. +reward@eval.rewards.NAME=GROUP adds one of conf/reward/.",
-    )
-    by: Text | None = Field(
-        None,
-        description="A column of the held-out rows with at most 50 values: eval/score_mean/<value> is the "
-        "mean score of the rows with that value.",
-    )
-    win_rate: bool = Field(
-        True,
-        description="Measures eval/win_rate_vs_ref: the share of held-out prompts to which the policy's "
-        "response has a higher score than the reference's, ties counted half. A reference with other weights "
-        "than the initial actor responds to the prompts once, at the start.",
-    )
-    train_prompts: Natural = Field(
-        8,
-        description="Without data.eval_path, prompts of the training data that are answered before the first "
-        "step and after the last, for the final report; they never select a checkpoint. 0: none.",
-    )
+    greedy: bool = True
+    """Decodes greedily; false: samples as for training."""
+
+    correct_above: Number | None = None
+    """A score above this counts as correct in eval/accuracy; null, and always with a learned reward: no
+    accuracy."""
+
+    rewards: dict[str, dict[Any, Any]] = {}
+    """More rewards of the held-out responses, by name, each measured as eval/<name>_mean. They do not enter
+    training. +reward@eval.rewards.NAME=GROUP adds one of conf/reward/."""
+
+    by: Text | None = None
+    """A column of the held-out rows with at most 50 values: eval/score_mean/<value> is the mean score of the
+    rows with that value."""
+
+    win_rate: bool = True
+    """Measures eval/win_rate_vs_ref: the share of held-out prompts to which the policy's response has a
+    higher score than the reference's, ties counted half. A reference with other weights than the initial
+    actor responds to the prompts once, at the start."""
+
+    train_prompts: Natural = 8
+    """Without data.eval_path, prompts of the training data that are answered before the first step and after
+    the last, for the final report; they never select a checkpoint. 0: none."""
