@@ -15,6 +15,7 @@ from ppo_ds.config.checks.data import is_prepared
 from ppo_ds.config.schema import PPOConfig, all_rewards, reward_models, uses_reference
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
+from ppo_ds.config.types import parts_of
 from ppo_ds.distributed.world import World
 from ppo_ds.environments.base import load_environment
 from ppo_ds.errors import UserError
@@ -62,17 +63,9 @@ def check_inputs(config: PPOConfig, world: World, *, prepared: bool) -> None:
         preflight(config, read_inputs(config, world), world.device.type == "cuda")
 
 
-def reward_sections(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the key and the section of a reward, and those of all sections inside it."""
-    yield key, section
-    for name, inner in section.items():
-        if isinstance(inner, dict):
-            yield from reward_sections(inner, f"{key}.{name}")
-
-
 def function_rewards(section: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
     """Returns the key and the section of each reward that is a Python function."""
-    return [found for found in reward_sections(section, key) if found[1].get("_target_") == FUNCTION]
+    return [found for found in parts_of(section, key) if found[1].get("_target_") == FUNCTION]
 
 
 def preflight(config: PPOConfig, inputs: Inputs, on_gpu: bool) -> None:

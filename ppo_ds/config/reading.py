@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -29,7 +29,7 @@ def read(section: type[T], tree: Any, key: str = "") -> tuple[T, Problems]:
     A wrong value is replaced by the key's default, or by a value of its type if the key is required, so that
     the caller can look for more problems. ``key`` is the full name of the section.
     """
-    own, found = without_other_variants(section, tree, key)
+    own, found = _own_keys(section, tree, key)
     order = {name: place for place, name in enumerate(dotted_keys(section, key))}
     found = dict(sorted(found.items(), key=lambda item: order.get(item[0].split("#")[0], -1)))
     section = section.variant_of(own)
@@ -43,22 +43,18 @@ def read(section: type[T], tree: Any, key: str = "") -> tuple[T, Problems]:
         return usable, problems(error, section, key) | found
 
 
-def without_other_variants(section: type[Section], tree: Any, key: str = "") -> tuple[Any, Problems]:
+def _own_keys(
+    section: type[Section],
+    tree: Any,
+    key: str,
+    variant: type[Variants] | None = None,
+    rivals: Sequence[type[Section]] = (),
+) -> tuple[Any, Problems]:
     """Removes the keys that only other variants of a section use, at any depth.
 
     Returns the tree and a line for each removed key that did not have its default, and for each unknown name
-    of a variant, which is replaced by the default variant.
-    """
-    return _own_keys(section, tree, key, None, [])
-
-
-def _own_keys(
-    section: type[Section], tree: Any, key: str, variant: type[Variants] | None, rivals: list[type[Section]]
-) -> tuple[Any, Problems]:
-    """Does the work of without_other_variants.
-
-    ``variant`` is the innermost chosen variant around the section, and ``rivals`` are the sections that other
-    variants have in this place.
+    of a variant, which is replaced by the default variant. ``variant`` is the innermost chosen variant around
+    the section, and ``rivals`` are the sections that other variants have in this place.
     """
     if not isinstance(tree, Mapping):
         return tree, {}

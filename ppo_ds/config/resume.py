@@ -21,6 +21,7 @@ from typing import Any
 from ppo_ds.config.reading import dotted_keys, with_defaults
 from ppo_ds.config.schema import Config
 from ppo_ds.config.text import did_you_mean, show
+from ppo_ds.config.types import leaves
 from ppo_ds.errors import UserError
 
 MUTABLE = tuple(
@@ -157,13 +158,8 @@ def in_words(changed: list[Change]) -> str:
     return "; ".join(f"{key} {show(old)} -> {show(value)}" for key, old, value in changed)
 
 
-def _leaves(tree: Settings, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= (
-            _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-        )
-    return found
+def _leaves(tree: Settings) -> dict[str, Any]:
+    return {".".join(path): value for path, value in leaves(tree) if value != {}}
 
 
 def _relocatable(value: Any, settings: Settings) -> Any:

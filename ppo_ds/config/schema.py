@@ -47,13 +47,13 @@ from ppo_ds.config.sections.run import (
     TrackerConfig,
 )
 from ppo_ds.config.text import show
-from ppo_ds.config.types import OneOf, Variants, leaves, replace
+from ppo_ds.config.types import OneOf, Variants, leaves, parts_of, replace
 from ppo_ds.errors import UserError
 from ppo_ds.rollout.keys import RolloutConfig
 
-TrainedConfig = ActorConfig | CriticConfig | ScorerConfig
+TrainedConfig = ActorConfig | CriticConfig
 ConfigT = TypeVar("ConfigT", bound="Config")
-TrainedT = TypeVar("TrainedT", ActorConfig, PPOActorConfig, ScorerConfig)
+TrainedT = TypeVar("TrainedT", bound=ActorConfig)
 CONFIGS: dict[str, type[Config]] = {}  # the config of each stage
 # The order of sections in config.yaml, in messages and in the docs
 ORDER = (
@@ -356,9 +356,7 @@ def reward_weights(config: PPOConfig) -> dict[str, Any]:
 
 def uses_environment(section: dict[str, Any]) -> bool:
     """Returns whether a reward, at any depth of a mixture, reads the rewards of the environment."""
-    return section.get("_target_") == ENVIRONMENT_REWARD or any(
-        uses_environment(inner) for inner in section.values() if isinstance(inner, dict)
-    )
+    return any(part.get("_target_") == ENVIRONMENT_REWARD for _, part in parts_of(section, ""))
 
 
 def trained_models(config: Config) -> dict[str, TrainedConfig]:
@@ -377,7 +375,7 @@ def learning_rate(role: TrainedConfig) -> float:
     return LORA_FACTOR * role.optim.lr if role.lora.lr == "auto" else float(role.lora.lr)
 
 
-def averaged_models(config: Config) -> dict[str, ActorConfig | ScorerConfig]:
+def averaged_models(config: Config) -> dict[str, ActorConfig]:
     """Returns the sections of the models that may have averaged weights, by their names."""
     return {name: getattr(config, name) for name in config.averaged}
 
@@ -413,11 +411,9 @@ def reference_is_base(config: PPOConfig) -> bool:
 
 def reward_models(section: dict[str, Any], key: str = "reward") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the key and the section of each model in a reward, at any depth of a mixture."""
-    for name, inner in section.items():
-        if isinstance(inner, dict):
-            if name == "model" and isinstance(inner.get("path"), str):
-                yield f"{key}.model", inner
-            yield from reward_models(inner, f"{key}.{name}")
+    for at, part in parts_of(section, key):
+        if at != key and at.endswith(".model") and isinstance(part.get("path"), str):
+            yield at, part
 
 
 def value_position(algo: AlgoConfig) -> str:

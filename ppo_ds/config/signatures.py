@@ -18,7 +18,7 @@ from pydantic import create_model
 
 from ppo_ds.config.registry import import_target
 from ppo_ds.config.targets import checked_as, read_arguments
-from ppo_ds.config.types import Section
+from ppo_ds.config.types import Section, parts_of
 from ppo_ds.errors import UserError
 
 OWN = "ppo_ds."
@@ -27,17 +27,15 @@ TORCH_FREE = "ppo_ds.config."  # these modules do not import torch, so annotatio
 
 def misused_targets(section: dict[str, Any], key: str) -> Iterator[str]:
     """Yields an error line for each unknown, missing or mistyped argument of ppo_ds targets, at any depth."""
-    target = str(section.get("_target_"))
-    if target.startswith(OWN):
-        try:
-            read_arguments(declared_arguments(target), section, key)
-        except UserError as error:
-            yield from error.problems
-        except (ImportError, AttributeError, ValueError) as error:
-            yield f"{key}._target_={target}: cannot be imported ({error}); must be package.module.name"
-    for name, inner in section.items():
-        if isinstance(inner, dict):
-            yield from misused_targets(inner, f"{key}.{name}")
+    for at, part in parts_of(section, key):
+        target = str(part.get("_target_"))
+        if target.startswith(OWN):
+            try:
+                read_arguments(declared_arguments(target), part, at)
+            except UserError as error:
+                yield from error.problems
+            except (ImportError, AttributeError, ValueError) as error:
+                yield f"{at}._target_={target}: cannot be imported ({error}); must be package.module.name"
 
 
 def declared_arguments(target: str) -> type[Section]:

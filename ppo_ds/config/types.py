@@ -142,6 +142,14 @@ def meaning(field: FieldInfo) -> str:
     return " ".join((field.description or "").split())
 
 
+def parts_of(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the key and the section of an open part, and those of all sections inside it."""
+    yield key, section
+    for name, inner in section.items():
+        if isinstance(inner, dict):
+            yield from parts_of(inner, f"{key}.{name}")
+
+
 def refuse(message: str, *, whole_line: bool = False) -> NoReturn:
     """Refuses a value in a validator; the error line becomes ``key=value: message``.
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ppo_ds.config.checks.data import is_prepared
 from ppo_ds.config.schema import ENVIRONMENT_REWARD, Config, PPOConfig, all_rewards, uses_environment
 from ppo_ds.config.signatures import misused_targets
 from ppo_ds.config.similar_paths import did_you_mean_path
+from ppo_ds.config.types import parts_of
 
 
 def check_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
@@ -21,7 +21,12 @@ def check_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
         )
     yield from misused_targets(config.reward, "reward")
     for key, section in all_rewards(config).items():
-        yield from missing_files(config, section, key)
+        # a Python file of a reward, at any depth
+        for at, part in parts_of(section, key):
+            source = str(part.get("path")).rpartition(":")[0]
+            missing = source.endswith(".py") and not Path(source).expanduser().is_file()
+            if missing and not is_prepared(source, config):
+                yield f"{at}.path={part['path']}: no such file{did_you_mean_path(source)}"
         if uses_environment(section) and config.rollout.environment.path is None:
             yield (
                 f"{key}=environment: there is no environment; set rollout.environment.path, or choose "
@@ -40,17 +45,6 @@ def check_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
             f"algo.reward_shaping.missing_eos={shaping.missing_eos}: does not apply to the rewards of turns, "
             "which are all scores of reward=environment; set it to subtract or null"
         )
-
-
-def missing_files(config: Config, section: dict[str, Any], key: str) -> Iterator[str]:
-    """Yields an error line for each Python file of a reward, at any depth, that does not exist."""
-    source = str(section.get("path")).rpartition(":")[0]
-    missing = source.endswith(".py") and not Path(source).expanduser().is_file()
-    if missing and not is_prepared(source, config):
-        yield f"{key}.path={section['path']}: no such file{did_you_mean_path(source)}"
-    for name, inner in section.items():
-        if isinstance(inner, dict):
-            yield from missing_files(config, inner, f"{key}.{name}")
 
 
 def check_prepare(config: Config, ranks: int) -> Iterator[str]:

@@ -28,11 +28,6 @@ def check_vllm(config: PPOConfig, ranks: int) -> Iterator[str]:
             f"actor.zero.generation_gather={config.actor.zero.generation_gather}: has no effect with "
             "rollout.backend=vllm, which has weights of its own; use auto"
         )
-    yield from _sampling(config)
-
-
-def _sampling(config: PPOConfig) -> Iterator[str]:
-    """Yields an error line for each sampling option that vLLM changes or whose log-probs it cannot return."""
     sampling = config.sampling
     low, high = TEMPERATURES
     if not low <= sampling.temperature <= high:

@@ -210,17 +210,10 @@ class ScorerOptimConfig(OptimConfig):
     """Learning rate after the warm-up."""
 
 
-class ScorerConfig(Section):
+class ScorerConfig(ActorConfig):
     """The reward model that stage=reward_model trains."""
 
-    model: ModelConfig
-    zero: ZeroConfig
     optim: ScorerOptimConfig
-    lora: LoraConfig
-    ema: EmaConfig
-
-    deepspeed: dict[Any, Any] = {}
-    """Raw DeepSpeed settings, merged last."""
 
 
 class ReferenceConfig(Section):

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from ppo_ds.assemble.preflight import reward_sections
 from ppo_ds.assemble.roles import CLASSIFIER, critic_start
 from ppo_ds.compute.sizes import Shape
 from ppo_ds.config.hub_cache import in_hub_cache
@@ -22,6 +21,7 @@ from ppo_ds.config.schema import (
     uses_reference,
 )
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
+from ppo_ds.config.types import parts_of
 from ppo_ds.models.size import planned_own_code_shape, planned_shape
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.planning.ppo_memory import Models
@@ -120,7 +120,7 @@ def _rewards(config: PPOConfig, report: Report, loaded: set[Any]) -> dict[str, F
     ``loaded`` holds the identities of models that are in memory already.
     """
     rewards = {}
-    sections = [found for key, whole in all_rewards(config).items() for found in reward_sections(whole, key)]
+    sections = [found for key, whole in all_rewards(config).items() for found in parts_of(whole, key)]
     for key, section in sections:
         if not (isinstance(given := section.get("model"), dict) and isinstance(given.get("path"), str)):
             continue
