@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ppo_ds.config.schema import PPOConfig, TextConfig, rollout_size, trained_models
-from ppo_ds.config.sections.data import DataConfig, MixtureConfig
+from ppo_ds.config.types import replace
 from ppo_ds.data.demonstrations import DemonstrationSource
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.mixture import MixedSource, collect_user_errors
@@ -164,8 +164,9 @@ def build_prompts(config: PPOConfig, tokenizer: Tokenizer, world: World | None =
         return _prompts_of_path(config, tokenizer, world)
     loaders = [
         partial(
-            _loader(config, tokenizer, world, part),
+            _loader(config, tokenizer, world),
             part.path,
+            data=replace(data, revision=part.revision, prompt_column=part.prompt_column),
             split=part.split,
             max_samples=data.max_samples,
             key=f"data.mix[{i}].path",
@@ -181,9 +182,8 @@ def build_held_out(
     data = config.data
     if data.eval_path is None:
         return None
-    load = _loader(config, tokenizer, world, data)
-    source = load(data.eval_path, split=data.eval_split, max_samples=None, key="data.eval_path")
-    return _grouped(config, source)
+    load = _loader(config, tokenizer, world)
+    return _grouped(config, load(data.eval_path, split=data.eval_split, key="data.eval_path"))
 
 
 def build_compared(config: PPOConfig, tokenizer: Tokenizer, world: World | None = None) -> PromptSource:
@@ -204,28 +204,14 @@ def _grouped(config: PPOConfig, source: PromptSource) -> PromptSource:
 
 def _prompts_of_path(config: PPOConfig, tokenizer: Tokenizer, world: World | None) -> PromptSource:
     """Loads ``data.path``, limited by ``data.max_samples``."""
-    data = config.data
-    load = _loader(config, tokenizer, world, data)
+    data, load = config.data, _loader(config, tokenizer, world)
     return load(data.path, split=data.split, max_samples=data.max_samples, key="data.path")
 
 
-def _loader(
-    config: PPOConfig, tokenizer: Tokenizer, world: World | None, part: DataConfig | MixtureConfig
-) -> Callable[..., PromptSource]:
-    """Returns a function that loads one set of prompts; ``part`` holds its revision and prompt column."""
-    data = config.data
-    return partial(
-        PromptSource,
-        tokenizer=tokenizer,
-        max_new_tokens=config.sampling.max_new_tokens,
-        revision=part.revision,
-        prompt_column=part.prompt_column,
-        apply_chat_template=data.apply_chat_template,
-        system=data.system,
-        max_prompt_tokens=data.max_prompt_tokens,
-        long_prompts=data.long_prompts,
-        world=world,
-    )
+def _loader(config: PPOConfig, tokenizer: Tokenizer, world: World | None) -> Callable[..., PromptSource]:
+    """Returns a function that loads one set of prompts."""
+    limit = config.sampling.max_new_tokens
+    return partial(PromptSource, data=config.data, tokenizer=tokenizer, max_new_tokens=limit, world=world)
 
 
 def build_ptx(
@@ -237,10 +223,9 @@ def build_ptx(
         return None
     source = DemonstrationSource(
         data.ptx_path,
+        data=replace(data, revision=None, prompt_column=None),  # these belong to the prompts
         tokenizer=tokenizer,
         split=data.ptx_split,
-        apply_chat_template=data.apply_chat_template,
-        system=data.system,
         max_tokens=data.ptx_max_tokens,
         world=world,
     )

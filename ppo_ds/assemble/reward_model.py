@@ -109,30 +109,19 @@ def read_preferences(
     A collective if ``world`` has several ranks: each of them tokenizes a share.
     """
     data, tokenizer = config.data, build_tokenizer(config, "scorer")
-
-    def load(
-        path: str, split: str, revision: str | None, max_samples: int | None, key: str
-    ) -> PreferenceSource:
-        return PreferenceSource(
-            path,
-            tokenizer=tokenizer,
-            split=split,
-            revision=revision,
-            prompt_column=data.prompt_column,
-            apply_chat_template=data.apply_chat_template,
-            system=data.system,
-            max_samples=max_samples,
-            max_tokens=config.reward_model.max_tokens,
-            joint=config.reward_model.joint,
-            key=key,
-            world=world,
-        )
-
+    load = partial(
+        PreferenceSource,
+        data=data,
+        tokenizer=tokenizer,
+        max_tokens=config.reward_model.max_tokens,
+        joint=config.reward_model.joint,
+        world=world,
+    )
     assert data.path is not None, "config/checks/data.py requires it"
-    train = load(data.path, data.split, data.revision, data.max_samples, "data.path")
+    train = load(data.path, split=data.split, max_samples=data.max_samples, key="data.path")
     if data.eval_path is None:
         return tokenizer, train, None
-    held_out = load(data.eval_path, data.eval_split, data.revision, None, "data.eval_path")
+    held_out = load(data.eval_path, split=data.eval_split, key="data.eval_path")
     if held_out.template != train.template:
         raise UserError(
             f"data.eval_path={data.eval_path}: has rows of the kind {held_out.template}, but data.path has "

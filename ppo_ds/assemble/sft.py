@@ -133,11 +133,8 @@ def read_demonstrations(
     data, tokenizer = config.data, build_tokenizer(config)
     load = partial(
         DemonstrationSource,
+        data=data,
         tokenizer=tokenizer,
-        revision=data.revision,
-        prompt_column=data.prompt_column,
-        apply_chat_template=data.apply_chat_template,
-        system=data.system,
         learn=config.sft.learn,
         max_tokens=config.sft.max_tokens,
         max_tokens_key="sft.max_tokens",

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ppo_ds.config.sections.data import DataConfig
+from ppo_ds.config.types import replace
 from ppo_ds.data.learned_spans import Learn, learned_spans
 from ppo_ds.data.messages import (
     Prompt,
@@ -103,12 +105,9 @@ class DemonstrationSource:
         self,
         path: str,
         *,
+        data: DataConfig,
         tokenizer: Tokenizer,
         split: str = "train",
-        revision: str | None = None,
-        prompt_column: str | None = None,
-        apply_chat_template: bool | None = None,
-        system: str | None = None,
         max_samples: int | None = None,
         learn: Learn = "answer",
         max_tokens: int = 512,
@@ -118,14 +117,15 @@ class DemonstrationSource:
     ):
         """Reads and encodes the data set; see PromptSource.
 
-        ``prompt_column`` is the column of the prompt of a row with a separate answer; None: "prompt". ``key``
-        and ``max_tokens_key`` are the config keys of ``path`` and ``max_tokens``.
+        Without data.prompt_column, the prompt of a row with a separate answer is in the column "prompt".
+        ``key`` and ``max_tokens_key`` are the config keys of ``path`` and ``max_tokens``.
         """
         self.path, self.key, self.max_tokens_key, self.learn = path, key, max_tokens_key, learn
         self._tokenizer = tokenizer
-        self._format = prompt_format(tokenizer, prompt_column or "prompt", apply_chat_template, system, key)
+        data = replace(data, prompt_column=data.prompt_column or "prompt")
+        self._format = prompt_format(tokenizer, data, key)
         self._rows = load_rows(
-            path, split=split, revision=revision, max_rows=max_samples, key=key, world=world
+            path, split=split, revision=data.revision, max_rows=max_samples, key=key, world=world
         )
         demonstrations, self.fingerprint = parse_rows(world, self._rows, self._parse, key, path)
         self._kept = array("I")  # the index of each kept row

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from ppo_ds.types import Row
 
 
 @dataclass(frozen=True)
@@ -22,19 +19,6 @@ class Fingerprint:
     def saved(self) -> dict[str, Any]:
         """Returns the part that a checkpoint saves, under the key."""
         return {"rows": self.rows, "digest": self.digest}
-
-
-class RowDigest:
-    """Computes the digest of rows, one after the other."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=16)
-
-    def add(self, row: Row) -> None:
-        self._hash.update(repr(row).encode(errors="surrogatepass"))
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
 
 
 def changed_rows(before: Mapping[str, Any], now: Sequence[Fingerprint], checkpoint: object) -> Iterator[str]:

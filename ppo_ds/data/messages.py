@@ -7,7 +7,9 @@ row is removed, because the policy generates its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from ppo_ds.config.sections.data import DataConfig
 from ppo_ds.config.text import show
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
@@ -40,18 +42,15 @@ class PromptFormat:
     system: str | None = None  # a system message for chats without one
 
 
-def prompt_format(
-    tokenizer: Tokenizer, column: str | None, apply_chat_template: bool | None, system: str | None, key: str
-) -> PromptFormat:
+def prompt_format(tokenizer: Tokenizer, data: DataConfig, key: str) -> PromptFormat:
     """Builds the format for a tokenizer; ``key`` is the config key of the data set's path."""
-    if system is not None and not tokenizer.has_chat_template:
+    if data.system is not None and not tokenizer.has_chat_template:
         raise UserError(
-            f"data.system={system[:40]!r}: the tokenizer has no chat template for it; set "
+            f"data.system={data.system[:40]!r}: the tokenizer has no chat template for it; set "
             "data.chat_template, or write it into the prompts"
         )
-    if apply_chat_template is None:
-        apply_chat_template = tokenizer.has_chat_template
-    return PromptFormat(column, f"{key.rpartition('.')[0]}.prompt_column", apply_chat_template, system)
+    applies = tokenizer.has_chat_template if data.apply_chat_template is None else data.apply_chat_template
+    return PromptFormat(data.prompt_column, f"{key.rpartition('.')[0]}.prompt_column", applies, data.system)
 
 
 def parse_prompt(row: Row, format: PromptFormat) -> Prompt:
@@ -90,11 +89,11 @@ def parse_prompt(row: Row, format: PromptFormat) -> Prompt:
     raise UserError(f'column "{name}" must be a text or a list of messages, not {_type_name(value)}')
 
 
-def refuse_tools(row: Row) -> None:
+def refuse_tools(row: Row, model: str = "policy") -> None:
     """Raises UserError if the row lists tools, which no prompt would contain."""
     if row.get("tools"):
         raise UserError(
-            'column "tools": tools are not shown to the policy; write them into the system message and '
+            f'column "tools": tools are not shown to the {model}; write them into the system message and '
             "remove or rename the column"
         )
 
@@ -114,13 +113,18 @@ def parse_max_new_tokens(row: Row) -> int | None:
     value = row.get(LIMIT_COLUMN)
     if value is None or value == "":
         return None
-    try:
-        number = float("nan" if isinstance(value, bool) else value)
-    except (TypeError, ValueError, OverflowError):
-        number = float("nan")
+    number = as_number(value)
     if not number >= 1 or number % 1 != 0:
         raise UserError(f'column "{LIMIT_COLUMN}" must be a whole number of at least 1, not {show(value)!r}')
     return int(number)
+
+
+def as_number(value: Any) -> float:
+    """Converts a number or a text that is one; returns NaN for any other value."""
+    try:
+        return float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError, OverflowError):
+        return float("nan")
 
 
 def parse_chat(messages: list, name: str) -> list[Message]:

@@ -17,15 +17,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from ppo_ds.config.sections.data import DataConfig
 from ppo_ds.config.text import show
+from ppo_ds.config.types import replace
 from ppo_ds.data.messages import (
     Prompt,
     PromptFormat,
     add_system_message,
+    as_number,
     check_text,
     column_names,
     parse_chat,
     prompt_format,
+    refuse_tools,
 )
 from ppo_ds.data.order import Passes
 from ppo_ds.data.rows import load_rows, parse_rows
@@ -66,11 +70,7 @@ def parse_preferences(row: Row, format: PromptFormat, joint: str) -> ParsedRow:
 
     ``joint`` is the text between a prompt and an answer that are texts.
     """
-    if row.get("tools"):
-        raise UserError(
-            'column "tools": tools are not shown to the reward model; write them into the system message and '
-            "remove or rename the column"
-        )
+    refuse_tools(row, "reward model")
     answers = ranked_answers(row)
     texts = [_with_prompt(row, answer, name, format, joint) for _, answer, name in answers]
     ranks = [rank for rank, _, _ in answers]
@@ -117,10 +117,7 @@ def ranked_answers(row: Row) -> list[tuple[float, Any, str]]:
 
 
 def _number(value: object, what: str) -> float:
-    try:
-        number = float("nan" if isinstance(value, bool) else value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
+    number = as_number(value)
     if not math.isfinite(number):
         raise UserError(f"{what} must be a number, not {show(value)!r}")
     return number
@@ -190,12 +187,9 @@ class PreferenceSource:
         self,
         path: str,
         *,
+        data: DataConfig,
         tokenizer: Tokenizer,
         split: str = "train",
-        revision: str | None = None,
-        prompt_column: str | None = None,
-        apply_chat_template: bool | None = None,
-        system: str | None = None,
         max_samples: int | None = None,
         max_tokens: int = 1024,
         joint: str | None = None,
@@ -204,9 +198,10 @@ class PreferenceSource:
     ):
         """Reads and encodes the data set; see PromptSource. ``key`` is the config key of ``path``."""
         self.path, self.key, self._tokenizer = path, key, tokenizer
-        format = prompt_format(tokenizer, prompt_column, bool(apply_chat_template), system, key)
+        data = replace(data, apply_chat_template=bool(data.apply_chat_template))
+        format = prompt_format(tokenizer, data, key)
         self._file_rows = load_rows(
-            path, split=split, revision=revision, max_rows=max_samples, key=key, world=world
+            path, split=split, revision=data.revision, max_rows=max_samples, key=key, world=world
         )
         self.joint = tokenizer.joint if joint is None else joint.replace("\\n", "\n")
         parse = partial(parse_preferences, format=format, joint=self.joint)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ppo_ds.config.sections.data import PPODataConfig
 from ppo_ds.config.text import show
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.messages import Prompt, parse_max_new_tokens, parse_prompt, prompt_format
@@ -44,18 +45,18 @@ class PromptSource:
     """Holds the prompts of a data set, checked and tokenized, identically on every rank.
 
     Chats are rendered by the tokenizer's chat template; by default, text prompts are rendered too if there is
-    one. A prompt of more than ``max_prompt_tokens`` tokens is dropped or truncated on the left, as
-    ``long_prompts`` says. A row's column "max_new_tokens" lowers the run's ``max_new_tokens`` for its
+    one. A prompt of more than data.max_prompt_tokens tokens is dropped or truncated on the left, as
+    data.long_prompts says. A row's column "max_new_tokens" lowers the run's ``max_new_tokens`` for its
     response.
 
     ``report`` counts the rows that were read ("rows"), truncated, dropped, that ask for longer responses than
     the run allows ("lowered"), kept rows with the prompt ids of an earlier one ("repeated"), and rows with
     the "id" of an earlier one ("same_id"). ``len(source)`` is rows - dropped.
 
-    ``split`` and ``revision`` apply to a Hub data set; ``max_samples`` rows are read from the beginning
-    (None: all). ``prompt_column`` None: the first of PROMPT_COLUMNS that a row has. ``system`` is a message
-    for chats without one. ``key`` is the config key of ``path``. The ranks of ``world`` share the
-    tokenization, which is a collective; None: a single process.
+    ``data`` is the section data, of which path, split and max_samples are not used: these belong to one of
+    its data sets, of which ``max_samples`` rows are read from the beginning (None: all). ``key`` is the
+    config key of ``path``. The ranks of ``world`` share the tokenization, which is a collective; None: a
+    single process.
     """
 
     unit = "prompts"
@@ -65,24 +66,19 @@ class PromptSource:
         self,
         path: str,
         *,
+        data: PPODataConfig,
         tokenizer: Tokenizer,
         max_new_tokens: int,
         split: str = "train",
-        revision: str | None = None,
-        prompt_column: str | None = None,
-        apply_chat_template: bool | None = None,
-        system: str | None = None,
         max_samples: int | None = None,
-        max_prompt_tokens: int = 512,
-        long_prompts: str = "truncate_left",
         key: str = "data.path",
         world: World | None = None,
     ):
         self.path, self.key = path, key
         self.pad_id, self._tokenizer = tokenizer.pad_id, tokenizer
-        self._format = prompt_format(tokenizer, prompt_column, apply_chat_template, system, key)
+        self._format = prompt_format(tokenizer, data, key)
         self._rows = load_rows(
-            path, split=split, revision=revision, max_rows=max_samples, key=key, world=world
+            path, split=split, revision=data.revision, max_rows=max_samples, key=key, world=world
         )
         self._kept = array("I")  # the index of each kept prompt's row
         self._ids = TokenRows()  # token ids of the kept prompts
@@ -98,14 +94,15 @@ class PromptSource:
             world, tokenizer, self._rows, sizes, lambda i: [Piece.of(prompts[i], tokenizer)]
         )
         for i, ids in enumerate(encoded):
-            if len(ids) > max_prompt_tokens:
-                if long_prompts == "drop":
+            if len(ids) > data.max_prompt_tokens:
+                if data.long_prompts == "drop":
                     counts["dropped"] += 1
                     continue
                 counts["truncated"] += 1
-                ids = ids[-max_prompt_tokens:]
+                ids = ids[-data.max_prompt_tokens :]
             prompt, limit, _ = parsed[i]
-            self._first_with_roles.setdefault(roles_of(prompt), len(self))
+            roles = () if isinstance(prompt, str) else tuple(message["role"] for message in prompt)
+            self._first_with_roles.setdefault(roles, len(self))
             self._kept.append(i)
             self._ids.append(ids)
             self._limits.append(min(limit or max_new_tokens, max_new_tokens))
@@ -116,7 +113,7 @@ class PromptSource:
         if not len(self):
             raise UserError(
                 f"{key}={path}: all {len(parsed)} prompts are dropped: they have more than "
-                f"data.max_prompt_tokens={max_prompt_tokens} tokens; raise it, or set "
+                f"data.max_prompt_tokens={data.max_prompt_tokens} tokens; raise it, or set "
                 "data.long_prompts=truncate_left"
             )
 
@@ -208,11 +205,6 @@ def value_of(row: Row, column: str) -> str:
     return NO_VALUE if row.get(column) in (None, "") else str(row[column])
 
 
-def roles_of(prompt: Prompt) -> tuple[str, ...]:
-    """Returns the roles of a chat in order, or () for a text."""
-    return () if isinstance(prompt, str) else tuple(message["role"] for message in prompt)
-
-
 def collate_prompts(rows: Sequence[tuple[Sequence[int], int, Row]], pad_id: int) -> Prompts:
     """Collates ids, limits and metadata into one left-padded batch.
 
@@ -270,10 +262,6 @@ class PromptStream(Stream[Source, Prompts]):
             )
         self._samples = samples_per_prompt
         self._slice = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
-
-    @property
-    def steps_per_epoch(self) -> float:
-        return len(self.source) / self._batch_size
 
     def indices(self, step: int) -> list[int]:
         """Returns the indices of this rank's prompts, each repeated for its samples."""

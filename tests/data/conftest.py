@@ -7,6 +7,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from ppo_ds.config.sections.data import PPODataConfig
 from ppo_ds.data.prompts import PromptSource
 from ppo_ds.models.tokenizer import Tokenizer
 
@@ -14,6 +15,14 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% "
     "endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+def options_of(**options):
+    """Returns the arguments of a source; those that are keys of the section data become its section."""
+    keys = PPODataConfig.model_fields.keys() - {"split", "max_samples"}
+    section = {name: value for name, value in options.items() if name in keys}
+    others = {name: value for name, value in options.items() if name not in keys}
+    return {"data": PPODataConfig(**section), **others}
 
 
 def make_tokenizer(pad="<pad>", template=TEMPLATE, adds_bos=False):
@@ -66,7 +75,9 @@ def source(jsonl, tokenizer):
         rows = [{"prompt": p, "n": i} if isinstance(p, str) else p for i, p in enumerate(prompts)]
         return PromptSource(
             jsonl(*rows),
-            **{"tokenizer": tokenizer, "max_new_tokens": 9, "apply_chat_template": False, **options},
+            **options_of(
+                **{"tokenizer": tokenizer, "max_new_tokens": 9, "apply_chat_template": False, **options}
+            ),
         )
 
     return make

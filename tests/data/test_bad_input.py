@@ -13,6 +13,7 @@ import pytest
 from ppo_ds.data.prompts import PromptSource, PromptStream
 from ppo_ds.data.token_rows import tokenizer_chunks
 from ppo_ds.errors import UserError
+from tests.data.conftest import options_of
 
 USER = {"role": "user", "content": "hi"}
 CHAT = json.dumps({"messages": [USER]})
@@ -25,7 +26,7 @@ def lines(*rows):
 def said(path, tokenizer, **options):
     """Returns the lines of the UserError that the file causes, without the folder."""
     with pytest.raises(UserError) as caught:
-        PromptSource(str(path), tokenizer=tokenizer, max_new_tokens=9, **options)
+        PromptSource(str(path), **options_of(tokenizer=tokenizer, max_new_tokens=9, **options))
     assert all(line.isprintable() for line in caught.value.problems)
     return [line.replace(f"{path.parent}/", "") for line in caught.value.problems]
 
@@ -121,7 +122,7 @@ def test_a_file_format_that_fills_gaps_with_nulls(tmp_path, tokenizer):
         ),
         tmp_path / "x.parquet",
     )
-    made = PromptSource(str(tmp_path / "x.parquet"), tokenizer=tokenizer, max_new_tokens=9)
+    made = PromptSource(str(tmp_path / "x.parquet"), **options_of(tokenizer=tokenizer, max_new_tokens=9))
     assert [row["prompt_text"] for row in made.batch([0, 1]).metadata] == [
         "<user>a<eos><assistant>",
         "<user>hi<eos><assistant>",
@@ -139,7 +140,7 @@ def test_a_file_or_folder_without_permission(tmp_path, tokenizer, monkeypatch, c
     monkeypatch.setattr(f"pathlib.Path.{call}", refuse)
     path = tmp_path / "x.jsonl" if call == "open" else tmp_path
     with pytest.raises(UserError, match=f"^data.path={path}: Permission denied$"):
-        PromptSource(str(path), tokenizer=tokenizer, max_new_tokens=9)
+        PromptSource(str(path), **options_of(tokenizer=tokenizer, max_new_tokens=9))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_a_file_or_folder_without_permission(tmp_path, tokenizer, monkeypatch, c
 )
 def test_invalid_paths(tokenizer, path):
     with pytest.raises(UserError, match="^data.path=.*(no such file|File name too long)") as caught:
-        PromptSource(path, tokenizer=tokenizer, max_new_tokens=9)
+        PromptSource(path, **options_of(tokenizer=tokenizer, max_new_tokens=9))
     assert str(caught.value).isprintable()
 
 
@@ -168,7 +169,7 @@ def test_odd_characters_are_unchanged(tmp_path, byte_tokenizer, text, kind):
     content = lines({"prompt": text}) if kind == "jsonl" else f'prompt\n"{text}"\n'.encode()
     (tmp_path / f"x.{kind}").write_bytes(content)
     made = PromptSource(
-        str(tmp_path / f"x.{kind}"), tokenizer=byte_tokenizer(template=None), max_new_tokens=9
+        str(tmp_path / f"x.{kind}"), **options_of(tokenizer=byte_tokenizer(template=None), max_new_tokens=9)
     )
     batch = made.batch([0])
     assert batch.metadata[0]["prompt_text"] == text == made._tokenizer.decode(batch.ids[0].tolist())

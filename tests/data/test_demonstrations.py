@@ -15,6 +15,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.policy import Policy
 from ppo_ds.models.tiny import tiny_llama
 from ppo_ds.run.microbatches import microbatches
+from tests.data.conftest import options_of
 
 A, B, C, D, E = range(66, 71)
 EOS, PAD = 0, 1
@@ -26,7 +27,7 @@ ANSWER = {"role": "assistant", "content": "yo"}
 def source(jsonl, tokenizer):
     def make(*rows, **options):
         rows = [{"text": row} if isinstance(row, str) else row for row in rows]
-        return DemonstrationSource(jsonl(*rows), **{"tokenizer": tokenizer, **options})
+        return DemonstrationSource(jsonl(*rows), **options_of(**{"tokenizer": tokenizer, **options}))
 
     return make
 

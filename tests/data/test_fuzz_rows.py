@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ppo_ds.data.prompts import PromptSource
 from ppo_ds.errors import UserError
-from tests.data.conftest import make_tokenizer
+from tests.data.conftest import make_tokenizer, options_of
 
 CHATTY, PLAIN = make_tokenizer(), make_tokenizer(template=None)
 OPTIONS = dict(max_new_tokens=9, max_prompt_tokens=10**6)
@@ -68,7 +68,7 @@ def read(name: str, content: bytes, tokenizer=CHATTY) -> PromptSource | None:
         file = Path(folder) / name
         file.write_bytes(content)
         try:
-            return PromptSource(str(file), tokenizer=tokenizer, **OPTIONS)
+            return PromptSource(str(file), **options_of(tokenizer=tokenizer, **OPTIONS))
         except UserError as error:
             for line in error.problems:
                 assert line.isprintable(), line

@@ -8,6 +8,7 @@ import torch
 from ppo_ds.data.mixture import MixedSource, collect_user_errors
 from ppo_ds.data.prompts import PromptSource, PromptStream, eval_batches
 from ppo_ds.errors import UserError
+from tests.data.conftest import options_of
 
 
 @pytest.fixture
@@ -18,7 +19,9 @@ def part(jsonl, tokenizer):
         rows = [{"prompt": f"{name}{i}"} for i in range(n)]
         return PromptSource(
             jsonl(*rows, name=f"{name}.jsonl"),
-            **{"tokenizer": tokenizer, "max_new_tokens": 9, "apply_chat_template": False, **options},
+            **options_of(
+                **{"tokenizer": tokenizer, "max_new_tokens": 9, "apply_chat_template": False, **options}
+            ),
         )
 
     return make
@@ -117,7 +120,6 @@ def test_no_pass_of_a_set_has_the_order_of_a_pass_of_another_set(mixed):
 
 def test_one_epoch_is_the_number_of_all_prompts(mixed):
     stream = PromptStream(mixed([9, 3], [1, 1]), prompts_per_step=4, shuffle=False)
-    assert stream.steps_per_epoch == 3.0
     assert Counter(sum(take(stream, 3), []))["b0"] == 2 and stream.epoch == 1.0
 
 
@@ -150,7 +152,7 @@ def test_the_first_prompts_of_a_mixture_can_be_evaluated(mixed):
 def test_problems_of_all_sets_are_reported_together(jsonl, tokenizer, part):
     def make(i, path, **options):
         return lambda: PromptSource(
-            path, tokenizer=tokenizer, max_new_tokens=9, key=f"data.mix[{i}].path", **options
+            path, **options_of(tokenizer=tokenizer, max_new_tokens=9, key=f"data.mix[{i}].path", **options)
         )
 
     bad = jsonl({"prompt": "a"}, {"prompt": 5}, name="bad.jsonl")

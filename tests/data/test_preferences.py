@@ -9,7 +9,7 @@ from ppo_ds.data.stream import Stream
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from ppo_ds.rewards.text import TextEncoder
-from tests.data.conftest import make_tokenizer
+from tests.data.conftest import make_tokenizer, options_of
 
 USER, GOOD, BAD = (
     {"role": "user", "content": "hi"},
@@ -22,7 +22,7 @@ CHAT_PAIR = ("<user>hi<eos><assistant>yo<eos>", "<user>hi<eos><assistant>no<eos>
 @pytest.fixture
 def source(jsonl, tokenizer):
     def make(*rows, **options):
-        return PreferenceSource(jsonl(*rows), **{"tokenizer": tokenizer, **options})
+        return PreferenceSource(jsonl(*rows), **options_of(**{"tokenizer": tokenizer, **options}))
 
     return make
 
@@ -72,7 +72,8 @@ def test_a_text_prompt_becomes_a_chat_on_request(source):
 
 def test_texts_get_the_default_special_tokens_and_nothing_else(jsonl):
     tokenizer = make_tokenizer(adds_bos=True)
-    source = PreferenceSource(jsonl({"prompt": "a", "chosen": "b", "rejected": "cd"}), tokenizer=tokenizer)
+    path = jsonl({"prompt": "a", "chosen": "b", "rejected": "cd"})
+    source = PreferenceSource(path, **options_of(tokenizer=tokenizer))
     batch = source.batch([0])
     assert batch.ids[0, 0, :4].tolist() == tokenizer.hf("a b")["input_ids"]
     assert batch.ids[0, 1].tolist() == tokenizer.hf("a cd")["input_ids"]

@@ -19,7 +19,7 @@ from ppo_ds.data.prompts import PromptSource
 from ppo_ds.data.rows import load_rows
 from ppo_ds.data.sharing import all_gather_array, shares
 from ppo_ds.errors import UserError
-from tests.data.conftest import make_tokenizer
+from tests.data.conftest import make_tokenizer, options_of
 from tests.ppo.conftest import run_ranks
 
 WORDS = ["a", "", "bcd" * 50, "efg", "h" * 7, "ij", "klmnop", "q", "rst" * 9, "uv", "wxyz"]
@@ -36,9 +36,12 @@ PREFERENCES = [
     {"prompt": "q", "completions": ["best", "good", "bad"]},
 ]
 MAKE = {
-    "prompts": (partial(PromptSource, max_new_tokens=9, max_prompt_tokens=20), PROMPTS),
-    "demonstrations": (partial(DemonstrationSource, max_tokens=20, learn="all"), DEMONSTRATIONS),
-    "preferences": (partial(PreferenceSource, max_tokens=40), PREFERENCES),
+    "prompts": (partial(PromptSource, **options_of(max_new_tokens=9, max_prompt_tokens=20)), PROMPTS),
+    "demonstrations": (
+        partial(DemonstrationSource, **options_of(max_tokens=20, learn="all")),
+        DEMONSTRATIONS,
+    ),
+    "preferences": (partial(PreferenceSource, **options_of(max_tokens=40)), PREFERENCES),
 }
 
 
@@ -110,7 +113,7 @@ def test_nodes_with_different_files_are_refused(changed, jsonl):
 
     def load(world):
         path = [same, same, other][world.rank]
-        PromptSource(path, tokenizer=make_tokenizer(), max_new_tokens=9, key="data.path", world=world)
+        PromptSource(path, **options_of(tokenizer=make_tokenizer(), max_new_tokens=9, world=world))
 
     with pytest.raises(UserError, match=r"^data.path=.*: ranks 0 and 2 read different data from it; give"):
         run_ranks(3, load)

@@ -11,6 +11,7 @@ import setuptools  # noqa: F401, provides distutils
 from distutils.core import run_setup  # isort: skip
 
 import ppo_ds
+from ppo_ds.config.sections.data import DataConfig
 from ppo_ds.data.preferences import PreferenceSource
 from ppo_ds.models.tokenizer import load_tokenizer
 from tests.config.commands import compose
@@ -42,7 +43,9 @@ def test_preferences_have_the_shape_of_the_tutorials_record() -> None:
 
 def test_a_reward_model_can_train_on_the_preferences(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_tokenizer(tmp_path / "tokenizer"))
-    source = PreferenceSource(str(EXAMPLES / "zysnlp_preferences.jsonl"), tokenizer=tokenizer)
+    source = PreferenceSource(
+        str(EXAMPLES / "zysnlp_preferences.jsonl"), data=DataConfig(), tokenizer=tokenizer
+    )
     assert len(source) == 7
     chosen, rejected = source.texts(1)
     # The tokenizer begins each text with <bos>.

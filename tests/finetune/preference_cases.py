@@ -21,6 +21,7 @@ from ppo_ds.data.preferences import PreferenceSource
 from ppo_ds.finetune.pair_scores import pair_plan
 from ppo_ds.finetune.reward_model import RewardModelTrainer
 from ppo_ds.models.value import load_scorer
+from tests.data.conftest import options_of
 from tests.support.models import SIZES
 
 SMALL = dict(vocab_size=260, **SIZES, initializer_range=0.2)
@@ -69,7 +70,7 @@ def scorer_of(folder, **options):
 
 
 def source_of(path, tokenizer, **options):
-    return PreferenceSource(path, tokenizer=tokenizer, **options)
+    return PreferenceSource(path, **options_of(tokenizer=tokenizer, **options))
 
 
 def losses(scorer, pairs, *, ranks=1, budget=10_000, packed=False, **settings):
