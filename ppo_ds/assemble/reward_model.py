@@ -76,7 +76,7 @@ def build_reward_model(config: RewardModelStageConfig, context: RunContext) -> R
         total_steps=steps,
         train_tokens=int(config.memory.train_tokens),
         score_tokens=int(config.memory.score_tokens),
-        eval_pairs=config.eval.max_prompts,
+        eval_rows=config.eval.max_prompts,
         evaluate_ema=role.ema.evaluate and ema is not None,
         samples=config.tracker.samples if config.tracker.samples >= 0 else None,
         scorer=scorer,
@@ -90,7 +90,7 @@ def build_reward_model(config: RewardModelStageConfig, context: RunContext) -> R
             capacity=measured_capacity(world, scorer.module.model.dtype),
             cost=update_cost(scorer, scorer.module.model),
         ),
-        pairs=pairs,
+        rows=pairs,
         held_out=held_out,
         tokenizer=tokenizer.with_padding(pad_id),
         saved_settings={

@@ -60,17 +60,18 @@ def build_sft(config: SFTStageConfig, context: RunContext) -> SFTTrainer:
         shuffle=config.data.shuffle,
         key="sft.batch_size",
     )
+    longest = max(source.longest for source in (train, held_out) if source is not None)
     prompts = held_out.prompts(section.samples, section.sample_tokens) if held_out else None
     steps = training_steps(config.run, len(train), section.batch_size)
     download_weights(models_to_download(config), world)
     loading(context, "actor", role.model.path, role.model.revision)
-    actor = build_actor(config, context, needs(config, tokenizer, train, held_out, prompts), steps)
+    actor = build_actor(config, context, needs(config, tokenizer, longest, prompts), steps)
     ema = WeightCopy(actor) if role.ema.decay is not None else None
     memory = partial(
         estimate_finetuning,
         name="actor",
         shape=shape_of(actor.module.lm),
-        longest=max(source.longest for source in (train, held_out) if source is not None),
+        longest=longest,
         evaluated=evaluated_rows(config, held_out),
         answers=(0, 0) if prompts is None else (len(prompts), answered_tokens(config, prompts)),
     )
@@ -165,15 +166,8 @@ def build_actor(config: SFTStageConfig, context: RunContext, needs: Needs, steps
     return trained_engine(load, make, config.actor, "actor", context.world, steps)
 
 
-def needs(
-    config: SFTStageConfig,
-    tokenizer: Tokenizer,
-    train: DemonstrationSource,
-    held_out: DemonstrationSource | None,
-    prompts: Prompts | None,
-) -> Needs:
-    """Returns the requirements of the data on the model."""
-    longest = max(source.longest for source in (train, held_out) if source is not None)
+def needs(config: SFTStageConfig, tokenizer: Tokenizer, longest: int, prompts: Prompts | None) -> Needs:
+    """Returns the requirements of the data on the model; ``longest`` are the tokens of the longest row."""
     return Needs(
         tokenizer.id_bound,
         max(longest, 0 if prompts is None else answered_tokens(config, prompts)),

@@ -1,19 +1,24 @@
-"""One optimizer step of a single trained model, for the stages sft and reward_model."""
+"""The stages that train one model, sft and reward_model: what they share, and one optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from ppo_ds.data.demonstrations import DemonstrationSource
+from ppo_ds.data.fingerprint import Fingerprint
+from ppo_ds.data.preferences import PreferenceSource
+from ppo_ds.data.stream import Stream
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.engine.lockstep import step_or_skip
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.run.health import SkippedStep
 from ppo_ds.run.metrics import MetricSums, step_metrics
 from ppo_ds.run.performance import Capacity, UpdateCost, memory, throughput
@@ -21,6 +26,8 @@ from ppo_ds.run.stage import RunContext
 from ppo_ds.types import Metrics
 
 Micro = TypeVar("Micro")
+Source = TypeVar("Source", DemonstrationSource, PreferenceSource)
+Batch = TypeVar("Batch")
 Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see algorithm/loss/aggregation.py
 
 
@@ -102,3 +109,44 @@ class OptimizerStep:
             flops = self.cost.flops(lengths, head_positions=head_positions, passes=1)
             found[f"perf/mfu_{self.name}"] = flops / seconds / self.capacity.flops
         return found | memory(world)
+
+
+@dataclass(kw_only=True)
+class FinetuneStage(Generic[Source, Batch]):
+    """A stage that trains one model on rows; run/stage.py documents the methods, run/loop.py calls them."""
+
+    context: RunContext
+    total_steps: int
+    train_tokens: int  # most tokens of one micro-batch
+    score_tokens: int  # most tokens of one forward of an evaluation
+    eval_rows: int | None  # rows or pairs of an evaluation; None: all
+    update: OptimizerStep
+    rows: Stream[Source, Batch]
+    held_out: Source | None
+    tokenizer: Tokenizer
+
+    def start(self) -> None:
+        """Does nothing: training needs no preparation."""
+
+    def next_rows(self) -> Batch:
+        """Returns the rows of the next step; a later stop request does not interrupt the step."""
+        with self.context.timer("data"):
+            rows = next(self.rows)
+        self.context.stop.raise_if_stopped()
+        return rows
+
+    @property
+    def models(self) -> Mapping[str, TrainedModel]:
+        return {self.update.name: self.update.model}
+
+    @property
+    def data(self) -> list[Fingerprint]:
+        return [source.fingerprint for source in (self.rows.source, self.held_out) if source is not None]
+
+    @property
+    def weight_copies(self) -> Mapping[str, WeightCopy]:
+        return {} if self.update.ema is None else {"ema": self.update.ema}
+
+    @property
+    def counters(self) -> Mapping[str, Callable[[], float]]:
+        return {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ppo_ds.compute.batching import padded_tokens, plan_share
+from ppo_ds.compute.batching import plan_share
 from ppo_ds.data.preferences import PreferenceSource
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
@@ -32,16 +32,6 @@ def pair_plan(pairs: PreferencePairs, token_budget: int, world: World, packed: b
     lengths = pairs.lengths.sum(1) if packed else pairs.lengths.max(1).values
     budget = token_budget if packed else max(token_budget // 2, 1)
     return plan_share(lengths, budget, world.rank, world.size, packed)
-
-
-def pair_padding(micros: list[PreferencePairs], packed: bool) -> Tensor:
-    """Counts the padding tokens and all tokens of the forwards over ``micros``: [2] long."""
-    counts = torch.zeros(2, dtype=torch.long)
-    for micro in micros:
-        lengths = micro.lengths.flatten()
-        tokens = padded_tokens(lengths, packed)
-        counts += torch.tensor([tokens - int(lengths.sum()), tokens])
-    return counts
 
 
 def score_pairs(scorer: TrainedModel, micro: PreferencePairs) -> Tensor:

@@ -1,7 +1,7 @@
 """Reward-model stage: trains a scalar score of texts on preference pairs (Ouyang et al. 2022, section 3.5).
 
 One step is one optimizer step on a batch of pairs:
-  1. next(pairs)   the pairs of the step, the same on every rank
+  1. next(rows)    the pairs of the step, the same on every rank
   2. update        forward and backward over this rank's micro-batches, then the optimizer step
 
 The loss is pairwise.py:pairwise_loss, averaged exactly over all pairs of the step. Departures from
@@ -22,21 +22,18 @@ import torch
 from torch import Tensor
 
 from ppo_ds.config.sections.finetune import RewardModelConfig
-from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.preferences import PreferenceSource
 from ppo_ds.data.prompts import prompt_id
-from ppo_ds.data.stream import Stream
 from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.engine.weight_copy import WeightCopy
-from ppo_ds.finetune.optimizer_step import OptimizerStep, Parts
-from ppo_ds.finetune.pair_scores import PairScores, pair_padding, pair_plan, score_pairs, score_source
+from ppo_ds.finetune.optimizer_step import FinetuneStage, Parts
+from ppo_ds.finetune.pair_scores import PairScores, pair_plan, score_pairs, score_source
 from ppo_ds.finetune.pairwise import pairwise_loss
-from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.run.export import export_model
 from ppo_ds.run.failure_dump import dump_failure
 from ppo_ds.run.health import TooManySkips
+from ppo_ds.run.microbatches import padding
 from ppo_ds.run.nan_debug import replay_rows
-from ppo_ds.run.stage import Evaluation, RunContext, StepResult
+from ppo_ds.run.stage import Evaluation, StepResult
 from ppo_ds.types import PreferencePairs, to_device
 
 MEASURED = 1024  # training pairs whose scores give score_mean and score_std in a run without held-out data
@@ -44,52 +41,32 @@ LEAST_STD = 1e-8  # score_std of a model that gives the same score to all texts
 
 
 @dataclass(kw_only=True)
-class RewardModelTrainer:
-    """The reward-model stage; run/stage.py documents the methods, run/loop.py calls them."""
+class RewardModelTrainer(FinetuneStage[PreferenceSource, PreferencePairs]):
+    """The reward-model stage. Its tokenizer is as exported, with its pad token."""
 
-    context: RunContext
-
-    # settings
     config: RewardModelConfig
-    total_steps: int
-    train_tokens: int  # most tokens of one micro-batch
-    score_tokens: int  # most tokens of one forward of an evaluation
-    eval_pairs: int | None  # pairs of an evaluation; None: all
     evaluate_ema: bool
     samples: int | None  # held-out pairs in the samples file; None: all
-
-    # model
     scorer: TrainedModel
-    update: OptimizerStep
-
-    # data
-    pairs: Stream[PreferenceSource, PreferencePairs]
-    held_out: PreferenceSource | None
-    tokenizer: Tokenizer  # as exported, with its pad token
     saved_settings: Mapping[str, Any]  # entries of the exported config.json on the format of the texts
 
     # (whether the weights are averaged, optimizer steps) -> scores, which evaluation and export share
     measured: dict[tuple[bool, int], PairScores] = field(init=False, default_factory=dict)
 
-    def start(self) -> None:
-        """Does nothing: training needs no preparation."""
-
     def step(self, index: int) -> StepResult:
-        with self.context.timer("data"):
-            pairs = next(self.pairs)
-        self.context.stop.raise_if_stopped()  # a later stop request does not interrupt the step
+        pairs = self.next_rows()
         full = pairs.filled(self.context.world.size)
         packed = self.scorer.module.packed
         plan = pair_plan(full, self.train_tokens, self.context.world, packed)
         micros = [full.select(part).trimmed() for part in plan]
         with self.context.budgets.ending(self.context.budgets.train, "the update"):
             metrics = self.update(pairs, micros, partial(self.loss, count=len(pairs)))
-        padding, tokens = self.context.world.sum(pair_padding(micros, packed)).tolist()
+        padded, tokens = self.context.world.sum(padding(micros, packed)).tolist()
         lengths = pairs.lengths.flatten()
         metrics |= {
-            "perf/pad_frac_update": padding / tokens,
+            "perf/pad_frac_update": padded / tokens,
             "rm/text_len_mean": float(lengths.double().mean()),
-            "rm/epoch": self.pairs.epoch,
+            "rm/epoch": self.rows.epoch,
         }
         return StepResult(
             metrics=metrics,
@@ -137,8 +114,8 @@ class RewardModelTrainer:
             with budgets.ending(budgets.score, "the evaluation"), self.weights(averaged):
                 scores = score_source(
                     self.scorer,
-                    self.held_out or self.pairs.source,
-                    most=self.eval_pairs if self.held_out else MEASURED,
+                    self.held_out or self.rows.source,
+                    most=self.eval_rows if self.held_out else MEASURED,
                     token_budget=self.score_tokens,
                     packed=self.scorer.module.packed,
                     check=check,
@@ -171,31 +148,14 @@ class RewardModelTrainer:
 
     # -- checkpoints, export, failures -----------------------------------------------------------------------
 
-    @property
-    def models(self) -> Mapping[str, TrainedModel]:
-        return {"scorer": self.scorer}
-
-    @property
-    def data(self) -> list[Fingerprint]:
-        sources = [self.pairs.source] + ([self.held_out] if self.held_out else [])
-        return [source.fingerprint for source in sources]
-
-    @property
-    def weight_copies(self) -> Mapping[str, WeightCopy]:
-        return {} if self.update.ema is None else {"ema": self.update.ema}
-
-    @property
-    def counters(self) -> Mapping[str, Callable[[], float]]:
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the data, and the settings for an export of the checkpoint."""
         names = ["model"] if self.update.ema is None else ["model", "ema"]
         exports = {name: self.export_settings(averaged=name == "ema") for name in names}
-        return {"pairs": self.pairs.state_dict(), "export": exports}
+        return {"pairs": self.rows.state_dict(), "export": exports}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.pairs.load_state_dict(state["pairs"])
+        self.rows.load_state_dict(state["pairs"])
         self.measured = {}  # after a rollback, other weights can have the same number of steps
 
     def export(self, run_dir: Path) -> None:

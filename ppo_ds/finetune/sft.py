@@ -15,7 +15,7 @@ micro-batches. The LM head runs for learned tokens only. Options:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -28,18 +28,13 @@ from torch import Tensor
 from ppo_ds.algorithm.loss.aggregation import BatchTotals, aggregate, batch_totals, token_mean
 from ppo_ds.config.sections.finetune import SFTConfig
 from ppo_ds.data.demonstrations import DemonstrationSource
-from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.prompts import prompt_id
-from ppo_ds.data.stream import Stream
 from ppo_ds.distributed import heartbeat
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
-from ppo_ds.engine.trained import TrainedModel
-from ppo_ds.engine.weight_copy import WeightCopy
-from ppo_ds.finetune.optimizer_step import OptimizerStep, Parts
+from ppo_ds.finetune.optimizer_step import FinetuneStage, Parts
 from ppo_ds.models.neftune import EmbeddingNoise
 from ppo_ds.models.policy import PolicyOutput
-from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ops.masked import sum_and_count
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.run.export import export_actor
@@ -48,7 +43,7 @@ from ppo_ds.run.health import TooManySkips
 from ppo_ds.run.metrics import MetricSums
 from ppo_ds.run.microbatches import filled, microbatch_rows, padding
 from ppo_ds.run.nan_debug import replay_rows
-from ppo_ds.run.stage import Evaluation, RunContext, StepResult
+from ppo_ds.run.stage import Evaluation, StepResult
 from ppo_ds.types import Metrics, Prompts, Rollout, Sequences, to_device
 
 EVAL_ROWS = 1024  # held-out rows that are divided into forwards together
@@ -56,39 +51,18 @@ NOISE_SEED_OFFSET = 1_000_000_007  # seeds of the noise differ from those of oth
 
 
 @dataclass(kw_only=True)
-class SFTTrainer:
-    """The SFT stage; run/stage.py documents the methods, run/loop.py calls them."""
+class SFTTrainer(FinetuneStage[DemonstrationSource, Sequences]):
+    """The SFT stage."""
 
-    context: RunContext
-
-    # settings
     config: SFTConfig
     seed: int
-    total_steps: int
-    train_tokens: int  # most tokens of one micro-batch
-    score_tokens: int  # most tokens of one forward of an evaluation
-    eval_rows: int | None  # rows of an evaluation; None: all
-
-    # model
     actor: HybridActor
     eval_weights: Callable[[], AbstractContextManager[None]]  # swaps in the weights to evaluate
-    update: OptimizerStep
-
-    # data
-    rows: Stream[DemonstrationSource, Sequences]
-    held_out: DemonstrationSource | None
     prompts: Prompts | None  # held-out prompts that are answered at each evaluation
     generator: Generator
-    tokenizer: Tokenizer
-
-    def start(self) -> None:
-        """Does nothing: training needs no preparation."""
 
     def step(self, index: int) -> StepResult:
-        world, packed = self.context.world, self.actor.module.packed
-        with self.context.timer("data"):
-            batch = next(self.rows)
-        self.context.stop.raise_if_stopped()  # a later stop request does not interrupt the step
+        world, packed, batch = self.context.world, self.actor.module.packed, self.next_rows()
         full, totals = filled(batch, world.size), self.totals(batch)
         plan = microbatch_rows(full, self.train_tokens, world, packed)
         with self.context.budgets.ending(self.context.budgets.train, "the update"):
@@ -243,23 +217,6 @@ class SFTTrainer:
         }
 
     # -- checkpoints, export, failures -----------------------------------------------------------------------
-
-    @property
-    def models(self) -> Mapping[str, TrainedModel]:
-        return {"actor": self.actor}
-
-    @property
-    def data(self) -> list[Fingerprint]:
-        sources = [self.rows.source] + ([self.held_out] if self.held_out else [])
-        return [source.fingerprint for source in sources]
-
-    @property
-    def weight_copies(self) -> Mapping[str, WeightCopy]:
-        return {} if self.update.ema is None else {"ema": self.update.ema}
-
-    @property
-    def counters(self) -> Mapping[str, Callable[[], float]]:
-        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows.state_dict()}

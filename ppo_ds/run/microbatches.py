@@ -15,7 +15,7 @@ from torch import Tensor
 from ppo_ds.compute.batching import padded_tokens, plan_forwards, plan_share
 from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.distributed.world import World
-from ppo_ds.types import Sequences
+from ppo_ds.types import PreferencePairs, Sequences
 
 S = TypeVar("S", bound=Sequences)
 
@@ -34,11 +34,11 @@ def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = F
     return [minibatch.select(rows).trimmed() for rows in plan]
 
 
-def padding(micros: Iterable[Sequences], packed: bool) -> Tensor:
+def padding(micros: Iterable[Sequences | PreferencePairs], packed: bool) -> Tensor:
     """Counts the padding tokens and all tokens of the forwards over ``micros``: [2] long."""
     counts = torch.zeros(2, dtype=torch.long)
-    for micro in micros:
-        lengths = micro.attention_mask.sum(1)
+    for rows in micros:
+        lengths = rows.lengths.flatten() if isinstance(rows, PreferencePairs) else rows.attention_mask.sum(1)
         tokens = padded_tokens(lengths, packed)
         counts += torch.tensor([tokens - int(lengths.sum()), tokens])
     return counts

@@ -78,6 +78,7 @@ def test_the_dump_of_a_nan_names_the_rows_of_its_step(monkeypatch, tmp_path):
     stage, written = trainer(SimpleNamespace(packed=False)), {}
     stage.context.world = WORLD
     stage.rows, stage.tokenizer = Stream(), SimpleNamespace(decode=lambda ids, **_: str(ids))
+    stage.update = SimpleNamespace(name="actor", model=stage.actor)
     monkeypatch.setattr(sft, "replay_rows", lambda *_: None)
     monkeypatch.setattr(sft, "dump_failure", lambda *_, **parts: written.update(parts))
     skip = SimpleNamespace(batch=ROWS, what=("loss.actor",))
