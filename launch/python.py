@@ -48,6 +48,7 @@ Settings = Mapping[str, Any]
 Data = str | Path | Iterable[Any]
 REGISTRIES: dict[str, type[Variants] | None] = {**OPEN_VARIANTS, "reward.path": None}
 ROWS = Path("outputs", "rows")  # where the rows of Python objects are written
+HYDRAS_WORDS = ("null", "true", "false", "nan", "inf")  # are no texts without quotes
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 800px; border: 0"></iframe>'
 
@@ -339,13 +340,7 @@ def in_hydra(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float):
         return json.dumps(value)
     text = str(value)
-    if re.fullmatch(r"[A-Za-z_][\w./:-]*", text) and text.lower() not in (
-        "null",
-        "true",
-        "false",
-        "nan",
-        "inf",
-    ):
+    if re.fullmatch(r"[A-Za-z_][\w./:-]*", text) and text.lower() not in HYDRAS_WORDS:
         return text
     return "'" + text.replace("'", "\\'") + "'"
 

@@ -19,6 +19,7 @@ from ppo_ds.models.lora import adapter_parameters, add_adapters
 from ppo_ds.models.policy import rope_length_limit, sharded_loading
 
 T = TypeVar("T")
+M = TypeVar("M")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,16 @@ class Needs:
                 f"{key}={path}: has {module.max_tokens} positions; {self.longest} need {self.positions}: "
                 f"lower {self.remedy}"
             )
+
+    def checked(self, load: Callable[[], M], path: str, key: str) -> Callable[[], M]:
+        """Returns a function that calls ``load`` and checks the model."""
+
+        def load_checked() -> M:
+            module = load()
+            self.check(module, path, key)
+            return module
+
+        return load_checked
 
 
 def trained_engine(

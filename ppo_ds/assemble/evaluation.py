@@ -15,7 +15,6 @@ from ppo_ds.background.pending import PeerTaskFailed, call
 from ppo_ds.background.user_code import user_traceback
 from ppo_ds.config.schema import PPOConfig, reference_is_base, rollout_size, uses_reference
 from ppo_ds.data.prompts import eval_batches
-from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.errors import RunError
 from ppo_ds.ppo.collector import StartScoring
 from ppo_ds.ppo.evaluation import Evaluator
@@ -122,12 +121,27 @@ def reference_responses(
     """
     actor, section, reference = config.actor.model, config.reference.model, models.reference
     loaded = uses_reference(config) and not reference_is_base(config)
-    generate = None
+    sharded, generate = config.reference.zero.stage == 3, None
+
+    def rollouts(batches: Sequence[Prompts]) -> list[Rollout]:
+        """Generates responses. A collective if the reference is sharded, or with an environment."""
+        assert reference is not None
+        with reference.decoding() as lm:
+            backend = HFGenerator(
+                lambda: lm,
+                tokenizer=inputs.tokenizer,
+                token_budget=int(context.budgets.rollout),
+                lockstep_max=context.world.max_int if sharded else None,
+                should_stop=context.stop.should_stop,
+            )
+            check = context.stop.raise_if_stopped
+            generator = with_environment(config, context.world, inputs.tokenizer, backend, check)
+            return [generator(prompts, sampling) for prompts in batches]
+
     if loaded and reference is not None:
-        sharded = config.reference.zero.stage == 3
         generate = context.budgets.guard(
             context.budgets.rollout,
-            partial(reference_rollouts, config, context, inputs, reference, sampling, sharded),
+            rollouts,
             what="generation with the reference",
             repeatable=not sharded and config.rollout.environment.path is None,
         )
@@ -149,26 +163,3 @@ def reference_responses(
         is_initial_actor=not loaded or (section.path, section.revision) == (actor.path, actor.revision),
         generate=generate,
     )
-
-
-def reference_rollouts(
-    config: PPOConfig,
-    context: RunContext,
-    inputs: Inputs,
-    reference: FrozenModel,
-    sampling: SamplingParams,
-    sharded: bool,
-    batches: Sequence[Prompts],
-) -> list[Rollout]:
-    """Generates responses of the reference. A collective if it is ``sharded``, or with an environment."""
-    with reference.decoding() as lm:
-        backend = HFGenerator(
-            lambda: lm,
-            tokenizer=inputs.tokenizer,
-            token_budget=int(context.budgets.rollout),
-            lockstep_max=context.world.max_int if sharded else None,
-            should_stop=context.stop.should_stop,
-        )
-        check = context.stop.raise_if_stopped
-        generator = with_environment(config, context.world, inputs.tokenizer, backend, check)
-        return [generator(prompts, sampling) for prompts in batches]

@@ -156,12 +156,7 @@ def build_scorer(
         remedy="reward_model.max_tokens",
         tokenizer_of="scorer",
     )
-
-    def load() -> ScoreModel:
-        scorer = scorer_module(config, "scorer", tokenizer)
-        needs.check(scorer, role.model.path, KEY)
-        return scorer
-
+    load = needs.checked(partial(scorer_module, config, "scorer", tokenizer), role.model.path, KEY)
     return trained_engine(load, TrainedModel, role, "scorer", world, steps)
 
 

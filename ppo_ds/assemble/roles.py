@@ -79,12 +79,7 @@ def build_actor(
     timed: Callable[[str], AbstractContextManager[None]],
 ) -> HybridActor:
     """Builds the engine of PPO's actor, which also generates. A collective."""
-
-    def load() -> Policy:
-        policy = ppo_actor_module(config)
-        needs.check(policy, config.actor.model.path, "actor.model.path")
-        return policy
-
+    load = needs.checked(partial(ppo_actor_module, config), config.actor.model.path, "actor.model.path")
     copy = None if config.rollout.own_weights else unsharded_twin
     make = partial(HybridActor, make_inference_copy=copy, timer=timed)
     return trained_engine(load, make, config.actor, "actor", world, optimizer_steps)
@@ -142,12 +137,7 @@ def build_critic(
     config: PPOConfig, start: CriticStart, world: World, needs: Needs, optimizer_steps: int
 ) -> TrainedModel:
     """Builds the critic's engine. A collective."""
-
-    def load() -> ScoreModel:
-        critic = critic_module(config, start)
-        needs.check(critic, start.model.path, start.key)
-        return critic
-
+    load = needs.checked(partial(critic_module, config, start), start.model.path, start.key)
     return trained_engine(load, TrainedModel, config.critic, "critic", world, optimizer_steps)
 
 
@@ -172,11 +162,6 @@ def build_reference(config: PPOConfig, world: World, needs: Needs, actor: Traine
     zero = config.reference.zero
     # a frozen model has no backward pass that would recompute activations
     model = ModelConfig(**config.reference.model.model_dump() | {"gradient_checkpointing": False})
-
-    def load() -> Policy:
-        key = "reference.model.path"
-        policy = load_policy(model, temperature=actor.module.temperature, key=key)
-        needs.check(policy, model.path, key)
-        return policy
-
-    return frozen_engine(load, zero, model.dtype, world)[1]
+    key = "reference.model.path"
+    load = partial(load_policy, model, temperature=actor.module.temperature, key=key)
+    return frozen_engine(needs.checked(load, model.path, key), zero, model.dtype, world)[1]

@@ -29,7 +29,7 @@ from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.finetune.optimizer_step import OptimizerStep
 from ppo_ds.finetune.sft import SFTTrainer
 from ppo_ds.models.download import download_weights
-from ppo_ds.models.policy import Policy, unsharded_twin
+from ppo_ds.models.policy import unsharded_twin
 from ppo_ds.models.size import shape_of
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.planning.budgets import settle
@@ -156,12 +156,8 @@ def check_demonstrations(config: SFTStageConfig, world: World, *, prepared: bool
 
 def build_actor(config: SFTStageConfig, context: RunContext, needs: Needs, steps: int) -> HybridActor:
     """Builds the engine of the model that is trained. A collective."""
-
-    def load() -> Policy:
-        policy = actor_module(config.actor, config.run.seed)
-        needs.check(policy, config.actor.model.path, "actor.model.path")
-        return policy
-
+    actor = partial(actor_module, config.actor, config.run.seed)
+    load = needs.checked(actor, config.actor.model.path, "actor.model.path")
     make = partial(HybridActor, make_inference_copy=unsharded_twin, timer=context.timer)
     return trained_engine(load, make, config.actor, "actor", context.world, steps)
 

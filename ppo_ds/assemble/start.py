@@ -14,7 +14,14 @@ from ppo_ds.config.schema import Config, main_model_path
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.errors import UserError
-from ppo_ds.run.record import begins_anew, finish_move, names_to_move, open_run_directory, recorded_settings
+from ppo_ds.run.record import (
+    begins_anew,
+    finish_move,
+    names_to_move,
+    open_run_directory,
+    recorded_settings,
+    writing,
+)
 from ppo_ds.storage.shared_directory import probe, sees_probe
 from ppo_ds.tracking.banner import Banner
 
@@ -32,7 +39,12 @@ def open_start(
     check_shared(run_dir, world)
     on_main(world, lambda: banner.note(*finish_move(run_dir)))
     restart = resume == "restart" and on_main(world, lambda: begins_anew(run_dir, settings))
-    start = None if restart else find_start(resume, checkpoints)
+    start: Path | None = None
+    if resume in ("auto", "restart") and not restart:
+        start = checkpoints.latest()
+    elif resume not in ("auto", "restart", "never"):
+        start = Path(resume)
+        checkpoints.verify(start)
     before, refusal = None, None
     if start is not None:
         before = checkpoints.settings_of(start)
@@ -65,12 +77,8 @@ def check_shared(run_dir: Path, world: World) -> None:
         return
 
     def create() -> str:
-        try:
+        with writing(run_dir):
             return stack.enter_context(probe(run_dir))
-        except OSError as error:
-            raise UserError(
-                f"run.dir={run_dir}: cannot be written: {error.strerror}; choose another run.dir"
-            ) from error
 
     with ExitStack() as stack:
         name = on_main(world, create)
@@ -112,13 +120,3 @@ def on_main(world: World, action: Callable[[], Any]) -> Any:
     if problems:
         raise UserError(*problems)
     return result
-
-
-def find_start(resume: str, checkpoints: Checkpoints) -> Path | None:
-    """Returns the verified checkpoint that ``run.resume`` names, or None to start from the beginning."""
-    if resume == "never":
-        return None
-    if resume in ("auto", "restart"):
-        return checkpoints.latest()
-    checkpoints.verify(Path(resume))
-    return Path(resume)

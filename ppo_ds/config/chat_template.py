@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ppo_ds.config.schema import Config, TextConfig
-from ppo_ds.config.types import replace
 from ppo_ds.errors import UserError
 from ppo_ds.secrets import secrets_in
 
@@ -40,11 +38,3 @@ def template_text(given: str) -> str:
     if secrets := list(secrets_in({"data": {"chat_template": text}})):
         raise UserError(*secrets)
     return text
-
-
-def with_template_text(config: Config) -> Config:
-    """Returns a config whose ``data.chat_template``, if it has one, is the text of the template."""
-    if not isinstance(config, TextConfig) or config.data.chat_template is None:
-        return config
-    text = template_text(config.data.chat_template)
-    return replace(config, data=replace(config.data, chat_template=text))

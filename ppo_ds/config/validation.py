@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ppo_ds.config.chat_template import with_template_text
+from ppo_ds.config.chat_template import template_text
 from ppo_ds.config.checks import algo, data, evaluation, models, needs, reward, run, vllm
 from ppo_ds.config.reading import dotted_keys
 from ppo_ds.config.schema import Config, PPOConfig, TextConfig, from_tree, inherit, load_own_code
+from ppo_ds.config.types import replace
 from ppo_ds.errors import UserError
 from ppo_ds.secrets import secrets_in
 
@@ -53,7 +54,9 @@ def validated(tree: dict[str, Any], ranks: int) -> Config:
         raise UserError(wrong["stage"])
     config = inherit(config)
     try:
-        config = with_template_text(config)
+        if isinstance(config, TextConfig) and config.data.chat_template is not None:
+            text = template_text(config.data.chat_template)
+            config = replace(config, data=replace(config.data, chat_template=text))
     except UserError as error:
         wrong = wrong | {"data.chat_template": str(error)}
     # Lines about a key with a wrong value are dropped: the value was replaced, so they would be misleading.

@@ -20,23 +20,11 @@ from ppo_ds.storage.drafts import fsync, remove_drafts, write_file
 from ppo_ds.storage.run_directory import check_run_directory
 
 # Files and folders that belong to the steps run so far.
-RECORD = (
-    "config.yaml",
-    "memory.json",
-    "metrics.jsonl",
-    "events.jsonl",
-    "samples",
-    "eval_reference.json",
-    "summary.json",
-    "curves.png",
-    "report.html",
-    "model",
-    "model_ema",
-    "adapter",
-    "critic",
-    "wandb.id",
-    "tensorboard",
-    "trackio.id",
+RECORD = tuple(
+    """
+    config.yaml memory.json metrics.jsonl events.jsonl samples eval_reference.json summary.json curves.png
+    report.html model model_ema adapter critic wandb.id tensorboard trackio.id
+    """.split()
 )
 # All files and folders that run.resume=restart moves.
 WHOLE_RECORD = (*RECORD, "checkpoints", "dumps", "exports", "wandb")
@@ -108,7 +96,7 @@ def open_run_directory(run_dir: Path, now: Settings, start: Path | None, restart
     checkpoint ``start`` is moved; with ``restart`` any record is. May raise UserError, see
     ``check_run_directory``.
     """
-    with _os_errors(run_dir):
+    with writing(run_dir):
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         lines = check_run_directory(run_dir)
         steps, before = recorded_steps(run_dir), recorded_settings(run_dir)
@@ -134,7 +122,8 @@ def write_settings(run_dir: Path, settings: Settings) -> None:
 
 
 @contextmanager
-def _os_errors(run_dir: Path) -> Iterator[None]:
+def writing(run_dir: Path) -> Iterator[None]:
+    """Turns an error of the file system into a UserError that names the run directory."""
     try:
         yield
     except OSError as error:
@@ -148,7 +137,7 @@ def finish_move(run_dir: Path) -> list[str]:
     lines = []
     for unfinished in run_dir.glob(f"earlier_*{UNFINISHED}"):
         kept = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
-        with _os_errors(run_dir):
+        with writing(run_dir):
             _move(run_dir, [name for name in WHOLE_RECORD if (run_dir / name).exists()], kept)
         lines.append(f"restart    the move of an earlier run to {kept}, which was interrupted, is complete")
     return lines
