@@ -72,31 +72,24 @@ class MemoryConfig(Section):
 
     # A run replaces auto by a number before it uses a budget (planning/budgets.py).
 
-    score_tokens: Count | Literal["auto"] = Field(
-        "auto",
-        description="Most tokens in one forward without gradients on one rank, such as for log-probs, "
-        "values, rewards and losses on held-out rows; auto: as for rollout_tokens.",
-    )
-    train_tokens: Count | Literal["auto"] = Field(
-        "auto",
-        description="Most tokens in one micro-batch of training on one rank; auto: as for rollout_tokens.",
-    )
-    layout: Literal["auto", "packed", "padded"] = Field(
-        "auto",
-        description="Layout of the rows of a forward; auto: packed where the model's attention supports it "
-        "and it "
-        "is faster.",
-    )
+    score_tokens: Count | Literal["auto"] = "auto"
+    """Most tokens in one forward without gradients on one rank, such as for log-probs, values, rewards and
+    losses on held-out rows; auto: as for rollout_tokens."""
+
+    train_tokens: Count | Literal["auto"] = "auto"
+    """Most tokens in one micro-batch of training on one rank; auto: as for rollout_tokens."""
+
+    layout: Literal["auto", "packed", "padded"] = "auto"
+    """Layout of the rows of a forward; auto: packed where the model's attention supports it and it is
+    faster."""
 
 
 class GenerationMemoryConfig(MemoryConfig):
     """Token budgets of a stage that generates."""
 
-    rollout_tokens: Count | Literal["auto"] = Field(
-        "auto",
-        description="Most tokens in one batch of generation on one rank; auto: as many as fit into memory, "
-        "up to a limit beyond which larger batches are not faster.",
-    )
+    rollout_tokens: Count | Literal["auto"] = "auto"
+    """Most tokens in one batch of generation on one rank; auto: as many as fit into memory, up to a limit
+    beyond which larger batches are not faster."""
 
 
 class PPOMemoryConfig(GenerationMemoryConfig):
@@ -108,19 +101,16 @@ class PPOMemoryConfig(GenerationMemoryConfig):
     actual rows.
     """
 
-    reuse_forwards: Literal["auto", "all", "off"] = Field(
-        "auto",
-        description="With one optimizer step per rollout, trains on the graphs of the forwards that compute "
-        "log-probs or values, without a second forward; auto: of the actor, which needs no more memory; "
-        "all: of actor and critic. Last digits of the results change, since the rows of an optimizer step "
-        "are summed in another order. If memory runs out in such a forward, the run keeps no further graphs.",
-    )
-    sequence_parallel: Count = Field(
-        1,
-        description="Number of ranks that divide the tokens of a forward or backward of actor, critic and "
-        "reference (DeepSpeed-Ulysses). It must divide the ranks and the attention heads and key-value heads "
-        "of these models, whose rows are packed. Generation and reward models do not divide rows.",
-    )
+    reuse_forwards: Literal["auto", "all", "off"] = "auto"
+    """With one optimizer step per rollout, trains on the graphs of the forwards that compute log-probs or
+    values, without a second forward; auto: of the actor, which needs no more memory; all: of actor and
+    critic. Last digits of the results change, since the rows of an optimizer step are summed in another
+    order. If memory runs out in such a forward, the run keeps no further graphs."""
+
+    sequence_parallel: Count = 1
+    """Number of ranks that divide the tokens of a forward or backward of actor, critic and reference
+    (DeepSpeed-Ulysses). It must divide the ranks and the attention heads and key-value heads of these models,
+    whose rows are packed. Generation and reward models do not divide rows."""
 
 
 class CheckpointConfig(Section):
