@@ -66,9 +66,11 @@ def experience_maker(
 ) -> ExperienceMaker:
     """Builds the ExperienceMaker of a run."""
     algo, world, budgets = config.algo, context.world, context.budgets
-    # ZeRO-3 gathers weights in a forward, and the lagged weights are swapped in between two forwards
+    # ZeRO-3 gathers weights in a forward, ranks that divide tokens exchange them, and the lagged weights are
+    # swapped in between two forwards
     sections = (config.actor, config.critic, config.reference)
     collective = lagged is not None or any(section.zero.stage == 3 for section in sections)
+    collective |= world.sequence is not None
     forwards = ModelForwards(
         actor=actor,
         lagged=lagged,

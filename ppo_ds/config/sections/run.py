@@ -3,7 +3,6 @@
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
-from pydantic import Field
 
 from ppo_ds.config.types import Count, Natural, Number, Positive, Section, Text
 
