@@ -209,7 +209,7 @@ def start_trackers(
         activity=heartbeat.read,
         first_step=done,
         print_answers=config.tracker.print_answers,
-        screen=screen,
+        screen=screen or Screen(),
     )
     jsonl = JsonlTracker(run_dir, resumed_at=done)
     console.banner(banner, title=f"ppo_ds: {config.run.name}")

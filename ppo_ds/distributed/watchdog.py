@@ -192,9 +192,8 @@ class Watchdog:
             # themselves (run/stopping.py). Otherwise rank 0 held the store and has ended.
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                 self._poll_peers()  # if rank 0 is on this machine, this reports its death
-                self._exit(
-                    "stopped because rank 0 failed (its store, which all ranks use, no longer answers)", 1
-                )
+                reason = "its store, which all ranks use, no longer answers"
+                self._exit(f"stopped because rank 0 failed ({reason})", 1)
         if failure is not None:
             self._handle_failure(failure)
         for callback in self._callbacks:

@@ -203,9 +203,7 @@ class HybridActor(TrainedModel):
 
     @property
     def _weight_bytes(self) -> int:
-        return sum(
-            whole_numel(parameter) * parameter.element_size() for parameter in self.module.lm.parameters()
-        )
+        return sum(whole_numel(p) * p.element_size() for p in self.module.lm.parameters())
 
     def _count_weights(self) -> None:
         self._switched_bytes += self._weight_bytes

@@ -109,10 +109,8 @@ class OptimizerOffload:
     def _on_device(self, tensors: Iterable[Tensor]) -> list[UntypedStorage]:
         """Returns the non-empty storages of ``tensors`` on the model's device, each of them once."""
         device = self._model.world.device.type
-        storages = {
-            x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.device.type == device
-        }
-        return [storage for storage in storages.values() if storage.nbytes()]
+        storages = [x.untyped_storage() for x in tensors if x.device.type == device]
+        return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
 
 def _as_bytes(storage: UntypedStorage) -> Tensor:

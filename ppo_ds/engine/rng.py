@@ -53,9 +53,8 @@ def set_rng(states: RandomStates, world: World) -> None:
     position, has_gauss, gauss = states.rest["numpy"]
     version, gauss_next = states.rest["python"]
     torch.set_rng_state(states.tensors["torch"])
-    np.random.set_state(
-        ("MT19937", states.tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, gauss)
-    )
+    words = states.tensors["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", words, position, has_gauss, gauss))
     random.setstate((version, tuple(states.tensors["python"].tolist()), gauss_next))
     if world.device.type == "cuda" and "cuda" in states.tensors:
         torch.cuda.set_rng_state(states.tensors["cuda"], world.device)

@@ -80,9 +80,8 @@ class MultiTurnGenerator:
         limits = max_new_tokens(prompts, sampling).tolist()
         given = zip(prompts.ids, prompts.mask, limits, prompts.metadata, strict=True)
         episodes = [Episode(row, ids[mask].tolist(), limit) for ids, mask, limit, row in given]
-        self.run_calls(
-            [(one, partial(begin, self.make_environment, one.row)) for one in episodes], self.begun
-        )
+        resets = [(one, partial(begin, self.make_environment, one.row)) for one in episodes]
+        self.run_calls(resets, self.begun)
         for turn in range(1, self.max_turns + 1):
             active = [episode for episode in episodes if episode.end is None]
             if self.world.max_int(len(active)) == 0:

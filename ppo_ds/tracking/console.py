@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from rich.markup import escape
 from rich.panel import Panel
@@ -17,31 +18,22 @@ from ppo_ds.tracking.screen import Screen
 from ppo_ds.tracking.tracker import EventKind, Record, Tracker
 
 
+@dataclass(eq=False)
 class ConsoleTracker(Tracker):
     """Prints the progress of a run on standard output."""
 
-    def __init__(
-        self,
-        stage: str,
-        total_steps: int,
-        *,
-        activity: Callable[[], Any],
-        first_step: int = 0,
-        print_answers: int = 0,
-        stream: TextIO | None = None,
-        screen: Screen | None = None,
-    ):
-        """Initializes the tracker of a run of ``stage`` that has made ``first_step`` steps.
+    stage: str
+    total_steps: int
+    _: KW_ONLY
+    activity: Callable[[], Any]  # returns the phase of this process for the live view
+    first_step: int = 0  # steps that the run has made already
+    print_answers: int = 0  # steps between printed answers; 0: none
+    screen: Screen = field(default_factory=Screen)  # may show lines already
 
-        ``activity`` returns the phase of this process for the live view, ``print_answers`` is the number of
-        steps between printed answers (0: none), and ``screen`` one that shows lines already.
-        """
-        self.screen = screen or Screen(stream)
+    def __post_init__(self) -> None:
         self.console = self.screen.console
-        self._total = total_steps
-        self._print_answers = print_answers
         self._plus_minus = "±" if self.console.encoding.startswith("utf") else "+-"
-        self._view = LiveView(stage, total_steps, activity, step=first_step)
+        self._view = LiveView(self.stage, self.total_steps, self.activity, step=self.first_step)
 
     def banner(self, text: str, *, title: str = "ppo_ds") -> None:
         if self.console.is_terminal:
@@ -59,12 +51,12 @@ class ConsoleTracker(Tracker):
     def log(self, step: int, metrics: Record) -> None:
         self._view.log(step)
         columns = self.console.width if self.console.is_terminal else None
-        line = step_line(step, self._total, metrics, plus_minus=self._plus_minus, columns=columns)
+        line = step_line(step, self.total_steps, metrics, plus_minus=self._plus_minus, columns=columns)
         self.console.print(line, soft_wrap=True)
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
         """Prints the first row of every ``print_answers``-th step, and of its evaluation."""
-        if self._print_answers and step % self._print_answers == 0:
+        if self.print_answers and step % self.print_answers == 0:
             self.console.print(answer_lines(step, rows[0], split), markup=False, soft_wrap=True)
 
     def event(self, step: int, kind: EventKind, text: str) -> None:

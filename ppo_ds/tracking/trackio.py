@@ -59,9 +59,7 @@ class TrackioTracker(Dashboard):
     def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
         import trackio
 
-        shown = {
-            name: trackio.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms.items()
-        }
+        shown = {name: trackio.Histogram(np_histogram=(h.counts, h.edges)) for name, h in histograms.items()}
         self._run.log(shown, step)
 
     def event(self, step: int, kind: EventKind, text: str) -> None:

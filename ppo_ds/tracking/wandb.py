@@ -99,9 +99,7 @@ class WandbTracker(Dashboard):
     def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
         import wandb
 
-        shown = {
-            name: wandb.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms.items()
-        }
+        shown = {name: wandb.Histogram(np_histogram=(h.counts, h.edges)) for name, h in histograms.items()}
         self._run.log(shown | {"step": step})
 
     def event(self, step: int, kind: EventKind, text: str) -> None:

@@ -10,6 +10,7 @@ from ppo_ds.distributed import heartbeat
 from ppo_ds.tracking.console import ConsoleTracker, step_line
 from ppo_ds.tracking.curves import before_after
 from ppo_ds.tracking.formatting import format_change, format_duration, format_number
+from ppo_ds.tracking.screen import Screen
 
 METRICS = {
     "reward/score_mean": 0.5, "reward/score_std": 0.25, "kl/ref_seq_mean": 0.0123, "policy/loss": -0.02,
@@ -19,7 +20,7 @@ METRICS = {
 
 
 def run(stream):
-    tracker = ConsoleTracker("ppo", 20, activity=heartbeat.read, stream=stream)
+    tracker = ConsoleTracker("ppo", 20, activity=heartbeat.read, screen=Screen(stream))
     tracker.banner("batch  8 prompts x 4 samples [per step]")
     tracker.start({})
     tracker.log(3, METRICS)
@@ -107,7 +108,7 @@ def test_a_change_is_the_difference_of_the_numbers_that_are_shown():
 
 def test_answers_are_printed_without_their_control_characters() -> None:
     stream = io.StringIO()
-    tracker = ConsoleTracker("ppo", 20, activity=heartbeat.read, print_answers=2, stream=stream)
+    tracker = ConsoleTracker("ppo", 20, activity=heartbeat.read, print_answers=2, screen=Screen(stream))
     rows = [{"prompt": "1+1=\nHow much?", "response": "2\x1b[31m\r3\n[bold]", "score": 0.5}, {"prompt": "no"}]
     for step in (1, 2, 3):
         tracker.samples(step, rows)

@@ -18,6 +18,7 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +55,19 @@ NO_COPIES: Mapping[str, WeightCopy] = {}
 OTHER_BYTES = 1024**2  # upper bound for all files except models and copies: random states and JSON
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Saves and loads the checkpoints of one run in the folder ``root``.
 
     Every public method is a collective.
     """
 
-    def __init__(
-        self, root: Path, *, world: World, keep_last: int, settings: Mapping[str, Any] | None = None
-    ):
-        """Stores ``settings``, the settings of the run (JSON), in each checkpoint that is saved."""
-        assert keep_last >= 1
-        self.root = root
-        self.world = world
-        self.keep_last = keep_last
-        self.settings = settings
-        self._verified: set[Path] = set()  # checkpoints that this process has verified
+    root: Path
+    _: KW_ONLY
+    world: World
+    keep_last: int  # at least 1
+    settings: Mapping[str, Any] | None = None  # of the run (JSON); stored in each checkpoint that is saved
+    verified: set[Path] = field(init=False, default_factory=set)  # those that this process has verified
 
     def save(
         self,
@@ -136,7 +134,7 @@ class Checkpoints:
         for path in self.world.gather_objects(self._folders())[0]:
             damage = self._damage(path)
             if not damage:
-                self._verified.add(path)
+                self.verified.add(path)
                 for skipped, reason in damaged.items() if self.world.is_main else ():
                     log.warning("checkpoint %s is damaged and skipped: %s", skipped, reason)
                 return path
@@ -168,7 +166,7 @@ class Checkpoints:
                 f"run.resume: {path} is damaged: {'; '.join(damage[:3])}: "
                 "use another, or run.resume=auto for the newest undamaged one"
             )
-        self._verified.add(path)
+        self.verified.add(path)
 
     def load(
         self, path: Path, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy] = NO_COPIES
@@ -178,7 +176,7 @@ class Checkpoints:
         Verifies ``path`` first unless this process has already verified it. Raises UserError if the run has
         other models or weight copies than the checkpoint.
         """
-        if path not in self._verified:
+        if path not in self.verified:
             self.verify(path)
         metadata = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if sorted(metadata["models"]) != sorted(models):

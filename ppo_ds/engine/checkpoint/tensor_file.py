@@ -70,10 +70,8 @@ class TensorFile:
         entry = self._entry(name)
         assert 0 <= elements.start <= elements.stop <= entry.numel
         size = entry.dtype.itemsize
-        data = self._read(
-            size * (elements.stop - elements.start), self._begin + entry.begin + size * elements.start
-        )
-        return data.view(entry.dtype)
+        offset = self._begin + entry.begin + size * elements.start
+        return self._read(size * (elements.stop - elements.start), offset).view(entry.dtype)
 
     def _entry(self, name: str) -> Entry:
         try:
