@@ -133,6 +133,12 @@ class VLLMGenerator(DecodeBackend):
         # keys and values of prompts that were computed with earlier weights
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, which depends on the earlier weights")
+        if self.group is not None:
+            # The trainer and the engines have NCCL communicators of their own. A collective of the one that
+            # still runs on a rank's GPU can block one of the other, and be blocked by it on another rank.
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            self.group.barrier()
         try:
             yield
         finally:
@@ -342,13 +348,18 @@ def _process_unchanged() -> Iterator[None]:
 
     On a CPU it replaces torch.set_num_threads by a function without effect, and adds a library to LD_PRELOAD,
     which all later processes would load. On a GPU it freezes the garbage collector's objects, among them the
-    trainer's, and forbids cuDNN's attention (vLLM 0.32).
+    trainer's, forbids cuDNN's attention, and replaces the current stream (vLLM 0.32); DeepSpeed synchronizes
+    some of its streams with the default one only.
     """
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     preloaded, cudnn = os.environ.get("LD_PRELOAD"), torch.backends.cuda.cudnn_sdp_enabled()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+            torch.cuda.set_stream(stream)
         gc.unfreeze()
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         torch.set_num_threads = set_num_threads  # type: ignore[assignment]

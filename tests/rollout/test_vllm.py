@@ -247,6 +247,23 @@ def test_a_group_stops_at_the_same_step_once_one_rank_must_stop(make, prompts, s
         assert generator(prompts([3], [6]), sampling(2)).response_lengths.tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_group_generates_once_no_rank_has_another_collective(make, monkeypatch, on_gpu):
+    """With NCCL, a collective of the trainer and one of vLLM could each wait for the other."""
+    lm, calls = model(), []
+    generator = make(lm, group=fake_group(barrier=lambda: calls.append("barrier")))
+    calls.clear()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+
+    def weights():
+        yield from weights_of(lm)
+        calls.append("gathered")  # by a collective of the trainer
+
+    with generator.loaded(weights()):
+        assert calls == ["gathered", *(["synchronize"] if on_gpu else []), "barrier"]
+
+
 def test_log_probs_of_greedy_responses_at_another_temperature_are_unknown(make, prompts, sampling):
     lm = model()
     rows, generator = prompts([3, 4, 5], [6]), make(lm, temperature=0.7)
@@ -292,6 +309,24 @@ def test_the_start_of_an_engine_restores_the_process(make, monkeypatch):
     make(model())
     assert torch.set_num_threads is set_num_threads and "LD_PRELOAD" not in os.environ
     assert torch.backends.cuda.cudnn_sdp_enabled() and gc.get_freeze_count() == 0
+
+
+def test_the_start_of_an_engine_restores_the_stream(make, monkeypatch):
+    """On a GPU, vLLM replaces the stream of the process, with which DeepSpeed synchronizes its own."""
+    calls = []
+    stream = SimpleNamespace(wait_stream=lambda other: calls.append(("wait for", other)))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: calls[0][1] if calls else stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda new: calls.append(("set", new)))
+    start = fake_vllm.LLM.__init__
+
+    def starting(self, *args, **kwargs):
+        torch.cuda.set_stream("of vLLM")
+        start(self, *args, **kwargs)
+
+    monkeypatch.setattr(fake_vllm.LLM, "__init__", starting)
+    make(model())
+    assert calls == [("set", "of vLLM"), ("wait for", "of vLLM"), ("set", stream)]
 
 
 @pytest.mark.parametrize(("on_gpu", "found"), [(False, "0"), (True, None)])
