@@ -133,6 +133,22 @@ def test_a_killed_or_unreadable_run_fails_its_check(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(("given", "seen"), [("2,5", "2"), (None, "0")])
+def test_commands_see_one_gpu(tmp_path, monkeypatch, given, seen):
+    """The doctor counts all visible GPUs, and the runs that it is compared with have one rank."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    run = Run("shows", ["-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"])
+    assert gpu_checks.execute(run, tmp_path, on_cpu=False).log == f"{seen}\n"
+
+
+@pytest.mark.parametrize(("seconds", "passed"), [(0.98, True), (0.96, False)])
+def test_attention_without_cudnn_may_be_as_fast_up_to_noise(seconds, passed):
+    steps = {"default": result({"time/step": 1.0}), "cudnn": result({"time/step": seconds})}
+    assert CHECKS["attention"].judge(steps)[0] == passed
+
+
 def test_without_a_gpu_nothing_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpu_checks.main(["gradients", "--out", str(tmp_path / "out")]) == 2
