@@ -141,9 +141,11 @@ def test_variables_that_ranks_need_are_passed_on_and_keys_are_not() -> None:
         "DS_ENV_FILE": "/x",
         "FI_PROVIDER": "efa",
         "LD_LIBRARY_PATH": "/opt/ofi/lib",
+        "VLLM_CACHE_ROOT": "/vllm",
     }
     passed = ["CUDA_HOME=/cuda", "FI_PROVIDER=efa", "HF_HOME=/cache", "LD_LIBRARY_PATH=/opt/ofi/lib"]
-    assert lines(given) == [f"{line}\n" for line in [*passed, "WANDB_MODE=offline"]]
+    passed += ["VLLM_CACHE_ROOT=/vllm", "WANDB_MODE=offline"]
+    assert lines(given) == [f"{line}\n" for line in passed]
 
 
 @pytest.mark.parametrize("value", ["$HOME/x", "a`b`", 'a"b', "a\\b", "a\nHF_X=b"])
