@@ -10,8 +10,9 @@
 # --stop-timeout: seconds that the run has after `docker stop` to save a checkpoint and end.
 
 # The base image's torch (2.11, CUDA 12.8) is kept, since it is in the range that setup.cfg allows.
-# For another version of CUDA, give --build-arg BASE=pytorch/pytorch:...
+# For another version of CUDA or torch, give --build-arg BASE=pytorch/pytorch:...
 # A tag can be moved to another image; a digest cannot: --build-arg BASE=pytorch/pytorch@sha256:...
+# docs/installation.md says how to find the digest, and what a base must have.
 ARG BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel
 FROM ${BASE}
 
