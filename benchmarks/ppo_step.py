@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace) -> int:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     try:
         config = load_config(overrides(args))
-        prepare_environment(config.run.verbose, trains=True)
+        prepare_environment(config.run.verbose, trains=True, fixed_segments=config.rollout.own_weights)
         found, is_main = run(config, args)
     except UserError as error:
         exit_now(complain(error))
