@@ -27,6 +27,12 @@ def shown_values(values: Iterable[tuple[str, float]], form: str = ".4g") -> str:
     return ", ".join(f"{name} {value:{form}}" for name, value in values)
 
 
+def largest(values: Iterable[float]) -> float:
+    """Returns the largest value, or NaN if one is NaN."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
 def environment_set(results: Results) -> Verdict:
     """Expects the defaults of the environment that the trainer sets before torch is imported."""
     log = results["versions"].log
@@ -53,7 +59,9 @@ def first_gradients(results: Results) -> Verdict:
     """Expects that the gradient norms of the first step agree within 5 percent."""
     norms = {name: result.steps[0]["policy/grad_norm"] for name, result in results.items()}
     shown = shown_values(norms.items(), ".5g")
-    return max(norms.values()) <= 1.05 * min(norms.values()), f"policy/grad_norm of the first step: {shown}"
+    return largest(norms.values()) <= 1.05 * min(
+        norms.values()
+    ), f"policy/grad_norm of the first step: {shown}"
 
 
 def same_gradients(tolerance: float, steps: slice = slice(None)) -> Judge:
@@ -63,12 +71,12 @@ def same_gradients(tolerance: float, steps: slice = slice(None)) -> Judge:
         first, *others = results.values()
         differences = {}
         for name, other in zip(list(results)[1:], others, strict=True):
-            own, theirs = first.steps[steps], other.steps[steps]
-            differences[name] = max(
+            found = [
                 abs(b[norm] / a[norm] - 1)
-                for a, b in zip(own, theirs, strict=True)
+                for a, b in zip(first.steps[steps], other.steps[steps], strict=True)
                 for norm in ("policy/grad_norm", "value/grad_norm")
-            )
+            ]
+            differences[name] = largest(found)
         passed = all(difference <= tolerance for difference in differences.values())  # false for NaN
         count = f"{len(first.steps[steps])} step(s)"
         shown = shown_values(differences.items(), ".2g")
@@ -97,7 +105,7 @@ def parity_below(nats: float, *names: str) -> Judge:
     def judge(results: Results) -> Verdict:
         chosen = {name: result for name, result in results.items() if not names or name in names}
         gaps = {
-            name: max(step["parity/logp_abs_diff_mean"] for step in result.steps)
+            name: largest(step["parity/logp_abs_diff_mean"] for step in result.steps)
             for name, result in chosen.items()
         }
         finite = all(math.isfinite(step["policy/grad_norm"]) for r in chosen.values() for step in r.steps)
@@ -214,7 +222,7 @@ def weights_follow(nats: float) -> Judge:
     def judge(results: Results) -> Verdict:
         passed, shown = True, []
         for name, result in results.items():
-            gap = max(step["parity/logp_abs_diff_mean"] for step in result.steps)
+            gap = largest(step["parity/logp_abs_diff_mean"] for step in result.steps)
             moved = math.sqrt(2 * max(result.steps[-1]["kl/k3_token_mean"], 0.0))
             passed &= gap < nats and moved >= 5 * gap
             shown.append(f"{name} {gap:.2g}, moved by {moved:.2g}")

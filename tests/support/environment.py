@@ -23,8 +23,13 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-def run_python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Runs Python with these arguments; a test that hangs fails after 15 minutes."""
+def run_python(*arguments: str, cwd: Path = ROOT, minutes: float = 15) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments; a test that hangs fails after ``minutes``."""
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=900
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60 * minutes,
     )
