@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ OTHERS = (
 # newer names, which older versions of torch lack, and the functions that they replace
 RENAMED = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 # collectives of gloo in each of these functions; 1 in all others
-COSTS = {"all_gather_object": 2, "new_group": 0}
+COSTS = {"all_gather_object": 2, "broadcast_object_list": 2, "new_group": 0}
 DETAILS = ("op", "src", "dst")  # arguments on which the ranks must agree
 
 
@@ -171,3 +172,25 @@ def _first_difference(ranks: Sequence[Sequence[Call]], rank: int, other: int) ->
                 where = f"; groups {list(call.group)} and {list(expected.group)}"
             return f"rank {rank}, call {number}: {call} against {expected} of rank {other}{where}"
     return None
+
+
+def find_cycle(ranks: Sequence[Sequence[Call]]) -> list[str]:
+    """Looks for collectives that wait for one another if each rank starts a call after its earlier calls.
+
+    A collective is the nth call of its group, which all ranks of the group must have in common. Returns the
+    collectives of a cycle, each of which some rank calls before the next one, or [] if there is no cycle.
+    """
+    earlier: dict[tuple[Any, int], set[tuple[Any, int]]] = {}
+    for calls in ranks:
+        counts: Counter[tuple[int, ...]] = Counter()
+        previous = None
+        for call in calls:
+            node = (call.group, counts[call.group])
+            counts[call.group] += 1
+            earlier.setdefault(node, set()).update([] if previous is None else [previous])
+            previous = node
+    try:
+        TopologicalSorter(earlier).prepare()
+    except CycleError as error:
+        return [f"call {number + 1} of group {list(group)}" for group, number in error.args[1]]
+    return []
