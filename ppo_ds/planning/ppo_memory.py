@@ -126,6 +126,8 @@ class PPOMemory(RunMemory):
             peaks["ref_logprobs"] = self._frozen_forward(models.reference, tokens, self.length)
         if models.critic is not None:
             peaks["values"] = self.trained_forward("critic", tokens, prefetch)
+            # which runs first; ZeRO-3 keeps its last layers gathered as if a backward followed
+            peaks["old_logprobs"] += self.engines["critic"].gathered
         return peaks
 
     def _frozen_forward(self, model: FrozenModel, tokens: int, length: int) -> int:

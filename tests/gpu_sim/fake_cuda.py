@@ -290,9 +290,9 @@ class Stream(Event):
 
 
 @contextmanager
-def fake_cuda() -> Iterator[FakeCuda]:
-    """Simulates the device inside the block."""
-    device = FakeCuda()
+def fake_cuda(device: FakeCuda | None = None) -> Iterator[FakeCuda]:
+    """Simulates the device inside the block, by default a new one."""
+    device = device or FakeCuda()
     replaced = {
         "_lazy_init": lambda: None,
         "synchronize": lambda device_index=None: device.note_wait("torch.cuda.synchronize"),

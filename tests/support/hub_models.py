@@ -63,9 +63,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 CHARACTERS = {"Qwen2.5": "abc25", "Qwen3": "abc3"}  # by the name of the family
 
 
-def hub_folders(root: Path) -> dict[str, str]:
-    """Writes all folders and returns their paths by the models' names on the Hub."""
+def hub_folders(root: Path, layers: int | None = None) -> dict[str, str]:
+    """Writes all folders and returns their paths by the models' names on the Hub.
+
+    With ``layers``, the models have this number of layers, and otherwise their own.
+    """
     for name, config in CONFIGS.items():
+        config = config if layers is None else config | {"num_hidden_layers": layers}
         family = next((family for family in CHARACTERS if family in name), "")
         folder = root / name
         folder.mkdir(parents=True)
