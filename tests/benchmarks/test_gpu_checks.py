@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import gpu_checks
 from benchmarks.checks import judges
-from benchmarks.checks.runs import Check, Fault, Result, Run, varied
+from benchmarks.checks.runs import Check, Fault, Result, Run, execute, varied
 from benchmarks.gpu_checks import CHECKS
 from tests.support.environment import run_python
 
@@ -262,7 +262,7 @@ def test_commands_see_one_gpu(tmp_path, monkeypatch, given, seen):
     if given:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     run = Run("shows", ["-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"])
-    assert gpu_checks.execute(run, tmp_path, on_cpu=False).log == f"{seen}\n"
+    assert execute(run, tmp_path, on_cpu=False).log == f"{seen}\n"
 
 
 @pytest.mark.parametrize(("seconds", "passed"), [(0.98, True), (0.96, False)])

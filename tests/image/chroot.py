@@ -317,7 +317,9 @@ def stand_in(folder: Path) -> Layer:
         settings["DEBOOTSTRAP_DIR"] = str(folder / "tool/usr/share/debootstrap")
     suite = SUITES[sys.version_info[:2]]
     (base / "etc/dpkg/dpkg.cfg.d").mkdir(parents=True)
-    (base / "etc/dpkg/dpkg.cfg.d/unsafe").write_text("force-unsafe-io\n")  # half the time: files are not synced
+    (base / "etc/dpkg/dpkg.cfg.d/unsafe").write_text(
+        "force-unsafe-io\n"
+    )  # half the time: files are not synced
     subprocess.run(
         [tool, "--variant=minbase", f"--include={PACKAGES}", suite, str(base), MIRROR],
         env={**os.environ, **settings},
