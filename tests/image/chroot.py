@@ -239,7 +239,7 @@ class Container:
 
     def wait(self) -> tuple[int, str]:
         """Returns the exit code and the output of the first process."""
-        output, _ = self.process.communicate(timeout=240)
+        output, _ = self.process.communicate(timeout=600)
         return self.process.returncode, output
 
     def first_process(self) -> int:
@@ -317,9 +317,8 @@ def stand_in(folder: Path) -> Layer:
         settings["DEBOOTSTRAP_DIR"] = str(folder / "tool/usr/share/debootstrap")
     suite = SUITES[sys.version_info[:2]]
     (base / "etc/dpkg/dpkg.cfg.d").mkdir(parents=True)
-    (base / "etc/dpkg/dpkg.cfg.d/unsafe").write_text(
-        "force-unsafe-io\n"
-    )  # half the time: files are not synced
+    # dpkg otherwise syncs every file
+    (base / "etc/dpkg/dpkg.cfg.d/unsafe").write_text("force-unsafe-io\n")
     subprocess.run(
         [tool, "--variant=minbase", f"--include={PACKAGES}", suite, str(base), MIRROR],
         env={**os.environ, **settings},

@@ -652,11 +652,13 @@ def test_shared_memory_of_this_machine_with_several_gpus(monkeypatch: pytest.Mon
     )
     for per_node, is_this_machine, errors in ((2, True, 1), (1, True, 0), (2, False, 0)):
         report = Report()
-        check_host(3 * GIB, Cluster(per_node, per_node, 80 * GIB, None, is_this_machine), report)
+        cluster = Cluster(per_node, per_node, 80 * GIB, None, is_this_machine)
+        check_host(3 * GIB, [5 * GIB, 7 * GIB], cluster, report)
         assert report.errors == errors, report.lines
         here = "; this machine has " if is_this_machine else ""
         host = str(report.lines[-1])
-        assert f"3.0 GiB per rank for offloading, {3 * per_node}.0 GiB per node{here}" in host
+        sizes = f"3.0 GiB per rank for offloading, {3 * per_node}.0 GiB per node"
+        assert f"{sizes}; 7.0 GiB on rank 0 for the export{here}" in host
         assert ("this machine" in host) == is_this_machine
 
 

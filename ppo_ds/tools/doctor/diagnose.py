@@ -55,8 +55,8 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
         budgets = resolve(config, plan.estimate, usable, hardware.on_gpu)
         config, lines = with_numbers(config, budgets.numbers), budgets.lines
         found = plan.estimate(config)
-        check_disk(config, plan.checkpoint, plan.export, report, cluster.is_this_machine)
-    check_host(found.host if found else 0, cluster, report)
+        check_disk(config, plan.checkpoint, plan.exported, report, cluster.is_this_machine)
+    check_host(found.host if found else 0, plan.exported if plan else [], cluster, report)
     print("\n".join(map(str, report.lines)))
     describe_batch: Callable[..., list[str]] = batch_equation if config.stage == "ppo" else batch_line
     print("\n".join(describe_batch(config, hardware.ranks)))

@@ -77,5 +77,5 @@ def plan_finetuning(config: SFTStageConfig, hardware: Hardware, report: Report) 
         evaluated * batch.texts,
         forward * (4 if role.model.gradient_checkpointing else 3),
         STATE_BYTES * shape.trained + 4 * averaged * shape.trained,
-        BYTES[str(role.model.dtype)] * shape.parameters * (1 + averaged),
+        [BYTES[str(role.model.dtype)] * shape.parameters] * (1 + averaged),
     )

@@ -35,7 +35,7 @@ def plan_ppo(config: PPOConfig, hardware: Hardware, report: Report) -> Plan | No
     models = plan_models(config, inputs.tokenizer, report)
     if models is None:
         return None
-    checkpoint, export = disk_bytes(config, models)
+    checkpoint, exported = disk_bytes(config, models)
     longest = inputs.longest or config.data.max_prompt_tokens
     return Plan(
         partial(estimate, models=models, hardware=hardware, longest_prompt=longest),
@@ -44,18 +44,18 @@ def plan_ppo(config: PPOConfig, hardware: Hardware, report: Report) -> Plan | No
         inputs.evaluated,
         step_flops(config, models, longest),
         checkpoint,
-        export,
+        exported,
     )
 
 
-def disk_bytes(config: PPOConfig, models: Models) -> tuple[int, int]:
-    """Returns the bytes of one checkpoint and of the export at the end of the run."""
+def disk_bytes(config: PPOConfig, models: Models) -> tuple[int, list[int]]:
+    """Returns the bytes of one checkpoint and of each model that is exported at the end of the run."""
     actor, critic, ema = models.actor, models.critic, config.actor.ema.decay is not None
     trained = actor.trained + (critic.trained if critic else 0)
     copies = int(ema) + int(config.algo.old_policy == "lagged")
-    export = BYTES[config.actor.model.dtype] * actor.parameters * (1 + ema)
-    export += BYTES[str(config.critic.model.dtype)] * critic.parameters if critic else 0
-    return STATE_BYTES * trained + 4 * copies * actor.trained, export
+    exported = [BYTES[config.actor.model.dtype] * actor.parameters] * (1 + ema)
+    exported += [BYTES[str(config.critic.model.dtype)] * critic.parameters] if critic else []
+    return STATE_BYTES * trained + 4 * copies * actor.trained, exported
 
 
 def step_flops(config: PPOConfig, models: Models, prompt: int) -> int:

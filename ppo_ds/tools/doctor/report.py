@@ -86,19 +86,19 @@ def free_disk(config: Config) -> int:
 
 
 def check_disk(
-    config: Config, checkpoint: int, export: int, report: Report, on_this_machine: bool = True
+    config: Config, checkpoint: int, exported: list[int], report: Report, on_this_machine: bool = True
 ) -> None:
     """Checks the free space for all kept checkpoints, one more while it is written, and the final export.
 
-    ``checkpoint`` and ``export`` are the bytes of one checkpoint and of the export. For a run that is not
-    ``on_this_machine``, the space that it needs is only reported.
+    ``checkpoint`` and ``exported`` are the bytes of one checkpoint and of each exported model. For a run that
+    is not ``on_this_machine``, the space that it needs is only reported.
     """
     settings = config.checkpoint
     kept = 0 if settings.every == 0 else settings.keep_last + 1 + settings.keep_best
-    needed = kept * checkpoint + export
+    needed = kept * checkpoint + sum(exported)
     text = (
         f"run.dir={config.run.dir}: {format_bytes(needed)} needed ({kept} checkpoints of "
-        f"{format_bytes(checkpoint)}, export of {format_bytes(export)})"
+        f"{format_bytes(checkpoint)}, export of {format_bytes(sum(exported))})"
     )
     if not on_this_machine:
         report.add("disk", f"{text}; the cluster's disk was not checked")
@@ -108,10 +108,11 @@ def check_disk(
     report.add("disk", f"{text}, {format_bytes(free)} free{remedy}", ok=needed <= free)
 
 
-def check_host(offloaded: int, cluster: Cluster, report: Report) -> None:
-    """Checks shared memory, and reports the CPU memory for ``offloaded`` bytes per rank.
+def check_host(offloaded: int, exported: list[int], cluster: Cluster, report: Report) -> None:
+    """Checks shared memory, and reports the CPU memory for ``offloaded`` bytes per rank and for the export.
 
-    For a cluster that is not this machine, the sizes that a node needs are only reported.
+    ``exported`` holds the bytes of each exported model; rank 0 copies one after the other to CPU memory. For
+    a cluster that is not this machine, the sizes that a node needs are only reported.
     """
     shm, several = Path("/dev/shm"), cluster.gpu_memory is not None and cluster.per_node > 1
     if not cluster.is_this_machine:
@@ -122,7 +123,12 @@ def check_host(offloaded: int, cluster: Cluster, report: Report) -> None:
         short = several and size < MIN_SHM
         remedy = "; several GPUs need at least 1 GiB: docker run --ipc=host" if short else ""
         report.add("/dev/shm", format_bytes(size) + remedy, ok=not short)
+    sizes = []
     if offloaded:
         node = format_bytes(offloaded * cluster.per_node)
+        sizes.append(f"{format_bytes(offloaded)} per rank for offloading, {node} per node")
+    if exported and cluster.gpu_memory is not None:
+        sizes.append(f"{format_bytes(max(exported))} on rank 0 for the export")
+    if sizes:
         here = f"; this machine has {format_bytes(host_memory())}" if cluster.is_this_machine else ""
-        report.add("host", f"{format_bytes(offloaded)} per rank for offloading, {node} per node{here}")
+        report.add("host", "; ".join(sizes) + here)

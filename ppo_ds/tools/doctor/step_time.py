@@ -593,7 +593,7 @@ class Plan:
     evaluated: int  # prompts, rows or pairs of one evaluation
     flops: int  # of one step over all ranks
     checkpoint: int  # bytes of one checkpoint
-    export: int  # bytes of the models that the run exports
+    exported: list[int]  # bytes of each model that the run exports
 
 
 def time_report(config: Config, plan: Plan, machine: Machine, memory: Estimate) -> str:
