@@ -161,19 +161,13 @@ def trainer_keys(workload: str, *options: str) -> list[str]:
 
 
 def train_run(
-    name: str,
-    run_dir: str,
-    options: Sequence[str],
-    *settings: str,
-    ranks: int = 1,
-    minutes: float = 1.5,
-    starts_anew: bool = True,
+    name: str, run_dir: str, options: Sequence[str], *settings: str, ranks: int = 1, minutes: float = 1.5
 ) -> Run:
     """Makes a run of four steps of launch/train.py on the models and prompts of W1."""
     keys = [*trainer_keys("W1", *options), f"run.dir={{out}}/{run_dir}", "run.steps=4", "checkpoint.every=2"]
     keys += ["actor.optim.lr=1e-4", "run.deterministic=true", *settings]
     command = [*launcher(ranks), TRAIN, *keys]
-    return Run(name, command, minutes, run_dir=run_dir, starts_anew=starts_anew, gpus=ranks)
+    return Run(name, command, minutes, run_dir=run_dir, gpus=ranks)
 
 
 def doctor_run(workload: str, options: Sequence[str], *settings: str, gpus: int = 1, on_cpu: bool) -> Run:
@@ -214,7 +208,8 @@ def execute(run: Run, out: Path, on_cpu: bool) -> Result:
     visible = given.split(",") if given else [str(i) for i in range(run.gpus)]
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[: run.gpus])
     if on_cpu:
-        environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        # one thread: on a busy machine, threads that wait for one another cost minutes
+        environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, *(argument.replace("{out}", str(out)) for argument in run.command)],

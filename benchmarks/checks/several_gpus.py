@@ -44,7 +44,7 @@ def two_gpu_checks(tiny: bool) -> dict[str, Check]:
         "gather": gather(size),
         "waits_two": waits("two", 2, *ZERO_3),
         "killed": killed(size),
-        "resume_two": resume("two", size, *ZERO_3, ranks=2),
+        "resume_two": resume("two", size, *ZERO_3, new_tokens=4 if tiny else 64, ranks=2),
         "resume_ranks": Check(
             "two",
             "Does a run of two ranks go on with the same gradients on one?",
@@ -106,7 +106,7 @@ def killed(size: Sequence[str]) -> Check:
     whole, dies = (
         train_run(name, name, size, "zero=stage2", ranks=2, minutes=3.0) for name in ("whole", "killed")
     )
-    kill = replace(with_environment(dies, PPO_DS_FAULT="kill@update:rank=1:at=5"), codes=(1,))
+    kill = replace(with_environment(dies, PPO_DS_FAULT="kill@update:rank=1:at=2"), codes=(1,))
     return Check(
         "two",
         "Does a run whose rank 1 is killed end soon, with one line?",

@@ -162,13 +162,6 @@ def no_watchdog() -> None:
     Watchdog.start = Watchdog.connect  # type: ignore[method-assign]
 
 
-def other_draws() -> None:
-    """Resumes without the random states of the checkpoint."""
-    from ppo_ds.engine.checkpoint import checkpoints
-
-    checkpoints.load_rng = lambda *_: None
-
-
 def lost_weights() -> None:
     """Resumes without the weights and optimizer states of the checkpoint."""
     from ppo_ds.engine.checkpoint import checkpoints

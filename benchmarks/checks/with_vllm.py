@@ -39,7 +39,9 @@ def vllm_checks(tiny: bool) -> dict[str, Check]:
             needs="vllm",
             only_on_gpu=ON_CPU,
         ),
-        "vllm_resume": resume("vllm", short, *settings[:1], *settings[3:], needs="vllm"),
+        "vllm_resume": resume(
+            "vllm", short, *settings[:1], *settings[3:], new_tokens=16 if tiny else 64, needs="vllm"
+        ),
         "vllm_parallel": sync("vllm_two", workload, options, settings, nats, ranks=2),
     }
 

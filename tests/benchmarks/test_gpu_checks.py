@@ -13,7 +13,7 @@ from benchmarks.checks.runs import Check, Fault, Result, Run, execute, varied
 from benchmarks.gpu_checks import CHECKS
 from tests.support.environment import run_python
 
-MINUTES = {"correctness": 25, "speed": 25, "vllm": 12, "vllm_two": 6, "two": 40, "eight": 40}
+MINUTES = {"correctness": 25, "speed": 25, "vllm": 14, "vllm_two": 6, "two": 40, "eight": 40}
 
 
 def result(*steps, code=0, log="", seconds=1.0):
