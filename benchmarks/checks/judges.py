@@ -165,11 +165,16 @@ def memory_estimate(run: str, low: float, high: float) -> Judge:
     return judge
 
 
-def no_growth(results: Results) -> Verdict:
-    """Expects that memory grows by at most 2 percent after the third step."""
-    peaks = results["steps"].peaks()
-    shown = ", ".join(f"{peak:.3g}" for peak in peaks)
-    return peaks[-1] <= 1.02 * peaks[2], f"peak memory in GiB, by step: {shown}"
+def no_growth(limit: float) -> Judge:
+    """Expects that memory after the last step is at most ``limit`` times that after the third step."""
+
+    def judge(results: Results) -> Verdict:
+        peaks = results["steps"].peaks()
+        shown = ", ".join(f"{peak:.3g}" for peak in peaks)
+        grown = peaks[-1] / peaks[2]
+        return grown <= limit, f"grown to {grown:.3f} (limit {limit:g}); peak in GiB, by step: {shown}"
+
+    return judge
 
 
 def out_of_memory(results: Results) -> Verdict:

@@ -166,8 +166,8 @@ def test_more_steps_may_not_synchronize_the_device_more_often():
 def test_growth_of_memory_after_the_third_step():
     flat = [{"mem/reserved_peak_gb": peak, "mem/host_rss_gb": 2 * peak} for peak in (3.0, 4.0, 5.0, 5.0, 5.1)]
     grown = [*flat, {"mem/reserved_peak_gb": 5.2, "mem/host_rss_gb": 5.0}]
-    assert judges.no_growth({"steps": result(*flat)})[0]
-    assert not judges.no_growth({"steps": result(*grown)})[0]
+    assert judges.no_growth(1.02)({"steps": result(*flat)})[0]
+    assert not judges.no_growth(1.02)({"steps": result(*grown)})[0]
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def test_a_killed_or_unreadable_run_fails_its_check(tmp_path, capsys):
     sleeps = Run("sleeps", ["-c", "import time; time.sleep(600)"], minutes=0.01)
     crashes = Run("crashes", ["-c", "raise SystemExit('no metrics')"])
     checks = {
-        "slow": Check("speed", "?", [sleeps], judges.no_growth),
-        "code": Check("speed", "?", [crashes], judges.no_growth),
+        "slow": Check("speed", "?", [sleeps], judges.no_growth(1.02)),
+        "code": Check("speed", "?", [crashes], judges.no_growth(1.02)),
         "unread": Check("speed", "?", [replace(crashes, codes=(1,))], judges.first_gradients),
     }
     for name, check in checks.items():
