@@ -79,10 +79,7 @@ def load_config(argv: list[str], world_size: int | None = None) -> Config:
 def parse_options(
     argv: list[str], prog: str = "launch/train.py", parents: Sequence[Parser] = ()
 ) -> argparse.Namespace:
-    """Parses the flags, also those of ``parents``.
-
-    ``overrides`` are the other arguments, which Hydra reads; ``help`` is the topic.
-    """
+    """Parses the flags, also those of ``parents``; ``overrides`` are for Hydra, and ``help`` is the topic."""
     parser = Parser(prog=prog, add_help=False, allow_abbrev=False, parents=parents)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", nargs="?", const="")

@@ -63,14 +63,8 @@ class Folders:
         return sorted({file.stem for path in self.paths for file in (path / group).glob("*.yaml")})
 
     def groups(self) -> list[str]:
-        return sorted(
-            {
-                folder.name
-                for path in self.paths
-                for folder in path.iterdir()
-                if folder.is_dir() and any(folder.glob("*.yaml")) and folder.name != "pipeline"
-            }
-        )
+        folders = [folder for path in self.paths for folder in path.iterdir() if folder.is_dir()]
+        return sorted({each.name for each in folders if any(each.glob("*.yaml"))} - {"pipeline"})
 
 
 def compose_config(folders: Folders, name: str, arguments: list[str]) -> tuple[DictConfig, list[str]]:
@@ -138,7 +132,6 @@ def _drop_other_length(composed: DictConfig, chosen: list[str]) -> None:
 
 
 def _data_of(composed: DictConfig) -> dict[str, Any]:
-    """Returns the data sets of a composed config, unresolved."""
     section = composed.get("data")
     given: Any = OmegaConf.to_container(section, resolve=False) if isinstance(section, DictConfig) else {}
     return {key: given.get(key) for key in ("path", "mix", "eval_path")}

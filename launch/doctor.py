@@ -64,7 +64,6 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the doctor's own options, and the other arguments."""
     parser = Parser(prog="launch/doctor.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu")
     parser.add_argument("--gpus", type=int)

@@ -124,7 +124,6 @@ def run_evaluation(wanted: Evaluation, watch: Watchdog | None = None) -> World:
 def write_results(
     wanted: Evaluation, summary: dict[str, Any], rows: list[dict[str, Any]], speeds: dict[str, float]
 ) -> None:
-    """Writes the files and prints the table."""
     from ppo_ds.tracking.html.comparison import comparison_page  # imports torch
 
     paths = {model.name: str(model.adapter or model.path) for model in wanted.models}

@@ -23,7 +23,6 @@ from ppo_ds.errors import UserError, printable
 
 
 def command_line() -> Parser:
-    """Returns the parser of the command line."""
     parser = Parser(
         prog="launch/export.py",
         description="Exports a model of a checkpoint as a Hugging Face folder. Needs no GPU.",

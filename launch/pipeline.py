@@ -42,7 +42,7 @@ from launch.process import complain, take_lock
 from ppo_ds.commands.entry_points import with_commands
 from ppo_ds.config.reading import dotted_keys, read
 from ppo_ds.config.resume import OPEN_SECTIONS
-from ppo_ds.config.schema import Config, PPOConfig, default_dir, from_tree, inherit, resolved
+from ppo_ds.config.schema import Config, PPOConfig, default_dir, inherit, resolved
 from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.config.types import Count, Section, Text
 from ppo_ds.config.validation import validated
@@ -197,7 +197,6 @@ class Planner:
         return Pipeline(self.name, self.folder, self.jobs, dry_runs == {True})
 
     def add_stage(self, name: str) -> None:
-        """Composes and checks the config of a stage, and adds its job."""
         ranks = self.ranks(name, self.file.stages[name].ranks)
         placed = [f"run.name={self.name}_{name}", f"run.dir={self.folder / name}"]
         fixed = self.substituted(self.file.stages[name].arguments, f"stages.{name}")
@@ -246,7 +245,7 @@ class Planner:
             return validated(tree, ranks), problems
         except UserError as error:
             problems += [line for line in error.problems if not self.is_awaited(line)]
-            return inherit(from_tree(tree)[0]), problems
+            return inherit(read(Config, tree)[0]), problems
 
     def is_awaited(self, problem: str) -> bool:
         """Returns whether a problem is that a file in the run directory of an earlier stage is missing."""
@@ -299,7 +298,6 @@ class Planner:
         return is_open or key in dotted_keys(type(config))
 
     def ranks(self, name: str, of_file: int | None) -> int:
-        """Returns the number of ranks of a stage."""
         text = take(self.own[name], "ranks") or self.shared_ranks
         if text is None:
             return of_file or visible_gpus() or 1

@@ -264,7 +264,6 @@ def all_settings(settings: Settings | None, of_arguments: Settings) -> Settings:
 
 
 def named(reward: Callable[..., Any] | str | None, **data: Data | None) -> dict[str, Any]:
-    """Returns the settings that name a reward function and data sets."""
     path = path_of("reward", reward)
     found: dict[str, Any] = {} if path is None else {"reward": "function", "reward.path": path}
     for name, rows in data.items():
@@ -327,7 +326,6 @@ def plain(value: Any) -> Any:
 
 
 def overrides(settings: Settings) -> list[str]:
-    """Returns settings as arguments of the command line."""
     return [f"{key}={in_hydra(value)}" for key, value in settings.items()]
 
 

@@ -64,7 +64,6 @@ def experience_maker(
     masked_stop_ids: tuple[int, ...],
     kept: KeptForwards | None = None,
 ) -> ExperienceMaker:
-    """Builds the ExperienceMaker of a run."""
     algo, world, budgets = config.algo, context.world, context.budgets
     # ZeRO-3 gathers weights in a forward, ranks that divide tokens exchange them, and the lagged weights are
     # swapped in between two forwards
@@ -215,7 +214,6 @@ def learner(
     ema: WeightCopy | None = None,
     kept: KeptForwards | None = None,
 ) -> Learner:
-    """Builds the Learner of a run."""
     algo = config.algo
     aggregation = import_target(algo.loss.function)
     norm = algo.loss.norm if isinstance(algo.loss, TokenSumNorm) else None
@@ -241,7 +239,6 @@ def learner(
 
 
 def transforms(algo: AlgoConfig) -> tuple[Transform, ...]:
-    """Returns what changes the rows of an optimizer step."""
     policy, chosen = algo.policy, list[Transform]()
     if algo.advantage.whiten == "minibatch":
         chosen.append(partial(whitened, whitening=_whitening(algo)))
@@ -301,7 +298,6 @@ def parity_monitor(config: PPOConfig) -> ParityMonitor:
 
 
 def kl_controller(config: PPOConfig) -> FixedKLController:
-    """Builds the controller of the KL coefficient."""
     kl = config.algo.kl
     made: FixedKLController = import_target(kl.function)(
         kl.coef, **{name: getattr(kl, name) for name in kl.takes}

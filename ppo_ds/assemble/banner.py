@@ -61,14 +61,12 @@ def summary(
 
 
 def length(run: RunConfig, steps: int) -> str:
-    """Returns the line that says which key sets the length of the run."""
     return f"length     {steps} steps: " + (
         f"run.steps={run.steps}" if run.steps else f"run.epochs={run.epochs:g} passes over the data"
     )
 
 
 def checkpoint_times(checkpoint: CheckpointConfig) -> str:
-    """Returns the line that says when checkpoints are written."""
     every, minutes = checkpoint.every, checkpoint.minutes
     if every == 0:
         best = (
@@ -98,10 +96,7 @@ def resumed(run_dir: str, checkpoint: Path | None, done: int, steps: int) -> lis
 
 
 def batch_equation(config: PPOConfig, ranks: int, total: str = "") -> list[str]:
-    """Returns lines on the samples and optimizer steps of one PPO step.
-
-    ``total`` is appended; it gives the optimizer steps of the whole run.
-    """
+    """Returns lines on the samples and optimizer steps of a PPO step; ``total``, on the run, is appended."""
     rollout, epochs, size = config.rollout, config.algo.epochs, rollout_size(config)
     minibatch = config.algo.minibatch_size or size
     return [

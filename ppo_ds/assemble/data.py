@@ -45,7 +45,6 @@ class Inputs:
 
     @property
     def fingerprints(self) -> list[Fingerprint]:
-        """The fingerprints of all data sets."""
         texts = [self.ptx.source.fingerprint] if self.ptx else []
         return [fingerprint for source in self._sources for fingerprint in source.fingerprints] + texts
 
@@ -67,10 +66,7 @@ class Inputs:
         collect_user_errors([partial(source.check_rows, check) for source in self._sources])
 
     def notes(self, max_prompts: int | None) -> list[str]:
-        """Returns lines for the start-up banner on all data except the training prompts.
-
-        ``max_prompts`` is eval.max_prompts.
-        """
+        """Returns banner lines on all data but the training prompts; ``max_prompts`` is eval.max_prompts."""
         lines = unknown_characters(*self._sources, self.ptx and self.ptx.source)
         if self.held_out is not None:
             rows = describe_rows(self.held_out.report, "prompts")
@@ -123,7 +119,6 @@ def read_inputs(config: PPOConfig, world: World) -> Inputs:
 
 
 def build_tokenizer(config: TextConfig, name: str = "actor") -> Tokenizer:
-    """Loads the tokenizer of the trained model ``name``."""
     model, data = trained_models(config)[name].model, config.data
     assert model.path is not None and model.trust_remote_code is not None, "inherited from the actor"
     return load_tokenizer(
@@ -203,13 +198,11 @@ def _grouped(config: PPOConfig, source: PromptSource) -> PromptSource:
 
 
 def _prompts_of_path(config: PPOConfig, tokenizer: Tokenizer, world: World | None) -> PromptSource:
-    """Loads ``data.path``, limited by ``data.max_samples``."""
     data, load = config.data, _loader(config, tokenizer, world)
     return load(data.path, split=data.split, max_samples=data.max_samples, key="data.path")
 
 
 def _loader(config: PPOConfig, tokenizer: Tokenizer, world: World | None) -> Callable[..., PromptSource]:
-    """Returns a function that loads one set of prompts."""
     limit = config.sampling.max_new_tokens
     return partial(PromptSource, data=config.data, tokenizer=tokenizer, max_new_tokens=limit, world=world)
 

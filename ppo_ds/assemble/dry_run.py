@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.commands.entry_points import command
+from ppo_ds.config.reading import read
 from ppo_ds.config.registry import STAGES, import_target
-from ppo_ds.config.schema import Config, PPOConfig, from_tree, resolved, reward_models
+from ppo_ds.config.schema import Config, PPOConfig, resolved, reward_models
 from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import save_shrunk
@@ -39,7 +40,6 @@ def dry_run_dir(config: Config) -> Path:
 
 
 def dry_run_config(config: PPOConfig, ranks: int) -> Config:
-    """Returns the config of the dry run of ``config``, a PPO config."""
     tree = _small_run(config)
     data, sampling, algo = tree["data"], tree["sampling"], tree["algo"]
     value, shaping, dynamic = algo["value"], algo["reward_shaping"], algo["dynamic_sampling"]
@@ -69,7 +69,6 @@ def dry_run_config(config: PPOConfig, ranks: int) -> Config:
 
 
 def sft_dry_run_config(config: Config, ranks: int) -> Config:
-    """Returns the config of the dry run of ``config``, a config of stage=sft."""
     tree = _small_run(config)
     sft = tree["sft"]
     # max_tokens is kept, since a lower limit would drop more rows than the real run does
@@ -79,7 +78,6 @@ def sft_dry_run_config(config: Config, ranks: int) -> Config:
 
 
 def reward_model_dry_run_config(config: Config, ranks: int) -> Config:
-    """Returns the config of the dry run of ``config``, a config of stage=reward_model."""
     tree = _small_run(config)
     tree["reward_model"]["batch_size"] = ranks * -(-MIN_ROWS // ranks)
     return _checked(tree)
@@ -110,7 +108,7 @@ def _small_run(config: Config) -> dict[str, Any]:
 
 
 def _checked(tree: dict[str, Any]) -> Config:
-    changed, problems = from_tree(tree)
+    changed, problems = read(Config, tree)
     assert not problems, problems
     return changed
 

@@ -139,7 +139,6 @@ def load_module(load: Callable[[], nn.Module], engine_config: dict[str, Any] | N
 
 
 def add_lora(module: Any, lora: LoraConfig, seed: int, key: str) -> None:
-    """Adds adapters to ``module`` if ``lora.rank`` is set."""
     if lora.rank:
         add_adapters(
             module, rank=lora.rank, alpha=adapter_alpha(lora), targets=lora.targets, seed=seed, key=key
@@ -147,5 +146,4 @@ def add_lora(module: Any, lora: LoraConfig, seed: int, key: str) -> None:
 
 
 def adapter_alpha(lora: LoraConfig) -> float:
-    """Returns lora.alpha, by default twice the rank."""
     return lora.alpha or 2 * lora.rank

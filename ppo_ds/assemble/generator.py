@@ -39,7 +39,6 @@ class Backends:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its response."""
         return self.inputs.longest_prompt + self.sampling.max_new_tokens
 
     def refusal(self, name: str) -> str | None:

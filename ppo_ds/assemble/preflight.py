@@ -48,8 +48,7 @@ def check_inputs(config: PPOConfig, world: World, *, prepared: bool) -> None:
     """Raises UserError for mistakes in data and rewards, before a start is refused or moves files.
 
     If `prepare` has yet to create files (``prepared`` is False), only the functions of rewards and the class
-    of the environment are checked.
-    The data is read for this check only. A collective, since each rank tokenizes a share.
+    of the environment are checked. The data is read for this check only. A collective.
     """
     for reward, whole in all_rewards(config).items():
         for key, section in function_rewards(whole, reward):
@@ -64,7 +63,6 @@ def check_inputs(config: PPOConfig, world: World, *, prepared: bool) -> None:
 
 
 def function_rewards(section: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the key and the section of each reward that is a Python function."""
     return [found for found in parts_of(section, key) if found[1].get("_target_") == FUNCTION]
 
 
@@ -100,7 +98,6 @@ def try_functions(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -
 
 
 def check_vocabularies(config: PPOConfig, tokenizer: Tokenizer) -> None:
-    """Checks that actor and reference have an embedding row for each id of the actor's tokenizer."""
     models: dict[str, Any] = {"actor.model.path": config.actor.model}
     if uses_reference(config):
         models["reference.model.path"] = config.reference.model

@@ -104,10 +104,7 @@ def build_reward_model(config: RewardModelStageConfig, context: RunContext) -> R
 def read_preferences(
     config: RewardModelStageConfig, world: World | None = None
 ) -> tuple[Tokenizer, PreferenceSource, PreferenceSource | None]:
-    """Loads the tokenizer, the training pairs and the held-out pairs. May raise UserError.
-
-    A collective if ``world`` has several ranks: each of them tokenizes a share.
-    """
+    """Loads the tokenizer, the training and the held-out pairs; may raise UserError. A collective."""
     data, tokenizer = config.data, build_tokenizer(config, "scorer")
     load = partial(
         PreferenceSource,
@@ -188,7 +185,6 @@ def notes(
 def summary(
     config: RewardModelStageConfig, scorer: TrainedModel, train: PreferenceSource, steps: int
 ) -> list[str]:
-    """Returns the summary of the run: devices, model, data and batches."""
     section, role = config.reward_model, config.scorer
     head = f"new, {section.head_init}" if scorer.module.new_head else "that of the model"
     return [

@@ -86,10 +86,7 @@ class RewardModels:
         self._base: tuple[Hashable, TrainedModel] | None = None
 
     def offer(self, critic: TrainedModel, start: CriticStart, config: PPOConfig) -> None:
-        """Shares the critic's base weights if the critic has adapters and started from the reward model.
-
-        A collective, called before any training.
-        """
+        """Shares a LoRA critic's base if it is the reward model's. A collective before any training."""
         head = getattr(critic.module.model, "score", None)
         if start.reward is not None and config.critic.lora.rank and isinstance(head, ScoreHead):
             with gathered(critic, head):
@@ -138,13 +135,11 @@ class RewardModels:
 
 
 def _shape(load: Callable[..., nn.Module], module: Any) -> Shape | None:
-    """Returns the shape of a model, which depends on its loader; None if it cannot be determined."""
     if load is load_reward_model:
         return shape_of(module.model)
     return own_code_shape(module.model.config.to_dict()) if load is load_chat_scorer else None
 
 
 def _identity(load: Callable[..., nn.Module], model: ModelConfig) -> Hashable:
-    """Returns what identifies a model: its loader, its folder and the options it is loaded with."""
     path = os.path.realpath(model.path) if os.path.isdir(model.path) else model.path
     return load, path, model.revision, model.dtype, model.trust_remote_code, model.attn_implementation

@@ -29,7 +29,6 @@ CLASSIFIER = "ppo_ds.rewards.model.model_reward"
 
 
 def ppo_needs(vocabulary: int, positions: int) -> Needs:
-    """Returns the requirements of PPO's data on its models."""
     return Needs(
         vocabulary,
         positions,
@@ -61,7 +60,6 @@ def actor_module(
 
 
 def ppo_actor_module(config: PPOConfig) -> Policy:
-    """Loads the policy of a PPO run with its adapters and value head."""
     return actor_module(
         config.actor,
         config.run.seed,

@@ -110,10 +110,7 @@ def build_run(
 def connect_ranks(
     config: Config, watchdog: Watchdog | None, mark_ending: Callable[[], None]
 ) -> tuple[World, StopRequest]:
-    """Connects the ranks and starts the watchdog. A collective.
-
-    Raises UserError if this machine lacks what the config asks for.
-    """
+    """Connects the ranks, or raises UserError if the machine lacks what the config needs. A collective."""
     run = config.run
     group = config.memory.sequence_parallel if isinstance(config, PPOConfig) else 1
     world = connect(run.timeout_minutes, run.verbose, run.threads, run.deterministic, group)
@@ -222,7 +219,6 @@ def start_trackers(
 
 
 def dashboards(config: Config, done: int) -> Iterator[Dashboard]:
-    """Yields the trackers of other programs that the config asks for."""
     run_dir, wandb, trackio = Path(config.run.dir or ""), config.tracker.wandb, config.tracker.trackio
     if wandb.mode != "disabled":
         yield WandbTracker(run_dir, wandb, wandb.name or config.stage)

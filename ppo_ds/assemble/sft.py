@@ -108,7 +108,6 @@ def build_sft(config: SFTStageConfig, context: RunContext) -> SFTTrainer:
 
 
 def build_generator(context: RunContext, actor: HybridActor, tokenizer: Tokenizer) -> Generator:
-    """Builds the decode backend that answers held-out prompts."""
     budget = context.budgets.rollout
 
     def make(token_budget: int) -> Generator:
@@ -127,10 +126,7 @@ def build_generator(context: RunContext, actor: HybridActor, tokenizer: Tokenize
 def read_demonstrations(
     config: SFTStageConfig, world: World | None = None
 ) -> tuple[Tokenizer, DemonstrationSource, DemonstrationSource | None]:
-    """Loads the tokenizer, the training rows and the held-out rows. May raise UserError.
-
-    A collective if ``world`` has several ranks: each of them tokenizes a share.
-    """
+    """Loads the tokenizer, the training and the held-out rows; may raise UserError. A collective."""
     data, tokenizer = config.data, build_tokenizer(config)
     load = partial(
         DemonstrationSource,
@@ -173,7 +169,6 @@ def needs(config: SFTStageConfig, tokenizer: Tokenizer, longest: int, prompts: P
 
 
 def answered_tokens(config: SFTStageConfig, prompts: Prompts) -> int:
-    """Returns the largest number of tokens of a prompt and its answer together."""
     return prompts.mask.shape[1] + config.sft.sample_tokens
 
 
@@ -181,7 +176,6 @@ def answered_tokens(config: SFTStageConfig, prompts: Prompts) -> int:
 
 
 def describe(source: DemonstrationSource) -> str:
-    """Describes how many rows a source has, and how many were truncated or dropped."""
     return describe_rows(source.report, "rows")
 
 
@@ -192,10 +186,7 @@ def notes(
     held_out: DemonstrationSource | None,
     prompts: Prompts | None,
 ) -> list[str]:
-    """Chooses the layout of forwards and how the evaluation generates; returns lines for the banner.
-
-    A collective.
-    """
+    """Chooses the layout and how the evaluation generates; returns lines for the banner. A collective."""
     world = actor.world
     lines = [
         *training_notes("sft", "actor", config.actor, actor),
@@ -223,7 +214,6 @@ def notes(
 
 
 def summary(config: SFTStageConfig, world: World, train: DemonstrationSource, steps: int) -> list[str]:
-    """Returns the summary of the run: devices, model, data, learned tokens and batches."""
     size, (learned, tokens) = config.sft.batch_size, train.token_counts
     found = ""
     if train.has_chats and train.learn != "all":

@@ -73,7 +73,6 @@ def eval_weights(ema: WeightCopy | None, wanted: bool) -> Callable[[], AbstractC
 
 
 def evaluated_rows(config: Config, held_out: Sized | None) -> int:
-    """Returns the number of held-out rows or pairs in an evaluation."""
     return 0 if held_out is None else min(len(held_out), config.eval.max_prompts or len(held_out))
 
 
@@ -81,7 +80,6 @@ def evaluated_rows(config: Config, held_out: Sized | None) -> int:
 
 
 def machine(world: World) -> list[str]:
-    """Returns the lines on ranks, device and threads."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     onednn = world.device.type == "cpu" and matmul.library() == "onednn"
     return [
@@ -142,5 +140,4 @@ def unusual_rate(stage: str, name: str, role: TrainedConfig, parameters: int) ->
 
 
 def slow_dtypes(config: Config, world: World) -> list[str]:
-    """Returns a warning if a model runs in bf16 on a processor that emulates it."""
     return slow_bf16(config, computes_bf16()) if world.device.type == "cpu" else []

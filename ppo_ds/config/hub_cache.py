@@ -15,5 +15,4 @@ def hub_cache() -> Path:
 
 
 def in_hub_cache(name: str) -> bool:
-    """Returns whether the cache has files of the Hub model ``name``."""
     return (hub_cache() / f"models--{name.replace('/', '--')}").is_dir()

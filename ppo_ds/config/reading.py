@@ -106,9 +106,7 @@ def complete(section: type[Section], tree: Any, stand_ins: bool = False) -> Any:
             if name in made or field.is_required():
                 made[name] = complete(inner, made.get(name, {}), stand_ins)
         elif field.is_required():
-            if name in made and (
-                made[name] is None or made[name] in ("", "???")
-            ):  # ???: OmegaConf's mark for a missing value
+            if made.get(name, 0) in (None, "", "???"):  # ???: OmegaConf's mark for a missing value
                 del made[name]
             if stand_ins:
                 made.setdefault(name, _STAND_INS.get(get_origin(field.annotation) or field.annotation))
@@ -276,21 +274,15 @@ def _in_words(hint: Any) -> str:
         dict: "a mapping",
     }
     choices = [show(choice) for choice in get_args(hint)]
-    words = names.get(get_origin(hint) or hint) or ("one of " if len(choices) > 1 else "") + ", ".join(
-        choices
-    )
+    one_of = ("one of " if len(choices) > 1 else "") + ", ".join(choices)
+    words = names.get(get_origin(hint) or hint) or one_of
     return f"{words} {bounds(metadata)}".rstrip()
 
 
 def bounds(metadata: list[Any]) -> str:
     """Describes the range of a number, such as ``at least 0 and at most 1``; "" if it has no bounds."""
-    limits = [
-        (attribute, getattr(one, attribute))
-        for one in metadata
-        for attribute in RANGE
-        if hasattr(one, attribute)
-    ]
-    return " and ".join(f"{RANGE[attribute]} {limit:g}" for attribute, limit in limits)
+    limits = [(name, getattr(one, name)) for one in metadata for name in RANGE if hasattr(one, name)]
+    return " and ".join(f"{RANGE[name]} {limit:g}" for name, limit in limits)
 
 
 def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:

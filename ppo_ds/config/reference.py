@@ -111,10 +111,7 @@ def _words(hint: Any, metadata: list[Any]) -> str:
 
 
 def help_on(topic: str) -> str:
-    """Returns the help text of a key, or of a section and its direct keys.
-
-    Raises UserError for any other name.
-    """
+    """Returns the help text of a key, or of a section and its keys; raises UserError for other names."""
     sections = dict(sections_of(Config))
     if topic in sections:
         inner = [name for name in sections if name.startswith(f"{topic}.")]
@@ -164,19 +161,15 @@ def _entry(key: Key) -> str:
 
 
 def first_line(section: type[Section]) -> str:
-    """Returns the first line of a section's docstring."""
     return (section.__doc__ or "").strip().splitlines()[0]
 
 
 def page() -> str:
-    """Returns the text of docs/config.md."""
     parts = [_HEAD, "\n## Top level\n\n", *_table(keys_of(Config, ""))]
     for name, section in sections_of(Config):
         text = " ".join((section.__doc__ or "").split())
-        parts += [
-            f"\n## {name}\n\n{text}\n",
-            *(["\n", *rows] if (rows := _table(keys_of(section, name))) else []),
-        ]
+        rows = _table(keys_of(section, name))
+        parts += [f"\n## {name}\n\n{text}\n", *(["\n", *rows] if rows else [])]
     for key, table in values().items():
         parts += [f"\n## Values of {key}\n\n| value | meaning |\n|---|---|\n"]
         parts += [f"| `{name}` | {_cell(text)} |\n" for name, text in table.items()]

@@ -28,9 +28,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class StageEntry(Entry):
-    """A kind of training: a callable (config, RunContext) that builds the stage for run/loop.py.
-    The class of its config is in schema.py.
-    """
+    """A kind of training: a callable (config, RunContext) that builds it. Its Config is in schema.py."""
 
     # Dotted name of a function (config, ranks) that returns the config of a dry run: two steps with tiny
     # random models. None: run.dry_run is refused.

@@ -3,8 +3,8 @@
 The modules in sections/ define each key once, with type, range, default and description. Each stage has a
 class with its sections.
 
-`from_tree` makes a Config from a plain nested dict, `inherit` fills in the keys whose values follow from
-other keys, and `resolved` returns the nested dict that config.yaml shows. Each open part (`reward`,
+`read(Config, tree)` makes a Config from a plain nested dict, `inherit` fills in the keys whose values follow
+from other keys, and `resolved` returns the nested dict that config.yaml shows. Each open part (`reward`,
 `prepare`) consists of a `_target_` and its keyword arguments, which targets.py checks against the callable's
 signature. Batch sizes are global: they mean the same with any number of ranks.
 """
@@ -20,7 +20,6 @@ from pydantic.fields import FieldInfo
 
 from ppo_ds.algorithm.credit.keys import AdvantageConfig
 from ppo_ds.algorithm.policy.keys import PolicyConfig
-from ppo_ds.config.reading import read
 from ppo_ds.config.registry import STAGES, import_target, where_import_failed
 from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.sections.data import DataConfig, PPODataConfig, SamplingConfig
@@ -249,16 +248,7 @@ def add_own_code(key: str, name: str, target: Any, path: str) -> None:
     variants.add(name, target, path)
 
 
-def from_tree(tree: Any) -> tuple[Config, dict[str, str]]:
-    """Makes the Config of a stage from a plain nested dict; also maps wrong keys to error lines.
-
-    Wrong values are replaced by valid ones, so that the other checks can continue.
-    """
-    return read(Config, tree)
-
-
 def default_dir(name: str) -> str:
-    """Returns the default of run.dir."""
     return f"outputs/{name}"
 
 
@@ -301,10 +291,7 @@ def _expand(path: str | None) -> str | None:
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Returns the config as the plain nested dict that config.yaml shows.
-
-    Inherited values are filled in, and tuples are converted to lists.
-    """
+    """Returns the nested dict that config.yaml shows, with inherited values, and lists instead of tuples."""
     values = inherit(config).model_dump()
     return {name: _plain(values[name]) for name in type(config).all_fields()}
 
@@ -324,7 +311,6 @@ def rollout_size(config: PPOConfig) -> int:
 
 
 def best_metric(config: Config) -> str:
-    """Returns the metric of the evaluation that selects the best checkpoint."""
     return config.checkpoint.best_by or STAGES[config.stage].eval_metrics[0]
 
 

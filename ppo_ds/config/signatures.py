@@ -77,7 +77,6 @@ def _parameters(definition: ast.FunctionDef | ast.ClassDef) -> list[tuple[str, a
 
 
 def _named(body: list[ast.stmt], name: str) -> ast.FunctionDef | ast.ClassDef | None:
-    """Returns the function or class called ``name`` among the statements, or None."""
     definitions = [one for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef)]
     return next((one for one in definitions if one.name == name), None)
 

@@ -14,7 +14,6 @@ _CUTOFF = 0.6  # least similarity of two names, as in config/text.py
 
 
 def is_model_folder(path: Path) -> bool:
-    """Returns whether a folder has the config file of a model or of an adapter."""
     return any(os.path.isfile(path / name) for name in MODEL_FILES)
 
 

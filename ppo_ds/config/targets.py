@@ -35,10 +35,7 @@ class Part:
     arguments: dict[str, Any]
 
     def make(self, key: str, services: dict[str, Any]) -> Any:
-        """Calls the target with the services in its signature.
-
-        ``key`` is the section's full name, which is available as a service too.
-        """
+        """Calls the target with the services in its signature; ``key``, the section's name, is one too."""
         available = services | {"key": key}
         wanted = {
             name: available[name]
@@ -139,7 +136,6 @@ def checked_as(hint: Any) -> Any:
 
 
 def _made(value: Any, key: str, services: dict[str, Any]) -> Any:
-    """Builds every open part in a checked value."""
     if isinstance(value, Part):
         return value.make(key, services)
     if isinstance(value, dict):

@@ -105,7 +105,6 @@ class Variants(Section):
 
     @classmethod
     def users(cls, key: str) -> list[str]:
-        """Returns the names of the variants that have a key."""
         return [name for name, variant in cls.variants.items() if key in variant.model_fields]
 
     @classmethod
@@ -161,10 +160,7 @@ def refuse(message: str, *, whole_line: bool = False) -> NoReturn:
 
 @dataclass(frozen=True)
 class Must:
-    """Accepts the values for which ``accepts`` returns a true value.
-
-    It is used as ``Annotated[str, Must(accepts, "a name")]``.
-    """
+    """Accepts values for which ``accepts`` is true: ``Annotated[str, Must(accepts, "a name")]``."""
 
     accepts: Callable[[Any], object]
     be: str  # completes "must be ..."

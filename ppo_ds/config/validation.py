@@ -11,8 +11,8 @@ from typing import Any
 
 from ppo_ds.config.chat_template import template_text
 from ppo_ds.config.checks import algo, data, evaluation, models, needs, reward, run, vllm
-from ppo_ds.config.reading import dotted_keys
-from ppo_ds.config.schema import Config, PPOConfig, TextConfig, from_tree, inherit, load_own_code
+from ppo_ds.config.reading import dotted_keys, read
+from ppo_ds.config.schema import Config, PPOConfig, TextConfig, inherit, load_own_code
 from ppo_ds.config.types import replace
 from ppo_ds.errors import UserError
 from ppo_ds.secrets import secrets_in
@@ -49,7 +49,7 @@ def validated(tree: dict[str, Any], ranks: int) -> Config:
     if secrets := list(secrets_in(tree)):  # only these are reported: other lines could print a secret
         raise UserError(*secrets)
     load_own_code(tree)
-    config, wrong = from_tree(tree)
+    config, wrong = read(Config, tree)
     if "stage" in wrong:  # all other checks depend on the sections that a stage has
         raise UserError(wrong["stage"])
     config = inherit(config)

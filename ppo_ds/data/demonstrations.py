@@ -157,10 +157,7 @@ class DemonstrationSource:
         return parse_demonstration(row, self._format, self.learn)
 
     def _encode(self, pieces: list[Piece], encoded: list[list[int]]) -> list[list[int]]:
-        """Returns the ids of a row, followed by 1 for each learned token and 0 for the others.
-
-        The ids end with the last learned token.
-        """
+        """Returns the ids of a row up to its last learned token, then 1 for each learned and 0 for others."""
         is_chat = not any(piece.special_tokens for piece in pieces)
         if len(pieces) > 1 and not encoded[0]:
             raise UserError("the prompt has no tokens")
@@ -217,7 +214,6 @@ class DemonstrationSource:
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest row."""
         return self._ids.longest
 
     @property
@@ -231,7 +227,6 @@ class DemonstrationSource:
         return self.has_chats and self.learn != "all" and self._tokenizer.marks_answers
 
     def location(self, i: int) -> str:
-        """Returns file and line of a kept row."""
         return self._rows.location(self._kept[i])
 
     def batch(self, indices: Sequence[int]) -> Sequences:

@@ -99,7 +99,6 @@ def refuse_tools(row: Row, model: str = "policy") -> None:
 
 
 def add_system_message(messages: list[Message], format: PromptFormat) -> list[Message]:
-    """Prepends the format's system message to a chat without one."""
     if format.system is None or any(message["role"] == "system" for message in messages):
         return messages
     return [{"role": "system", "content": format.system}, *messages]
@@ -133,7 +132,6 @@ def parse_chat(messages: list, name: str) -> list[Message]:
 
 
 def remove_final_answer(messages: list[Message], name: str) -> list[Message]:
-    """Removes the assistant's messages at the end of a chat."""
     n = len(messages)
     while n and messages[n - 1]["role"] == "assistant":
         n -= 1
@@ -188,7 +186,6 @@ def _check_unicode(value: str, location: str) -> str:
 
 
 def column_names(row: dict[str, object]) -> str:
-    """Lists the row's columns for an error."""
     return show(", ".join(map(str, row))) or "none"
 
 

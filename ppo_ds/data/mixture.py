@@ -47,7 +47,6 @@ class MixedSource:
 
     @property
     def report(self) -> dict[str, int]:
-        """The reports of all sets, added up by name."""
         return {name: sum(source.report[name] for source in self.sources) for name in self.sources[0].report}
 
     @property
@@ -73,10 +72,7 @@ class MixedSource:
         return Interleaved(self._turns, orders, self._starts)
 
     def batch(self, indices: Sequence[int]) -> Prompts:
-        """Returns the prompts at ``indices``, left-padded.
-
-        Indices number the prompts of all sets, one set after the other.
-        """
+        """Returns the prompts at ``indices``, left-padded; these count through one set after the other."""
         members = [(bisect_right(self._starts, i) - 1, i) for i in indices]
         return collate_prompts(
             [self.sources[k].row(i - self._starts[k]) for k, i in members], self.sources[0].pad_id

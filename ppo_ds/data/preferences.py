@@ -260,17 +260,14 @@ class PreferenceSource:
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest text."""
         return self._ids.longest
 
     @property
     def last_tokens(self) -> set[int]:
-        """The tokens with which texts end."""
         return {ids[-1] for ids in self._ids}
 
     @property
     def tokens(self) -> set[int]:
-        """The tokens that occur in texts."""
         return {token for ids in self._ids for token in set(ids)}
 
     def texts(self, i: int) -> tuple[str, str]:
@@ -294,7 +291,6 @@ class PreferenceSource:
         return PreferencePairs(ids.view(shape), mask.view(shape), margins, counted)
 
     def order(self, seed: int, shuffle: bool) -> PairOrder:
-        """Returns an endless order of the pairs that repeats passes over all of them."""
         return PairOrder(self._group_ends.tolist(), seed, shuffle)
 
 

@@ -134,11 +134,9 @@ class PromptSource:
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest prompt."""
         return self._ids.longest
 
     def order(self, seed: int, shuffle: bool) -> Order:
-        """Returns an endless order of the prompts that repeats passes over all of them."""
         return Passes(len(self), seed, shuffle)
 
     def _metadata(self, i: int) -> Row:
@@ -201,7 +199,6 @@ def is_short(value: object) -> bool:
 
 
 def value_of(row: Row, column: str) -> str:
-    """Returns the value of a column by which rows are grouped."""
     return NO_VALUE if row.get(column) in (None, "") else str(row[column])
 
 

@@ -33,10 +33,7 @@ def on_all(world: World | None, action: Callable[[], T]) -> T:
 
 
 def refuse_different(world: World | None, value: object, source: str) -> None:
-    """Raises UserError unless all ranks pass the same ``value``, which depends on the data of ``source``.
-
-    ``source`` is KEY=PATH for the error.
-    """
+    """Raises UserError unless all ranks pass the same ``value`` for the data of ``source``, KEY=PATH."""
     if world is None or world.size == 1:
         return
     values = world.gather_objects(value)

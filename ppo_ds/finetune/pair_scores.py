@@ -56,12 +56,6 @@ class PairScores:
         """Returns the mean and the standard deviation of the scores of all texts."""
         return float(self.scores.double().mean()), float(self.scores.double().std(correction=0))
 
-    def accuracies(self) -> dict[str, float]:
-        """Returns the accuracy of each subset."""
-        correct, names = pair_accuracy(self.differences), sorted({name for name in self.subsets if name})
-        rows = {name: [i for i, subset in enumerate(self.subsets) if subset == name] for name in names}
-        return {name: float(correct[rows[name]].mean()) for name in names}
-
     def calibration(self) -> list[tuple[float, float, int]]:
         """Returns the mean confidence, the accuracy and the number of pairs of each bin that is not empty.
 
@@ -96,7 +90,10 @@ class PairScores:
         found["eval/calibration_error"] = sum(gaps) / len(d)
         correlation = torch.stack([self.scores.flatten(), self.lengths.flatten()]).double().corrcoef()[0, 1]
         found["eval/length_corr"] = float(correlation.nan_to_num())  # 0 if one of the two is constant
-        return found | {f"eval/accuracy/{name}": value for name, value in self.accuracies().items()}
+        for name in sorted({name for name in self.subsets if name}):
+            rows = [i for i, subset in enumerate(self.subsets) if subset == name]
+            found[f"eval/accuracy/{name}"] = float(correct[rows].mean())
+        return found
 
 
 @torch.no_grad()

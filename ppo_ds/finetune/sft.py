@@ -130,7 +130,6 @@ class SFTTrainer(FinetuneStage[DemonstrationSource, Sequences]):
         return self.actor.module.balance_coef or 0.0
 
     def noise(self, rows: Tensor, index: int) -> EmbeddingNoise | None:
-        """Returns the noise on the embeddings of some rows of step ``index``."""
         if not self.config.neftune_alpha:
             return None
         first = (self.seed + 1) * NOISE_SEED_OFFSET + index * self.config.batch_size
@@ -168,7 +167,6 @@ class SFTTrainer(FinetuneStage[DemonstrationSource, Sequences]):
         return metrics | {"eval/perplexity": math.exp(min(metrics["eval/loss"], 700.0))}
 
     def scores(self, micro: Sequences) -> PolicyOutput:
-        """Runs one forward without noise for the learned tokens of ``micro``."""
         return self.actor(
             micro.ids,
             micro.attention_mask,

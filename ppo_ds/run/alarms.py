@@ -163,7 +163,6 @@ def holds(name: str, value: float, past: Past) -> bool:
 
 
 def condition(alarm: Alarm) -> str:
-    """Returns the condition of an alarm in words."""
     return alarm.condition if alarm.kind == "rule" else CONDITIONS[alarm.kind][1].format(alarm.limit)
 
 

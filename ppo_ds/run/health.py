@@ -35,7 +35,6 @@ class Health:
         self.step = step
 
     def record_step(self) -> None:
-        """Records an optimizer step that was not skipped."""
         self.skips = 0
 
     def record_skip(self, skipped: SkippedStep, counted: bool = True) -> None:

@@ -117,7 +117,6 @@ def open_run_directory(run_dir: Path, now: Settings, start: Path | None, restart
 
 
 def write_settings(run_dir: Path, settings: Settings) -> None:
-    """Writes config.yaml."""
     write_file(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
@@ -144,7 +143,6 @@ def finish_move(run_dir: Path) -> list[str]:
 
 
 def _move(run_dir: Path, names: list[str], kept: Path) -> None:
-    """Moves files and folders of the run directory to the folder ``kept`` in it."""
     unfinished = kept.with_name(kept.name + UNFINISHED)
     unfinished.mkdir(mode=0o700, exist_ok=True)
     fsync(run_dir)  # the new folder must be on the disk before anything is moved to it

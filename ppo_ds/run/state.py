@@ -59,7 +59,6 @@ class Selection:
         return f"{'lowest' if self.lower_is_better else 'highest'} {self.metric}"
 
     def is_exhausted(self, evals_without_improvement: int) -> bool:
-        """Returns whether so many evaluations without improvement end the run."""
         return self.patience is not None and evals_without_improvement >= self.patience
 
     def score(self, metrics: Metrics) -> float:
@@ -109,12 +108,10 @@ class TrainState:
         return score > (-math.inf if self.best_score is None else self.best_score)
 
     def count_evaluation(self, score: float) -> None:
-        """Counts an evaluation for eval.patience."""
         improved = self.is_improvement(score)
         self.evals_without_improvement = 0 if improved else self.evals_without_improvement + 1
 
     def best_metrics(self, selection: Selection) -> dict[str, Any]:
-        """Returns the entries of the summary on the best checkpoint, if there is one."""
         if self.best_score is None or self.best_step is None:
             return {}
         value = -self.best_score if selection.lower_is_better else self.best_score

@@ -85,7 +85,6 @@ class TokenBudgets:
         return {budget.name: budget.tokens for budget in (self.rollout, self.score, self.train)}
 
     def set(self, numbers: Mapping[str, int]) -> None:
-        """Sets budgets by name."""
         for budget in (self.rollout, self.score, self.train):
             if budget.name in numbers:
                 budget.tokens = numbers[budget.name]
@@ -235,7 +234,6 @@ class TokenBudgets:
 
 
 def free_memory(world: World) -> None:
-    """Returns the memory of a failed phase to the device."""
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()

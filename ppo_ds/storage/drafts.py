@@ -25,10 +25,7 @@ _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write_file(path: Path, data: bytes | str) -> None:
-    """Replaces a file atomically and forces it to the disk.
-
-    Text is encoded as UTF-8, with ``?`` for lone surrogates.
-    """
+    """Replaces a file atomically, on the disk. Text becomes UTF-8, with ``?`` for lone surrogates."""
     with draft_file(path) as file:
         file.write(data.encode(errors="replace") if isinstance(data, str) else data)
 

@@ -70,7 +70,6 @@ class Holder:
 
 
 def read_holder(descriptor: int) -> Holder:
-    """Reads the holder from an open lock file."""
     try:
         content = json.loads(os.pread(descriptor, 4096, 0))
         kinds = {name: type(value) for name, value in asdict(Holder()).items()}

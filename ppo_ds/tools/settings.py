@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ppo_ds.config.chat_template import is_template
-from ppo_ds.config.schema import Config, TextConfig, from_tree, inherit, own_code, resolved
+from ppo_ds.config.reading import read
+from ppo_ds.config.schema import Config, TextConfig, inherit, own_code, resolved
 from ppo_ds.config.types import replace
 from ppo_ds.errors import UserError
 from ppo_ds.storage.links import links_that_leave
@@ -37,7 +38,7 @@ def config_of_settings(
             section.clear()
         else:
             section.pop(key.rpartition(".")[2])
-    config, problems = from_tree(settings)
+    config, problems = read(Config, settings)
     if problems:
         raise UserError(*(f"{file}: {line}" for line in problems.values()))
     if not isinstance(config, kind):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ppo_ds.assemble.roles import CriticStart, build_actor, build_critic, build_reference, ppo_needs
-from ppo_ds.config.schema import Config, from_tree, inherit
+from ppo_ds.config.reading import read
+from ppo_ds.config.schema import Config, inherit
 from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.state import consolidated, load_model, save_model
@@ -55,9 +56,9 @@ def config(
         "data": {"path": "none.jsonl"},
         "reward": {"_target_": "none"},
     }
-    read, problems = from_tree(tree)
+    config, problems = read(Config, tree)
     assert not problems, problems
-    return inherit(read)
+    return inherit(config)
 
 
 def actor_of(config: Config, world: World) -> HybridActor:

@@ -20,7 +20,8 @@ from ppo_ds.assemble.roles import (
     build_reference,
     ppo_needs,
 )
-from ppo_ds.config.schema import Config, from_tree, inherit
+from ppo_ds.config.reading import read
+from ppo_ds.config.schema import Config, inherit
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.checkpoint.state import consolidated, load_model, save_model
@@ -51,9 +52,9 @@ def config(root: Path, stage: int, dtype: str, lora: int = 2, reference: str = "
         "data": {"path": "none.jsonl"},
         "reward": {"_target_": CLASSIFIER, "model": {"path": str(root / "reward"), "dtype": dtype}},
     }
-    read, problems = from_tree(tree)
+    config, problems = read(Config, tree)
     assert not problems, problems
-    return inherit(read)
+    return inherit(config)
 
 
 def storages() -> dict[int, torch.UntypedStorage]:

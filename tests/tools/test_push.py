@@ -13,7 +13,8 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load
 
 from launch import export
-from ppo_ds.config.schema import from_tree, inherit
+from ppo_ds.config.reading import read
+from ppo_ds.config.schema import Config, inherit
 from ppo_ds.tools.model_card import remove_local_base, write_card
 from tests.support.hub_server import HubServer
 from tests.tools.test_export import STEP, trained, write_run
@@ -109,7 +110,7 @@ def card_of(folder: Path, role: str = "actor", name: str = "me/answers", **tree:
         "rollout": {"prompts_per_step": 4},
         "sampling": {"max_new_tokens": 7},
     } | tree
-    config, problems = from_tree(settings)
+    config, problems = read(Config, settings)
     assert not problems
     out = folder / "out"
     out.mkdir()

@@ -10,12 +10,9 @@ from ppo_ds.config.schema import PPOConfig, reward_weights, rollout_size, uses_r
 
 def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
     """Yields an error line for each batch size that the ranks or the optimizer steps cannot divide evenly."""
-    prompts, samples, minibatch = (
-        config.rollout.prompts_per_step,
-        config.rollout.samples_per_prompt,
-        config.algo.minibatch_size,
-    )
-    rollout, group = rollout_size(config), config.memory.sequence_parallel
+    section, minibatch, rollout = config.rollout, config.algo.minibatch_size, rollout_size(config)
+    prompts, samples = section.prompts_per_step, section.samples_per_prompt
+    group = config.memory.sequence_parallel
     if ranks % group:
         yield f"memory.sequence_parallel={group}: must divide the number of ranks, {ranks}"
     if prompts % ranks:

@@ -64,7 +64,6 @@ def check_paths(config: TextConfig, ranks: int) -> Iterator[str]:
 
 
 def _model_paths(config: Config) -> dict[str, str | None]:
-    """Returns the paths of all models by their keys."""
     paths = {f"{name}.model.path": model.model.path for name, model in trained_models(config).items()}
     if isinstance(config, PPOConfig):
         paths["reference.model.path"] = config.reference.model.path
@@ -93,7 +92,6 @@ def _missing_model(key: str, path: str | None, config: Config) -> Iterator[str]:
 
 
 def _data_paths(config: TextConfig) -> dict[str, str | None]:
-    """Returns the paths of all data sets by their keys."""
     data = config.data
     paths = {"data.path": data.path, "data.eval_path": data.eval_path}
     if not isinstance(data, PPODataConfig):

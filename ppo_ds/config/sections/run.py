@@ -245,7 +245,6 @@ class TrackerConfig(Section):
 
     @property
     def logs_histograms(self) -> bool:
-        """Tells whether a tracker that shows histograms is on."""
         return self.wandb.mode != "disabled" or self.tensorboard.enabled or self.trackio.enabled
 
 
@@ -268,8 +267,7 @@ class PPOEvalConfig(EvalConfig):
 
     With stage=ppo, the policy responds to the prompts of data.eval_path, and the responses are scored. With
     stage=sft and stage=reward_model, the loss and the accuracy on the rows of data.eval_path are measured.
-    Only stage=ppo uses greedy, correct_above, rewards,
-    win_rate and train_prompts.
+    Only stage=ppo uses greedy, correct_above, rewards, win_rate and train_prompts.
     """
 
     greedy: bool = True

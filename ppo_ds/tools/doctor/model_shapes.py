@@ -10,11 +10,12 @@ from typing import Any, cast
 from ppo_ds.assemble.roles import CLASSIFIER, critic_start
 from ppo_ds.compute.sizes import Shape
 from ppo_ds.config.hub_cache import in_hub_cache
+from ppo_ds.config.reading import read
 from ppo_ds.config.schema import (
+    Config,
     ConfigT,
     PPOConfig,
     all_rewards,
-    from_tree,
     has_critic,
     reference_is_base,
     resolved,
@@ -53,7 +54,7 @@ def with_shipped_shapes(config: ConfigT) -> ConfigT:
         shipped = isinstance(value, str) and value in SHIPPED and not in_hub_cache(value)
         return str(SHAPES / SHIPPED[value]) if shipped else value
 
-    return cast(ConfigT, from_tree(replaced(resolved(config)))[0])
+    return cast(ConfigT, read(Config, replaced(resolved(config)))[0])
 
 
 def plan_models(config: PPOConfig, tokenizer: Tokenizer | None, report: Report) -> Models | None:
