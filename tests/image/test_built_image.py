@@ -49,7 +49,8 @@ def start(image: Image, tmp_path: Path) -> Iterator[Callable[..., Container]]:
 
     def run(*arguments: str, **options: object) -> Container:
         folder = tmp_path / f"container{len(started)}"
-        started.append(Container(image, folder, *arguments, DS_ACCELERATOR="cpu", **options))  # type: ignore[arg-type]
+        options["DS_ACCELERATOR"] = "cpu"
+        started.append(Container(image, folder, *arguments, **options))  # type: ignore[arg-type]
         return started[-1]
 
     yield run
