@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,10 +48,9 @@ def start(image: Image, tmp_path: Path) -> Iterator[Callable[..., Container]]:
     """Returns a function that starts a container, which is removed after the test."""
     started: list[Container] = []
 
-    def run(*arguments: str, **options: object) -> Container:
+    def run(*arguments: str, **options: Any) -> Container:
         folder = tmp_path / f"container{len(started)}"
-        options["DS_ACCELERATOR"] = "cpu"
-        started.append(Container(image, folder, *arguments, **options))  # type: ignore[arg-type]
+        started.append(Container(image, folder, *arguments, DS_ACCELERATOR="cpu", **options))
         return started[-1]
 
     yield run
