@@ -175,7 +175,7 @@ def recompute(
     config = with_numbers(config, resolve(config, of, hardware.usable or 0, True).numbers)
     memory = of(config)
     machine = Machine(device, read_assumptions([], on_gpu=True), gpus, device.per_node, on_gpu=True)
-    step = PPOTime(config, machine, memory, models=models, prompt=tokens, longest=tokens)
+    step = PPOTime(config, machine, memory, models=models, mean_prompt=tokens, longest=tokens)
     return Recomputed(step.phases(), "layer by layer" if memory.layerwise else "whole")
 
 

@@ -81,6 +81,11 @@ class World:
         return 1 if self.sequence is None else self.sequence.size
 
     @property
+    def sequence_argument(self) -> dict[str, SequenceGroup]:
+        """The argument of a model's forward whose tokens ranks divide; {} if none do."""
+        return {} if self.sequence is None else {"sequence": self.sequence}
+
+    @property
     def data_size(self) -> int:
         """The number of shares of the rows in training; the ranks of a sequence group have the same share."""
         return self.size // self.sequence_ranks

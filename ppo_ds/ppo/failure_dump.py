@@ -79,8 +79,10 @@ def locate_nonfinite(
 
     Weights, optimizers and counters do not change. Rows are not divided among ranks.
     """
-    world = replace(learner.world, sequence=None)
-    learner = replace(learner, context=replace(learner.context, world=world))
+    if learner.world.sequence is not None:
+        alone = replace(learner.world, sequence=None)
+        learner = replace(learner, context=replace(learner.context, world=alone))
+    world = learner.world
     plan = microbatch_rows(minibatch, 1, world)
     totals, value_totals = learner.totals(minibatch)
     models: dict[str, Replayed] = {}

@@ -337,8 +337,8 @@ class Learner:
                 micro.ids,
                 micro.attention_mask,
                 micro.response_width,
-                sequence=self.world.sequence,
                 **forward_options(self.terms),
+                **self.world.sequence_argument,
             )
         micro = micro.to(self.world.device)  # after the forward, since the model arranges its rows on the CPU
         loss, parts = actor_loss(self.terms, out, micro, totals, kl_coef)
@@ -356,7 +356,7 @@ class Learner:
         """Computes a micro-batch's part of the critic's loss, and its metrics."""
         if values is None:
             values = critic(
-                micro.ids, micro.attention_mask, micro.response_width, sequence=self.world.sequence
+                micro.ids, micro.attention_mask, micro.response_width, **self.world.sequence_argument
             )
         return self.value(values, micro.to(self.world.device), totals)
 
@@ -373,7 +373,7 @@ class Learner:
                 micro.response_width,
                 temperature=1.0,
                 label_mask=micro.response_mask,
-                sequence=self.world.sequence,
+                **self.world.sequence_argument,
             )
             yield self.ptx(out, micro.to(self.world.device), totals)
 

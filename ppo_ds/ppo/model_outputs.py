@@ -108,7 +108,7 @@ class ModelForwards:
         """Runs a trained model on the rows of each entry of ``plan``; may keep the graph for the update."""
         if self.kept is not None and name in self.kept.names:
             return [self.kept.forward(name, model)]
-        return forward_rows(model, rows, plan, sequence=self.world.sequence, **options)
+        return forward_rows(model, rows, plan, **self.world.sequence_argument, **options)
 
     def plan(self, sequences: Sequences) -> list[Tensor]:
         """Returns the row indices of each forward. A collective."""
@@ -134,5 +134,5 @@ class ModelForwards:
         self, model: TrainedModel | FrozenModel, sequences: Sequences, plan: list[Tensor]
     ) -> Tensor:
         """Computes log-probs [B,R] of the responses."""
-        outputs = forward_rows(model, sequences, plan, sequence=self.world.sequence)
+        outputs = forward_rows(model, sequences, plan, **self.world.sequence_argument)
         return scatter_tokens([out.logprobs for out in outputs], sequences, plan)

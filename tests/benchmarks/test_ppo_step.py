@@ -289,12 +289,12 @@ def test_a_comparison_is_not_started_by_a_launcher_of_ranks(monkeypatch, capsys)
 def test_a_benchmark_does_not_measure_the_cpu_of_a_gpu_machine(monkeypatch, capsys):
     """As in launch/train.py, a GPU that torch cannot use ends the start."""
 
-    def refuse(verbose, trains=False):
-        assert trains
+    def refuse(verbose, trains=False, fixed_segments=True):
+        assert trains and not fixed_segments
         raise UserError("torch cannot use the GPU")
 
-    run = SimpleNamespace(verbose=False)
-    monkeypatch.setattr("launch.cli.load_config", lambda overrides: SimpleNamespace(run=run))
+    config = SimpleNamespace(run=SimpleNamespace(verbose=False), rollout=SimpleNamespace(own_weights=False))
+    monkeypatch.setattr("launch.cli.load_config", lambda overrides: config)
     monkeypatch.setattr("launch.process.prepare_environment", refuse)
     monkeypatch.setattr("launch.process.exit_now", sys.exit)
     monkeypatch.delenv("RANK", raising=False)

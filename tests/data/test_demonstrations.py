@@ -260,10 +260,10 @@ def test_batches_go_through_microbatches(source):
     """Each learned token is in exactly one micro-batch of exactly one of the two ranks."""
 
     class World:
-        size = 2
+        data_size, sequence_ranks = 2, 1
 
         def __init__(self, rank):
-            self.rank = rank
+            self.data_rank = rank
 
     batch = next(
         Stream(

@@ -18,7 +18,7 @@ from tests.image.chroot import Container, Image, stand_in, unavailable
 from tests.image.test_install_steps import OFFLINE
 from tests.support.environment import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 OUTPUTS, FOREIGN = "/workspace/outputs", "4242:4243"
 TINY = [
     *("+experiment=quickstart", "run.name=tiny", "prepare.max_operand=9", "prepare.heldout=10"),

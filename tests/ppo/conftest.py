@@ -21,9 +21,11 @@ class ThreadWorld:
     device = torch.device("cpu")
     waiting = SimpleNamespace(take=lambda: 0.0)
     threads = SimpleNamespace(ranks=1)
+    sequence, sequence_ranks, sequence_argument = None, 1, {}
 
     def __init__(self, rank, size, barrier, shares, nodes=1):
         self.rank, self.size, self.local_rank = rank, size, rank % (size // nodes)
+        self.data_rank, self.data_size = rank, size
         self.is_main, self.is_first_on_node = rank == 0, self.local_rank == 0
         self._barrier, self._shares = barrier, shares
 
@@ -43,6 +45,8 @@ class ThreadWorld:
 
     def sum(self, x):
         return torch.stack(self._tensors(x)).sum(0)
+
+    sum_of_shares = sum
 
     def max(self, x):
         return torch.stack(self._tensors(x)).amax(0)
