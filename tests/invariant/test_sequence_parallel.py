@@ -12,7 +12,7 @@ import pytest
 
 from tests.invariant import invariant_assets
 from tests.invariant.invariant_cases import ALGORITHMS, CALM, CHECKPOINTED, ONE_STEP, OTHER_REFERENCE
-from tests.invariant.invariant_runs import ASSETS, Case, Launches, case, merged, staged
+from tests.invariant.invariant_runs import ASSETS, Launches, case, merged, staged
 from tests.invariant.test_training import gaps
 from tests.support.ranks import RankServer
 
@@ -33,18 +33,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     **{name: [merged(merged(CALM, OTHER_REFERENCE), ONE_STEP), how] for name, how in ALGORITHMS.items()},
 }
 STAGES = (0, 1, 2, 3)
+ON_FOUR_RANKS = ((0, 4), (1, 2), (2, 4), (3, 2), (3, 4))  # ZeRO stage and ranks of a group
 
 
 def divided(ranks: int) -> dict[str, Any]:
     return {"memory": {"sequence_parallel": ranks}}
-
-
-def runs_of(size: int) -> list[Case]:
-    found = [case(f"zero{stage}", staged(stage), divided(size)) for stage in STAGES]
-    if size == 2:
-        found += [case(name, staged(3), divided(size), *how) for name, how in VARIANTS.items()]
-        found.append(case("zero2 bf16", staged(2, "bf16"), divided(size)))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +49,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rank_server: RankServer) -> L
     launches = Launches(root, rank_server)
     one = [case("plain", staged(0), generate="record")]
     launches.launch(1, one + [case(name, staged(0), *how) for name, how in VARIANTS.items()], "one")
-    launches.launch(2, runs_of(2), "2 of 2")
-    launches.launch(4, [case(f"zero{stage}", staged(stage), divided(2)) for stage in (1, 3)], "2 of 4")
+    two = [case(f"zero{stage}", staged(stage), divided(2)) for stage in STAGES]
+    two += [case(name, staged(3), divided(2), *how) for name, how in VARIANTS.items()]
+    launches.launch(2, two, "2")
+    cases = [case(f"zero{stage} {size}", staged(stage), divided(size)) for stage, size in ON_FOUR_RANKS]
+    launches.launch(4, cases, "4")
     return launches
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_that_divide_rows_train_like_one(runs: Launches, stage: int) -> None:
-    assert gaps(runs["one/plain"], runs[f"2 of 2/zero{stage}"]) == []
+    assert gaps(runs["one/plain"], runs[f"2/zero{stage}"]) == []
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_algorithm_trains_like_one_rank(runs: Launches, name: str) -> None:
-    assert gaps(runs[f"one/{name}"], runs[f"2 of 2/{name}"]) == []
+    assert gaps(runs[f"one/{name}"], runs[f"2/{name}"]) == []
 
 
-@pytest.mark.parametrize("stage", (1, 3))
-def test_two_groups_train_like_one_rank(runs: Launches, stage: int) -> None:
-    assert gaps(runs["one/plain"], runs[f"2 of 4/zero{stage}"]) == []
+@pytest.mark.parametrize(("stage", "size"), ON_FOUR_RANKS)
+def test_four_ranks_in_two_groups_or_one_train_like_one_rank(runs: Launches, stage: int, size: int) -> None:
+    assert gaps(runs["one/plain"], runs[f"4/zero{stage} {size}"]) == []
