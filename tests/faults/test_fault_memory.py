@@ -109,7 +109,7 @@ def test_a_resume_takes_the_numbers_of_the_checkpoint(
     assert codes == [0, 0], said[-6000:]
     small, large, moved = (root / "auto" / name for name in ("small", "large", "moved"))
     limits = {"rollout_tokens": 32768, "score_tokens": 16384, "train_tokens": 8192}
-    limits |= {"layout": "auto", "reuse_forwards": "auto"}
+    limits |= {"layout": "auto", "reuse_forwards": "auto", "sequence_parallel": 1}
     assert memory(large) == limits
     # one row each: the longest prompt has 24 tokens, a response at most 10
     row = dict.fromkeys(("rollout_tokens", "score_tokens", "train_tokens"), 34)
