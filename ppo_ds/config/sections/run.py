@@ -94,7 +94,7 @@ class GenerationMemoryConfig(MemoryConfig):
 class PPOMemoryConfig(GenerationMemoryConfig):
     """Token budgets of one forward on one rank, padding included. They change speed and memory, not results.
 
-    Only reuse_forwards also changes the last digits of results.
+    Only reuse_forwards and sequence_parallel also change the last digits of results.
 
     Generation counts each prompt with the longest response that it may get; every other forward counts the
     actual rows.
