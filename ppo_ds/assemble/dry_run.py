@@ -54,6 +54,7 @@ def dry_run_config(config: PPOConfig, ranks: int) -> Config:
     tree["rollout"] |= {"prompts_per_step": prompts, "samples_per_prompt": samples}
     if tree["rollout"].pop("vllm", None):  # a dry run uses the CPU, for which vLLM may not be built
         tree["rollout"]["backend"] = "auto"
+    tree["memory"]["sequence_parallel"] = 1  # tiny models may have a single key-value head
     sampling |= {"max_new_tokens": new_tokens, "min_new_tokens": min(sampling["min_new_tokens"], new_tokens)}
     if data["long_prompts"] != "drop":  # a lower limit would drop more prompts than the real run does
         data["max_prompt_tokens"] = min(data["max_prompt_tokens"], MAX_PROMPT_TOKENS)

@@ -322,6 +322,8 @@ class PackableModel(nn.Module):
     every model supports packed rows.
     """
 
+    _positions: bool  # the forward takes position ids
+
     def __init__(self) -> None:
         super().__init__()
         self.packed = False
@@ -363,7 +365,9 @@ class PackableModel(nn.Module):
         heads = config.num_attention_heads
         groups = getattr(config, "num_key_value_heads", None) or heads
         if heads % parts or groups % parts:
-            return f"must divide its {heads} attention heads and {groups} key-value heads"
+            return f"its {heads} attention heads and {groups} key-value heads are not divisible by it"
+        if not self._positions:
+            return "its forward must take position_ids"
         return None
 
     def _try_packed(self, forward: Callable[[Tensor, Tensor, int], Any]) -> tuple[str | None, bool]:

@@ -29,8 +29,10 @@ T = TypeVar("T")
 
 ADVICE = {  # budget -> remedies besides a lower budget
     "rollout_tokens": "actor.zero.offload_states=always, or fewer sampling.max_new_tokens",
-    "score_tokens": "reference.zero.offload_params=true, or shorter rows",
-    "train_tokens": "gradient_checkpointing=true or a higher zero.stage of the trained models",
+    "score_tokens": "reference.zero.offload_params=true, memory.sequence_parallel (stage=ppo), or "
+    "shorter rows",
+    "train_tokens": "gradient_checkpointing=true, a higher zero.stage of the trained models, or "
+    "memory.sequence_parallel (stage=ppo)",
 }
 
 

@@ -161,6 +161,6 @@ def test_ranks_divide_packed_rows_of_models_whose_heads_they_divide():
     with pytest.raises(UserError) as refused:
         chosen("auto", Role(LLAMA), Role(WINDOW), parts=4)
     assert refused.value.problems == [
-        "memory.sequence_parallel=4: the actor: must divide its 2 attention heads and 2 key-value heads; "
-        "the reference: its rows cannot be packed"
+        "memory.sequence_parallel=4: the actor: its 2 attention heads and 2 key-value heads are not "
+        "divisible by it; the reference: its rows cannot be packed"
     ]

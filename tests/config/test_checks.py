@@ -86,6 +86,8 @@ def test_ranks_that_divide_rows_fit_the_ranks_and_the_layout() -> None:
     assert line == "memory.sequence_parallel=3: must divide the number of ranks, 4"
     line = found("memory={sequence_parallel:2,layout:padded}", ranks=4)
     assert line == "memory.layout=padded: memory.sequence_parallel divides packed rows; use packed or auto"
+    line = found("memory={sequence_parallel:2,reuse_forwards:all}", ranks=4)
+    assert line.startswith("memory.reuse_forwards=all: no forward is kept with memory.sequence_parallel")
     compose(*MINIMAL, "memory={sequence_parallel:2,layout:packed}", ranks=4)
 
 

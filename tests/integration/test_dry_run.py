@@ -142,6 +142,11 @@ def test_what_a_run_makes_in_its_folder_is_made_in_another() -> None:
     assert small.tracker.wandb.mode == "disabled"
 
 
+def test_a_dry_run_does_not_divide_rows_since_its_models_may_have_one_key_value_head() -> None:
+    small = dry_run_config(load_config(["+experiment=quickstart", "memory.sequence_parallel=2"], 2), 2)
+    assert small.memory.sequence_parallel == 1
+
+
 def test_what_no_dry_run_has_made_is_not_touched(tmp_path: Path) -> None:
     config = composed(f"run.dir={tmp_path}/run")
     folder = dry_run_dir(config)

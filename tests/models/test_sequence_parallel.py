@@ -53,18 +53,22 @@ def test_divided_rows_have_the_outputs_and_gradients_of_whole_rows(
 
 
 def test_models_whose_heads_or_rows_cannot_be_divided_are_refused() -> None:
-    def why(config: object, parts: int, packed: bool = True) -> str | None:
+    def why(config: object, parts: int, packed: bool = True, positions: bool = True) -> str | None:
         policy = Policy(AutoModelForCausalLM.from_config(config), 1.0)
-        policy.packed = packed
+        policy.packed, policy._positions = packed, positions and policy._positions
         return policy.why_not_divided(parts)
 
     assert why(FAMILIES["llama"], 4) is None
-    assert why(FAMILIES["llama"], 8) == "must divide its 8 attention heads and 4 key-value heads"
-    assert why(FAMILIES["llama"], 3) == "must divide its 8 attention heads and 4 key-value heads"
+    assert why(FAMILIES["llama"], 8) == "its 8 attention heads and 4 key-value heads are not divisible by it"
+    assert why(FAMILIES["llama"], 3) == "its 8 attention heads and 4 key-value heads are not divisible by it"
+    assert why(FAMILIES["llama"], 4, positions=False) == "its forward must take position_ids"
     window = MistralConfig(**SMALL, sliding_window=4)
     assert why(window, 2, packed=False) == "its rows cannot be packed"
     eager = LlamaConfig(**SMALL, attn_implementation="eager")
     assert why(eager, 2) == "its attn_implementation must be sdpa"
     # OPT has no key for its key-value heads
     opt = OPTConfig(vocab_size=50, hidden_size=32, ffn_dim=16, num_hidden_layers=1, num_attention_heads=4)
-    assert why(opt, 4) is None and why(opt, 3) == "must divide its 4 attention heads and 4 key-value heads"
+    assert (
+        why(opt, 4) is None
+        and why(opt, 3) == "its 4 attention heads and 4 key-value heads are not divisible by it"
+    )

@@ -68,7 +68,8 @@ def test_the_second_error_ends_the_run_on_all_ranks() -> None:
         cause = "Tried to allocate 2.00 GiB." if rank == 2 else "on another rank"
         assert message == (
             "out of memory in scoring with memory.score_tokens=50, which was halved from 100 before: set a "
-            f"lower memory.score_tokens, or use reference.zero.offload_params=true, or shorter rows ({cause})"
+            "lower memory.score_tokens, or use reference.zero.offload_params=true, memory.sequence_parallel "
+            f"(stage=ppo), or shorter rows ({cause})"
         )
         assert runs == 2
 

@@ -38,6 +38,8 @@ def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
         )
     if group > 1 and config.memory.layout == "padded":
         yield "memory.layout=padded: memory.sequence_parallel divides packed rows; use packed or auto"
+    if group > 1 and config.memory.reuse_forwards == "all":
+        yield "memory.reuse_forwards=all: no forward is kept with memory.sequence_parallel; use auto or off"
     texts = config.algo.ptx.batch_size or minibatch or rollout
     if config.algo.ptx.coef and texts % ranks:
         yield f"algo.ptx.batch_size={texts}: must be divisible by the number of ranks, {ranks}"
