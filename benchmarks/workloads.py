@@ -65,8 +65,8 @@ def dry(workload: Workload) -> Workload:
         workload.shape,
         hidden_size=32,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         intermediate_size=64,
         vocab_size=256,
     )

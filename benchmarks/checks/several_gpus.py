@@ -29,6 +29,7 @@ ALL_SHARDED = tuple(
 )
 ZERO_3 = ("zero=stage3", *ALL_SHARDED)
 LAYERS = (*ZERO_3, "actor.zero.generation_gather=layers")
+BF16_LIMIT = 0.03  # of gradients in bf16, for the same responses
 GRADIENT_LIMIT = 0.01  # of gradients in fp32; those of the seeds differ by much more
 
 
@@ -42,6 +43,7 @@ def two_gpu_checks(tiny: bool) -> dict[str, Check]:
     return {
         "ranks": ranks_agree(size),
         "gather": gather(size),
+        "sequence": sequence(size),
         "waits_two": waits("two", 2, *ZERO_3),
         "killed": killed(size),
         "resume_two": resume("two", size, *ZERO_3, new_tokens=4 if tiny else 64, ranks=2),
@@ -99,6 +101,20 @@ def gather(size: Sequence[str]) -> Check:
             Fault(f"{run.name}: log-probs are wrong", [varied(run, "wrong_logprobs")])
             for run in (whole, layers)
         ],
+    )
+
+
+def sequence(size: Sequence[str]) -> Check:
+    one, divided = (
+        step_run(name, "W3", *GREEDY, *ZERO_3, *how, options=[*size, *ONE_UPDATE], ranks=2, minutes=1.9)
+        for name, how in (("one", ()), ("divided", ("memory.sequence_parallel=2",)))
+    )
+    return Check(
+        "two",
+        "Do two ranks that divide the tokens of each row have the same gradients?",
+        [one, divided],
+        judges.same_gradients(BF16_LIMIT),
+        [Fault("the tokens of rank 1 are lost", [varied(divided, "silent_rank")])],
     )
 
 

@@ -57,6 +57,10 @@ class Inputs:
         """Tokens of the longest text of the language-modelling loss; 0 without that loss."""
         return self.ptx.source.longest if self.ptx else 0
 
+    def longest_row(self, max_new_tokens: int) -> int:
+        """Returns the tokens of the longest row that actor, reference and critic may receive."""
+        return max(self.longest_prompt + max_new_tokens, self.longest_text)
+
     def examples(self) -> list[tuple[str, Row]]:
         """Returns location and metadata of one prompt for each order of roles in the data."""
         return [example for source in self._sources for example in source.examples()]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ppo_ds.config.schema import TrainedConfig, learning_rate
 from ppo_ds.config.sections.models import FrozenZeroConfig, LoraConfig
@@ -42,17 +43,21 @@ class Needs:
                 f"{key}={path}: the {self.tokenizer_of}'s tokenizer has ids up to {self.vocabulary - 1}, "
                 f"this model's embedding only {module.vocab_size} rows; they do not belong together"
             )
-        rope = rope_length_limit(module.trunk.config)
+        self.check_positions(module.trunk.config, module.max_tokens, path, key)
+
+    def check_positions(self, config: PreTrainedConfig, limit: int | None, path: str, key: str) -> None:
+        """Raises UserError if the longest row exceeds ``limit`` or the positions of a RoPE that changes."""
+        rope = rope_length_limit(config)
         if rope is not None and self.positions > rope[1]:
-            kind, limit = rope
+            kind, constant = rope
             raise UserError(
                 f"{key}={path}: RoPE of type {kind} changes all rows of a batch that has one longer than "
-                f"{limit} tokens; {self.longest} may have {self.positions}: lower {self.remedy} to stay "
-                f"within {limit}"
+                f"{constant} tokens; {self.longest} may have {self.positions}: lower {self.remedy} to stay "
+                f"within {constant}"
             )
-        if module.max_tokens is not None and self.positions > module.max_tokens:
+        if limit is not None and self.positions > limit:
             raise UserError(
-                f"{key}={path}: has {module.max_tokens} positions; {self.longest} need {self.positions}: "
+                f"{key}={path}: has {limit} positions; {self.longest} need {self.positions}: "
                 f"lower {self.remedy}"
             )
 

@@ -52,10 +52,7 @@ class Models:
 def load_models(config: PPOConfig, context: RunContext, inputs: Inputs, length: Horizon) -> Models:
     """Loads the models, the reward last because it may share the critic's weights. A collective."""
     world, banner = context.world, context.banner
-    needs = ppo_needs(
-        inputs.tokenizer.id_bound,
-        max(inputs.longest_prompt + config.sampling.max_new_tokens, inputs.longest_text),
-    )
+    needs = ppo_needs(inputs.tokenizer.id_bound, inputs.longest_row(config.sampling.max_new_tokens))
     download_weights(models_to_download(config), world)
     start = None
     if has_critic(config):

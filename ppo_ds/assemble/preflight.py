@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from ppo_ds.assemble.data import Inputs, read_inputs
-from ppo_ds.assemble.roles import CLASSIFIER
+from ppo_ds.assemble.roles import CLASSIFIER, ppo_needs
 from ppo_ds.config.checks.data import is_prepared
-from ppo_ds.config.schema import PPOConfig, all_rewards, reward_models, uses_reference
+from ppo_ds.config.schema import PPOConfig, all_rewards, has_critic, reward_models, uses_reference
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
 from ppo_ds.config.types import parts_of
@@ -21,6 +21,7 @@ from ppo_ds.environments.base import load_environment
 from ppo_ds.errors import UserError
 from ppo_ds.models.chat_scorer import expect_trusted
 from ppo_ds.models.loading import config_of, load_config
+from ppo_ds.models.packed_attention import undivided_heads
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import reward_errors_as_user_errors
 from ppo_ds.rewards.model import check_reward_model
@@ -71,7 +72,7 @@ def preflight(config: PPOConfig, inputs: Inputs, on_gpu: bool) -> None:
 
     Not a collective: all ranks read the same files.
     """
-    check_vocabularies(config, inputs.tokenizer)
+    check_models(config, inputs)
     check_engine_package(config)
     check_engine_model(config, on_gpu)
     check_rewards(all_rewards(config), inputs)
@@ -97,12 +98,22 @@ def try_functions(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -
             bind(section, key)(tokenizer=inputs.tokenizer).try_on(rows)
 
 
-def check_vocabularies(config: PPOConfig, tokenizer: Tokenizer) -> None:
+def check_models(config: PPOConfig, inputs: Inputs) -> None:
+    """Raises UserError if actor, reference or critic cannot read the data, or divide rows among ranks."""
     models: dict[str, Any] = {"actor.model.path": config.actor.model}
     if uses_reference(config):
         models["reference.model.path"] = config.reference.model
+    if has_critic(config) and config.critic.init == "path":
+        models["critic.model.path"] = config.critic.model
+    positions, parts = inputs.longest_row(config.sampling.max_new_tokens), config.memory.sequence_parallel
+    needs = ppo_needs(inputs.tokenizer.id_bound, positions)
     for key, model in models.items():
-        check_vocabulary(key, model, tokenizer, "actor")
+        check_vocabulary(key, model, inputs.tokenizer, "actor")
+        found = config_of(model, key)
+        limit = getattr(found.get_text_config(), "max_position_embeddings", None)
+        needs.check_positions(found, limit, str(model.path), key)
+        if problem := undivided_heads(found, parts):
+            raise UserError(f"memory.sequence_parallel={parts}: {problem} ({key}={model.path})")
 
 
 def check_engine_package(config: PPOConfig) -> None:

@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -121,6 +127,16 @@ def record_attention_calls() -> Iterator[AttentionCalls]:
         yield calls
     finally:
         _calls.reset(token)
+
+
+def undivided_heads(config: PreTrainedConfig, parts: int) -> str | None:
+    """Returns why ``parts`` ranks cannot divide the heads of a model, or None if they can."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 0)  # some model families use other names
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    if heads % parts or groups % parts:
+        return f"its {heads} attention heads and {groups} key-value heads are not divisible by it"
+    return None
 
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:
@@ -357,18 +373,13 @@ class PackableModel(nn.Module):
 
     def why_not_divided(self, parts: int) -> str | None:
         """Returns why ``parts`` ranks cannot divide the tokens of a forward, or None if they can."""
-        config = self.trunk.config.get_text_config()
         if not self.packed:
             return "its rows cannot be packed"
         if not uses_attention_interface(self.trunk):
             return "its attn_implementation must be sdpa"
-        heads = config.num_attention_heads
-        groups = getattr(config, "num_key_value_heads", None) or heads
-        if heads % parts or groups % parts:
-            return f"its {heads} attention heads and {groups} key-value heads are not divisible by it"
-        if not self._positions:
-            return "its forward must take position_ids"
-        return None
+        if problem := undivided_heads(self.trunk.config, parts):
+            return problem
+        return None if self._positions else "its forward must take position_ids"
 
     def _try_packed(self, forward: Callable[[Tensor, Tensor, int], Any]) -> tuple[str | None, bool]:
         """Compares the hidden states of two short rows between a padded and a packed forward.

@@ -142,6 +142,33 @@ def test_ids_beyond_an_embedding(check, folder):
     ]
 
 
+def test_rows_beyond_the_positions(check, folder):
+    """The longest prompt has two tokens."""
+    short = folder("short", max_position_embeddings=5)
+    line = (
+        "short: has 5 positions; the longest prompt and sampling.max_new_tokens together (or a text of "
+        "data.ptx_path) need 6: lower data.max_prompt_tokens, sampling.max_new_tokens or data.ptx_max_tokens"
+    )
+    for key, actor in (("actor", short), ("reference", None), ("critic", None)):
+        path = () if actor else (f"{key}.model.path={short}",)
+        path += ("critic.init=path",) if key == "critic" else ()
+        assert check("reward=length", "reward.longest=3", *path, actor=actor) == [f"{key}.model.path={line}"]
+    assert check("reward=length", "reward.longest=3", "sampling.max_new_tokens=3", actor=short) == []
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(3, 3), (4, 1)])
+def test_heads_that_ranks_cannot_divide(check, folder, heads, groups):
+    """A dry run, which does not divide rows, checks the actor of the real run too."""
+    odd = folder("odd", num_attention_heads=heads, num_key_value_heads=groups, hidden_size=24)
+    assert check("reward=length", "reward.longest=3", actor=odd) == []
+    divided = ("reward=length", "reward.longest=3", "memory.sequence_parallel=2", "run.dry_run=true")
+    assert check(*divided, actor=odd) == [
+        f"memory.sequence_parallel=2: its {heads} attention heads and {groups} key-value heads are not "
+        "divisible by it (actor.model.path=odd)"
+    ]
+    assert check(*divided) == []
+
+
 def test_an_end_token_beyond_the_embedding(check, folder):
     """The model has a generation_config.json that was copied from another model."""
     actor = folder("odd")

@@ -89,6 +89,7 @@ def test_ranks_that_divide_rows_fit_the_ranks_and_the_layout() -> None:
     line = found("memory={sequence_parallel:2,reuse_forwards:all}", ranks=4)
     assert line.startswith("memory.reuse_forwards=all: no forward is kept with memory.sequence_parallel")
     compose(*MINIMAL, "memory={sequence_parallel:2,layout:packed}", ranks=4)
+    compose(*MINIMAL, "memory.sequence_parallel=8", "run.dry_run=true")  # on one rank
 
 
 @pytest.mark.parametrize(

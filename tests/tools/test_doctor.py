@@ -499,6 +499,22 @@ def test_suggestions_name_keys_and_their_effect() -> None:
     ]
 
 
+def test_dividing_rows_is_suggested_where_one_row_needs_too_much() -> None:
+    def suggested(tokens: int, *arguments: str, now: int = 1, parts: tuple[int, ...] = (2, 4)) -> set[object]:
+        config = with_setting(
+            plan(f"sampling.max_new_tokens={tokens}", *arguments), "memory.sequence_parallel", now
+        )
+        asked = Models(BIG, BIG, FrozenModel(BIG, 2, False, False), {}, 64)
+        single, _, _ = suggest_reductions(config, lambda tried: estimate(tried, asked, GPU), 1, parts)
+        return {value for [(key, value), *_], _ in single if key == "memory.sequence_parallel"}
+
+    assert suggested(100_000) == {2, 4} and not suggested(100_000, parts=())
+    assert suggested(100_000, now=2) == {4}
+    assert not suggested(100)  # several rows of a micro-batch have fewer tokens with a lower budget
+    assert not suggested(100_000, "memory.layout=padded")
+    assert not suggested(100_000, "memory.reuse_forwards=all", "algo.epochs=1", "algo.minibatch_size=null")
+
+
 def test_each_setting_of_a_combination_reduces_the_peak() -> None:
     budgets = [f"memory.{name}_tokens=65536" for name in ("rollout", "score", "train")]
     sizes = ("rollout.prompts_per_step=4096", "data.max_prompt_tokens=56", "rollout.backend=hf")

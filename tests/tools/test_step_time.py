@@ -125,6 +125,23 @@ def test_a_step_by_hand() -> None:
     assert {phase.bound for phase in phases.values()} == {"compute"}
 
 
+def test_ranks_that_divide_rows_exchange_them_in_every_layer() -> None:
+    whole, divided = time_of(config()).phases(), time_of(config(1, "memory.sequence_parallel=2")).phases()
+    # Both ranks score 4 rows together, 10 tokens each. In 2 layers, queries and outputs of 8 numbers, keys
+    # and values of 4, in 2 bytes: 960 bytes, half of them for the other rank, at 500 bytes per second. Each
+    # of the 4 exchanges of a layer waits for 1 s.
+    exchange = 480 / 500 + 4 * 2
+    for name in ("old_logprobs", "ref_logprobs", "values"):
+        assert divided[name].seconds == pytest.approx(whole[name].seconds + exchange)
+        assert divided[name].resources[LINKS] == pytest.approx(exchange)
+    # In each of 2 optimizer steps, 5 tokens are exchanged in the forward and in the backward.
+    exchange = 2 * 2 * (240 / 500 + 4 * 2)
+    for name in ("update_actor", "update_critic"):
+        assert divided[name].seconds == pytest.approx(whole[name].seconds + exchange)
+        assert divided[name].resources[LINKS] == pytest.approx(whole[name].resources[LINKS] + exchange)
+    assert divided["generate"] == whole["generate"]
+
+
 def test_generation_by_an_engine_by_hand() -> None:
     engine = VllmMemory(weights=0, kv_cache=4 * 5 * 32, activations=0, kept=0, group=2)  # 4 rows of 5 tokens
     memory = replace(WHOLE, vllm=engine)

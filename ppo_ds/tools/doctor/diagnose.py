@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from ppo_ds.config.schema import Config, PPOConfig, main_model_path, trained_mod
 from ppo_ds.engine.memory_budget import GIB, cpu_memory, format_bytes
 from ppo_ds.planning.budgets import resolve, with_numbers
 from ppo_ds.planning.run_memory import USABLE, Estimate, Hardware
+from ppo_ds.planning.vllm_memory import kv_heads
 from ppo_ds.tools.doctor.cluster import Cluster, cpu_device
 from ppo_ds.tools.doctor.finetune import batch_line, plan_finetuning
 from ppo_ds.tools.doctor.gpus import GPUS
@@ -72,7 +74,7 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
     print(_table(found))
     print("\n".join(lines), end="\n" if lines else "")
     print(f"work       up to {plan.flops / 1e12:,.3g} TFLOP per step over all ranks")
-    fits = _print_fit(config, plan, hardware, usable, found)
+    fits = _print_fit(config, plan, cluster, usable, found)
     machine = _machine(config, plan, cluster, assumed)
     if machine is None:
         print(f"time       not estimated: name the GPU by --gpu; the table has {', '.join(GPUS)}")
@@ -125,15 +127,17 @@ def usable_memory(hardware: Hardware, per_node: int) -> int:
     return max(0, hardware.usable)
 
 
-def _print_fit(config: Config, plan: Plan, hardware: Hardware, usable: int, found: Estimate) -> bool:
+def _print_fit(config: Config, plan: Plan, cluster: Cluster, usable: int, found: Estimate) -> bool:
     """Prints whether the estimate fits into memory, and config changes that help; returns whether it fits."""
-    where = "available for tensors" if hardware.on_gpu else "per rank on this machine"
+    where = "available for tensors" if cluster.gpu_memory is not None else "per rank on this machine"
     room = f"{format_bytes(usable)} {where}"
     if found.peak <= usable:
         print(f"fits       {format_bytes(found.peak)} of {room}")
         return True
     print(f"too much   {format_bytes(found.peak)} in {found.peak_phase}, of {room}")
-    single, combined, peak = suggest_reductions(config, plan.estimate, usable)
+    heads = math.gcd(plan.main.heads, kv_heads(plan.main), cluster.per_node)
+    parts = [n for n in range(2, heads + 1) if heads % n == 0]
+    single, combined, peak = suggest_reductions(config, plan.estimate, usable, parts)
     single = single[:MAX_REDUCTIONS]
     for settings, left in single:
         verdict = "" if left > usable else ", fits"

@@ -14,7 +14,7 @@ from ppo_ds.assemble.data import (
     describe_rows,
     stop_ids,
 )
-from ppo_ds.assemble.preflight import check_engine_model, check_rewards, check_vocabularies, try_functions
+from ppo_ds.assemble.preflight import check_engine_model, check_models, check_rewards, try_functions
 from ppo_ds.compute.sizes import Shape, causal_pairs, forward_flops
 from ppo_ds.config.schema import PPOConfig, all_rewards, rollout_size
 from ppo_ds.config.targets import bind
@@ -131,7 +131,7 @@ def check_inputs(config: PPOConfig, on_gpu: bool, report: Report) -> CheckedInpu
         inputs = Inputs(tokenizer, source, held_out, stream, ptx)
 
         def try_rewards() -> None:
-            check_vocabularies(config, tokenizer)
+            check_models(config, inputs)
             check_rewards(all_rewards(config), inputs)
             try_functions(all_rewards(config), inputs)
 

@@ -202,19 +202,23 @@ class Passes:
     tokens: int  # padding included
     pairs: int
     head_positions: int
+    parts: int = 1  # ranks that divide the tokens of each forward
 
 
-def passes_over(lengths: Sequence[int], head_positions: int, budget: int, packed: bool) -> Passes:
-    """Divides rows into forwards as the trainer does."""
-    rows = torch.tensor(lengths)
-    plan = plan_forwards(rows, budget, packed=packed)
+def passes_over(
+    lengths: Sequence[int], head_positions: int, budget: int, packed: bool, parts: int = 1
+) -> Passes:
+    """Divides rows into forwards as the trainer does; ``parts`` ranks with equal rows divide the tokens."""
+    rows = torch.tensor([length for length in lengths for _ in range(parts)])
+    plan = plan_forwards(rows, parts * budget, packed=packed)
     groups = [rows[group] for group in plan]
     widths = [group.tolist() if packed else [int(group.max())] * len(group) for group in groups]
     return Passes(
         len(groups),
-        sum(padded_tokens(group, packed) for group in groups),
-        sum(causal_pairs(each) for each in widths),
+        sum(padded_tokens(group, packed) for group in groups) // parts,
+        sum(causal_pairs(each) for each in widths) // parts,
         head_positions,
+        parts,
     )
 
 
@@ -280,6 +284,12 @@ class StepTime(ABC):
             seconds += self.machine.host_copy(size / ranks)
         return seconds
 
+    def exchange(self, model: TimedModel, passes: Passes) -> float:
+        """Returns the seconds in which ranks that divide tokens exchange them for attention, in forwards."""
+        shape = model.shape
+        size = 2 * shape.layers * (shape.width + shape.kv_width) * model.each * passes.tokens
+        return self.machine.gather(size, 4 * shape.layers * passes.count, passes.parts)
+
     def forward(self, model: TimedModel, passes: Passes) -> PhaseTime:
         """Returns the time of forwards without gradients."""
         flops = forward_flops(model.shape, passes.tokens, passes.pairs, passes.head_positions)
@@ -287,7 +297,9 @@ class StepTime(ABC):
         launches = self.machine.launches(passes.count * model.shape.layers, self.assumed["launch_us"])
         links = passes.count * self.gather(model) if model.sharded else 0.0
         host = self.machine.host_copy(model.offloaded) if self.machine.on_gpu else 0.0
-        seconds = self.overlapped(self.computed(compute, launches), links)
+        exchanged = self.exchange(model, passes)
+        seconds = self.overlapped(self.computed(compute, launches), links) + exchanged
+        links += exchanged
         return PhaseTime(seconds + host, {COMPUTE: compute, LAUNCHES: launches, LINKS: links, HOST: host})
 
     def update(self, name: str, shape: Shape, steps: int, passes: Passes) -> PhaseTime:
@@ -318,6 +330,9 @@ class StepTime(ABC):
             host += machine.host_copy((FP32 + each) * share)
         busy = self.computed(compute, launches)
         waits = self.overlapped(busy, links) if stage == 3 else busy + links
+        # in the forward, in the backward, and in the recomputation
+        exchanged = (2 + bool(role.model.gradient_checkpointing)) * steps * self.exchange(model, passes)
+        waits, links = waits + exchanged, links + exchanged
         return PhaseTime(
             waits + steps * (adam + host),
             {COMPUTE: compute, LAUNCHES: launches, LINKS: links, MEMORY: steps * adam, HOST: steps * host},
@@ -346,6 +361,9 @@ class PPOTime(StepTime):
         totals = [self.prompt + response for response in self.responses]
         score_tokens = int(self.config.memory.score_tokens)
         self.scored = passes_over(totals, sum(self.responses), score_tokens, self.packed)
+        self.parts = self.config.memory.sequence_parallel
+        # of actor, critic and reference, whose tokens may be divided
+        self.divided = passes_over(totals, sum(self.responses), score_tokens, self.packed, self.parts)
 
     def phases(self) -> dict[str, PhaseTime]:
         """Returns the time of each phase of a PPO step, in the order of the step."""
@@ -357,13 +375,13 @@ class PPOTime(StepTime):
         if scored := self.rewards():
             phases["reward"] = scored
         if old_logprobs_source(config) == "forward":
-            phases["old_logprobs"] = self.forward(self.actor, self.scored)
+            phases["old_logprobs"] = self.forward(self.actor, self.divided)
         if models.reference is not None:
-            phases["ref_logprobs"] = self.score_by_frozen(models.reference)
+            phases["ref_logprobs"] = self.score_by_frozen(models.reference, self.divided)
         elif uses_reference(config) and reference_is_base(config):
-            phases["ref_logprobs"] = self.forward(self.actor, self.scored)
+            phases["ref_logprobs"] = self.forward(self.actor, self.divided)
         if models.critic is not None:
-            phases["values"] = self.forward(self.trained("critic", models.critic), self.scored)
+            phases["values"] = self.forward(self.trained("critic", models.critic), self.divided)
         phases["update_actor"] = self.learn("actor", models.actor)
         if models.critic is not None:
             phases["update_critic"] = self.learn("critic", models.critic)
@@ -456,11 +474,11 @@ class PPOTime(StepTime):
 
     # -- scoring and updates -------------------------------------------------------------------------------
 
-    def score_by_frozen(self, model: FrozenModel) -> PhaseTime:
+    def score_by_frozen(self, model: FrozenModel, passes: Passes) -> PhaseTime:
         """Returns the time in which a frozen model scores the rollout."""
         dtype = "fp32" if model.each == FP32 else "bf16"
         uploaded = model.resident(self.machine.ranks) if model.offloaded else 0
-        return self.forward(TimedModel(model.shape, dtype, model.sharded, None, uploaded), self.scored)
+        return self.forward(TimedModel(model.shape, dtype, model.sharded, None, uploaded), passes)
 
     def rewards(self) -> PhaseTime | None:
         """Returns the time of the training reward's models.
@@ -474,7 +492,7 @@ class PPOTime(StepTime):
             if f"{key}.path" not in self.models.rewards and critic is not None
         ]
         own = [model for key, model in self.models.rewards.items() if key.startswith("reward.")]
-        times = [self.score_by_frozen(model) for model in own] + shared
+        times = [self.score_by_frozen(model, self.scored) for model in own] + shared
         return added(times) if times else None
 
     def learn(self, name: str, shape: Shape) -> PhaseTime:
@@ -483,7 +501,7 @@ class PPOTime(StepTime):
         minibatches = size // (config.algo.minibatch_size or size)
         responses = self.responses[::minibatches]
         totals = [self.prompt + response for response in responses]
-        passes = passes_over(totals, sum(responses), int(config.memory.train_tokens), self.packed)
+        passes = passes_over(totals, sum(responses), int(config.memory.train_tokens), self.packed, self.parts)
         return self.update(name, shape, config.algo.epochs * minibatches, passes)
 
     def evaluation(self, count: int) -> PhaseTime:

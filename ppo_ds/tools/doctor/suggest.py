@@ -5,7 +5,7 @@ The changes are evaluated with the memory estimate; nothing is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ppo_ds.config.schema import (
@@ -48,23 +48,23 @@ def with_settings(config: ConfigT, settings: list[Setting]) -> ConfigT:
 
 
 def suggest_reductions(
-    config: Config, estimate: Callable[[Any], Estimate], usable: int
+    config: Config, estimate: Callable[[Any], Estimate], usable: int, parts: Sequence[int] = ()
 ) -> tuple[list[tuple[list[Setting], int]], list[Setting], int]:
-    """Searches for changes that reduce the peak.
+    """Searches for changes that reduce the peak. ``parts`` are values of memory.sequence_parallel to try.
 
     Returns:
         A list of single changes with the resulting peaks, lowest peak first; the settings that together
         reduce the peak to ``usable``, or to the lowest that the search finds; and the peak with them.
     """
     original, before = config, estimate(config).peak
-    single = [(change, estimate(with_settings(config, change)).peak) for change in _reductions(config)]
+    single = [(change, estimate(with_settings(config, change)).peak) for change in _reductions(config, parts)]
     single = sorted([each for each in single if each[1] < WORTHWHILE * before], key=lambda each: each[1])
     combined: dict[str, Any] = {}
     peak = before
     while peak > usable:
         trials = [
             (estimate(with_settings(config, change)).peak, i, change)
-            for i, change in enumerate(_reductions(config))
+            for i, change in enumerate(_reductions(config, parts))
         ]
         lowest, _, change = min(trials, default=(peak, 0, []))
         if lowest >= peak:
@@ -82,10 +82,10 @@ def suggest_reductions(
     return single, list(combined.items()), peak
 
 
-def _reductions(config: Config) -> Iterator[list[Setting]]:
-    """Yields changes of one key: of a trained model, of actor and critic at once, the reference or a budget.
+def _reductions(config: Config, parts: Sequence[int]) -> Iterator[list[Setting]]:
+    """Yields changes of one key: of a trained model, of actor and critic at once, the reference or memory.
 
-    A change may reduce the speed of the run, but does not change its results.
+    A change may reduce the speed of the run; of its results, at most the last digits change.
     """
     roles = {
         name: dict(_role_reductions(role))
@@ -107,6 +107,12 @@ def _reductions(config: Config) -> Iterator[list[Setting]]:
     for key, tokens in used_budgets(config).items():
         if tokens > 1:
             yield [(f"memory.{key}", tokens // 2)]
+    if isinstance(config, PPOConfig) and not config.algo.aux_coef:
+        memory = config.memory
+        if memory.layout != "padded" and memory.reuse_forwards != "all":
+            for part in parts:
+                if part > memory.sequence_parallel:
+                    yield [("memory.sequence_parallel", part)]
 
 
 def _role_reductions(role: TrainedConfig) -> Iterator[Setting]:
