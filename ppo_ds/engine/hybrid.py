@@ -152,6 +152,7 @@ class HybridActor(TrainedModel):
             with deepspeed.zero.GatheredParameters(parameters, enabled=self.zero_stage == 3):
                 tensors = {source.name: source.merged(self.world.device) for source in sources}
             yield from checkpoint_tensors(self.module.lm, tensors)
+            del tensors  # before the next layer is gathered and merged
 
     @contextmanager
     def generation_mode(self) -> Iterator[None]:

@@ -148,6 +148,10 @@ def synced_bytes(shape: Shape, each: int, sharded: bool) -> int:
     """Computes what a transfer of all weights to the engine takes at its peak, besides the engine.
 
     Weights are copied layer by layer (HybridActor.weights). If they are ``sharded``, they are also gathered.
+    The engine keeps the embedding until it receives the next weight. Adapters are merged in fp32.
     """
-    largest = max(shape.largest_tensor, shape.body // shape.layers)
-    return (2 if sharded else 1) * each * min(shape.parameters, GATHER_ELEMENTS + largest)
+    copies, layer = 2 if sharded else 1, shape.body // shape.layers
+    merging = FP32 * shape.hidden * shape.inner if shape.trained < shape.parameters else 0
+    first_layer = each * (shape.largest_tensor + copies * layer) + merging
+    chunk = min(shape.parameters, GATHER_ELEMENTS + max(shape.largest_tensor, layer))
+    return max(first_layer, copies * each * chunk)

@@ -102,7 +102,9 @@ class CountingCuda(FakeCuda):
     def __init__(self) -> None:
         super().__init__()
         self.memory = Memory()
-        self.answer = lambda source: torch.zeros(source.shape, dtype=source.dtype)  # no overflow
+        self.answer = lambda source: torch.zeros(
+            source.shape, dtype=source.dtype, device="cpu"
+        )  # no overflow
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         made = super().run(func, *args, **kwargs)

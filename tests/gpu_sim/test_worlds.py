@@ -23,19 +23,23 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 OFFLOADED = ("zero=stage2", *(f"{role}.zero.offload_optimizer=true" for role in ("actor", "critic")))
+PARAMETERS = tuple(f"{role}.zero.offload_params=true" for role in ("actor", "critic"))
 # name -> arguments of fake_world.py: the experiment, ranks, layers, settings
 WORLDS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
     "7b on 8": ("rlhf_7b", 8, 28, ()),
     "7b on 64": ("rlhf_7b", 64, 4, ()),
+    "70b on 8": ("rlhf_70b", 8, 4, ()),
     "70b on 64": ("rlhf_70b", 64, 4, ()),
     "70b lora on 8": ("rlhf_70b_lora", 8, 4, ()),
+    "70b lora on 64": ("rlhf_70b_lora", 64, 4, ()),
+    "zero3 offload": ("rlhf_7b", 8, 2, (*OFFLOADED[1:], *PARAMETERS)),
     "zero2": ("rlhf_7b", 8, 2, ("zero=stage2",)),
     "zero2 offload": ("rlhf_7b", 8, 2, OFFLOADED),
     "zero0 fp32": ("rlhf_7b", 8, 2, ("zero=stage0", "actor.model.dtype=fp32")),
 }
-# With few layers of ZeRO-3, the doctor's sum of a layer's activations and the whole LM head is up to a third
+# With few layers of a 7B model under ZeRO-3, the doctor's sum of a layer's activations and the whole LM head is up to a third
 # too high in forwards, because these are not in memory at the same time.
-COMPARED = ("7b on 8", "zero2", "zero2 offload", "zero0 fp32")
+COMPARED = ("7b on 8", "70b on 8", "zero2", "zero2 offload", "zero0 fp32")
 
 
 @pytest.fixture(scope="module")
