@@ -37,8 +37,8 @@ WORLDS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
     "zero2 offload": ("rlhf_7b", 8, 2, OFFLOADED),
     "zero0 fp32": ("rlhf_7b", 8, 2, ("zero=stage0", "actor.model.dtype=fp32")),
 }
-# With few layers of a 7B model under ZeRO-3, the doctor's sum of a layer's activations and the whole LM head is up to a third
-# too high in forwards, because these are not in memory at the same time.
+# With few layers of a 7B model under ZeRO-3, the doctor's sum of a layer's activations and the whole LM head
+# is up to a third too high in forwards, because these are not in memory at the same time.
 COMPARED = ("7b on 8", "70b on 8", "zero2", "zero2 offload", "zero0 fp32")
 
 
