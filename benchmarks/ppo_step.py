@@ -116,6 +116,8 @@ def run(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         for line in (Path(config.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ][1:]
     steps = recorder.steps[1:]
+    if len(steps) < args.steps:
+        raise SystemExit(f"error: the run ended after {len(recorder.steps)} of {args.steps + 1} steps")
     found = {
         "workload": args.workload,
         "machine": _machine(run.world.device),

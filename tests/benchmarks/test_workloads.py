@@ -61,7 +61,7 @@ def test_the_reward_model_is_a_classifier_of_the_same_shape(folder):
     reward = AutoModelForSequenceClassification.from_pretrained(folder / "reward")
     assert reward.config.num_labels == 1
     assert (reward.config.hidden_size, reward.config.num_hidden_layers, reward.config.pad_token_id) == (
-        32,
+        128,
         2,
         0,
     )
