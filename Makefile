@@ -2,6 +2,8 @@
 # make pipeline     the same with a learned reward: SFT, reward model, PPO
 # make test         the tests that are not marked slow or nightly; at most 12 minutes on two cores
 # make test-all     all tests that are not marked nightly; about an hour on two cores
+# make test-nightly whole trainings, 130 random kills, the checks of GPUs with tiny sizes and the image, one at a
+#                   time on two cores: hours; the summary is outputs/nightly.md
 # make test-vllm    the tests of rollout.backend=vllm with vLLM on the CPU, in an environment of their own,
 #                   .venv-vllm; about ten minutes, and a download of 1 GB
 # make lint         style and types, the Dockerfile and the shell scripts
@@ -28,7 +30,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version
 # pip prefers 2.13.0+cpu of this index to 2.13.0 of PyPI, and skips an index that it cannot reach.
 CPU_BUILD := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1 --timeout 15
 
-.PHONY: quickstart pipeline test test-all test-vllm lint
+.PHONY: quickstart pipeline test test-all test-nightly test-vllm lint
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -55,6 +57,12 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PARALLEL) -m "not ranks and not nightly" $(ARGS) || [ $$? -eq 5 ]
 	$(VENV)/bin/python -m pytest -q -m "ranks and not nightly" $(ARGS) || [ $$? -eq 5 ]
+
+test-nightly: $(STAMP)
+	mkdir -p outputs
+	$(VENV)/bin/python -m pytest -q -m nightly --junitxml=outputs/nightly.xml $(ARGS); code=$$?; \
+	$(VENV)/bin/python tests/tools/nightly_summary.py outputs/nightly.xml > outputs/nightly.md; \
+	cat outputs/nightly.md; exit $$code
 
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -q $(or $(ARGS),tests/vllm)

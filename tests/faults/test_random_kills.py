@@ -17,6 +17,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ KILLS = int(os.environ.get("PPO_DS_KILLS", "100"))
 SEED = int(os.environ.get("PPO_DS_KILL_SEED", random.SystemRandom().randrange(10**6)))
 STEPS = 40
 MINUTES = 0.05
+COUNTED = ("kills", "runs compared", "steps of each run", "repeated steps")  # for the summary
 WORKER = "tests.faults.random_kills_worker:train"
 FAULTS = {  # fault point -> highest number of the visit in a process at which a fault is injected
     "checkpoint.before": 2,
@@ -103,7 +105,7 @@ class Killer:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_randomly_killed_runs_end_like_undisturbed_ones(
-    lab: Lab, rank_server: RankServer, stage: int
+    lab: Lab, rank_server: RankServer, stage: int, record_property: Callable[[str, object], None]
 ) -> None:
     print(f"\nPPO_DS_KILL_SEED={SEED}")
     began = time.monotonic()
@@ -149,3 +151,4 @@ def test_randomly_killed_runs_end_like_undisturbed_ones(
         "signals": dict(killer.signals.most_common()), "phases": dict(killer.phases.most_common()),
     }  # fmt: skip
     print(f"ZeRO-{stage}: {json.dumps(figures, indent=1)}")
+    record_property(f"ZeRO-{stage}", ", ".join(f"{name} {figures[name]}" for name in ("seed", *COUNTED)))
