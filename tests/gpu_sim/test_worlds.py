@@ -28,11 +28,11 @@ PARAMETERS = tuple(f"{role}.zero.offload_params=true" for role in ("actor", "cri
 # name -> arguments of fake_world.py: the experiment, ranks, layers, settings
 WORLDS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
     "7b on 8": ("rlhf_7b", 8, 28, ()),
-    "7b on 64": ("rlhf_7b", 64, 4, ()),
+    "7b on 64": ("rlhf_7b", 64, 2, ()),
     "70b on 8": ("rlhf_70b", 8, 4, ()),
-    "70b on 64": ("rlhf_70b", 64, 4, ()),
-    "70b lora on 8": ("rlhf_70b_lora", 8, 4, ()),
-    "70b lora on 64": ("rlhf_70b_lora", 64, 4, ()),
+    "70b on 64": ("rlhf_70b", 64, 2, ()),
+    "70b lora on 8": ("rlhf_70b_lora", 8, 2, ()),
+    "70b lora on 64": ("rlhf_70b_lora", 64, 2, ()),
     "zero3 offload": ("rlhf_7b", 8, 2, (*OFFLOADED[1:], *PARAMETERS)),
     "zero2": ("rlhf_7b", 8, 2, ("zero=stage2",)),
     "zero2 offload": ("rlhf_7b", 8, 2, OFFLOADED),
