@@ -21,6 +21,8 @@ from benchmarks.checks.runs import (
 )
 
 TINY = ["--dry"]
+# mean gap that rounding to bf16 may cause; on a CPU, decoding and a forward of W3's trunk differ by 0.007
+BF16_NATS = 0.02
 VERSIONS = """
 import deepspeed, os, torch, transformers
 from launch.process import prepare_environment
@@ -98,19 +100,14 @@ def gradients(options: Sequence[str]) -> Check:
 
 
 def waits(block: str, ranks: int = 1, *settings: str) -> Check:
-    one, three = (
-        varied(
-            step_run(f"steps{n}", "W5", *settings, steps=n, minutes=0.7 * ranks, options=TINY, ranks=ranks),
-            "count_waits",
-        )
-        for n in (1, 3)
-    )
+    run = step_run("steps", "W5", *settings, minutes=0.7 * ranks, options=TINY, ranks=ranks)
+    counted = varied(run, "count_waits")
     return Check(
         block,
-        "Does a training step synchronize the device?",
-        [one, three],
+        "Does a forward or a backward synchronize the device?",
+        [counted],
         judges.waits,
-        [Fault("an update waits", [varied(one, "waiting"), varied(three, "waiting")])],
+        [Fault("each forward waits", [varied(counted, "waiting")])],
     )
 
 
@@ -124,7 +121,7 @@ def decoding(size: Sequence[str]) -> Check:
             step_run("hf", "W3", "rollout.backend=hf", minutes=3.0, options=size),
             varied(step_run("narrow", "W3", minutes=2.5, options=size), "narrow_graphs"),
         ],
-        judges.decoding_agrees,
+        judges.decoding_agrees(BF16_NATS if not size else 2e-3),
         [
             Fault("log-probs are wrong", [varied(static, "wrong_logprobs")]),
             Fault("no graphs", change=logged("static", "decoding continues without CUDA graphs, slower")),

@@ -29,21 +29,40 @@ RANK = os.environ.get("RANK", "0")
 
 
 def count_waits() -> None:
-    """Counts how often the trainer, or DeepSpeed, synchronizes the device."""
+    """Counts the calls that synchronize the device in forwards and backwards of trained models.
+
+    At the end of a step the trainer synchronizes for its times, and before a collective of the CPU for the
+    time that it waits. Under ZeRO-3 DeepSpeed does so in optimizer steps and for gathers of whole weights.
+    """
     import torch
     from deepspeed.accelerator import get_accelerator
 
     from ppo_ds.distributed.exit import on_exit
+    from ppo_ds.engine.trained import TrainedModel
 
     callers: Counter[str] = Counter()
+    within: list[str] = []
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def synchronize(*args: Any, **kwargs: Any) -> Any:
-            callers[sys._getframe(1).f_code.co_filename] += 1
+            if within:
+                callers[f"{within[-1]}: {sys._getframe(1).f_code.co_filename}"] += 1
             return function(*args, **kwargs)
 
         return synchronize
 
+    def marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def computation(*args: Any, **kwargs: Any) -> Any:
+            within.append(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                within.pop()
+
+        return computation
+
+    TrainedModel.__call__ = marked("forward", TrainedModel.__call__)  # type: ignore[method-assign]
+    TrainedModel.backward = marked("backward", TrainedModel.backward)  # type: ignore[method-assign]
     torch.cuda.synchronize = counted(torch.cuda.synchronize)
     accelerator = get_accelerator()
     accelerator.synchronize = counted(accelerator.synchronize)
@@ -127,10 +146,17 @@ def wrong_logprobs() -> None:
 
 
 def waiting() -> None:
-    """Synchronizes the device at each optimizer step."""
+    """Synchronizes the device at each forward of an engine, as DeepSpeed's throughput timer does."""
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
-    _at_each_update(lambda: get_accelerator().synchronize())
+    forward = DeepSpeedEngine.forward
+
+    def waits(*args: Any, **kwargs: Any) -> Any:
+        get_accelerator().synchronize()
+        return forward(*args, **kwargs)
+
+    DeepSpeedEngine.forward = waits
 
 
 def leak() -> None:

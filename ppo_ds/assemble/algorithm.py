@@ -272,11 +272,6 @@ def policy_terms(config: PPOConfig, actor: TrainedModel) -> tuple[Term, ...]:
     if algo.kl.place == "loss":
         terms.append(ReferenceKLTerm(_kl_estimator(algo.kl), agg))
     aux_coef = (actor.module.balance_coef or 0.0) if algo.aux_coef is None else algo.aux_coef
-    if aux_coef and config.memory.sequence_parallel > 1:
-        raise UserError(
-            f"algo.aux_coef={aux_coef:g}: the load-balancing loss needs whole rows; set algo.aux_coef=0 or "
-            "memory.sequence_parallel=1"
-        )
     if aux_coef:
         terms.append(LoadBalancingTerm(aux_coef))
     if algo.positive_nll.coef:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedConfig
 
 from ppo_ds.config.schema import TrainedConfig, learning_rate
 from ppo_ds.config.sections.models import FrozenZeroConfig, LoraConfig
@@ -45,8 +44,11 @@ class Needs:
             )
         self.check_positions(module.trunk.config, module.max_tokens, path, key)
 
-    def check_positions(self, config: PreTrainedConfig, limit: int | None, path: str, key: str) -> None:
-        """Raises UserError if the longest row exceeds ``limit`` or the positions of a RoPE that changes."""
+    def check_positions(self, config: Any, limit: int | None, path: str, key: str) -> None:
+        """Raises UserError if the longest row exceeds ``limit`` or the positions of a RoPE that changes.
+
+        ``config`` is the Hugging Face config of the model.
+        """
         rope = rope_length_limit(config)
         if rope is not None and self.positions > rope[1]:
             kind, constant = rope

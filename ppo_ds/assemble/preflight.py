@@ -15,6 +15,7 @@ from ppo_ds.config.checks.data import is_prepared
 from ppo_ds.config.schema import PPOConfig, all_rewards, has_critic, reward_models, uses_reference
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
+from ppo_ds.config.text import show
 from ppo_ds.config.types import parts_of
 from ppo_ds.distributed.world import World
 from ppo_ds.environments.base import load_environment
@@ -114,6 +115,12 @@ def check_models(config: PPOConfig, inputs: Inputs) -> None:
         needs.check_positions(found, limit, str(model.path), key)
         if problem := undivided_heads(found, parts):
             raise UserError(f"memory.sequence_parallel={parts}: {problem} ({key}={model.path})")
+    text, given = config_of(config.actor.model, "actor.model.path").get_text_config(), config.algo.aux_coef
+    if parts > 1 and (getattr(text, "router_aux_loss_coef", None) if given is None else given):
+        raise UserError(
+            f"algo.aux_coef={show(given)}: the load-balancing loss needs whole rows; set algo.aux_coef=0 or "
+            "memory.sequence_parallel=1"
+        )
 
 
 def check_engine_package(config: PPOConfig) -> None:

@@ -8,11 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce
+
+
+class _Sum(torch.autograd.Function):
+    """Sums over a group, and in the backward the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, total = group, x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Sum.forward(ctx, gradient, ctx.group), None
+
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -38,7 +54,8 @@ class SequenceGroup:
 
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum of ``x`` over the group; differentiable."""
-        return all_reduce(x, group=self._group)
+        total: Tensor = _Sum.apply(x, self._group)
+        return total
 
     def attention(self, compute: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Computes attention [b,t,heads,d] of this rank's t tokens to those of the group; differentiable.

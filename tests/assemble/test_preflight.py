@@ -27,6 +27,8 @@ TEMPLATE = (
 )
 CHATTY = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TOKENS = 3 + 26  # pad, end, unknown and the letters
+# two ranks divide the tokens of a row; a dry run may have one
+DIVIDED = ("reward=length", "reward.longest=3", "memory.sequence_parallel=2", "run.dry_run=true")
 ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "cd", "answer": "2"}]
 
 
@@ -158,15 +160,24 @@ def test_rows_beyond_the_positions(check, folder):
 
 @pytest.mark.parametrize(("heads", "groups"), [(3, 3), (4, 1)])
 def test_heads_that_ranks_cannot_divide(check, folder, heads, groups):
-    """A dry run, which does not divide rows, checks the actor of the real run too."""
     odd = folder("odd", num_attention_heads=heads, num_key_value_heads=groups, hidden_size=24)
     assert check("reward=length", "reward.longest=3", actor=odd) == []
-    divided = ("reward=length", "reward.longest=3", "memory.sequence_parallel=2", "run.dry_run=true")
-    assert check(*divided, actor=odd) == [
+    assert check(*DIVIDED, actor=odd) == [
         f"memory.sequence_parallel=2: its {heads} attention heads and {groups} key-value heads are not "
         "divisible by it (actor.model.path=odd)"
     ]
-    assert check(*divided) == []
+    assert check(*DIVIDED) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "refused"), [("null", 0.001, True), ("0.1", 0, True), ("0", 1, False)]
+)
+def test_the_load_balancing_loss_needs_whole_rows(check, folder, given, own, refused):
+    experts = folder("experts", router_aux_loss_coef=own)
+    assert check(*DIVIDED, f"algo.aux_coef={given}", actor=experts) == refused * [
+        f"algo.aux_coef={given}: the load-balancing loss needs whole rows; set algo.aux_coef=0 or "
+        "memory.sequence_parallel=1"
+    ]
 
 
 def test_an_end_token_beyond_the_embedding(check, folder):

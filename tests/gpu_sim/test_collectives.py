@@ -57,6 +57,15 @@ def vllm(size: int) -> dict[str, Any]:
     }
 
 
+def divided(size: int) -> dict[str, Any]:
+    """Lets groups of ``size`` ranks divide rows; it divides the four key-value heads of the models."""
+    models = {
+        role: {"model": {"path": f"{ASSETS}/{name}"}}
+        for role, name in (("actor", "actor"), ("critic", "scorer"))
+    }
+    return {"memory": {"sequence_parallel": size}} | models
+
+
 LAYERS = {"actor": {"zero": {"generation_gather": "layers"}}}
 CASES: dict[int, dict[str, list[dict[str, Any]]]] = {
     8: {
@@ -67,6 +76,7 @@ CASES: dict[int, dict[str, list[dict[str, Any]]]] = {
         "ppo zero3 layers": [staged(3), LAYERS],
         "ppo zero3 hpz": [staged(3), hpz(4)],
         "ppo zero2 vllm": [staged(2), vllm(2)],
+        "ppo zero2 vllm divided": [staged(2), vllm(2), divided(4)],
         "grpo zero1": [staged(1), GRPO],
         "grpo zero3": [staged(3), GRPO],
         "lora zero0": [staged(0), LORA],
@@ -78,7 +88,7 @@ CASES: dict[int, dict[str, list[dict[str, Any]]]] = {
     16: {
         "ppo zero0": [staged(0)],
         "lora zero3 hpz layers": [staged(3), LORA, hpz(8), LAYERS],
-        "grpo zero3 vllm hpz": [staged(3), vllm(4), GRPO, hpz(8)],
+        "grpo zero3 vllm hpz divided": [staged(3), vllm(4), GRPO, hpz(8), divided(2)],
     },
 }
 

@@ -107,7 +107,7 @@ def _reductions(config: Config, parts: Sequence[int]) -> Iterator[list[Setting]]
     for key, tokens in used_budgets(config).items():
         if tokens > 1:
             yield [(f"memory.{key}", tokens // 2)]
-    if isinstance(config, PPOConfig) and not config.algo.aux_coef:
+    if isinstance(config, PPOConfig) and config.algo.aux_coef == 0:
         memory = config.memory
         if memory.layout != "padded" and memory.reuse_forwards != "all":
             for part in parts:
