@@ -1,13 +1,16 @@
 """Worker processes that call a reward function (worker.py is what they run).
 
 A worker may run code that a response contains, so its replies are JSON, limited in size, and checked again.
+Each call has a random number that its reply must repeat, so that no reply can be sent before its call.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,13 +18,15 @@ from multiprocessing import Pipe
 from typing import Any
 
 from ppo_ds.background.pool import NoResult, result_within, start_thread
+from ppo_ds.background.values import is_float32, quoted
 from ppo_ds.distributed.exit import on_exit
+from ppo_ds.errors import printable
 from ppo_ds.rewards.base import RewardError
-from ppo_ds.rewards.user_function import Arguments, InvalidScore, Score, read_scores
+from ppo_ds.rewards.user_function import Arguments, InvalidScore, Score
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from ppo_ds.rewards.worker import main; "
 _BOOT += "main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
-_MAX_REPLY = 2**24  # bytes
+_MAX_REPLY = 2**22  # bytes of the reply to one call, which scores one response
 
 
 class FunctionRaised(Exception):
@@ -32,6 +37,10 @@ class FunctionRaised(Exception):
         self.line = line  # type and message of the exception
         self.where = where  # FILE:LINE
         self.trace = trace
+
+
+class WorkerFailed(Exception):
+    """Raised for a worker process that has ended or sent something else than a reply; says which."""
 
 
 class WorkerProcesses:
@@ -45,39 +54,49 @@ class WorkerProcesses:
 
     async def scores(self, arguments: Arguments) -> list[Score]:
         """Runs one call. Its time limit does not include the import of the function in a new process."""
-        self._idle = [worker for worker in self._idle if worker.is_running()]
+        while self._idle and not self._idle[-1].is_idle():
+            self._idle.pop().end()
         worker = self._idle.pop() if self._idle else await self._start()
-        reply = await self._exchange(worker, self._timeout_seconds, arguments)
-        if reply is None:
-            raise NoResult(f"gave no result: its worker process {worker.end()}")
-        match reply:
-            case {"scores": scores}:
+        number, count = secrets.token_hex(8), len(arguments[0])
+        rows = [None, *range(count)]
+        try:
+            sent = await self._exchange(worker, self._timeout_seconds, (number, arguments))
+        except WorkerFailed as error:
+            raise NoResult(f"gave no result: its worker process {error}") from None
+        match _decoded(sent, number):
+            case {"scores": list(scores)} if len(scores) == count and all(map(_is_score, scores)):
                 self._idle.append(worker)
-                return read_scores(scores, len(arguments[0]))
-            case {"invalid": str(reason), "row": 0 | None as row, "remedy": str(remedy)}:
+                return scores
+            case {"invalid": str(reason), "row": None | int() as row, "remedy": str(remedy)} if row in rows:
                 self._idle.append(worker)
-                raise InvalidScore(reason, row, remedy)
+                raise InvalidScore(printable(reason), row, printable(remedy))
             case {"raised": str(line), "where": str(where), "traceback": str(trace)}:
                 self._idle.append(worker)
                 raise FunctionRaised(line, where, trace)
         worker.end()
-        raise NoResult("gave no result: its worker process sent an invalid reply")
+        shown = quoted(sent[:100].decode(errors="replace"))
+        raise NoResult(f"gave no result: its worker process sent an invalid reply: {shown}")
 
     async def _start(self) -> WorkerProcess:
         """Starts a process and waits until the function is imported. Raises RewardError if that fails."""
         worker = WorkerProcess(self._path)
-        self._all = [other for other in self._all if other.is_running()] + [worker]
-        reply = await self._exchange(worker, None) or {"broken": f"it {worker.end()}"}
-        if "broken" in reply:
-            raise RewardError(f"a worker process could not import the reward function: {reply['broken']}")
+        self._all = [other for other in self._all if not other.has_ended()] + [worker]
+        try:
+            reply = _decoded(await self._exchange(worker, None), None)
+        except WorkerFailed as error:
+            reply = {"broken": f"it {error}"}
+        if "ready" not in reply:
+            worker.end()
+            reason = reply.get("broken", "it sent an invalid reply")
+            raise RewardError(f"a worker process could not import the reward function: {reason}")
         return worker
 
     async def _exchange(
-        self, worker: WorkerProcess, seconds: float | None, arguments: Arguments | None = None
-    ) -> dict[str, Any] | None:
+        self, worker: WorkerProcess, seconds: float | None, call: tuple[str, Arguments] | None = None
+    ) -> bytes:
         """Waits for a reply; ends the process if there is none in time, or if the wait is cancelled."""
         try:
-            return await result_within(seconds, start_thread(worker.exchange, arguments))
+            return await result_within(seconds, start_thread(worker.exchange, call))
         except BaseException:
             worker.end()
             raise
@@ -111,25 +130,41 @@ class WorkerProcess:
         )
         other_end.close()
 
-    def exchange(self, arguments: Arguments | None) -> dict[str, Any] | None:
-        """Sends arguments and waits for the reply; with None, waits until the function is imported.
+    def exchange(self, call: tuple[str, Arguments] | None) -> bytes:
+        """Sends the number and the arguments of a call and waits for the reply, which is not checked.
 
-        Returns None if the process has ended or has sent something else than a JSON object.
+        With None, waits until the function is imported. Ends the process if nothing can be received.
         """
         try:
-            if arguments is not None:
-                self._connection.send(arguments)
-            reply = json.loads(self._connection.recv_bytes(_MAX_REPLY))
-        except (EOFError, OSError, ValueError, RecursionError):
-            return None
-        return reply if isinstance(reply, dict) else None
+            if call is not None:
+                self._connection.send(call)
+            return self._connection.recv_bytes(_MAX_REPLY)
+        except (EOFError, ConnectionError):
+            how = self.end()
+            raise WorkerFailed(f"{how} or closed its connection" if "SIGKILL" in how else how) from None
+        except OSError as error:  # too long, or incomplete
+            self.end()
+            raise WorkerFailed(f"sent an invalid reply: {error}") from None
 
-    def is_running(self) -> bool:
-        return self._process.poll() is None
+    def has_ended(self) -> bool:
+        return self._process.returncode is not None
+
+    def is_idle(self) -> bool:
+        """Returns whether the process runs and has sent nothing since its last reply.
+
+        One that has ended by itself is not reaped before ``end`` has killed its group, whose number is in use
+        until then.
+        """
+        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return not (
+            self.has_ended() or os.waitid(os.P_PID, self._process.pid, ended) or self._connection.poll()
+        )
 
     def end(self) -> str:
         """Kills the process if necessary and describes how it ended."""
         self.kill()
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
+            connection.shutdown(socket.SHUT_RDWR)  # ends a wait for a reply if an escaped child keeps its end
         code = self._process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
@@ -138,3 +173,18 @@ class WorkerProcess:
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _decoded(sent: bytes, number: str | None) -> dict[str, Any]:
+    """Returns the fields of a reply to the call ``number``, or none if it is not one."""
+    with suppress(ValueError, RecursionError):
+        reply = json.loads(sent)
+        if isinstance(reply, dict) and reply.get("call") == number:
+            return reply
+    return {}
+
+
+def _is_score(value: Any) -> bool:
+    """Returns whether a value of a reply is what ``read_scores`` returns for a response."""
+    numbers = value if isinstance(value, list) else [value]
+    return all(isinstance(number, float) and is_float32(number) for number in numbers)

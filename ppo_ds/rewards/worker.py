@@ -39,10 +39,10 @@ def main(descriptor: int, parent: int, path: str) -> None:
     with asyncio.Runner() as runner:
         while True:
             try:
-                arguments = connection.recv()
+                number, arguments = connection.recv()
             except EOFError:
                 return
-            send(connection, call(function, arguments, runner))
+            send(connection, {"call": number, **call(function, arguments, runner)})
 
 
 def end_with(parent: int) -> None:
