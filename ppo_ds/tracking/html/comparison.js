@@ -1,8 +1,7 @@
 // The page of an evaluation: figures of each model, and the responses to each prompt side by side.
 
 const PER_PAGE = 10;
-const { summary, rows, rows_total: rowsTotal } = pageData();
-const models = Object.keys(summary.responses);
+const { summary, models, rows, rows_total: rowsTotal } = pageData();
 const [first, ...others] = models;
 const rewards = Object.keys(summary.rewards ?? {});
 // A criterion ranks responses: a reward, or the judge, which only compares with the first model.

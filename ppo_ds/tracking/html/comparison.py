@@ -21,7 +21,8 @@ def comparison_page(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
         if characters > MAX_CHARACTERS and shown and row["number"] != shown[-1]["number"]:
             break
         shown.append(shortened(row))
-    data = {"summary": summary, "rows": shown, "rows_total": len(rows)}
+    models = list(summary["responses"])  # in order; JavaScript moves names that are integers to the front
+    data = {"summary": summary, "models": models, "rows": shown, "rows_total": len(rows)}
     return render_page(
         f"Evaluation: {', '.join(summary['responses'])}",
         '<div id="comparison"><noscript>This page needs JavaScript.</noscript></div>',

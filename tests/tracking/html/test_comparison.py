@@ -112,3 +112,26 @@ def test_the_page_shows_filters_and_sorts_responses(browser, tmp_path):
     browser.wait_for("document.querySelectorAll('.prompt').length === 1")
     assert browser.text(".asked") == "p 7"
     assert browser.errors == [] and browser.requests == []
+
+
+@pytest.mark.slow
+def test_models_that_are_named_by_integers_keep_their_order(browser, tmp_path):
+    """JavaScript sorts keys that are integers, also in a copy of an object."""
+    names = {"a": "200", "b": "100"}
+    rows = [row(0, 0, (0.0, 1.0), texts=("first", "second"))]
+    summary = renamed(summary_of(rows), names)
+    (tmp_path / "page.html").write_text(comparison_page(summary, renamed(rows, names)))
+    browser.errors.clear()
+    browser.open(tmp_path / "page.html")
+    assert browser.texts(".answer") == ["first", "second"] and browser.errors == []
+    assert browser.texts(".prompt .model-name") == ["200", "100"]
+    assert "100 wins" in browser.text(".prompt .badge")
+
+
+def renamed(value, names):
+    """Replaces keys and values that are names of models."""
+    if isinstance(value, dict):
+        return {names.get(key, key): renamed(one, names) for key, one in value.items()}
+    if isinstance(value, list):
+        return [renamed(one, names) for one in value]
+    return names.get(value, value) if isinstance(value, str) else value
