@@ -152,15 +152,17 @@ def test_pauses_follow_retry_after_and_double_otherwise(ask, monkeypatch):
         pauses.append(seconds)
 
     monkeypatch.setattr(http_client, "asyncio", SimpleNamespace(timeout=asyncio.timeout, sleep=pause))
+    # the last two are dates that overflow in the standard library's parser of dates
     asks = ["0.25", "7", "1e9", "Wed, 21 Oct 2015 07:28:00 GMT", "soon", "nan", "-3"]
+    asks += ["Wed, 21 Oct 2015 07:28:00 +99999999999999", "Wed, 21 Oct 99999999999999 07:28:00 GMT"]
 
     def reply(number, body):
         return (429, {"Retry-After": asks[number]}, b"") if number < len(asks) else lengths(number, body)
 
     with serving(reply) as service:
-        assert ask(service, retries=7).tolist() == [3, 2]
+        assert ask(service, retries=9).tolist() == [3, 2]
         # at most a minute: during a longer pause, the other ranks would time out
-        assert pauses == [0.25, 7, 60, 0, 0, 0, 0]
+        assert pauses == [0.25, 7, 60, 0, 0, 0, 0, 0, 0]
         pauses.clear()
         asks[:] = [""] * 9
         service.bodies.clear()
