@@ -20,7 +20,7 @@ from typing import Any
 from ppo_ds.background.pool import NoResult, result_within, start_thread
 from ppo_ds.background.values import is_float32, quoted
 from ppo_ds.distributed.exit import on_exit
-from ppo_ds.errors import printable
+from ppo_ds.errors import single_line
 from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.user_function import Arguments, InvalidScore, Score
 
@@ -69,7 +69,7 @@ class WorkerProcesses:
                 return scores
             case {"invalid": str(reason), "row": None | int() as row, "remedy": str(remedy)} if row in rows:
                 self._idle.append(worker)
-                raise InvalidScore(printable(reason), row, printable(remedy))
+                raise InvalidScore(single_line(reason), row, single_line(remedy))
             case {"raised": str(line), "where": str(where), "traceback": str(trace)}:
                 self._idle.append(worker)
                 raise FunctionRaised(line, where, trace)

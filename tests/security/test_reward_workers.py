@@ -99,6 +99,13 @@ def test_a_forged_reply_is_quoted_and_its_process_ended(scored_by, tmp_path):
         scored_by(code, **ONE)
 
 
+def test_a_forged_reason_is_escaped_and_cut(scored_by):
+    reply = call('"invalid": "is ' + 9999 * "x" + '\\\\u001b[2J", "row": 0, "remedy": "\\\\u000a"')
+    with pytest.raises(RewardError, match="mine.py:score is x") as caught:
+        scored_by(ATTACK.format(f"forge({reply})"), **ONE)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 3000
+
+
 @pytest.mark.parametrize("header", ["b'x', 5 * 2**20", "b'x', 2**31 - 1", "struct.pack('!Q', 10**10), -1"])
 def test_a_message_that_is_too_long_is_refused_before_it_is_read(scored_by, header):
     with pytest.raises(
