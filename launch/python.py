@@ -36,6 +36,7 @@ from ppo_ds.config.schema import OPEN_VARIANTS, PPOConfig, add_own_code
 from ppo_ds.config.types import Variants
 from ppo_ds.errors import RunError, UserError
 from ppo_ds.storage.drafts import write_file
+from ppo_ds.storage.reading import read_json
 from ppo_ds.tracking.tracker import Record, Tracker
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def train(
     finally:
         lock.release()
         gc.collect()  # frees the models
-    return Training(run_dir, json.loads((run_dir / "summary.json").read_text()))
+    return Training(run_dir, read_json(run_dir / "summary.json"))
 
 
 def evaluate(
@@ -210,7 +211,7 @@ def evaluate(
     paths = [model.path for model in wanted.models if not looks_local(model.path)]
     use_caches_without_the_hub([*paths, *hub_names(wanted.config)])
     evaluate_command.run_evaluation(wanted)
-    return Comparison(wanted.out, json.loads((wanted.out / evaluate_command.RESULT).read_text()))
+    return Comparison(wanted.out, read_json(wanted.out / evaluate_command.RESULT))
 
 
 def register(key: str, name: str | None = None) -> Callable[[T], T]:

@@ -90,12 +90,12 @@ def censored(text: str) -> str:
 
 
 def censored_tree(tree: Any) -> Any:
-    """Returns a copy of nested dicts and lists with every text censored."""
+    """Returns a copy of nested dicts and lists with every text censored, also in keys."""
     if isinstance(tree, dict):
-        return {name: censored_tree(item) for name, item in tree.items()}
+        return {censored_tree(name): censored_tree(item) for name, item in tree.items()}
     if isinstance(tree, list | tuple):
         return [censored_tree(item) for item in tree]
-    return censored(tree) if isinstance(tree, str) else tree
+    return censored(tree) if isinstance(tree, str) and len(tree) >= _MIN_CHARACTERS else tree
 
 
 def is_secret_variable(name: str) -> bool:

@@ -297,6 +297,7 @@ def checkpoint(tmp_path):
     (folder / "actor" / "model.json").write_text(json.dumps(about))
     save_file({"weight/weight": torch.ones(2, 3)}, folder / "actor" / "shard-00000.safetensors")
     save_file({}, folder / "actor" / "buffers.safetensors")
+    (folder / "state.json").write_text("{}")
     listed(folder)
     return folder
 

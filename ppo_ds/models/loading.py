@@ -37,7 +37,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.download import UNREACHABLE, fetch_weights, hub_arguments
 from ppo_ds.models.layer_functions import use_fused_functions
 from ppo_ds.models.linear import install_linears
-from ppo_ds.storage.links import links_that_leave
+from ppo_ds.storage.reading import entries_from_elsewhere
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NOT_REACHED = "couldn't connect"  # part of the error message of transformers without a network
@@ -287,14 +287,12 @@ def _checked(path: str, key: str) -> str:
 
 
 def refuse_links(folder: str, key: str) -> None:
-    """Raises UserError if a model folder has a symbolic link to a file outside of it.
+    """Raises UserError if a model folder has a symbolic link to a file outside of it, or a pipe.
 
     The content of that file would be saved with the trained model, for example as its chat template.
     """
-    for name in links_that_leave(Path(folder)):
-        raise UserError(
-            f"{key}={folder}: {name} is a symbolic link to a file outside of the folder; copy the file there"
-        )
+    for problem in entries_from_elsewhere(Path(folder)):
+        raise UserError(f"{key}={folder}: {problem}")
 
 
 def refuse_names_of_files_elsewhere(folder: str, key: str) -> None:

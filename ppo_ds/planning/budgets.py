@@ -32,6 +32,7 @@ from ppo_ds.rollout.continuous_batch import PREFILL_TOKENS
 from ppo_ds.run.stage import RunContext
 from ppo_ds.run.token_budgets import TokenBudget, TokenBudgets
 from ppo_ds.storage.drafts import write_file
+from ppo_ds.storage.reading import read_json
 from ppo_ds.tracking.banner import titled
 
 RECORD = "memory.json"
@@ -278,7 +279,7 @@ def token_budgets(
 def read_record(run_dir: Path) -> dict[str, dict[str, int]]:
     """Returns the budgets that ran out of memory in earlier starts; {} if the file is missing or damaged."""
     try:
-        found = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
+        found = read_json(run_dir / RECORD)
         return {
             name: {key: max(1, int(found[name][key])) for key in ("before", "tokens", "ranks")}
             for name in PHASES

@@ -5,12 +5,12 @@ run/failure_dump.py describes its files.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ppo_ds.commands.entry_points import command
@@ -23,6 +23,7 @@ from ppo_ds.run import failure_dump
 from ppo_ds.run.failure_dump import FORMAT
 from ppo_ds.run.microbatches import microbatch_rows
 from ppo_ds.run.nan_debug import Replayed, ReplayedRow, replay_rows
+from ppo_ds.storage.reading import read_json
 from ppo_ds.types import Experience
 
 
@@ -98,7 +99,7 @@ def locate_nonfinite(
 def read_dump(folder: Path) -> Dump:
     """Reads a dump. Raises UserError unless the folder holds a complete dump of this format."""
     try:
-        about = json.loads((folder / "update.json").read_text(encoding="utf-8"))
+        about = read_json(folder / "update.json")
         if about.get("format") != FORMAT:
             raise UserError(
                 f"{folder}: has format {about.get('format')}, this version reads {FORMAT}: "
@@ -107,7 +108,7 @@ def read_dump(folder: Path) -> Dump:
         minibatch = Experience(**load_file(folder / "update.safetensors"))
         names = {f.name for f in fields(Dump)} - {"minibatch"}
         return Dump(**{name: about[name] for name in names}, minibatch=minibatch)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(
             f"{folder}: is no complete dump: {error}; give a folder run.dir/dumps/step_NNNNNN"
         ) from error

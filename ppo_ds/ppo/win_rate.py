@@ -12,6 +12,7 @@ from typing import Any
 from ppo_ds.distributed.world import World
 from ppo_ds.ops.outcomes import WORTH, outcome_shares
 from ppo_ds.storage.drafts import write_file
+from ppo_ds.storage.reading import read_json
 from ppo_ds.types import Prompts, Rollout
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class ReferenceResponses:
         known = json.loads(json.dumps(self.settings, default=str))
         for file in filter(None, (self.file, self.earlier)):
             try:
-                content = json.loads(file.read_text(encoding="utf-8"))
+                content = read_json(file)
                 rows = [{key: row[key] for key in KEPT} for row in content["rows"]]
                 is_known = content["settings"] == known
             except (OSError, ValueError, TypeError, LookupError):  # no file, or a damaged one

@@ -6,7 +6,6 @@ It is moved to earlier_1, earlier_2, ..., whose name ends in ``.unfinished`` unt
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -17,6 +16,7 @@ import yaml
 from ppo_ds.config.resume import Settings, changes, in_words
 from ppo_ds.errors import UserError
 from ppo_ds.storage.drafts import fsync, remove_drafts, write_file
+from ppo_ds.storage.reading import open_file, read_json, read_yaml
 from ppo_ds.storage.run_directory import check_run_directory
 
 # Files and folders that belong to the steps run so far.
@@ -43,7 +43,7 @@ def begins_anew(run_dir: Path, now: Settings) -> bool:
     if before is None or before["run"].get("resume") != "restart" or changes(before, now):
         return True
     try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        summary = read_json(run_dir / "summary.json")
         return summary["exit_reason"] in FINISHED
     except (OSError, ValueError, TypeError, LookupError):  # no readable summary: the run was killed
         return False
@@ -52,9 +52,9 @@ def begins_anew(run_dir: Path, now: Settings) -> bool:
 def recorded_settings(run_dir: Path) -> Settings | None:
     """Returns the settings of the last run in ``run_dir``, or None if they are unknown."""
     try:
-        found = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        found = read_yaml(run_dir / "config.yaml")
         return found if isinstance(found["run"], dict) else None
-    except (OSError, ValueError, TypeError, LookupError, yaml.YAMLError):
+    except (OSError, ValueError, TypeError, LookupError):
         return None
 
 
@@ -76,7 +76,10 @@ def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: boo
 
 def recorded_steps(run_dir: Path) -> int:
     metrics = run_dir / "metrics.jsonl"
-    return len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
+    if not metrics.exists():
+        return 0
+    with open_file(metrics) as lines:
+        return sum(1 for _ in lines)
 
 
 def outdated_preparation(before: Settings | None, now: Settings) -> list[str]:

@@ -96,9 +96,12 @@ class Saver:
                 "them as they were (stage=ppo: algo.kl.controller, algo.ptx and the kind of reward), or "
                 "start in another run.dir"
             )
-        for line in changed_rows(state["progress"].get("data", {}), self.stage.data, path):
-            self.context.banner.warn(line)
-        self.load_state_dict(state)
+        try:
+            for line in changed_rows(state["progress"].get("data", {}), self.stage.data, path):
+                self.context.banner.warn(line)
+            self.load_state_dict(state)
+        except (LookupError, TypeError, AttributeError) as error:  # valid JSON that no run has written
+            raise UserError(f"run.resume: {path}: invalid state.json: {error!r}; use another") from error
         self.saved_step, self.last_checkpoint = self.state.step, path
 
     @property

@@ -6,7 +6,6 @@ holds one copy of the model, or two with adapters, because merging does not over
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ from safetensors import SafetensorError
 from ppo_ds.assemble.data import build_tokenizer
 from ppo_ds.config.registry import STAGES, import_target
 from ppo_ds.config.schema import TextConfig, trained_models
-from ppo_ds.engine.checkpoint.checkpoints import damage_of
+from ppo_ds.engine.checkpoint.checkpoints import damage_of, read_state
 from ppo_ds.engine.checkpoint.reading import read_weights
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.storage.drafts import draft_directory, remove_drafts
+from ppo_ds.storage.reading import read_text
 from ppo_ds.tools.model_card import remove_local_base, write_card
-from ppo_ds.tools.settings import config_of_settings, refuse_links
+from ppo_ds.tools.settings import config_of_settings
 
 # folder names of the export at the end of a run
 FOLDERS = {"actor": "model", "scorer": "model", "critic": "critic", "ema": "model_ema"}
@@ -54,7 +54,7 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
                 f"--best: {root} has no best checkpoint (checkpoint.keep_best=false, or no evaluation yet); "
                 f"{available}"
             )
-        name = (root / "best").read_text(encoding="utf-8").strip()
+        name = read_text(root / "best").strip()
         step = next((step for step in steps if name == f"step_{step:06d}"), -1)
     if step is not None and step not in steps:
         option = "--best" if best else f"--step={step}"
@@ -88,7 +88,7 @@ def export(
     tokenizer, module = initial_model(config, role, checkpoint)
     model, copy = (main_model(checkpoint), "ema") if role == "ema" else (role, None)
     # stage=reward_model stores the settings of its export, which follow from its data
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["state"]
+    state = read_state(checkpoint)["state"]
     saved = state.get("export", {}).get("ema" if role == "ema" else "model", {})
     try:
         read_weights(module, checkpoint, model, weight_copy=copy)
@@ -138,18 +138,17 @@ def read_config(checkpoint: Path, role: str, trust_remote_code: bool) -> TextCon
     Raises UserError if a file of the checkpoint is damaged or is a link to a file elsewhere, if the
     checkpoint has no weights of ``role``, or if its settings are refused.
     """
-    refuse_links(checkpoint)
     if damage := damage_of(checkpoint):
         raise UserError(
             f"{checkpoint}: is damaged, or was deleted by its run: {'; '.join(damage[:3])}; "
             "choose another one with --step"
         )
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    state = read_state(checkpoint)
     held = [*state["models"], *state["shadows"]]
     if role not in held:
         roles = ", ".join(name for name in held if name in FOLDERS)
         raise UserError(f"--role={role}: {checkpoint} has no such weights; it holds {roles}")
-    settings = state.get("settings")
+    settings: Any = state.get("settings")
     # the run directory may have been moved since the checkpoint was written
     try:
         settings = moved_paths(settings, f"{settings['run']['dir']}/", f"{checkpoint.parent.parent}/")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from ppo_ds.config.checks.data import looks_local
 from ppo_ds.config.hub_cache import in_hub_cache
 from ppo_ds.config.similar_paths import did_you_mean_path, model_sibling, similar_path
 from ppo_ds.errors import UserError
+from ppo_ds.storage.reading import read_json
 
 KINDS = "give a run directory, a model folder, an adapter folder or a Hub name"
 
@@ -90,8 +90,8 @@ def base_of_adapter(folder: Path) -> str:
     file = folder / "adapter_config.json"
     remedy = "give the base model as actor.model.path=MODEL"
     try:
-        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, LookupError, TypeError):
+        base = read_json(file)["base_model_name_or_path"]
+    except (OSError, LookupError, TypeError):
         base = None
     if not isinstance(base, str) or not base:
         raise UserError(f"{file}: names no base model; {remedy}")

@@ -12,6 +12,7 @@ import yaml
 from ppo_ds.config.checks.data import looks_local
 from ppo_ds.config.schema import Config, PPOConfig, TextConfig, learning_rate, trained_models
 from ppo_ds.config.text import show
+from ppo_ds.engine.checkpoint.checkpoints import read_state
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tracking.curves import plot_curves
 from ppo_ds.tracking.jsonl import read_metrics
@@ -70,7 +71,7 @@ def write_card(
     this machine only the last part is shown. The results are those of the checkpoint's step and of the last
     evaluation until then; the card of a critic has none.
     """
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    state = read_state(checkpoint)
     progress = state["state"].get("progress", {})
     before = progress.get("first_eval") or {}
     metrics_file = checkpoint.parent.parent / "metrics.jsonl"

@@ -25,6 +25,7 @@ from ppo_ds.distributed.launcher import reserved_port
 from ppo_ds.errors import UserError
 from ppo_ds.run.record import FINISHED, recorded_settings, recorded_steps
 from ppo_ds.storage.drafts import write_file
+from ppo_ds.storage.reading import read_json
 from ppo_ds.storage.run_directory import DRY_RUN_MARKER, dry_run_directory
 
 RECORD = "pipeline.json"
@@ -52,7 +53,7 @@ class Job:
             return None
         file = self.run_dir / "summary.json"
         try:
-            reason = json.loads(file.read_text(encoding="utf-8"))["exit_reason"]
+            reason = read_json(file)["exit_reason"]
             return str(reason), os.stat(file).st_mtime_ns
         except (OSError, ValueError, TypeError, LookupError):
             return None
@@ -171,13 +172,13 @@ def check_inputs(job: Job, folder: Path, inputs: str) -> None:
 def read_record(folder: Path) -> dict[str, Any]:
     """Returns the content of pipeline.json: the inputs of each job that has begun, and whether it is done."""
     try:
-        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))["jobs"]
+        found = read_json(folder / RECORD)["jobs"]
         return {str(name): entry for name, entry in found.items() if isinstance(entry, dict)}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UserError(
-            f"{folder / RECORD}: is damaged ({type(error).__name__}); delete it: the stages then start "
+            f"{folder / RECORD}: is damaged ({error}); delete it: the stages then start "
             "again, and those that are complete end at once"
         ) from error
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ppo_ds.assemble.algorithm import learner
 from ppo_ds.assemble.data import build_tokenizer
 from ppo_ds.assemble.roles import build_actor, build_critic, critic_start, ppo_needs
@@ -22,7 +20,8 @@ from ppo_ds.run.health import Health
 from ppo_ds.run.nan_debug import ReplayedRow
 from ppo_ds.run.stage import StepContext
 from ppo_ds.run.timing import PhaseTimer
-from ppo_ds.tools.settings import config_of_settings, refuse_links
+from ppo_ds.storage.reading import entries_from_elsewhere, read_yaml
+from ppo_ds.tools.settings import config_of_settings
 
 ONE_RANK: dict[str, Any] = {"stage": 0, "offload_optimizer": False, "offload_params": False}
 
@@ -38,7 +37,8 @@ class Replay:
 
 def replay(folder: Path, *, trust_remote_code: bool = False) -> Replay:
     """Repeats the dumped optimizer step; the run's initial models must still exist."""
-    refuse_links(folder)
+    for problem in entries_from_elsewhere(folder):
+        raise UserError(f"{folder}: {problem}")
     config = _read_config(folder, trust_remote_code)
     dump = read_dump(folder)
     world = connect(config.run.timeout_minutes)
@@ -65,8 +65,8 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PPOConfig:
     """
     file = folder / "config.yaml"
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        tree = read_yaml(file)
+    except OSError as error:
         raise UserError(f"{folder}: its config.yaml cannot be read: {error}") from error
     config = config_of_settings(
         tree, file, trust_remote_code=trust_remote_code, with_template=False, kind=PPOConfig

@@ -15,7 +15,7 @@ from ppo_ds.config.reading import read
 from ppo_ds.config.schema import Config, TextConfig, inherit, own_code, resolved
 from ppo_ds.config.types import replace
 from ppo_ds.errors import UserError
-from ppo_ds.storage.links import links_that_leave
+from ppo_ds.storage.reading import is_plain
 
 ConfigT = TypeVar("ConfigT", bound=TextConfig)
 
@@ -63,13 +63,6 @@ def config_of_settings(
     return config
 
 
-def is_plain(tree: Any, depth: int = 30) -> bool:
-    """Returns whether a tree has only text as keys and at most ``depth`` levels. YAML allows loops, too."""
-    if isinstance(tree, dict):
-        return depth > 0 and all(isinstance(k, str) and is_plain(v, depth - 1) for k, v in tree.items())
-    return not isinstance(tree, list) or (depth > 0 and all(is_plain(item, depth - 1) for item in tree))
-
-
 def trusting_keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Yields the keys, at any depth, that allow a model's own code to run."""
     for name, value in tree.items():
@@ -80,9 +73,3 @@ def trusting_keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
                 yield from trusting_keys(inner, f"{prefix}{name}[{i}].")
         if isinstance(value, dict):
             yield from trusting_keys(value, f"{prefix}{name}.")
-
-
-def refuse_links(folder: Path) -> None:
-    """Raises UserError if a checkpoint or a dump has a symbolic link to a file outside of it."""
-    for name in links_that_leave(folder):
-        raise UserError(f"{folder}: {name} is a symbolic link to a file elsewhere; remove it")

@@ -15,6 +15,7 @@ from typing import Any
 
 from ppo_ds.errors import printable
 from ppo_ds.secrets import censored
+from ppo_ds.storage.reading import read_text
 from ppo_ds.tracking.tracker import EventKind, Record, Tracker
 from ppo_ds.types import Histogram
 
@@ -119,5 +120,5 @@ def plain(value: Any) -> Any:
 
 def run_id(file: Path) -> str:
     """Returns the run id in ``file``, or a new one if it is missing or not valid as a part of a file name."""
-    text = file.read_text(errors="replace").strip() if file.is_file() else ""
+    text = read_text(file).strip() if file.is_file() else ""
     return text if re.fullmatch(r"[\w-]{1,64}", text, re.ASCII) else secrets.token_hex(4)

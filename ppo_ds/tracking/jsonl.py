@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_ds.storage.drafts import open_for_appending, write_file
+from ppo_ds.storage.reading import MAX_DEPTH, MAX_LINES_BYTES, is_plain, read_text
 from ppo_ds.tracking.tracker import EventKind, Record, Tracker
 
 
@@ -82,17 +83,20 @@ class JsonlTracker(Tracker):
         self._file.close()
 
 
-def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads the objects of a file of JSON lines, without lines that were cut off; [] if there is no file."""
+def read_rows(path: str | os.PathLike, root: Path | None = None) -> list[dict[str, Any]]:
+    """Reads the objects of a file of JSON lines, without damaged and deep lines; [] if there is no file."""
     try:
-        lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = read_text(Path(path), root, MAX_LINES_BYTES).split("\n")
     except FileNotFoundError:
         return []
     rows = []
     for line in lines:
-        with suppress(ValueError):  # it was cut off, or has a number of thousands of digits
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
+        with suppress(ValueError, RecursionError):  # it was cut off, or has a number of thousands of digits
+            row = json.loads(line)
+            # counting is much faster than the second check
+            if isinstance(row, dict) and (line.count("[") + line.count("{") < MAX_DEPTH or is_plain(row)):
+                rows.append(row)
+    return rows
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:

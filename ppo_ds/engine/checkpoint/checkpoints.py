@@ -14,13 +14,14 @@ only for users and other programs; after a kill they may name an older folder.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
 
 from ppo_ds.config.text import show
 from ppo_ds.distributed.faults import fault
@@ -47,11 +48,13 @@ from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError, printable
 from ppo_ds.storage.drafts import draft_path, fsync, publish_directory, remove_drafts, write_file
+from ppo_ds.storage.reading import entries_from_elsewhere, read_checked, read_json, read_text
 
 log = logging.getLogger(__name__)
 # weight copy -> config key that switches it on; {} is the first of the trained models
 COPY_KEYS = {"ema": "{}.ema.decay", "lagged": "algo.old_policy"}
 NO_COPIES: Mapping[str, WeightCopy] = {}
+STATE = "state.json"
 OTHER_BYTES = 1024**2  # upper bound for all files except models and copies: random states and JSON
 
 
@@ -105,8 +108,8 @@ class Checkpoints:
             for name, copy in copies.items():
                 written += save_weight_copy(copy, draft / name)
             written.append(on_all_ranks(self.world, lambda: save_rng(draft, self.world)))
-            on_main_rank(self.world, lambda: write_json(draft / "state.json", metadata))
-            written += [draft / "state.json"] if self.world.is_main else []
+            on_main_rank(self.world, lambda: write_json(draft / STATE, metadata))
+            written += [draft / STATE] if self.world.is_main else []
             self._commit(draft, final, written)
         except CheckpointError as error:
             if self.world.is_main:
@@ -178,7 +181,7 @@ class Checkpoints:
         """
         if path not in self.verified:
             self.verify(path)
-        metadata = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        metadata = self._metadata(path)
         if sorted(metadata["models"]) != sorted(models):
             saved = ", ".join(metadata["models"])
             raise UserError(
@@ -211,8 +214,7 @@ class Checkpoints:
         return metadata["state"]
 
     def _metadata(self, path: Path) -> dict[str, Any]:
-        file = path / "state.json"
-        return on_all_ranks(self.world, lambda: json.loads(file.read_text(encoding="utf-8")))
+        return on_all_ranks(self.world, lambda: read_state(path))
 
     def _folders(self) -> list[Path]:
         """Returns the folders of checkpoints, newest first."""
@@ -291,7 +293,7 @@ class Checkpoints:
 
     def _best(self) -> str | None:
         pointer = self.root / "best"
-        return pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+        return read_text(pointer).strip() if pointer.exists() else None
 
     def _damage(self, path: Path) -> list[str]:
         own = damage_of(path, self.world.rank, self.world.size)
@@ -303,14 +305,17 @@ def damage_of(path: Path, rank: int = 0, size: int = 1) -> list[str]:
 
     Reads only the share of the files that ``rank`` has among ``size`` ranks. Not a collective.
     """
+    if problems := list(map(printable, entries_from_elsewhere(path))):
+        return problems
     try:
-        listed = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
-        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in listed.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        manifest = read_json(path / "manifest.json")
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return ["manifest.json is missing or unreadable"]
+    if manifest.get("format") != FORMAT or STATE not in files:
+        return [f"manifest.json has another format than {FORMAT}, or does not list {STATE}"]
     if outside := [name for name in files if not is_inside(name)]:
         return [f"manifest.json names {show(outside[0])}, which is not a file of the checkpoint"]
-    problems = []
     for name in sorted(files)[rank::size]:
         expected_size, digest = files[name]
         try:
@@ -324,6 +329,30 @@ def damage_of(path: Path, rank: int = 0, size: int = 1) -> list[str]:
         except OSError as error:
             problems.append(f"{name} cannot be read: {error}")
     return list(map(printable, problems))
+
+
+class _Progress(BaseModel):
+    first_eval: dict[str, float] | None = None
+
+
+class _LoopState(BaseModel):
+    progress: _Progress = _Progress()
+    export: dict[str, dict[str, Any]] = {}
+
+
+class _State(BaseModel):  # other keys are not checked
+    format: Literal[1]
+    step: Annotated[int, Field(ge=0, lt=2**53)]
+    world_size: Annotated[int, Field(ge=1)] = 1
+    models: list[str]
+    shadows: list[str]
+    state: _LoopState
+    settings: dict[str, Any] | None = None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Returns state.json of the checkpoint ``path``. Raises UserError for wrong types and values."""
+    return read_checked(path / STATE, _State)
 
 
 def _step_of(folder: Path) -> int:

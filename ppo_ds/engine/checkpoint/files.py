@@ -17,6 +17,7 @@ from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import RunError, UserError
 from ppo_ds.storage.drafts import fsync, write_file
+from ppo_ds.storage.reading import open_file
 
 T = TypeVar("T")
 
@@ -87,5 +88,5 @@ def check_inside(names: Iterable[Any], source: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,14 +6,14 @@ parameter to its shard. The files depend neither on the ZeRO stage nor on the nu
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import BaseModel
 from torch import Tensor
 
 from ppo_ds.distributed.world import World
@@ -21,6 +21,7 @@ from ppo_ds.engine.checkpoint.files import check_inside, on_all_ranks, raise_on_
 from ppo_ds.engine.checkpoint.tensor_file import TensorFile
 from ppo_ds.engine.master_weights import WEIGHT, MasterWeights
 from ppo_ds.errors import UserError
+from ppo_ds.storage.reading import read_checked
 
 FORMAT = 1
 INDEX_OF_MODEL, INDEX_OF_COPY = "model.json", "shadow.json"
@@ -62,13 +63,19 @@ def write_shards(
     return index, written
 
 
+class _Index(BaseModel):
+    format: int
+    shards: dict[str, Any]
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # absent from the index of a weight copy
+
+
 def read_index(file: Path, parameters: Collection[str], *, key: str = "") -> dict[str, Any]:
     """Reads the index of a model or weight copy and compares it with the trained ``parameters``.
 
     Raises UserError, starting with ``key``, if format or parameters differ or a shard is outside the folder.
     """
     directory = file.parent
-    index = json.loads(file.read_text(encoding="utf-8"))
+    index = read_checked(file, _Index)
     if index["format"] != FORMAT:
         raise UserError(
             f"{key}{directory}: has format {index['format']}, this version reads {FORMAT}: "

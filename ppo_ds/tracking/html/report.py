@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ppo_ds.secrets import censored, censored_tree
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tracking.catalogue import SECTIONS, Panel, find, matches, overview_panels, panel_metrics
 from ppo_ds.tracking.formatting import format_duration
@@ -43,6 +44,7 @@ def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> s
     }
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
     scripts = [asset(name) for name in REPORT_SCRIPTS]
+    title, data = censored(title), censored_tree(data)  # the files may hold keys of other programs
     return render_page(title, '<div id="report"></div>', data, scripts=scripts, styles=[asset("report.css")])
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ppo_ds.errors import UserError
+from ppo_ds.storage.reading import DamagedFile, read_json, read_yaml
 from ppo_ds.tracking.formatting import format_duration
 from ppo_ds.tracking.jsonl import read_events, read_metrics, read_rows
+from ppo_ds.tracking.tracker import censored_row
 
 MAX_POINTS = 1000  # points of a curve
 MAX_EVENTS = 500
@@ -32,7 +32,8 @@ Record = dict[str, Any]
 def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, Any]:
     """Returns everything that the report shows of a run; ``sample_bytes`` bounds the size of the samples.
 
-    Missing files and lines that were cut off are left out. Raises UserError if it is no run directory.
+    Missing and damaged files and lines are left out. Raises UserError if it is no run directory, or for links
+    out of it and files that exceed a limit.
     """
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
@@ -44,8 +45,8 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
     files = sample_files(run_dir)
     if not records and not events and not any(files.values()):
         raise UserError(f"{run_dir}: no run directory: it has no metrics.jsonl, samples/ or events.jsonl")
-    settings = read_object(run_dir / "config.yaml")
-    summary = read_object(run_dir / "summary.json")
+    settings = read_object(run_dir / "config.yaml", run_dir)
+    summary = read_object(run_dir / "summary.json", run_dir)
     ended = ended_by(summary, records, events)
     section = settings.get("run")
     run = section if isinstance(section, dict) else {}
@@ -117,7 +118,7 @@ def first_evaluation(run_dir: Path, summary: Record) -> dict[str, float]:
     }
     if not first:
         states = sorted((run_dir / "checkpoints").glob("step_*/state.json"))
-        content: Any = read_object(states[-1]) if states else {}
+        content: Any = read_object(states[-1], run_dir) if states else {}
         for key in ("state", "progress", "first_eval"):
             content = content.get(key) if isinstance(content, dict) else None
         first = content if isinstance(content, dict) else {}
@@ -198,8 +199,8 @@ def read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[s
         allowance = limit // len(files) // max(len(chosen), 1)
         for step, path in chosen:
             spent = 0
-            for index, row in enumerate(read_rows(path)):
-                short = short_row(row)
+            for index, row in enumerate(read_rows(path, path.parent.parent)):
+                short = short_row(censored_row(row))
                 spent += len(json.dumps(short, ensure_ascii=False, default=str).encode(errors="replace"))
                 if index > 0 and spent > allowance:
                     break
@@ -245,12 +246,11 @@ def cut(text: str, limit: int) -> str:
 # -- other files ---------------------------------------------------------------------------------------------
 
 
-def read_object(path: Path) -> Record:
+def read_object(path: Path, run_dir: Path) -> Record:
     """Returns the object of a JSON or YAML file, or {} if the file is missing or damaged."""
-    parse = yaml.safe_load if path.suffix == ".yaml" else json.loads
     try:
-        content = parse(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError, yaml.YAMLError):
+        content = (read_yaml if path.suffix == ".yaml" else read_json)(path, run_dir)
+    except (OSError, DamagedFile):
         return {}
     return content if isinstance(content, dict) else {}
 

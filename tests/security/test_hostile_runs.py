@@ -1,0 +1,354 @@
+"""Tests that hostile files in a run directory end a command with one line, and are neither published nor run.
+
+Each file would publish another file, stall the command, exhaust its memory or end it with a traceback.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import save_file
+
+from launch import export, replay, report
+from ppo_ds.config.reading import read
+from ppo_ds.config.schema import Config, resolved
+from ppo_ds.engine.checkpoint.checkpoints import damage_of
+from ppo_ds.errors import UserError
+from ppo_ds.planning.budgets import read_record
+from ppo_ds.run.record import recorded_settings, recorded_steps, write_settings
+from ppo_ds.storage.reading import MAX_YAML_BYTES, DamagedFile, is_plain, read_json, read_text, read_yaml
+from ppo_ds.tools.model_argument import find_model
+from ppo_ds.tracking.html.run_data import read_object
+from ppo_ds.tracking.jsonl import JsonlTracker
+from tests.security.test_settings import settings_of, write_dump
+from tests.tools.test_export import STEP, write_run
+from tests.tracking.html.runs import make_ppo_run
+
+TOKEN = "gho_" + "a1B2" * 9
+LEVELS = 12  # 4^12 leaves
+BOMB = "".join(f"k{i}: &k{i} [{', '.join([f'*k{i - 1}' if i else 'x'] * 4)}]\n" for i in range(LEVELS))
+LOOP = "run: &run {name: *run}\n"
+DEEP = "[" * 100_000
+
+
+@pytest.fixture(autouse=True)
+def no_stall():
+    """Interrupts a test that blocks, as on a pipe."""
+
+    def stop(*_):
+        raise TimeoutError("the command stalls")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def line_of(capsys) -> str:
+    text = capsys.readouterr().err
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in text
+    return line
+
+
+def replace(path: Path, content: str | Path | None) -> None:
+    """Replaces a file or a folder by a text, by a link, or by a pipe if ``content`` is None."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        path.rename(path.with_name("before"))
+    if content is None:
+        os.mkfifo(path)
+    elif isinstance(content, Path):
+        path.symlink_to(content)
+    else:
+        path.write_text(content)
+
+
+# -- report ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.yaml", "summary.json", "metrics.jsonl", "events.jsonl", "samples", "samples/step_000005.jsonl",
+     "checkpoints"],
+)  # fmt: skip
+def test_a_report_does_not_publish_what_a_link_leads_to(tmp_path, capsys, name):
+    run, other = make_ppo_run(tmp_path / "run", summary=name != "checkpoints"), tmp_path / "other"
+    make_ppo_run(other)
+    (other / "step_000001").mkdir()
+    (other / "step_000001" / "state.json").write_text('{"state": {"progress": {"first_eval": {"a": 1}}}}')
+    replace(run / name, other if name == "checkpoints" else other / name)
+    assert report.main([str(run)]) == 2
+    line = line_of(capsys)
+    assert f"{run / name}" in line and "a symbolic link to a file elsewhere" in line
+    assert not (run / "report.html").exists()
+
+
+def test_links_within_a_run_directory_are_followed(tmp_path):
+    run = make_ppo_run(tmp_path / "run")
+    replace(run / "summary.json", run / "before")
+    (tmp_path / "link").symlink_to(run)
+    assert report.main([str(tmp_path / "link")]) == 0
+    assert '"endedBy":"done"' in (run / "report.html").read_text()
+
+
+def test_the_data_of_a_report_are_censored(tmp_path, monkeypatch):
+    run = make_ppo_run(tmp_path / "run", events=False)
+    config = {"run": {"name": f"a {TOKEN}"}, "reward": {f"key {TOKEN}": ["https://me:swordfish@host", TOKEN]}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    row = {"prompt": TOKEN, "response": f"is {TOKEN}", "tokens": {"text": ["is gh", TOKEN[2:]]}}
+    (run / "samples" / "step_000020.jsonl").write_text(json.dumps(row))
+    (run / "summary.json").write_text(json.dumps({"exit_reason": "error", "error": f"401: {TOKEN}"}))
+    (run / "events.jsonl").write_text(json.dumps({"step": 1, "time": 1, "kind": "warning", "text": TOKEN}))
+    assert report.main([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert TOKEN[2:] not in page and "swordfish" not in page
+    assert "401: ***" in page and "key ***" in page
+
+
+HOSTILE = {
+    "an alias bomb": ("config.yaml", BOMB, "aliases"),
+    "an alias to itself": ("config.yaml", LOOP, "aliases"),
+    "deep YAML": ("config.yaml", "a: " + DEEP, "levels"),
+    "other objects": ("config.yaml", "a: 2020-01-01\n", "levels"),
+    "a huge number": ("config.yaml", f"a: 0x{'f' * 20_000}\n", "levels"),
+    "deep JSON": ("summary.json", DEEP, "levels"),
+    "JSON with many levels": ("summary.json", '{"a":' * 500 + "1" + "}" * 500, "levels"),
+    "a pipe": ("metrics.jsonl", None, "is no regular file"),
+    "a pipe for samples": ("samples/step_000005.jsonl", None, "is no regular file"),
+    "a pipe for the config": ("config.yaml", None, "is no regular file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_file_ends_a_report_with_one_line(tmp_path, capsys, kind):
+    name, content, problem = HOSTILE[kind]
+    run = make_ppo_run(tmp_path / "run")
+    replace(run / name, content)
+    assert report.main([str(run)]) == 2
+    line = line_of(capsys)
+    assert line.startswith(f"error: {run / name}: ") and problem in line
+
+
+def test_a_deep_line_is_left_out_like_one_that_was_cut_off(tmp_path):
+    run = make_ppo_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "a": ' + DEEP + "\n" + '{"step": 22, "kl/ref_seq_mean": 12}\n')
+    assert report.main([str(run)]) == 0
+    assert '"lastStep":22' in (run / "report.html").read_text()
+
+
+def test_files_have_a_largest_size(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: " + "b" * MAX_YAML_BYTES)
+    with pytest.raises(UserError, match=r"config.yaml: has more than 256 KiB"):
+        read_yaml(tmp_path / "config.yaml")
+    with (tmp_path / "summary.json").open("wb") as file:
+        file.truncate(2**26 + 1)
+    with pytest.raises(UserError, match=r"summary.json: has more than 65,536 KiB"):
+        read_json(tmp_path / "summary.json")
+    assert read_text(tmp_path / "summary.json", limit=2**27) == "\0" * (2**26 + 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [1", "a: !!int ''", "a: !!timestamp x", "a: !!bool x", "? [a]\n: 1", "a\0"]
+)
+def test_a_damaged_config_is_left_out_of_a_report(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(DamagedFile, match=r"config.yaml: cannot be read: "):
+        read_yaml(tmp_path / "config.yaml")
+    assert read_object(tmp_path / "config.yaml", tmp_path) == {}
+
+
+# -- resume ----------------------------------------------------------------------------------------
+
+
+def test_a_start_reads_hostile_files_as_damaged_ones(tmp_path):
+    run = make_ppo_run(tmp_path / "run")
+    for content in (BOMB, LOOP, "a: " + DEEP, None):
+        replace(run / "config.yaml", content)
+        assert recorded_settings(run) is None
+        (run / "config.yaml").unlink()
+    for content in (DEEP, None):
+        replace(run / "memory.json", content)
+        assert read_record(run) == {}
+        (run / "memory.json").unlink()
+    replace(run / "metrics.jsonl", None)
+    for start in (recorded_steps, lambda folder: JsonlTracker(folder, resumed_at=5)):
+        with pytest.raises(UserError, match=r"metrics.jsonl: is no regular file"):
+            start(run)
+
+
+# -- export and replay -----------------------------------------------------------------------------
+
+
+def renew_manifest(checkpoint: Path) -> None:
+    """Writes a manifest that matches the files, as anyone can who gives a checkpoint away."""
+    (checkpoint / "manifest.json").unlink()
+    files = {
+        str(file.relative_to(checkpoint)): file.read_bytes()
+        for file in checkpoint.rglob("*")
+        if file.is_file()
+    }
+    entries = {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps({"format": 1, "files": entries}))
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("state", [1]),
+        ("state.progress", {"progress": 3}),
+        ("state.progress.first_eval", {"progress": {"first_eval": {"eval/score_mean": "high"}}}),
+        ("state.export", {"export": {"model": [1]}}),
+        ("step", -5),
+        ("step", 10**30),
+        ("step", True),
+        ("step", "2"),
+        ("world_size", 0),
+        ("models", "actor"),
+        ("models.0", [7]),
+        ("shadows", None),
+        ("settings", [1]),
+        ("format", 2),
+    ],
+)
+def test_a_state_with_other_types_or_ranges_is_one_line(tmp_path, capsys, key, value):
+    run = write_run(tmp_path / "run")
+    checkpoint = run / STEP
+    change(checkpoint / "state.json", **{key.partition(".")[0]: value})
+    renew_manifest(checkpoint)
+    assert damage_of(checkpoint) == []
+    assert export.main([str(run)]) == 2
+    assert f"{checkpoint / 'state.json'}: {key}" in line_of(capsys)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", DEEP, '{"step": 1', "\xff"])
+def test_a_state_that_is_no_object_is_one_line(tmp_path, capsys, content):
+    run = write_run(tmp_path / "run")
+    (run / STEP / "state.json").write_text(content, encoding="latin-1")
+    renew_manifest(run / STEP)
+    assert export.main([str(run)]) == 2
+    assert f"{run / STEP / 'state.json'}: " in line_of(capsys)
+
+
+def test_a_checkpoint_without_a_state_is_one_line(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    (run / STEP / "state.json").unlink()
+    renew_manifest(run / STEP)
+    assert export.main([str(run)]) == 2
+    assert "state.json" in line_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("shards", ["a"]), ("shards", None), ("dtype", "load"), ("dtype", 7), ("format", "1"), ("format", None)],
+)
+def test_an_index_with_other_types_is_one_line(tmp_path, capsys, key, value):
+    run = write_run(tmp_path / "run")
+    change(run / STEP / "actor" / "model.json", **{key: value})
+    renew_manifest(run / STEP)
+    assert export.main([str(run)]) == 2
+    line = line_of(capsys)
+    assert f"{run / STEP / 'actor'}" in line and key in line
+
+
+@pytest.mark.parametrize("name", ["state.json", "manifest.json", "actor/buffers.safetensors", "more"])
+def test_a_pipe_in_a_checkpoint_is_damage(tmp_path, capsys, name):
+    run = write_run(tmp_path / "run")
+    (run / STEP / name).unlink(missing_ok=True)
+    os.mkfifo(run / STEP / name)
+    assert export.main([str(run)]) == 2
+    assert f"{name} is neither a file nor a directory" in line_of(capsys)
+    assert damage_of(run / STEP) == [f"{name} is neither a file nor a directory; remove it"]
+
+
+def test_a_pipe_as_pointer_to_the_best_checkpoint_is_one_line(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    (run / "checkpoints" / "best").symlink_to("/dev/tty")
+    assert export.main([str(run), "--best"]) == 2
+    assert "--best" in line_of(capsys)
+
+
+@pytest.mark.parametrize(
+    "kind", ["an alias bomb", "an alias to itself", "deep YAML", "a pipe for the config"]
+)
+def test_a_hostile_config_of_a_dump_is_one_line(tmp_path, capsys, kind):
+    dump = write_dump(tmp_path / "run", settings_of(tmp_path / "run"))
+    _, content, problem = HOSTILE[kind]
+    replace(dump / "config.yaml", content)
+    assert replay.main([str(dump)]) == 2
+    assert "config.yaml" in line_of(capsys)
+
+
+def test_shared_parts_of_settings_take_linear_time():
+    """Without a bound the tree has 2^60 leaves."""
+    tree: Any = "leaf"
+    for _ in range(60):
+        tree = {"a": tree, "b": [tree]} if isinstance(tree, str) else {"a": tree, "b": tree}
+    assert is_plain(tree)
+    for bad in ({"a": tree, "b": {1: 2}}, [object()], [1 << 20_000], (1,)):
+        assert not is_plain(bad)
+    loop: dict[str, Any] = {}
+    loop |= {"a": loop, "b": loop}
+    assert not is_plain(loop)
+
+
+def test_settings_that_a_run_writes_have_no_aliases(tmp_path):
+    """A config can hold the same list twice, which YAML would write as an alias."""
+    lora = {"rank": 2, "targets": ["q_proj"]}
+    model = {"model": {"path": "a/b"}, "lora": lora}
+    reward = {"_target_": "ppo_ds.rewards.rules.LengthReward", "x": lora, "y": [lora]}
+    settings = resolved(
+        read(Config, settings_of(tmp_path, actor=model, critic={"lora": lora}, reward=reward))[0]
+    )
+    write_settings(tmp_path, settings)
+    assert recorded_settings(tmp_path) == settings and settings["reward"]["y"] == [lora]
+
+
+def test_every_bit_of_a_manifest_counts(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    save_file({}, tmp_path / "b.safetensors")
+    (tmp_path / "manifest.json").touch()
+    renew_manifest(tmp_path)
+    file = tmp_path / "manifest.json"
+    data = file.read_bytes()
+    assert damage_of(tmp_path) == []
+    unnoticed = []
+    for place in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[place // 8] ^= 1 << place % 8
+        file.write_bytes(flipped)
+        if not damage_of(tmp_path):
+            unnoticed.append(bytes(flipped))
+    assert unnoticed == []
+
+
+# -- evaluate and chat -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [DEEP, "[]", "elsewhere"])
+def test_a_hostile_adapter_config_is_one_line(tmp_path, content):
+    (tmp_path / "elsewhere").write_text('{"base_model_name_or_path": "a/b"}')
+    file = tmp_path / "adapter" / "adapter_config.json"
+    replace(file, tmp_path / "elsewhere" if content == "elsewhere" else content)
+    with pytest.raises(UserError, match=r"adapter_config.json: ") as caught:
+        find_model(str(tmp_path / "adapter"))
+    assert len(caught.value.problems) == 1
+
+
+assert sys.getrecursionlimit() < len(DEEP)
