@@ -33,6 +33,7 @@ ENDING = 60.0  # longest wait of a start for a holder that is ending
 # time, and the start then waits for its end.
 REACTION = 0.7
 POLL = 0.1  # time between two attempts to take the lock
+MAX_TIME = 1e11  # of a holder's start, in seconds since 1970; a later one cannot be shown as a date
 # times that a start creates a directory which another run removes at its end; where no directory can be
 # created, as in /proc, the same error stays
 MAX_REMOVALS = 1000
@@ -73,7 +74,8 @@ def read_holder(descriptor: int) -> Holder:
     try:
         content = json.loads(os.pread(descriptor, 4096, 0))
         kinds = {name: type(value) for name, value in asdict(Holder()).items()}
-        return Holder(**{name: kind(content[name]) for name, kind in kinds.items()})
+        holder = Holder(**{name: kind(content[name]) for name, kind in kinds.items()})
+        return holder if 0 <= holder.since < MAX_TIME else Holder(token="")
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return Holder(token="")
 

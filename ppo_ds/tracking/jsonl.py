@@ -106,7 +106,8 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 def read_events(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Reads the events of an ``events.jsonl`` in order, without a line that was cut off."""
-    return [event for event in read_metrics(path) if {"time", "kind", "text"} <= set(event)]
+    events = [event for event in read_metrics(path) if {"time", "kind"} <= set(event)]
+    return [event for event in events if isinstance(event.get("text"), str)]
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -147,6 +147,25 @@ def test_a_deep_line_is_left_out_like_one_that_was_cut_off(tmp_path):
     assert '"lastStep":22' in (run / "report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.yaml", {"stage": ["ppo"]}),
+        ("config.yaml", {"stage": {"a": 1}, "run": [1], "algo": 3}),
+        ("events.jsonl", {"step": 1, "time": 1, "kind": ["alarm"], "text": 5}),
+        ("events.jsonl", {"step": 1, "time": None, "kind": {}, "text": None}),
+        ("samples/step_000005.jsonl", {"columns": 3, "prompt": [1], "response": {}, "tokens": 7}),
+        ("metrics.jsonl", {"step": 21, "time": "x", "episodes": [], "kl/ref_seq_mean": {}}),
+        ("summary.json", {"exit_reason": [1], "steps": "x", "heldout_accuracy_before": [1]}),
+    ],
+)
+def test_values_of_other_types_do_not_end_a_report(tmp_path, name, content):
+    run = make_ppo_run(tmp_path / "run")
+    (run / name).write_text(json.dumps(content) + "\n")
+    assert report.main([str(run)]) == 0
+    assert "</html>" in (run / "report.html").read_text()
+
+
 def test_files_have_a_largest_size(tmp_path):
     (tmp_path / "config.yaml").write_text("a: " + "b" * MAX_YAML_BYTES)
     with pytest.raises(UserError, match=r"config.yaml: has more than 256 KiB"):

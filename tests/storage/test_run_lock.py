@@ -223,6 +223,31 @@ def test_elsewhere_60_seconds_without_renewal_decide(tmp_path: Path, elsewhere: 
     assert not (tmp_path / NAME).exists()
 
 
+def test_a_lock_dated_in_the_future_is_taken_like_any_other(
+    tmp_path: Path, elsewhere: None, clock: Clock
+) -> None:
+    """A clock that was set back after a crash gives a lock a time that this clock reaches in years."""
+    os.utime(tmp_path / NAME, (4e9, 4e9))
+    acquire(tmp_path).release()
+    assert 60 < clock.seconds < 61
+
+
+def test_a_lock_of_this_machine_dated_in_the_future_is_taken_at_once(tmp_path: Path, clock: Clock) -> None:
+    write_note(tmp_path, since=4e9)
+    os.utime(tmp_path / NAME, (4e9, 4e9))
+    acquire(tmp_path).release()
+    assert clock.seconds == 0
+
+
+@pytest.mark.parametrize("since", [1e17, 1e300, -1e300, float("nan"), float("inf")])
+def test_an_absurd_time_in_a_lock_is_no_time(tmp_path: Path, clock: Clock, since: float) -> None:
+    lock = acquire(tmp_path)
+    write_note(tmp_path, since=since)
+    with pytest.raises(UserError, match="is in use by a run whose lock cannot be read"):
+        acquire(tmp_path)
+    lock.release()
+
+
 @pytest.mark.parametrize("content", ["", '{"pid": "x"}', '["a"]', "\0", '{"pid": 1e999}'])
 def test_a_damaged_file_is_no_lock(tmp_path: Path, content: str) -> None:
     (tmp_path / NAME).write_text(content)

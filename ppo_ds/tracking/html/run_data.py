@@ -56,7 +56,7 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
     return {
         "name": str(run.get("name") or run_dir.resolve().name),
         "directory": str(run_dir),
-        "stage": settings.get("stage", "ppo"),
+        "stage": str(settings.get("stage", "ppo")),
         "method": method(settings),
         "plannedSteps": run.get("steps"),
         "summary": summary,
@@ -75,7 +75,7 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
 def method(settings: Record) -> str:
     """Names the algorithm of a run by its advantage estimator and its policy loss, or the stage."""
     if settings.get("stage", "ppo") != "ppo":
-        return STAGES.get(settings["stage"], str(settings["stage"]))
+        return STAGES.get(str(settings["stage"]), str(settings["stage"]))
     values = flattened(settings)
     estimator, loss = (values.get(f"algo.{key}") for key in ("advantage.estimator", "policy.loss"))
     name = "PPO" if estimator in (None, "gae") else str(estimator).upper()
@@ -230,8 +230,8 @@ def short_row(row: Record) -> Record:
     if len(response) > MAX_RESPONSE:  # the shortened response is shown without its turns
         short.pop("turns", None)
     short["prompt"], short["response"] = cut(prompt, MAX_PROMPT), cut(response, MAX_RESPONSE)
-    if "answer" in row.get("columns", {}):
-        short["expected"] = str(row["columns"]["answer"])
+    if isinstance(columns := row.get("columns"), dict) and "answer" in columns:
+        short["expected"] = str(columns["answer"])
     return {
         key: cut(value, MAX_PROMPT) if isinstance(value, str) and key != "response" else value
         for key, value in short.items()
