@@ -137,6 +137,21 @@ def test_state_is_restored(checkpoints: Checkpoints) -> None:
     assert checkpoints.load(path, {}) == state
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("state", [1]), ("step", -5), ("step", 10**30), ("world_size", "2"), ("models", {})]
+)
+def test_a_resume_from_a_state_with_other_types_or_ranges_is_one_line(
+    checkpoints: Checkpoints, key: str, value: Any
+) -> None:
+    path = checkpoints.save(7, {}, {"progress": {"first_eval": {"a": 1, "b": math.nan}}})
+    checkpoints.load(path, {})
+    (path / "state.json").write_text(json.dumps(json.loads((path / "state.json").read_text()) | {key: value}))
+    for read in (lambda: checkpoints.load(path, {}), lambda: checkpoints.settings_of(path)):
+        with pytest.raises(UserError, match=f"state.json: {key}=") as caught:
+            read()
+        assert len(caught.value.problems) == 1
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

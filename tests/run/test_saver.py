@@ -10,6 +10,7 @@ import pytest
 
 from ppo_ds.config.sections.run import CheckpointConfig
 from ppo_ds.data.fingerprint import Fingerprint
+from ppo_ds.errors import UserError
 from ppo_ds.run.health import Health
 from ppo_ds.run.saver import Saver
 from ppo_ds.run.state import Selection, TrainState
@@ -117,6 +118,16 @@ def test_a_resume_warns_if_the_rows_have_changed():
         f"warning    {key}: its rows have changed since step_1 ({then} rows then, {now} now); {effect}"
         for key, then, now in (("data.path=prompts.jsonl", 100, 120), ("data.eval_path=eval.jsonl", 8, 8))
     ]
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"progress": 3}, {"progress": {"steps": 1, "skips": 0}}, {"progress": {"step": 1}}]
+)
+def test_a_resume_from_a_progress_that_no_run_has_written_is_one_line(state):
+    checkpoints = OneCheckpoint()
+    checkpoints.state = state
+    with pytest.raises(UserError, match=r"^run.resume: step_1: invalid state.json: .*; use another$"):
+        resumed(checkpoints, [])
 
 
 def test_a_checkpoint_of_an_earlier_version_has_no_fingerprints():
