@@ -20,6 +20,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,7 @@ from ppo_ds.assemble.ppo_models import choose_layouts, plan_generation
 from ppo_ds.assemble.roles import build_actor, build_critic, build_reference, critic_start, ppo_needs
 from ppo_ds.config.schema import PPOConfig, has_critic, reward_models, rollout_size, uses_reference
 from ppo_ds.config.sections.models import FrozenZeroConfig, ModelConfig
+from ppo_ds.distributed.sequence_group import SequenceGroup
 from ppo_ds.distributed.world import Waiting, World
 from ppo_ds.models import loading, policy, value
 from ppo_ds.models.linear import install_linears
@@ -53,6 +55,7 @@ from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.planning.budgets import resolve, token_budgets, with_numbers
 from ppo_ds.planning.ppo_memory import estimate
 from ppo_ds.planning.run_memory import Hardware
+from ppo_ds.ppo import model_outputs
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.run.health import Health
 from ppo_ds.run.microbatches import forward_rows
@@ -184,8 +187,11 @@ def without_files(auto_class: Any, section: ModelConfig, *, config: Any, key: st
 
 
 @contextmanager
-def fake_world(ranks: int) -> Iterator[tuple[World, CountingCuda]]:
-    """Provides the last of ``ranks`` ranks, in nodes of 8. It sees one device, its own."""
+def fake_world(ranks: int, parts: int = 1) -> Iterator[tuple[World, CountingCuda]]:
+    """Provides the last of ``ranks`` ranks, in nodes of 8. It sees one device, its own.
+
+    ``parts`` ranks divide rows (memory.sequence_parallel).
+    """
     rank, local = ranks - 1, min(ranks, 8)
     launched = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}
     os.environ |= {name: str(number) for name, number in launched.items()}
@@ -229,8 +235,16 @@ def fake_world(ranks: int) -> Iterator[tuple[World, CountingCuda]]:
         # DeepSpeed compares lists with those that rank 0 has sent
         sent = {"assert_lst_len_same_as_other_ranks": lambda numbers: None, "get_lst_from_rank0": list}
         stack.enter_context(mock.patch.multiple(zero_utils, **sent))
+        stack.enter_context(mock.patch.object(model_outputs, "all_gather_rows", rows_of_all_ranks))
         deepspeed.init_distributed(verbose=False)
-        yield World(rank, ranks, 0, CUDA, SimpleNamespace(ranks=local), Waiting(CUDA)), device
+        group = SequenceGroup(rank, ranks, parts, timedelta(minutes=1)) if parts > 1 else None
+        nodes = SimpleNamespace(ranks=local)
+        yield World(rank, ranks, 0, CUDA, nodes, Waiting(CUDA), sequence=group), device
+
+
+def rows_of_all_ranks(rows: Any, world: World) -> Any:
+    """Stands in for the gather of rows; all ranks have the rows of this one."""
+    return rows.select(torch.arange(len(rows)).repeat(world.size))
 
 
 def rollout_of(config: PPOConfig, rows: int, vocabulary: int) -> Rollout:
@@ -380,7 +394,7 @@ def simulate(experiment: str, ranks: int, settings: list[str], layers: int | Non
         config = with_numbers(config, numbers)
         rows = rollout_size(config) // ranks
         doctor = estimate(config, shapes, hardware)
-        with fake_world(ranks) as (world, device):
+        with fake_world(ranks, config.memory.sequence_parallel) as (world, device):
             facts = step(config, world, device, rows)
     # vLLM's own memory, of which only what stays between two phases is in the estimate of most phases
     outside = dict.fromkeys(doctor.phases, doctor.vllm.between if doctor.vllm else 0)

@@ -25,6 +25,12 @@ pytestmark = pytest.mark.slow
 
 OFFLOADED = ("zero=stage2", *(f"{role}.zero.offload_optimizer=true" for role in ("actor", "critic")))
 PARAMETERS = tuple(f"{role}.zero.offload_params=true" for role in ("actor", "critic"))
+LONG = (
+    "sampling.max_new_tokens=65536",
+    "data.max_prompt_tokens=1024",
+    "rollout.prompts_per_step=8",
+    "algo.minibatch_size=8",
+)
 # name -> arguments of fake_world.py: the experiment, ranks, layers, settings
 WORLDS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
     "7b on 8": ("rlhf_7b", 8, 28, ()),
@@ -33,13 +39,15 @@ WORLDS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
     "70b on 64": ("rlhf_70b", 64, 2, ()),
     "70b lora on 8": ("rlhf_70b_lora", 8, 2, ()),
     "70b lora on 64": ("rlhf_70b_lora", 64, 2, ()),
+    "divided rows": ("rlhf_7b", 8, 2, (*LONG, "memory.sequence_parallel=4")),
     "zero3 offload": ("rlhf_7b", 8, 2, (*OFFLOADED[1:], *PARAMETERS)),
     "zero2": ("rlhf_7b", 8, 2, ("zero=stage2",)),
     "zero2 offload": ("rlhf_7b", 8, 2, OFFLOADED),
     "zero0 fp32": ("rlhf_7b", 8, 2, ("zero=stage0", "actor.model.dtype=fp32")),
 }
-# With few layers of a 7B model under ZeRO-3, the doctor's sum of a layer's activations and the whole LM head
-# is up to a third too high in forwards, because these are not in memory at the same time.
+# With few layers under ZeRO-3, the doctor's sum of a layer's activations and the whole LM head is too high in
+# forwards, because these are not in memory at the same time.
+FEW_LAYERS = 0.35
 COMPARED = ("7b on 8", "70b on 8", "zero2", "zero2 offload", "zero0 fp32")
 
 
@@ -89,7 +97,7 @@ def test_the_doctor_counts_the_bytes_between_phases(
     assert world["moments"] == pytest.approx(sum(world["doctor"]["moments"].values()), rel=0.01)
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", WORLDS)
 def test_the_doctor_is_within_ten_percent_of_the_counted_bytes(
     simulated: Callable[[str], dict[str, Any]], name: str
 ) -> None:
@@ -97,6 +105,18 @@ def test_the_doctor_is_within_ten_percent_of_the_counted_bytes(
     gaps = {
         phase: estimated / world["phases"][phase] - 1
         for phase, estimated in world["doctor"]["phases"].items()
+        if phase in world["phases"]
     }
     print({phase: f"{gap:+.1%}" for phase, gap in gaps.items()})
-    assert len(gaps) > 6 and all(abs(gap) < 0.1 for gap in gaps.values()), gaps
+    highest = 0.1 if name in COMPARED else FEW_LAYERS
+    assert len(gaps) > 6 and all(-0.1 < gap < highest for gap in gaps.values()), gaps
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_no_forward_or_backward_synchronizes_the_device(
+    simulated: Callable[[str], dict[str, Any]], name: str
+) -> None:
+    """Sums of the CPU, the start of the engines, optimizer steps and gathers of whole weights may."""
+    found = [wait for wait in simulated(name)["waits"] if wait.startswith("torch.cuda.synchronize")]
+    may = ("deepspeed.initialize", "GatheredParameters(", "world.py", "self.engine.step()")
+    assert found and not [wait for wait in found if not any(place in wait for place in may)]
