@@ -100,6 +100,11 @@ def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
             names += [other for other in others if isinstance(other, str) and other not in names]
         for code in _code_references(settings):
             repository, separator, _ = code.rpartition("--")
+            if os.path.isabs(code):  # transformers would import a file of any folder of this machine
+                raise UserError(
+                    f"{key}={path}: its {name} runs code of another folder ({code}); copy that code into the "
+                    "model's folder, and correct auto_map"
+                )
             if separator and repository != path:
                 raise UserError(
                     f"{key}={path}: its {name} runs code of another repository ({repository}), for which "
@@ -154,7 +159,8 @@ def from_pretrained(
     path, implementation = _checked(model.path, key), attention(model, key)
     refuse_adapter_on_hub(path, model.revision, key)
     fetch_weights(path, model.revision, key)
-    with user_errors(path, key):
+    # an index of weights with values of other types causes the last two
+    with user_errors(path, key, AttributeError, TypeError):
         module, info = auto_class.from_pretrained(
             path,
             config=config,
@@ -302,7 +308,8 @@ def refuse_names_of_files_elsewhere(folder: str, key: str) -> None:
     of the folder without a check.
     """
     lists = [("config.json", "configuration_files"), ("tokenizer_config.json", "fast_tokenizer_files")]
-    lists += [(file.name, "weight_map") for file in Path(folder).glob("*.index.json")]
+    indices = Path(folder).rglob("*.index.json")  # config.json can select one in any folder below
+    lists += [(str(file.relative_to(folder)), "weight_map") for file in indices]
     for file, entry in lists:
         try:
             listed = json.loads(Path(folder, file).read_text(encoding="utf-8"))[entry]

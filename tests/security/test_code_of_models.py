@@ -87,6 +87,15 @@ def test_a_trusted_folder_cannot_run_code_of_another_repository(folder, asked, l
     assert asked == []
 
 
+def test_a_trusted_folder_cannot_run_code_of_another_folder(folder, tmp_path):
+    """transformers joins the name of the module to the folder, so an absolute path would replace it."""
+    (tmp_path / "elsewhere.py").write_text(f"open({str(tmp_path / 'witness')!r}, 'w').close()\n{CODE}")
+    change(folder / "config.json", auto_map={"AutoConfig": f"{tmp_path}/elsewhere.Config"}, model_type="mine")
+    with pytest.raises(UserError, match="its config.json runs code of another folder .*correct auto_map"):
+        load_config(str(folder), trust_remote_code=True)
+    assert not (tmp_path / "witness").exists()
+
+
 def test_a_config_for_a_version_of_transformers_cannot_run_code_of_another_repository(folder, asked):
     """transformers reads config.4.0.0.json here instead of config.json."""
     settings = json.loads((folder / "config.json").read_text())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 
 import pytest
+from safetensors.torch import load_file
 
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.errors import UserError
@@ -71,6 +73,34 @@ def test_a_name_of_a_file_outside_of_a_model_folder_is_refused(tmp_path, folder,
         with pytest.raises(UserError) as caught:
             load()
         assert f"{entry} in its {file} names a file outside of the folder ({name})" in str(caught.value)
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_an_index_in_a_folder_below_cannot_name_weights_outside(tmp_path, folder, absolute):
+    """config.json selects the index; transformers joins its names to the path of the model's folder."""
+    shutil.copytree(folder, tmp_path / "private")
+    shard = f"{tmp_path}/private/model.safetensors" if absolute else "../private/model.safetensors"
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "a" / "b").mkdir(parents=True)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, shard)}
+    (folder / "a" / "b" / "x.safetensors.index.json").write_text(json.dumps(index))
+    about = json.loads((folder / "config.json").read_text())
+    chosen = {"transformers_weights": "a/b/x.safetensors.index.json"}
+    (folder / "config.json").write_text(json.dumps(about | chosen))
+    with pytest.raises(
+        UserError, match="weight_map in its a/b/x.safetensors.index.json names a file outside"
+    ):
+        load_policy(ModelConfig(path=str(folder)), temperature=1.0, key=KEY)
+
+
+@pytest.mark.parametrize("weight_map", [None, 5, {"a": 5}, {"a": None}, {"a": ["x"]}])
+def test_an_index_with_values_of_other_types_ends_with_one_line(folder, weight_map):
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=f"^{KEY}={folder}: "):
+        load_policy(ModelConfig(path=str(folder)), temperature=1.0, key=KEY)
 
 
 def test_a_link_to_a_folder_or_through_another_link_is_refused(tmp_path, folder):
