@@ -119,16 +119,17 @@ class Chat:
 
     def save(self, path: Path) -> str:
         """Writes one JSON line per model; returns a line about it."""
-        path = path.expanduser()
-        if path.exists():
-            return f"{path}: exists; give the name of another file, as in /save chat.jsonl"
         rows = [{"model": one.name, "messages": one.messages} for one in self.partners if one.messages]
-        if not rows:
-            return "nothing was said yet"
         try:
+            path = path.expanduser()
+            if path.exists():
+                return f"{path}: exists; give the name of another file, as in /save chat.jsonl"
+            if not rows:
+                return "nothing was said yet"
             write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        except OSError as error:
-            return f"{path}: cannot be written: {error.strerror}; choose another name"
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL; ~ of a user that does not exist
+            reason = getattr(error, "strerror", None) or error
+            return f"{str(path)[:200]}: cannot be written: {reason}; choose another name"
         return f"saved in {path}"
 
     def say(self, text: str) -> None:

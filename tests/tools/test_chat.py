@@ -105,6 +105,14 @@ def test_a_base_model_continues_each_message_as_text() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["a\0b", "~no-such-user/x", "x" * 5_000, "/proc/x", "/dev/null/x"])
+def test_a_name_that_no_file_can_have_does_not_end_the_chat(name: str) -> None:
+    one = partner()
+    _, shown = chat(one, lines=["ab", f"/save {name}", "c"])
+    assert len(one.messages) == 4 and displayable(name[:200]) in shown and len(shown) < 2_000
+    assert ": cannot be written: " in shown and "; choose another name" in shown and "\0" not in shown
+
+
 def test_commands(tmp_path: Path) -> None:
     one, file = partner(), tmp_path / "chat.jsonl"
     made, shown = chat(
