@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ _MIN_CHARACTERS = 8  # shorter values are ignored: they may occur in any text by
 # Names of config keys that hold secrets, in lower case with underscores. Keys such as eos_token and
 # stop_token do not match.
 _SECRET_KEY = re.compile(
-    r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|secret_?keys?|passwd|pwd|passwords?|passphrase"
-    r"|authorization|auth|bearer|credentials?|cookie|(openai|anthropic|google|groq|judge|wandb|hf)_?keys?"
+    r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|secret_?keys?|passwd|pwd|passwords?|pass_?phrase"
+    r"|authorization|auth|bearer|credentials?|cookie|jwt"
+    r"|(encryption|openai|anthropic|google|groq|judge|wandb|hf)_?keys?"
     r"|(api|auth|access|bearer|refresh|session|security|hf|hub|github|gitlab|slack|wandb)_?tokens?)$"
     r"|^tokens?$"
 )
@@ -32,14 +34,17 @@ _TOKEN = re.compile(
     r"|glpat-[\w-]{16,}"  # GitLab
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}"  # AWS
     r"|AIza[\w-]{30,}|ya29\.[\w-]{16,}"  # Google
-    r"|(?:gsk|r8|npm)_[A-Za-z0-9]{20,}"  # Groq, Replicate, npm
+    r"|(?:gsk|r8|npm|fw)_[A-Za-z0-9]{20,}"  # Groq, Replicate, npm, Fireworks
     r"|[rs]k_(?:live|test)_[A-Za-z0-9]{16,}"  # Stripe
-    r"|(?:nvapi|pplx|xai|pypi)-[\w-]{20,}"  # NVIDIA, Perplexity, xAI, PyPI
+    r"|(?:nvapi|pplx|xai|pypi|csk|tvly)-[\w-]{20,}"  # NVIDIA, Perplexity, xAI, PyPI, Cerebras, Tavily
+    r"|(?:tgp_v1|lsv2_[a-z]{2}|dckr_pat)_[\w-]{20,}"  # Together, LangSmith, Docker
+    r"|dapi[0-9a-f]{32}|SG(?:\.[\w-]{16,}){2}|hvs\.[A-Za-z0-9]{20,}"  # Databricks, SendGrid, Vault
+    r"|AccountKey=[\w+/]{16,}|hooks\.slack\.com/services/[\w/]{16,}"  # Azure, webhooks of Slack
     r"|wandb_v1_[\w-]{16,}"
     r"|xox[abeprs]-[\w-]{16,}"  # Slack
     r"|eyJ[\w-]{8,2000}+\.eyJ[\w-]{8,}\.[\w-]*"  # JSON web token
-    r"|Bearer\s+[\w.~+/=-]{8,}"
-    r")|-----BEGIN [A-Z ]*PRIVATE KEY"
+    r"|Bearer\s+[\w.~+/=-]{8,}|Authorization\W{1,4}Basic\s+[\w+/=-]{8,}"
+    r")|-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?(?:-----(?:(?!-----)[\s\S])*+)?"
 )
 _REMEDY = (
     "the config is written to files and shown; put it into an environment variable and leave it out here (a "
@@ -83,8 +88,9 @@ def secrets_in(tree: Any, key: str = "", inside_secret: bool = False) -> Iterato
 
 def censored(text: str) -> str:
     """Returns the text with everything that looks like a secret replaced by ``***``."""
-    for _, value in _secret_variables():
-        text = text.replace(value, "***")
+    for _, value in _secret_variables():  # also as exceptions (KeyError), and JSON quote them
+        for spelling in (value, repr(value)[1:-1], json.dumps(value)[1:-1]):
+            text = text.replace(spelling, "***")
     text = _URL_USER.sub("***", _TOKEN.sub("***", text))
     return _URL_QUERY.sub(lambda m: m[1] + "***" if _SECRET_PARAMETER.search(m[2]) else m[0], text)
 
@@ -105,7 +111,7 @@ def is_secret_variable(name: str) -> bool:
 
 def _secret_variables() -> list[tuple[str, str]]:
     return [
-        (name, value)
+        (name, value.strip())
         for name, value in os.environ.items()
-        if _SECRET_VARIABLE.search(name) and len(value) >= _MIN_CHARACTERS
+        if _SECRET_VARIABLE.search(name) and len(value.strip()) >= _MIN_CHARACTERS
     ]

@@ -15,6 +15,23 @@ ROOT = Path(__file__).parents[2]
 KEY = "not-a-real-key-0123456789"
 
 
+PEM = "-----BEGIN OPENSSH PRIVATE KEY-----\nKind: a,b-c\n\nb3BlbnNz\naC1rZXkt\n-----END OPENSSH PRIVATE KEY-----\n"
+
+
+@pytest.mark.parametrize("key", ["abc\\def\"ghi'jkl", "größe-abcdefgh", "abcdefgh\n", "abcd\nefgh", PEM])
+@pytest.mark.parametrize("spell", [str, str.strip, repr, json.dumps, lambda key: str(KeyError(key))])
+def test_a_key_is_censored_as_python_and_json_quote_it(monkeypatch, key, spell):
+    monkeypatch.setenv("MY_SERVICE_KEY", key)
+    text = censored(f"before {spell(key)} after")
+    assert text.replace("'", "").replace('"', "").replace("\\n", "").split() == ["before", "***", "after"]
+
+
+@pytest.mark.parametrize("spell", [str, repr])
+def test_the_whole_of_a_private_key_is_censored(spell):
+    text = censored(f"before {spell(PEM)} after")
+    assert "b3BlbnNz" not in text and "aC1rZXkt" not in text and text.startswith("before ")
+
+
 class Recorder:
     """Stands in for a tracker: records what is logged."""
 
@@ -69,6 +86,19 @@ SECRETS = {
     "url": "https://me:pass/word@host/v1",
     "password": 12345678,
     "pem": "-----BEGIN RSA PRIVATE KEY-----",
+    "pass_phrase": "abc",
+    "basic": "Authorization: Basic YWJjOmFiYzphYmM=",
+    "encryption-key": "abc",
+    "cerebras": "csk-abcdefghij0123456789",
+    "fireworks": "fw_abcdefghij0123456789",
+    "langsmith": "lsv2_pt_abcdefghij0123456789_01",
+    "together": "tgp_v1_abcdefghij0123456789",
+    "databricks": "dapi" + "0123456789abcdef" * 2,
+    "sendgrid": "SG.abcdefghij0123456789.abcdefghij0123456789",
+    "vault": "hvs.abcdefghij0123456789abcdef",
+    "docker": "dckr_pat_abcdefghij0123456789",
+    "azure": "DefaultEndpointsProtocol=https;AccountKey=abcdefghij0123456789==",
+    "hook": "https://hooks.slack.com/services/T00000000/B00000000/abcdefghij",
 }
 
 
@@ -120,6 +150,8 @@ INNOCENT = {
     "pass": "first",
     "spat": "hf_small",
     "dtype": "bf16",
+    "folder": "/data/fw_models_of_the_whole_group/hvs.module",
+    "lesson": "Basic understanding of SG.countries",
 }
 
 
