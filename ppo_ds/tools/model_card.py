@@ -13,6 +13,8 @@ from ppo_ds.config.checks.data import looks_local
 from ppo_ds.config.schema import Config, PPOConfig, TextConfig, learning_rate, trained_models
 from ppo_ds.config.text import show
 from ppo_ds.engine.checkpoint.checkpoints import read_state
+from ppo_ds.errors import printable
+from ppo_ds.models.upload import NAME as HUB_NAME
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tracking.curves import plot_curves
 from ppo_ds.tracking.jsonl import read_metrics
@@ -153,7 +155,7 @@ def reward_name(config: PPOConfig) -> str:
         return shown(model["path"])
     if config.reward.get("path"):
         return shown(str(config.reward["path"]))
-    return f"`{str(config.reward.get('_target_', 'unknown')).rpartition('.')[2]}`"
+    return shown(str(config.reward.get("_target_", "unknown")).rpartition(".")[2])
 
 
 def config_value(config: Config, key: str) -> Any:
@@ -166,9 +168,10 @@ def config_value(config: Config, key: str) -> Any:
 
 def on_hub(path: str | None) -> str | None:
     """Returns ``path`` if it is a name on the Hub rather than a path of this machine."""
-    return path if path and path.count("/") == 1 and not looks_local(path) else None
+    return path if path and HUB_NAME.fullmatch(path) and not looks_local(path) else None
 
 
 def shown(path: str, kind: str = "") -> str:
     """Returns a link to a name on the Hub, or the last part of a path; ``kind`` is datasets/ for data."""
-    return f"[{path}](https://huggingface.co/{kind}{path})" if on_hub(path) else f"`{Path(path).name}`"
+    text = printable(Path(path).name).replace("`", "'")  # a checkpoint of someone else may hold Markdown
+    return f"[{path}](https://huggingface.co/{kind}{path})" if on_hub(path) else f"`{text}`"

@@ -88,9 +88,7 @@ def test_an_index_in_a_folder_below_cannot_name_weights_outside(tmp_path, folder
     about = json.loads((folder / "config.json").read_text())
     chosen = {"transformers_weights": "a/b/x.safetensors.index.json"}
     (folder / "config.json").write_text(json.dumps(about | chosen))
-    with pytest.raises(
-        UserError, match="weight_map in its a/b/x.safetensors.index.json names a file outside"
-    ):
+    with pytest.raises(UserError, match="weight_map in its a/b/x.safetensors.index.json names a file"):
         load_policy(ModelConfig(path=str(folder)), temperature=1.0, key=KEY)
 
 

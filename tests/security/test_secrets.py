@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 KEY = "not-a-real-key-0123456789"
 
 
-PEM = "-----BEGIN OPENSSH PRIVATE KEY-----\nKind: a,b-c\n\nb3BlbnNz\naC1rZXkt\n-----END OPENSSH PRIVATE KEY-----\n"
+PEM = "-----BEGIN RSA PRIVATE KEY-----\nKind: a,b-c\n\nb3BlbnNz\naC1rZXkt\n-----END RSA PRIVATE KEY-----\n"
 
 
 @pytest.mark.parametrize("key", ["abc\\def\"ghi'jkl", "größe-abcdefgh", "abcdefgh\n", "abcd\nefgh", PEM])

@@ -133,6 +133,34 @@ def test_the_card_shows_results_and_settings_of_the_exported_step(tmp_path: Path
     assert (tmp_path / "out" / "curves.png").stat().st_size > 1000
 
 
+def test_the_card_shows_no_folder_of_a_relative_path(tmp_path: Path) -> None:
+    reward = {"_target_": "f", "path": "secret-project/mine.py:score"}
+    text = card_of(tmp_path, data={"path": "secret-project/mine.jsonl"}, reward=reward).text
+    assert "on `mine.jsonl`, with the reward `mine.py:score`" in text and "secret-project" not in text
+
+
+BREAKS = "`\n# H\n---\n|"
+
+
+@pytest.mark.parametrize(
+    "text", ["a](http://x) <b>" + BREAKS, "a/b" + BREAKS, "\x1b[2J" + BREAKS, "a/[b](c)"]
+)
+@pytest.mark.parametrize("key", ["data", "reward", "target", "model"])
+def test_settings_of_someone_else_cannot_write_markdown(tmp_path: Path, text: str, key: str) -> None:
+    """The card of a checkpoint of someone else quotes its settings; each stays one piece of code."""
+    trees: dict[str, Any] = {
+        "data": {"data": {"path": text}},
+        "reward": {"reward": {"_target_": "f", "path": text}},
+        "target": {"reward": {"_target_": text}},
+        "model": {"actor": {"model": {"path": text}}},
+    }
+    shown = card_of(tmp_path, **trees[key]).text
+    (line,) = [line for line in shown.splitlines() if " steps of PPO on " in line]
+    assert line.isprintable() and line.count("`") % 2 == 0 and "# H" not in shown.splitlines()
+    outside = "".join(line.split("`")[::2])  # what is no code
+    assert "<b>" not in outside and outside.count("](") == outside.count("](https://huggingface.co/org/base)")
+
+
 def test_the_card_of_an_adapter(tmp_path: Path) -> None:
     card = card_of(tmp_path, role="adapter")
     assert card.data.library_name == "peft" and "lora" in card.data.tags
