@@ -28,7 +28,7 @@ _SECRET_PARAMETER = re.compile(
 )
 _TOKEN = re.compile(
     r"\b(?:"
-    r"sk-(?=[\w-]{0,200}\d)[\w-]{16,}"  # OpenAI, Anthropic and others; "sk-learn-..." has no digit
+    r"sk-(?=[A-Za-z_-]{0,200}+\d)[\w-]{16,}"  # OpenAI, Anthropic and others; "sk-learn-..." has no digit
     r"|hf_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|(?:gh[pousr]_|github_pat_)\w{16,}"  # GitHub
     r"|glpat-[\w-]{16,}"  # GitLab

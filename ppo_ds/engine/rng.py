@@ -107,13 +107,13 @@ def check_rng(states: RandomStates) -> None:
     """Raises ValueError or TypeError for invalid states that numpy or python would accept."""
     position, has_gauss, gauss = states.rest["numpy"]
     words = states.tensors["numpy"]
-    gauss_next = states.rest["python"][1]
+    normals = [gauss, *(x for x in states.rest["python"][1:2] if x is not None)]
     has_words = words.dtype == torch.int64 and words.shape == (MT19937_WORDS,)
     if not has_words or not 0 <= words.min() <= words.max() < 2**32:
         raise ValueError(f"the state of numpy's generator is not {MT19937_WORDS} words of 32 bits")
     if type(position) is not int or not 0 <= position <= MT19937_WORDS:
         raise ValueError(f"the position of numpy's generator is not an integer from 0 to {MT19937_WORDS}")
-    if has_gauss not in (0, 1) or not all(isfinite(x) for x in (gauss, gauss_next or 0.0)):
+    if has_gauss not in (0, 1) or not all(map(isfinite, normals)):
         raise ValueError("a normal number in the states of the generators is not finite")
 
 

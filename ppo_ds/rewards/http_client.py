@@ -25,6 +25,7 @@ from ppo_ds.config.types import refuse
 _MAX_PAUSE = 60.0  # seconds; also the limit of Retry-After, because the other ranks wait meanwhile
 _MIN_KEY_LENGTH = 8  # shorter keys ("EMPTY") are not removed from replies
 _MAX_QUOTED = 200  # characters of a reply that an error quotes
+_MAX_SEARCHED = 20_000  # characters of such a reply in which the key is searched
 _URL_SAFE = str.maketrans("+/", "-_")  # from base64 to its URL-safe alphabet
 _SECRET = re.compile(r"key|token|secret|passw|signature|^(sig|auth|code)$", re.IGNORECASE)
 
@@ -179,7 +180,9 @@ class JsonClient:
 
     def _excerpt(self, text: str) -> str:
         """Prepares a service's text for an error message: one line, shortened, without the key."""
-        text = self._without_key("".join(c if c.isprintable() else "?" for c in " ".join(text.split())))
+        # a search of many MB could take longer than timeout_seconds, which cannot interrupt it
+        words = " ".join(text[:_MAX_SEARCHED].split())
+        text = self._without_key("".join(c if c.isprintable() else "?" for c in words))
         return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 3] + "..."
 
 
@@ -191,7 +194,7 @@ def _spellings(key: str) -> re.Pattern[str]:
     characters = []
     for c in key:
         code = f"{ord(c):x}"
-        in_json = rf"\\{{1,8}}(?:u0*{code}|{re.escape(c)})"  # \u0073, \/ and their repeated escapes
+        in_json = rf"\\{{1,8}}+(?:u0*{code}|{re.escape(c)})"  # \u0073, \/ and their repeated escapes
         characters.append(rf"(?:{re.escape(c)}|(?i:{in_json}|%(?:25)*{code}|&#(?:0*{ord(c)}|x0*{code});))")
     texts = ["".join(characters)]
     for shift in range(3) if len(key) >= _MIN_KEY_LENGTH else ():

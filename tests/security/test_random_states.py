@@ -24,6 +24,7 @@ CASES = {
     "gauss is no number": ("numpy", 2, float("nan")),
     "version of python": ("python", 0, 9),
     "next gauss": ("python", 1, "x"),
+    "next gauss is empty": ("python", 1, {}),
 }
 TENSORS = {
     "too few words": ("numpy", torch.zeros(10, dtype=torch.int64)),

@@ -11,6 +11,7 @@ import pytest
 
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.base import RewardError
+from ppo_ds.rewards.http_client import JsonClient
 from ppo_ds.rewards.remote import SCORE
 from tests.rewards.conftest import tokenizer
 from tests.rewards.service import lengths, says, serving
@@ -75,6 +76,20 @@ def test_no_spelling_of_the_key_is_shown(ask, spelling):
         with serving(lambda number, body, reply=reply: reply) as service:
             line = refused(ask, service, key_env="JUDGE_KEY")
         assert inner not in line and "***" in line, line
+
+
+@pytest.mark.parametrize("status", [200, 403])
+def test_the_key_is_searched_only_in_the_part_of_a_reply_that_an_error_can_quote(ask, monkeypatch, status):
+    """A search cannot be interrupted, and one of several MB could take longer than timeout_seconds."""
+    searched, search = [], JsonClient._without_key
+    monkeypatch.setattr(
+        JsonClient, "_without_key", lambda self, text: searched.append(len(text)) or search(self, text)
+    )
+    body = f"no JSON: {SECRET} ".encode() + b"\\" * 4_000_000
+    with serving(lambda number, _: (status, {}, body)) as service:
+        line = refused(ask, service, key_env="JUDGE_KEY")
+    assert SECRET not in line and "***" in line
+    assert searched and max(searched) <= 20_000
 
 
 def test_a_deep_reply_is_an_error(ask):
