@@ -30,6 +30,7 @@ import pyarrow.parquet
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.sharing import on_all, refuse_different
 from ppo_ds.errors import UserError
+from ppo_ds.models.tokenizer import memory_limit
 from ppo_ds.types import Row
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _MAX_PROBLEMS = 5  # distinct problems in one error
 _MAX_BYTES = 2**33  # all rows
 _MAX_ROW_BYTES = 2**26  # one row, on average over a batch
 _BATCH_BYTES = 2**26  # the rows that are decoded together
+_DECODER_BYTES = 2**32  # address space of the decoder: its threads, and pools that reserve more than they use
 
 # A file of a Hub data set, in the notation of huggingface_hub: hf://datasets/OWNER/NAME/FILE
 _HUB_FILE = re.compile(r"hf://datasets/([^/@]+/[^/@]+)/([^@]+)")
@@ -141,6 +143,8 @@ def _read_files(files: list[Path], max_rows: int | None, key: str) -> list[_Part
         if left == 0:
             break
         try:
+            if not file.is_file():  # a pipe or a device might never end
+                raise UserError(f"{key}={file}: is not a regular file, or a link to nothing")
             parts.append(_READERS[file.suffix](file, left).head(left))
         except OSError as error:
             raise UserError(f"{key}={file}: {error.strerror or _one_line(error)}") from error
@@ -340,15 +344,16 @@ def _read_parquet(file: Path, n: int | None) -> _Part:
     The file's own metadata are dropped: they can declare columns as images or sounds, which ``datasets``
     would decode, and fetch if a row contains a URL.
     """
+    limit = _DECODER_BYTES + min(_MAX_BYTES, _MAX_ROW_BYTES * (n or _MAX_BYTES))
     try:
-        with pyarrow.parquet.ParquetFile(file) as parquet:
+        with memory_limit(limit), pyarrow.parquet.ParquetFile(file) as parquet:
             for field in parquet.schema_arrow:
                 _refuse_extension(field.type, f"{file}: column {field.name}")
             batches = list(_parquet_batches(parquet, n, file))
             table = pyarrow.Table.from_batches(batches, parquet.schema_arrow).replace_schema_metadata(None)
         table.validate(full=True)  # otherwise invalid UTF-8 fails later, when its row is read
         return _Part(str(file), datasets.Dataset(table))
-    except (pyarrow.ArrowException, ValueError, NotImplementedError) as error:
+    except (pyarrow.ArrowException, ValueError, NotImplementedError, MemoryError) as error:
         if isinstance(error, UserError):
             raise
         # ValueError: two columns with the same name

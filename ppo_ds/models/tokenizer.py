@@ -14,7 +14,7 @@ import resource
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -325,29 +325,31 @@ def rendering_limits() -> Iterator[None]:
     The time limit applies in the main thread only and is checked between the operations of the template. The
     memory limit applies on Linux only.
     """
-    limits, before = resource.getrlimit(resource.RLIMIT_AS), None
-    in_main_thread = threading.current_thread() is threading.main_thread()
+    before, in_main_thread = None, threading.current_thread() is threading.main_thread()
     try:
         if in_main_thread:
             before = signal.signal(signal.SIGVTALRM, _time_is_over)
             signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-        _limit_memory(limits)
-        yield
+        with memory_limit(BYTES):
+            yield
     finally:
         if in_main_thread:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def _limit_memory(limits: tuple[int, int]) -> None:
+@contextmanager
+def memory_limit(more: int) -> Iterator[None]:
+    """Limits the memory that all threads may allocate inside the block to ``more`` bytes, on Linux only."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(OSError):  # not Linux
+        most = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + more
+        if all(limit == resource.RLIM_INFINITY or most < limit for limit in limits):
+            resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # not Linux
-        return
-    most = pages * os.sysconf("SC_PAGE_SIZE") + BYTES
-    if all(limit == resource.RLIM_INFINITY or most < limit for limit in limits):
-        resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def _time_is_over(signum: int, frame: FrameType | None) -> None:

@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import os
+from threading import Thread
 
 import datasets
 import pyarrow
@@ -146,9 +147,17 @@ def test_folder_without_data(tmp_path):
         load_rows(str(tmp_path))
 
 
-def test_unreadable_file(tmp_path):
-    (tmp_path / "x.jsonl").mkdir()
-    with pytest.raises(UserError, match="directory"):
+@pytest.mark.parametrize("kind", ["directory", "device", "pipe", "link to nothing"])
+def test_what_is_not_a_regular_file_is_refused(tmp_path, kind):
+    file = tmp_path / "x.jsonl"
+    if kind == "directory":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+        Thread(target=file.write_text, args=('{"prompt": "a"}',), daemon=True).start()
+    else:
+        file.symlink_to("/dev/null" if kind == "device" else tmp_path / "nothing")
+    with pytest.raises(UserError, match="x.jsonl: is not a regular file, or a link to nothing$"):
         load_rows(str(tmp_path))
 
 

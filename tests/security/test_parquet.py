@@ -112,6 +112,20 @@ def test_only_the_rows_that_are_asked_for_are_decoded(tmp_path):
     assert done.stdout == "10 rows\n", done.stderr[-2000:]
 
 
+def test_a_row_that_expands_is_refused_before_it_takes_all_memory(tmp_path, monkeypatch):
+    """A file of 1 KB holds one row with a list of 100 million zeros, whose encoded size is a few bytes."""
+    zeros = pyarrow.concat_arrays([pyarrow.array([0] * 10**6, pyarrow.int64())] * 100)
+    row = pyarrow.ListArray.from_arrays(pyarrow.array([0, 10**8], pyarrow.int32()), zeros)
+    file = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "x": row}), file, compression="zstd")
+    del zeros, row
+    assert file.stat().st_size < 2**10
+    monkeypatch.setattr("ppo_ds.data.rows._DECODER_BYTES", 2**29)
+    with pytest.raises(UserError, match="rows.parquet: cannot be read as Parquet: .*alloc"):
+        load_rows(str(file), max_rows=1)
+    assert len(bytearray(2**31)) == 2**31  # the limit no longer applies
+
+
 @pytest.mark.parametrize(
     ("limit", "line"),
     [
