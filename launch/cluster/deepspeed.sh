@@ -12,7 +12,7 @@ cd "$(dirname "$0")/../.."
 
 if [ -z "${DS_ENV_FILE:-}" ]; then
     file=$(mktemp)
-    python launch/cluster/environment.py "$file"
+    python launch/cluster/environment.py "$file" "$@"
     # DeepSpeed reads one file only
     if [ -f ~/.deepspeed_env ]; then cat ~/.deepspeed_env >>"$file"; fi
     exec 3<"$file"

@@ -1,10 +1,10 @@
 """Writes the variables that ranks on other nodes need, in the format of DeepSpeed's file .deepspeed_env.
 
-    python launch/cluster/environment.py FILE
+    python launch/cluster/environment.py FILE [ARGUMENT ...]
 
 `deepspeed --hostfile` passes on variables such as NCCL_*, and the lines NAME=VALUE of the file that
 DS_ENV_FILE names. Secrets are left out, because the launcher logs the values and pdsh shows them in the list
-of processes. So are variables that differ between nodes.
+of processes. So are variables that differ between nodes. The arguments are those of the training.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ NAMES = (
 OWN_OF_NODE = re.compile(r"CUDA_VISIBLE_DEVICES|NVIDIA_VISIBLE_DEVICES|DS_ENV_FILE|TORCHELASTIC_.*")
 # DeepSpeed encloses values in double quotes, in which the shell of the other node would expand these
 EXPANDED = re.compile(r"[\"$`\\!\n\r]")
+# It also encloses arguments with a space, whose own quotes it escapes; to other arguments it adds no quotes.
+EXPANDED_IF_QUOTED, EXPANDED_IF_NOT = re.compile(r"[$`\\!\n\r]"), re.compile(r"[\s\"'$`\\!;&|<>(){}]")
 
 
 def lines(environment: Mapping[str, str]) -> list[str]:
@@ -53,8 +55,17 @@ def lines(environment: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}\n" for name, value in chosen.items()]
 
 
+def check_arguments(arguments: list[str]) -> None:
+    """Raises UserError for an argument of the training that the shells of the nodes would change, or run."""
+    for argument in arguments:
+        if (EXPANDED_IF_QUOTED if " " in argument else EXPANDED_IF_NOT).search(argument):
+            remedy = "write the key into a file conf/experiment/NAME.yaml, and give +experiment=NAME"
+            raise UserError(f"{argument}: the shells of the nodes would change it; {remedy}")
+
+
 def main() -> int:
     try:
+        check_arguments(sys.argv[2:])
         text = "".join(lines(os.environ))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

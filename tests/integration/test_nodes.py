@@ -5,6 +5,7 @@ The commands of the clusters (srun, scontrol, pdsh, ssh) are stubs in tests/inte
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.cluster.environment import lines
+from launch.cluster.environment import check_arguments, lines
 from ppo_ds.errors import UserError
 from tests.integration.launching import BIN, ROOT, TIMEOUT, run
 from tests.integration.test_launchers import metrics
@@ -152,6 +153,48 @@ def test_variables_that_ranks_need_are_passed_on_and_keys_are_not() -> None:
 def test_a_value_that_the_shell_of_a_node_would_change_is_refused(value: str) -> None:
     with pytest.raises(UserError, match=r"^HF_HOME: the shells of the other nodes would change its value"):
         lines({"HF_HOME": value})
+
+
+def shell_of_a_node(arguments: list[str]) -> list[str]:
+    """Returns the arguments that a program on a node gets, from DeepSpeed through pdsh and a shell."""
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+
+    runner = PDSHRunner(argparse.Namespace(user_args=arguments, user_script="x", launcher_args=""), "")
+    command = " ".join(["printf '%s\\0'", *runner.user_arguments])
+    done = subprocess.run(["bash", "-c", command], cwd="/", capture_output=True, text=True, check=False)
+    return done.stdout.split("\0")[:-1]
+
+
+UNSAFE = (
+    *("x=$HOME", "x=`id`", "x=$(id)", "x=a;id", "x=a&id", "x=a|id", "x=a>/dev/null", "x=(a)", "x='a'"),
+    *('x=["a"]', "x={a,b}", "x=a\\b", "x=a\nid", "x=a\tb", "x=a $HOME", "x=a `id`", "x=a \\\\b"),
+)
+
+
+@pytest.mark.parametrize("argument", UNSAFE)
+def test_an_argument_that_the_shell_of_a_node_would_change_is_refused(argument: str) -> None:
+    assert shell_of_a_node([argument]) != [argument]
+    with pytest.raises(UserError, match="the shells of the nodes would change it; write the key into a file"):
+        check_arguments([argument])
+
+
+def test_other_arguments_arrive_on_a_node() -> None:
+    arguments = ["+experiment=rlhf", "~algo.kl", "x=[1,a]", "x=a b", "model@actor.model=qwen", "--help"]
+    arguments += ['x=say "a"; it\'s (a) {b} & c > d | e', "x=/a/*.jsonl", "x=é→漢", "x=a:b,c@d#e^f%g?"]
+    check_arguments(arguments)
+    assert shell_of_a_node(arguments) == arguments
+
+
+def test_the_script_ends_with_one_line_before_a_node_gets_the_argument(tmp_path: Path) -> None:
+    command = [
+        str(CLUSTER / "deepspeed.sh"),
+        str(CLUSTER / "hostfile"),
+        f"x=a;touch {tmp_path}/run",
+        "x=a;id",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=stubbed(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 2 and not (tmp_path / "arguments").exists()
+    assert done.stderr.startswith("error: x=a;id: the shells of the nodes would change it")
 
 
 def compose() -> dict[str, Any]:
