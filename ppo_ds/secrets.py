@@ -32,16 +32,15 @@ _TOKEN = re.compile(
     r"|hf_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|(?:gh[pousr]_|github_pat_)\w{16,}"  # GitHub
     r"|glpat-[\w-]{16,}"  # GitLab
-    r"|(?:AKIA|ASIA)[A-Z0-9]{16}"  # AWS
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AccountKey=[\w+/]{16,}"  # AWS, Azure
     r"|AIza[\w-]{30,}|ya29\.[\w-]{16,}"  # Google
     r"|(?:gsk|r8|npm|fw)_[A-Za-z0-9]{20,}"  # Groq, Replicate, npm, Fireworks
     r"|[rs]k_(?:live|test)_[A-Za-z0-9]{16,}"  # Stripe
     r"|(?:nvapi|pplx|xai|pypi|csk|tvly)-[\w-]{20,}"  # NVIDIA, Perplexity, xAI, PyPI, Cerebras, Tavily
     r"|(?:tgp_v1|lsv2_[a-z]{2}|dckr_pat)_[\w-]{20,}"  # Together, LangSmith, Docker
     r"|dapi[0-9a-f]{32}|SG(?:\.[\w-]{16,}){2}|hvs\.[A-Za-z0-9]{20,}"  # Databricks, SendGrid, Vault
-    r"|AccountKey=[\w+/]{16,}|hooks\.slack\.com/services/[\w/]{16,}"  # Azure, webhooks of Slack
     r"|wandb_v1_[\w-]{16,}"
-    r"|xox[abeprs]-[\w-]{16,}"  # Slack
+    r"|xox[abeprs]-[\w-]{16,}|hooks\.slack\.com/services/[\w/]{16,}"  # Slack
     r"|eyJ[\w-]{8,2000}+\.eyJ[\w-]{8,}\.[\w-]*"  # JSON web token
     r"|Bearer\s+[\w.~+/=-]{8,}|Authorization\W{1,4}Basic\s+[\w+/=-]{8,}"
     r")|-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?(?:-----(?:(?!-----)[\s\S])*+)?"

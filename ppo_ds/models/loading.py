@@ -100,16 +100,11 @@ def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
             names += [other for other in others if isinstance(other, str) and other not in names]
         for code in _code_references(settings):
             repository, separator, _ = code.rpartition("--")
-            if os.path.isabs(code):  # transformers would import a file of any folder of this machine
+            if os.path.isabs(code) or (separator and repository != path):
                 raise UserError(
-                    f"{key}={path}: its {name} runs code of another folder ({code}); copy that code into the "
-                    "model's folder, and correct auto_map"
-                )
-            if separator and repository != path:
-                raise UserError(
-                    f"{key}={path}: its {name} runs code of another repository ({repository}), for which "
-                    f"trust_remote_code does not hold; read that code, copy it into the model's folder, and "
-                    f"delete {repository}-- from auto_map"
+                    f"{key}={path}: its {name} runs code of another repository ({repository or code}), for "
+                    "which trust_remote_code does not hold; read that code, copy it into the model's folder, "
+                    "and correct auto_map"
                 )
 
 
@@ -159,8 +154,7 @@ def from_pretrained(
     path, implementation = _checked(model.path, key), attention(model, key)
     refuse_adapter_on_hub(path, model.revision, key)
     fetch_weights(path, model.revision, key)
-    # an index of weights with values of other types causes the last two
-    with user_errors(path, key, AttributeError, TypeError):
+    with user_errors(path, key, AttributeError, TypeError):  # an index with values of other types
         module, info = auto_class.from_pretrained(
             path,
             config=config,

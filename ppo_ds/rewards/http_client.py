@@ -25,7 +25,7 @@ from ppo_ds.config.types import refuse
 _MAX_PAUSE = 60.0  # seconds; also the limit of Retry-After, because the other ranks wait meanwhile
 _MIN_KEY_LENGTH = 8  # shorter keys ("EMPTY") are not removed from replies
 _MAX_QUOTED = 200  # characters of a reply that an error quotes
-_MAX_SEARCHED = 20_000  # characters of such a reply in which the key is searched
+_MAX_SEARCHED = 20_000  # characters of such a reply in which the key is searched; no timeout interrupts it
 _URL_SAFE = str.maketrans("+/", "-_")  # from base64 to its URL-safe alphabet
 _SECRET = re.compile(r"key|token|secret|passw|signature|^(sig|auth|code)$", re.IGNORECASE)
 
@@ -180,7 +180,6 @@ class JsonClient:
 
     def _excerpt(self, text: str) -> str:
         """Prepares a service's text for an error message: one line, shortened, without the key."""
-        # a search of many MB could take longer than timeout_seconds, which cannot interrupt it
         words = " ".join(text[:_MAX_SEARCHED].split())
         text = self._without_key("".join(c if c.isprintable() else "?" for c in words))
         return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 3] + "..."

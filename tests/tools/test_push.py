@@ -50,6 +50,22 @@ def test_the_uploaded_files_are_the_exported_ones(
     assert SECRET in hub.requests and SECRET not in shown.out + shown.err
 
 
+def test_no_uploaded_file_names_a_folder_of_this_machine(tmp_path: Path, hub: HubServer) -> None:
+    """The files of the base model may hold its path, and its folder files that are not part of a model."""
+    run_dir = write_run(tmp_path / "run")
+    written = {"config.json": ["_name_or_path"]}  # by transformers, in folders that older versions have saved
+    written["tokenizer_config.json"] = ["name_or_path", "tokenizer_file", "vocab_file"]
+    for name, keys in written.items():
+        file = run_dir / "start" / name
+        about = json.loads(file.read_text()) | dict.fromkeys(keys, str(tmp_path))
+        file.write_text(json.dumps(about))
+    (run_dir / "start" / ".env").write_text("TOKEN=x")
+    assert export.main([str(run_dir), "--push", "me/answers"]) == 0
+    files = hub.uploaded["me/answers"]
+    assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
+    assert "config.json" in files and ".env" not in files
+
+
 def test_a_repository_is_public_only_on_request(tmp_path: Path, hub: HubServer) -> None:
     assert export.main([str(write_run(tmp_path / "run")), "--push", "me/answers", "--public"]) == 0
     assert hub.created["me/answers"]["visibility"] == "public"
