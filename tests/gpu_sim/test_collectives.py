@@ -88,7 +88,7 @@ CASES: dict[int, dict[str, list[dict[str, Any]]]] = {
     16: {
         "ppo zero0": [staged(0)],
         "lora zero3 hpz layers": [staged(3), LORA, hpz(8), LAYERS],
-        "grpo zero3 vllm hpz divided": [staged(3), vllm(4), GRPO, hpz(8), divided(2)],
+        "grpo zero3 vllm hpz divided": [staged(3), vllm(4), divided(2), GRPO, hpz(8)],
     },
 }
 
