@@ -184,7 +184,9 @@ class Watchdog:
 
     def check(self) -> None:
         """Checks for failures of other ranks and a hang of this rank. The thread calls it twice a second."""
-        failure = None
+        failure, suspended = None, self._suspended_peer()
+        if suspended == 0:  # it usually holds the store, whose calls would not return
+            return self._check_progress(suspended)
         try:
             failure = self._read_failure()
         except StoreUnavailable:
@@ -198,8 +200,16 @@ class Watchdog:
             self._handle_failure(failure)
         for callback in self._callbacks:
             callback()
-        if self._limit is not None:
-            self._check_progress(self._limit)
+        self._check_progress(suspended)
+
+    def _suspended_peer(self) -> int | None:
+        """Returns the first rank on this machine whose process is suspended, as by SIGSTOP, or None."""
+        for descriptor, rank in self._peers.items():
+            pid = Path(f"/proc/self/fdinfo/{descriptor}").read_text().partition("Pid:")[2].split()[0]
+            with contextlib.suppress(OSError):  # the process has just ended
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+                    return rank
+        return None
 
     def _poll_peers(self) -> None:
         """Waits until the next check is due, and exits if a rank on this machine ends meanwhile."""
@@ -268,11 +278,14 @@ class Watchdog:
             self._process.write(f"rank {self._rank}: {line}")
         run_with_timeout(CLOSE_TIMEOUT, lambda: self._close_record(line.partition("\n")[0]))
         with contextlib.suppress(StoreUnavailable):
-            self._await_acks(acks)
+            if acks:
+                self._await_acks(acks)
         self._process.exit(code)
 
-    def _check_progress(self, limit: float) -> None:
-        """Publishes a hang after ``limit`` seconds without a beat; each rank reports it at its next check."""
+    def _check_progress(self, suspended: int | None) -> None:
+        """Publishes a hang after a timeout without a beat; each rank reports it at its next check."""
+        if (limit := self._limit) is None:
+            return
         now, beats = self._process.clock(), heartbeat.read().beats
         if now - self._hard_exit_scheduled > HARD_EXIT_MARGIN / 2:
             self._postpone_hard_exit(limit)
@@ -282,15 +295,19 @@ class Watchdog:
         self._beats, self._last_check = beats, now
         if self._silent <= limit:
             return
+        cause = f"rank {suspended}, whose process is suspended (SIGSTOP),"
+        who = f"rank {self._rank}" if suspended is None else cause
+        if suspended == 0:
+            self._exit(self._describe_hang(_no_progress(who, limit)), 1)
         try:
             self._store.add(f"{STALLED}{self._rank}")
             if self._store.add(FAILURE_CLAIMS) == 1:
                 self._process.sleep(2 * POLL)  # ranks that wait for each other stall at the same time
                 stalled = [self._store.add(f"{STALLED}{rank}", 0) for rank in range(self._size)]
-                who = "any rank" if self._size > 1 and all(stalled) else f"rank {self._rank}"
+                who = "any rank" if self._size > 1 and all(stalled) else who
                 self._publish(_no_progress(who, limit), 1, stuck=True)
         except StoreUnavailable:
-            self._exit(self._describe_hang(_no_progress(f"rank {self._rank}", limit)), 1)
+            self._exit(self._describe_hang(_no_progress(who, limit)), 1)
 
     def _postpone_hard_exit(self, limit: float) -> None:
         """Restarts the timer of the hard exit, which fires if the main thread never releases the GIL."""

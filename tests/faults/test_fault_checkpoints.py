@@ -49,7 +49,7 @@ def score(prompts, responses, rows):
 class Lab:
     """Holds tiny models and prompts, and the ranks that train them."""
 
-    def __init__(self, root: Path, ranks: Ranks):
+    def __init__(self, root: Path, ranks: Ranks | None):
         self.root, self.ranks = root, ranks
         invariant_assets.make(root)
         self._spoil_with_dropout(root / "actor" / "config.json")
