@@ -5,6 +5,7 @@ Nothing here imports torch before ``prepare_environment`` has set the variables 
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -96,8 +97,11 @@ def end_run(error: str) -> None:
     exit_now(1)
 
 
-def report(error: BaseException, watch: Watchdog, screen: Screen | None) -> int:
+def report(error: BaseException, watch: Watchdog, screen: Screen | None, run_dir: str | None = None) -> int:
     """Prints the error, unless another rank has failed before, and returns the exit code."""
+    if run_dir and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free some space; the same command then continues from the last checkpoint"
+        error = RunError(f"run.dir={run_dir}: {error.strerror}: {remedy}")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if screen is not None:
         screen.close()  # the watchdog writes to the terminal directly

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         exit_now(refuse(error, watch))
     except BaseException as error:  # including KeyboardInterrupt and sys.exit() in user code
         mark_ending()
-        exit_now(report(error, watch, screen))
+        exit_now(report(error, watch, screen, config.run.dir))
     watch.set_timeout(config.run.timeout_minutes, lambda why: run.fail(RuntimeError(why)))
     try:
         reason = run.fit()
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         run.world.barrier()  # the watchdog must watch until all ranks are done
     except BaseException as error:
         mark_ending()
-        code = report(error, watch, screen)
+        code = report(error, watch, screen, config.run.dir)
         run_with_timeout(CLOSE_SECONDS, partial(run.fail, error))
         exit_now(code)
     watch.stop()

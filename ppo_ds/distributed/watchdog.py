@@ -295,8 +295,9 @@ class Watchdog:
         self._beats, self._last_check = beats, now
         if self._silent <= limit:
             return
-        cause = f"rank {suspended}, whose process is suspended (SIGSTOP),"
-        who = f"rank {self._rank}" if suspended is None else cause
+        who = (
+            f"rank {self._rank}" if suspended is None else f"rank {suspended}, which is suspended (SIGSTOP),"
+        )
         if suspended == 0:
             self._exit(self._describe_hang(_no_progress(who, limit)), 1)
         try:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from ppo_ds.distributed.world import World
@@ -340,5 +340,6 @@ class Run:
         """Closes the trackers of a run that ``error`` has ended. Not a collective."""
         self.mark_ending()
         message = f"{type(error).__name__}: {error}"
-        self.tracker.event(self.state.step, "ended", f"error: {message}")
-        self.tracker.finish({"exit_reason": "error", "error": message})
+        with suppress(OSError):  # on a full disk, the error that ended the run is printed all the same
+            self.tracker.event(self.state.step, "ended", f"error: {message}")
+            self.tracker.finish({"exit_reason": "error", "error": message})

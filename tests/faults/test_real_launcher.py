@@ -92,8 +92,8 @@ def test_a_suspended_rank_is_named_and_ends_the_run(
         code = run.wait()
         text = run.text
     assert code == 1, text
-    assert f"stuck (no progress on rank {rank}, whose process is suspended (SIGSTOP), for 12 s" in text, text
-    assert "Traceback" not in text.partition("torch.distributed.elastic")[0], text
+    assert f"stuck (no progress on rank {rank}, which is suspended (SIGSTOP), for 12 s" in text, text
+    assert "Traceback" not in text.partition("failed (exitcode")[0], text  # of torchrun
     assert resumed_after(finished(lab, line)) > 0
     assert_equal_ends(run_dir, undisturbed, STEPS)
 
@@ -161,12 +161,12 @@ SLOW_UPDATE = "slow@update:times=0:seconds=1"
 SLOW_SAVE = "slow@checkpoint.after_actor:at=4:seconds=4"
 SLOW_END = "slow@checkpoint.before_prune:at=6:seconds=4"
 # what cannot be written; the fault that gives time to fill the disk, the bytes that stay free (None: those
-# of the exports), the last intact checkpoint, the exit code, what the line says
+# of the exports), the last intact checkpoint, and what the line says
 FULL = {
-    "checkpoint": (SLOW_SAVE, 0, 3, 1, "step_000004 was not written, older checkpoints are unchanged"),
-    "metrics": (SLOW_UPDATE, 0, 3, 1, "run.dir={run_dir}: "),
-    "export": (SLOW_END, 0, 6, 1, "run.dir={run_dir}: "),
-    "report": (SLOW_END, None, 6, 0, "report.html was not written"),
+    "checkpoint": (SLOW_SAVE, 0, 3, "step_000004 was not written, older checkpoints are unchanged"),
+    "metrics": (SLOW_UPDATE, 0, 3, "run.dir={run_dir}: "),
+    "export": (SLOW_END, 0, 6, "run.dir={run_dir}: "),
+    "report": (SLOW_END, None, 6, "run.dir={run_dir}: "),
 }
 
 
@@ -181,9 +181,9 @@ def due(what: str, run_dir: Path) -> bool:
 @pytest.mark.nightly
 @pytest.mark.parametrize("what", FULL)
 def test_a_full_disk_ends_the_run_with_one_line(lab: Lab, undisturbed: Path, what: str) -> None:
-    fault, leave, kept, expected, said = FULL[what]
+    fault, leave, kept, said = FULL[what]
     disk = lab.root / f"disk_{what}"
-    run_dir, line = disk / "run", command("torchrun", *arguments(lab, f"{disk.name}/run"))
+    run_dir, line = disk / "run", command("deepspeed", *arguments(lab, f"{disk.name}/run"))
     if leave is None:
         exports = [
             file for name in ("model", "model_ema", "critic") for file in (undisturbed / name).iterdir()
@@ -193,10 +193,11 @@ def test_a_full_disk_ends_the_run_with_one_line(lab: Lab, undisturbed: Path, wha
         with Launched(line, lab.root / "log", PPO_DS_FAULT=fault) as run:
             run.wait_for(lambda: due(what, run_dir), "the disk was not filled")
             fill(disk, leave)
-            code, text = run.wait(), run.text.partition("torch.distributed.elastic")[0]
+            code, text = run.wait(), run.text
         told = [one for one in text.splitlines() if "No space left" in one or "bytes" in one]
-        assert code == expected and "Traceback" not in text, text
+        assert code == 1 and "Traceback" not in text, text
         assert sum(said.format(run_dir=run_dir) in one for one in told) == 1, text
+        assert what != "report" or "report.html was not written: OSError: [Errno 28]" in text, text
         assert latest(run_dir) == kept
         assert not damage_of(run_dir / "checkpoints" / f"step_{kept:06d}")
         for file in disk.glob("ballast_*"):
