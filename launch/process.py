@@ -100,8 +100,7 @@ def end_run(error: str) -> None:
 def report(error: BaseException, watch: Watchdog, screen: Screen | None, run_dir: str | None = None) -> int:
     """Prints the error, unless another rank has failed before, and returns the exit code."""
     if run_dir and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "free some space; the same command then continues from the last checkpoint"
-        error = RunError(f"run.dir={run_dir}: {error.strerror}: {remedy}")
+        error = RunError(f"run.dir={run_dir}: {error.strerror}: free some space and repeat the command")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if screen is not None:
         screen.close()  # the watchdog writes to the terminal directly

@@ -295,9 +295,7 @@ class Watchdog:
         self._beats, self._last_check = beats, now
         if self._silent <= limit:
             return
-        who = (
-            f"rank {self._rank}" if suspended is None else f"rank {suspended}, which is suspended (SIGSTOP),"
-        )
+        who = f"rank {self._rank}" if suspended is None else f"rank {suspended}, which is suspended,"
         if suspended == 0:
             self._exit(self._describe_hang(_no_progress(who, limit)), 1)
         try:
