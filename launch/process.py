@@ -5,8 +5,8 @@ Nothing here imports torch before ``prepare_environment`` has set the variables 
 
 from __future__ import annotations
 
-import errno
 import os
+import re
 import signal
 import sys
 import time
@@ -99,8 +99,9 @@ def end_run(error: str) -> None:
 
 def report(error: BaseException, watch: Watchdog, screen: Screen | None, run_dir: str | None = None) -> int:
     """Prints the error, unless another rank has failed before, and returns the exit code."""
-    if run_dir and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        error = RunError(f"run.dir={run_dir}: {error.strerror}: free some space and repeat the command")
+    full = re.search("No space left on device|Disk quota exceeded", str(error))
+    if run_dir and full and not isinstance(error, RunError):
+        error = RunError(f"run.dir={run_dir}: {full[0]}: free some space and repeat the command")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if screen is not None:
         screen.close()  # the watchdog writes to the terminal directly

@@ -269,7 +269,7 @@ class Watchdog:
 
     def _await_acks(self, acks: int) -> None:
         deadline = self._process.clock() + ACK_TIMEOUT
-        while self._store.add(FAILURE_ACKS, 0) < acks and self._process.clock() < deadline:
+        while acks and self._store.add(FAILURE_ACKS, 0) < acks and self._process.clock() < deadline:
             self._process.sleep(POLL / 5)
 
     def _exit(self, line: str, code: int, acks: int = 0, quiet: bool = False) -> NoReturn:
@@ -278,8 +278,7 @@ class Watchdog:
             self._process.write(f"rank {self._rank}: {line}")
         run_with_timeout(CLOSE_TIMEOUT, lambda: self._close_record(line.partition("\n")[0]))
         with contextlib.suppress(StoreUnavailable):
-            if acks:
-                self._await_acks(acks)
+            self._await_acks(acks)
         self._process.exit(code)
 
     def _check_progress(self, suspended: int | None) -> None:

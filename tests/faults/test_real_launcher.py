@@ -205,7 +205,8 @@ def test_a_full_disk_ends_the_run_with_one_line(lab: Lab, undisturbed: Path, wha
         assert not damage_of(run_dir / "checkpoints" / f"step_{kept:06d}")
         for file in disk.glob("ballast_*"):
             file.unlink()
-        assert resumed_after(finished(lab, line)) == kept
+        text = finished(lab, line)
+        assert f"holds all {STEPS} steps" in text if kept == STEPS else resumed_after(text) == kept
         assert_equal_ends(run_dir, undisturbed, STEPS)
         assert (run_dir / "report.html").stat().st_size > 10_000
         assert (run_dir / "curves.png").exists() and reason(run_dir) == "done"
@@ -247,8 +248,8 @@ def test_a_dashboard_that_hangs_at_the_end_delays_it_for_a_limited_time(
                 os.kill(pid, signal.SIGCONT)
             run.wait()  # its process ends too
             text = run.text
-    assert code == 0 and text.count("warning: wandb ") == 1 and "Traceback" not in text, text
-    assert "wandb has not ended its finish within 60 s; continuing without it" in text
+    hung_line = "warning: wandb has not ended its finish within 60 s; continuing without it"
+    assert code == 0 and text.count(hung_line) == 1 and "Traceback" not in text, text
     assert reason(run_dir) == "done" and (run_dir / "report.html").exists()
     assert_equal_ends(run_dir, undisturbed, STEPS)
 
