@@ -8,6 +8,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -201,6 +203,29 @@ def test_the_end_of_a_peer_is_noticed_if_its_descriptor_is_above_1023(monkeypatc
         os.close(ends)
         os.close(peer)
     assert rank.process.written[0].startswith("rank 1: stopped because rank 0 failed (its process died")
+
+
+def test_a_suspended_peer_is_named_without_a_call_of_the_store_that_it_may_hold(monkeypatch):
+    process = subprocess.Popen(["sleep", "1000"])
+    peer = os.pidfd_open(process.pid)
+    monkeypatch.setattr(watchdog, "local_peers", lambda world: {peer: 0})
+    try:
+        rank = Rank1Of2()
+        assert rank.watchdog._suspended_peer() is None
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        rank.store = rank.watchdog._store = None  # a call would fail
+        rank.watchdog._silent = rank.watchdog._limit = 60.0
+        rank.watchdog._beats, rank.watchdog._last_check = heartbeat.read().beats, -10.0
+        with pytest.raises(Exited):
+            rank.watchdog.check()
+        process.kill()
+        process.wait()
+        assert rank.watchdog._suspended_peer() is None
+    finally:
+        process.kill()
+        os.close(peer)
+    assert "no progress on rank 0, which is suspended, for 60 s" in rank.process.written[0]
 
 
 def test_phases_set_the_heartbeat():
