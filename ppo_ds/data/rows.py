@@ -252,12 +252,20 @@ def _memory_mapped(name: str) -> pyarrow.Table:
 
 
 def _load_from_hub(path: str, split: str, revision: str | None, key: str) -> datasets.Dataset:
-    """Loads a split or a file of a Hub data set."""
+    """Loads a split or a file of a Hub data set. Raises UserError if its README names files elsewhere."""
     file = _HUB_FILE.fullmatch(path)
+    name, options = (file[1], {"data_files": file[2]}) if file else (path, {})
     try:
-        if file:
-            return datasets.load_dataset(file[1], data_files=file[2], split="train", revision=revision)
-        return datasets.load_dataset(path, split=split, revision=revision)
+        listed = datasets.load_dataset_builder(name, revision=revision, **options).config.data_files or {}
+        for source in (str(source) for sources in listed.values() for source in sources):
+            if not source.startswith("hf://datasets/"):
+                raise UserError(
+                    f"{key}={path}: the data set names a file outside of the Hub, {source}; "
+                    "use another data set"
+                )
+        return datasets.load_dataset(name, split="train" if file else split, revision=revision, **options)
+    except UserError:
+        raise
     except ValueError as error:
         # an unknown split, or a data set with several configurations: the message lists the valid names
         raise UserError(

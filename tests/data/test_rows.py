@@ -1,7 +1,9 @@
 import json
 import multiprocessing
 import os
+import re
 from threading import Thread
+from types import SimpleNamespace
 
 import datasets
 import pyarrow
@@ -176,6 +178,12 @@ def test_local_files_write_nothing_to_a_shared_cache(tmp_path):
         )
 
 
+def name_files(monkeypatch, *files):
+    """Lets Hub data sets name these files as their data."""
+    builder = SimpleNamespace(config=SimpleNamespace(data_files={"train": [], "test": files}))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda path, **options: builder)
+
+
 @pytest.fixture
 def hub_folder(tmp_path, monkeypatch):
     """Returns the folder whose files ``datasets`` loads as the Hub data set "org/name"."""
@@ -191,7 +199,16 @@ def hub_folder(tmp_path, monkeypatch):
         return load_dataset(str(folder), **options)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    name_files(monkeypatch, "hf://datasets/org/name@main/train.jsonl")
     return folder
+
+
+def test_files_that_a_hub_data_set_names_elsewhere(hub_folder, monkeypatch):
+    for source in ("/home/me/private.jsonl", "file:///etc/passwd", "ftp://10.0.0.1/x.csv", "http://a/b.json"):
+        name_files(monkeypatch, "hf://datasets/org/name@main/test.jsonl", source)
+        for path in ("org/name", "hf://datasets/org/name/test.jsonl"):
+            with pytest.raises(UserError, match=re.escape(f"={path}: the data set names a file outside of")):
+                load_rows(path, split="test")
 
 
 def test_hub_split(hub_folder):
@@ -227,6 +244,7 @@ def test_unreachable_hub(monkeypatch):
 
 
 def test_hub_rows_come_through_load_rows(monkeypatch):
+    name_files(monkeypatch)
     rows = datasets.Dataset.from_list(ROWS)
     monkeypatch.setattr(
         datasets,

@@ -20,6 +20,7 @@ from ppo_ds.data.rows import load_rows
 from ppo_ds.data.sharing import all_gather_array, shares
 from ppo_ds.errors import UserError
 from tests.data.conftest import make_tokenizer, options_of
+from tests.data.test_rows import name_files
 from tests.ppo.conftest import run_ranks
 
 WORDS = ["a", "", "bcd" * 50, "efg", "h" * 7, "ij", "klmnop", "q", "rst" * 9, "uv", "wxyz"]
@@ -165,6 +166,7 @@ def test_one_rank_of_each_node_asks_the_hub_for_a_data_set(split, loads, tmp_pat
         return list(load_rows("org/name", split=split, world=world))
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    name_files(monkeypatch)
     expected = list(load_dataset("json", data_files={"train": path}, split=split))
     assert len(expected) == (3 if split == "train" else 2) and "prompt" in expected[0]
     assert run_ranks(4, read, nodes=2) == [expected] * 4

@@ -17,6 +17,7 @@ import pytest
 
 from ppo_ds.data.rows import load_rows
 from ppo_ds.errors import UserError
+from tests.data.test_rows import name_files
 from tests.support.environment import environment
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,7 @@ def test_features_of_a_hub_data_set_are_not_decoded(tmp_path, server, name, monk
     write_feature(tmp_path / "hub" / "train.parquet", name, path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     load = datasets.load_dataset
+    name_files(monkeypatch)
     monkeypatch.setattr(
         datasets, "load_dataset", lambda path, **options: load(str(tmp_path / "hub"), **options)
     )

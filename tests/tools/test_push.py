@@ -113,7 +113,7 @@ def card_of(folder: Path, role: str = "actor", name: str = "me/answers", **tree:
     run_dir = folder / "run"
     (run_dir / STEP).mkdir(parents=True)
     progress = {"first_eval": {"eval/score_mean": 0.25}}
-    state = {"step": 2, "state": {"progress": progress}}
+    state = {"format": 1, "step": 2, "models": ["actor"], "shadows": [], "state": {"progress": progress}}
     (run_dir / STEP / "state.json").write_text(json.dumps(state))
     lines = [{"step": step, "reward/score_mean": step / 10, "kl/ref_seq_mean": None} for step in range(1, 5)]
     lines[0]["eval/score_mean"], lines[3]["eval/score_mean"] = 0.5, 0.9
