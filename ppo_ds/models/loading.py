@@ -154,7 +154,9 @@ def from_pretrained(
     path, implementation = _checked(model.path, key), attention(model, key)
     refuse_adapter_on_hub(path, model.revision, key)
     fetch_weights(path, model.revision, key)
-    with user_errors(path, key, AttributeError, TypeError):  # an index with values of other types
+    # an index of weights with values of other types causes these; so do mistakes of a model's own code
+    damaged = () if model.trust_remote_code else (AttributeError, TypeError)
+    with user_errors(path, key, *damaged):
         module, info = auto_class.from_pretrained(
             path,
             config=config,

@@ -114,11 +114,12 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_read(scored_by, head
         scored_by(ATTACK.format(f"forge({header})"), **ONE)
 
 
-def no_call_is_left():
-    for thread in threading.enumerate():
-        if thread.name == "call in a pool":
-            thread.join(60)
-            assert not thread.is_alive()
+def no_call_is_left(earlier):
+    """Returns whether all calls have ended within a minute, except those of ``earlier`` tests."""
+    calls = [thread for thread in threading.enumerate() if thread.name == "call in a pool"]
+    for thread in set(calls) - set(earlier):
+        thread.join(60)
+        assert not thread.is_alive()
     return True
 
 
@@ -139,8 +140,9 @@ SILENT = {
 
 @pytest.mark.parametrize("attack", SILENT.values(), ids=SILENT)
 def test_a_silent_process_is_ended_at_the_time_limit(scored_by, attack):
+    earlier = threading.enumerate()
     assert scored_by(ATTACK.format(attack), **ONE, fallback_score=-1).total.tolist() == [1, -1, 3, 0]
-    assert no_call_is_left()
+    assert no_call_is_left(earlier)
 
 
 def test_a_silent_process_with_the_real_clock(scored_by, monkeypatch):
@@ -160,7 +162,7 @@ def test_a_second_reply_is_not_the_reply_to_the_next_call(scored_by):
 
 
 def test_a_reply_that_is_sent_before_the_call_is_refused(scored_by):
-    code = ATTACK.format("pass") + "\nif sys.argv[0] == '-c': "
+    code = ATTACK.format("pass") + "\nif 'pytest' not in sys.modules: "
     code += "forge(b'{\"ready\": true}'); forge(b'{\"scores\": [99.0]}')"
     with pytest.raises(RewardError, match="invalid reply: .* for row 0"):
         scored_by(code, **ONE)
@@ -168,7 +170,7 @@ def test_a_reply_that_is_sent_before_the_call_is_refused(scored_by):
 
 WITH_CHILD = (
     "import pathlib, subprocess, sys\n"
-    "if sys.argv[0] == '-c':\n"  # not where the test imports it
+    "if 'pytest' not in sys.modules:\n"  # not where the test imports it
     "    child = subprocess.Popen(['sleep', '1000'], {})\n"
     "    pathlib.Path(__file__ + '.pid').write_text(str(child.pid))\n"
     "def score(p, texts, r): return [1.0]"
