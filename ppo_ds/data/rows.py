@@ -42,7 +42,8 @@ _MAX_PROBLEMS = 5  # distinct problems in one error
 _MAX_BYTES = 2**33  # all rows
 _MAX_ROW_BYTES = 2**26  # one row, on average over a batch
 _BATCH_BYTES = 2**26  # the rows that are decoded together
-_DECODER_BYTES = 2**32  # address space of the decoder: its threads, and pools that reserve more than they use
+# address space of the decoder: pools that reserve more than they use, also for the thread of each core
+_DECODER_BYTES = 2**32 + 2**28 * (os.cpu_count() or 1)
 
 # A file of a Hub data set, in the notation of huggingface_hub: hf://datasets/OWNER/NAME/FILE
 _HUB_FILE = re.compile(r"hf://datasets/([^/@]+/[^/@]+)/([^@]+)")
