@@ -30,7 +30,7 @@ import pyarrow.parquet
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.sharing import on_all, refuse_different
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import memory_limit
+from ppo_ds.storage.reading import memory_limit
 from ppo_ds.types import Row
 
 if TYPE_CHECKING:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import copy
 import os
 import re
-import resource
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -36,6 +35,7 @@ from ppo_ds.models.loading import (
     refuse_links,
     refuse_names_of_files_elsewhere,
 )
+from ppo_ds.storage.reading import memory_limit
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 SENTENCEPIECE = "run: pip install -c constraints.txt -e '.[sentencepiece]'"
@@ -336,20 +336,6 @@ def rendering_limits() -> Iterator[None]:
         if in_main_thread:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, before)
-
-
-@contextmanager
-def memory_limit(more: int) -> Iterator[None]:
-    """Limits the memory that all threads may allocate inside the block to ``more`` bytes, on Linux only."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    with suppress(OSError):  # not Linux
-        most = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + more
-        if all(limit == resource.RLIM_INFINITY or most < limit for limit in limits):
-            resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def _time_is_over(signum: int, frame: FrameType | None) -> None:

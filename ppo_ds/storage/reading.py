@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,20 @@ def entries_from_elsewhere(folder: Path) -> Iterator[str]:
                 yield f"{path.relative_to(root)} is a symbolic link to a file elsewhere; replace the link"
             elif not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 yield f"{path.relative_to(root)} is neither a file nor a directory; remove it"
+
+
+@contextmanager
+def memory_limit(more: int) -> Iterator[None]:
+    """Limits the memory that all threads may allocate inside the block to ``more`` bytes, on Linux only."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(OSError):  # not Linux
+        most = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + more
+        if all(limit == resource.RLIM_INFINITY or most < limit for limit in limits):
+            resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def _is_below(path: Path, folder: Path) -> bool:
