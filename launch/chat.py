@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> Wanted:
     """Reads the command line. Raises UserError, and SystemExit(0) after --help."""
-    parser = Parser(prog="launch/chat.py", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="launch/chat.py", add_help=False)
     parser.add_argument("--greedy", action="store_true")
     options = parse_options(argv, prog="launch/chat.py", parents=[parser])
     if options.help is not None:

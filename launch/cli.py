@@ -32,7 +32,15 @@ class Parser(argparse.ArgumentParser):
     """Reports errors of the command line as UserError. An installed command is shown by its own name."""
 
     def __init__(self, *, prog: str, **options: Any):
-        super().__init__(prog=command(Path(prog).stem) if INSTALLED else prog, **options)
+        shown = command(Path(prog).stem) if INSTALLED else prog
+        super().__init__(prog=shown, allow_abbrev=False, **options)
+
+    def add_trust(self) -> None:
+        self.add_argument(
+            "--trust-remote-code",
+            action="store_true",
+            help="run the Python code of models that the run's config trusts",
+        )
 
     def error(self, message: str) -> NoReturn:
         key = re.fullmatch(r"unrecognized arguments: --(\w+(?:\.\w+)+=\S*)", message)
@@ -80,7 +88,7 @@ def parse_options(
     argv: list[str], prog: str = "launch/train.py", parents: Sequence[Parser] = ()
 ) -> argparse.Namespace:
     """Parses the flags, also those of ``parents``; ``overrides`` are for Hydra, and ``help`` is the topic."""
-    parser = Parser(prog=prog, add_help=False, allow_abbrev=False, parents=parents)
+    parser = Parser(prog=prog, add_help=False, parents=parents)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", nargs="?", const="")
     parser.add_argument("--cfg", "-c", choices=["job"])

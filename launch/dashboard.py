@@ -25,7 +25,7 @@ from ppo_ds.secrets import censored
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="launch/dashboard.py", allow_abbrev=False, description=__doc__.split("\n")[0])
+    parser = Parser(prog="launch/dashboard.py", description=__doc__.split("\n")[0])
     parser.add_argument("project", metavar="ENTITY/PROJECT", help="project of wandb, such as my-team/ppo_ds")
     parser.add_argument("--name", default="ppo_ds", help="name of the workspace; default: ppo_ds")
     parser.add_argument("--view", metavar="ADDRESS", help="address of a saved workspace to change")

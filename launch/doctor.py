@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(prog="launch/doctor.py", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="launch/doctor.py", add_help=False)
     parser.add_argument("--gpu")
     parser.add_argument("--gpus", type=int)
     parser.add_argument("--gpu-mem", type=float)

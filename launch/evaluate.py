@@ -138,7 +138,7 @@ def write_results(
 
 def parse(argv: list[str]) -> Evaluation:
     """Reads the command line. Raises UserError, and SystemExit(0) after --help or --cfg."""
-    parser = Parser(prog="launch/evaluate.py", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="launch/evaluate.py", add_help=False)
     parser.add_argument("--names")
     parser.add_argument("--samples", type=int)
     parser.add_argument("--by")

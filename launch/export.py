@@ -30,7 +30,6 @@ def command_line() -> Parser:
             "The initial model of the run must still exist. If its path was relative, start this command in "
             "the directory where the run was started."
         ),
-        allow_abbrev=False,
     )
     parser.add_argument("source", type=Path, metavar="RUN_DIR_OR_CHECKPOINT")
     parser.add_argument(
@@ -60,11 +59,7 @@ def command_line() -> Parser:
         help="upload the exported folder to the Hugging Face Hub with the token in HF_TOKEN",
     )
     parser.add_argument("--public", action="store_true", help="make a new repository of --push public")
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the Python code of models that the run's config trusts",
-    )
+    parser.add_trust()
     return parser
 
 

@@ -38,14 +38,9 @@ def main(argv: list[str]) -> int:
             "The initial models of the run must still exist. If their paths were relative, start this "
             "command in the directory where the run was started."
         ),
-        allow_abbrev=False,
     )
     parser.add_argument("dump", type=Path, metavar="RUN_DIR/dumps/step_NNNNNN")
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the Python code of models that the run's config trusts",
-    )
+    parser.add_trust()
     try:
         options = parser.parse_args(argv)
         prepare_environment(verbose=False)

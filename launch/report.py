@@ -22,7 +22,7 @@ from ppo_ds.errors import UserError
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="launch/report.py", allow_abbrev=False, description=__doc__.split("\n")[0])
+    parser = Parser(prog="launch/report.py", description=__doc__.split("\n")[0])
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run directory, such as outputs/first"
     )

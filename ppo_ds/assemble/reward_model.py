@@ -10,6 +10,7 @@ from ppo_ds.assemble.engines import Needs, add_lora, trained_engine
 from ppo_ds.assemble.shared import (
     choose_layout,
     evaluated_rows,
+    finetuning_step,
     loading,
     machine,
     slow_dtypes,
@@ -24,7 +25,6 @@ from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
-from ppo_ds.finetune.optimizer_step import OptimizerStep
 from ppo_ds.finetune.reward_model import RewardModelTrainer
 from ppo_ds.models.download import download_weights
 from ppo_ds.models.size import shape_of
@@ -32,7 +32,6 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreModel, load_scorer
 from ppo_ds.planning.budgets import settle
 from ppo_ds.planning.finetune_memory import estimate_finetuning
-from ppo_ds.run.performance import measured_capacity, update_cost
 from ppo_ds.run.stage import RunContext
 from ppo_ds.types import PreferencePairs
 
@@ -80,16 +79,7 @@ def build_reward_model(config: RewardModelStageConfig, context: RunContext) -> R
         evaluate_ema=role.ema.evaluate and ema is not None,
         samples=config.tracker.samples if config.tracker.samples >= 0 else None,
         scorer=scorer,
-        update=OptimizerStep(
-            context=context,
-            name="scorer",
-            prefix="rm",
-            model=scorer,
-            ema=ema,
-            ema_decay=role.ema.decay or 0.0,
-            capacity=measured_capacity(world, scorer.module.model.dtype),
-            cost=update_cost(scorer, scorer.module.model),
-        ),
+        update=finetuning_step(context, "scorer", "rm", scorer, scorer.module.model, ema, role.ema),
         rows=pairs,
         held_out=held_out,
         tokenizer=tokenizer.with_padding(pad_id),

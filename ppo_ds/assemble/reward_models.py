@@ -115,7 +115,10 @@ class RewardModels:
                 self._note(f"sharing    {key}: the same as {first.key}, in memory once")
             return first.module, first.scorer
         module, scorer = frozen_engine(lambda: load(model, key=key), zero, model.dtype, self._world)
-        self._loaded[placement] = LoadedModel(key, model, zero, module, scorer, _shape(load, module))
+        shape = shape_of(module.model) if load is load_reward_model else None
+        if load is load_chat_scorer:
+            shape = own_code_shape(module.model.config.to_dict())
+        self._loaded[placement] = LoadedModel(key, model, zero, module, scorer, shape)
         if self._loaded[placement].shape is None:
             self._note(
                 f"warning    {key}: its sizes are not known; auto token budgets do not count its forwards"
@@ -132,12 +135,6 @@ class RewardModels:
         """Returns whether a forward of any model is a collective."""
         shared = self._base is not None and self._base[1].zero_stage == 3
         return shared or any(model.zero.stage == 3 for model in self.loaded)
-
-
-def _shape(load: Callable[..., nn.Module], module: Any) -> Shape | None:
-    if load is load_reward_model:
-        return shape_of(module.model)
-    return own_code_shape(module.model.config.to_dict()) if load is load_chat_scorer else None
 
 
 def _identity(load: Callable[..., nn.Module], model: ModelConfig) -> Hashable:

@@ -13,6 +13,7 @@ from ppo_ds.assemble.shared import (
     choose_layout,
     eval_weights,
     evaluated_rows,
+    finetuning_step,
     loading,
     machine,
     slow_dtypes,
@@ -26,7 +27,6 @@ from ppo_ds.data.stream import Stream
 from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.weight_copy import WeightCopy
-from ppo_ds.finetune.optimizer_step import OptimizerStep
 from ppo_ds.finetune.sft import SFTTrainer
 from ppo_ds.models.download import download_weights
 from ppo_ds.models.policy import unsharded_twin
@@ -37,7 +37,6 @@ from ppo_ds.planning.finetune_memory import estimate_finetuning
 from ppo_ds.planning.model_memory import decode_bytes_bound, logit_bytes
 from ppo_ds.rollout.base import Generator
 from ppo_ds.rollout.hf import HFGenerator
-from ppo_ds.run.performance import measured_capacity, update_cost
 from ppo_ds.run.stage import RunContext
 from ppo_ds.types import Prompts, Sequences
 
@@ -89,16 +88,7 @@ def build_sft(config: SFTStageConfig, context: RunContext) -> SFTTrainer:
         eval_rows=config.eval.max_prompts,
         actor=actor,
         eval_weights=eval_weights(ema, role.ema.evaluate),
-        update=OptimizerStep(
-            context=context,
-            name="actor",
-            prefix="sft",
-            model=actor,
-            ema=ema,
-            ema_decay=role.ema.decay or 0.0,
-            capacity=measured_capacity(world, actor.module.lm.dtype),
-            cost=update_cost(actor, actor.module.lm),
-        ),
+        update=finetuning_step(context, "actor", "sft", actor, actor.module.lm, ema, role.ema),
         rows=rows,
         held_out=held_out,
         prompts=prompts,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sized
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 from ppo_ds.compute import matmul
 from ppo_ds.config.schema import LORA_FACTOR, Config, TrainedConfig, learning_rate
+from ppo_ds.config.sections.models import EmaConfig
 from ppo_ds.config.sections.run import RunConfig
 from ppo_ds.config.warnings import slow_bf16
 from ppo_ds.distributed.threads import computes_bf16
@@ -17,7 +19,9 @@ from ppo_ds.distributed.world import World
 from ppo_ds.engine.frozen import FrozenModel
 from ppo_ds.engine.trained import TrainedModel, parameter_counts
 from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.finetune.optimizer_step import OptimizerStep
 from ppo_ds.models.size import stored_parameters
+from ppo_ds.run.performance import measured_capacity, update_cost
 from ppo_ds.run.stage import RunContext
 
 
@@ -65,6 +69,21 @@ def choose_layout(
 def all_packed(*models: TrainedModel | FrozenModel | None) -> bool:
     """Returns whether all models take packed rows. If so, forwards are planned without padding."""
     return all(model.module.packed for model in models if model is not None)
+
+
+def finetuning_step(
+    context: RunContext,
+    name: str,
+    prefix: str,
+    model: TrainedModel,
+    body: Any,
+    ema: WeightCopy | None,
+    section: EmaConfig,
+) -> OptimizerStep:
+    """Builds the optimizer step of a supervised stage; ``body`` is the Hugging Face model in ``model``."""
+    capacity = measured_capacity(context.world, body.dtype)
+    cost, decay = update_cost(model, body), section.decay or 0.0
+    return OptimizerStep(context, name, prefix, model, ema, decay, capacity, cost)
 
 
 def eval_weights(ema: WeightCopy | None, wanted: bool) -> Callable[[], AbstractContextManager[None]]:

@@ -18,7 +18,7 @@ from pydantic import create_model
 
 from ppo_ds.config.registry import import_target
 from ppo_ds.config.targets import checked_as, read_arguments
-from ppo_ds.config.types import Section, parts_of
+from ppo_ds.config.types import Arguments, Section, parts_of
 from ppo_ds.errors import UserError
 
 OWN = "ppo_ds."
@@ -59,7 +59,7 @@ def declared_arguments(target: str) -> type[Section]:
         parameter: (checked_as(_type(annotation, names)), ... if required else None)
         for parameter, annotation, required in _parameters(definition)
     }
-    return create_model(name, __base__=Section, **fields)
+    return create_model(name, __base__=Arguments, **fields)
 
 
 def _parameters(definition: ast.FunctionDef | ast.ClassDef) -> list[tuple[str, ast.expr | None, bool]]:

@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from ppo_ds.config.reading import complete, problems
 from ppo_ds.config.registry import import_target
-from ppo_ds.config.types import FROM_LIST, Number, OneOf, Section, Text, refuse
+from ppo_ds.config.types import FROM_LIST, Arguments, Number, OneOf, Section, Text, refuse
 from ppo_ds.errors import UserError
 
 _SERVICE = inspect.Parameter.KEYWORD_ONLY
@@ -113,7 +113,7 @@ def arguments_of(target: Callable[..., Any]) -> type[Section]:
             fields[name] = (checked_as(hints.get(name, Any)), default)
     with warnings.catch_warnings():  # pydantic warns of arguments named like its methods
         warnings.simplefilter("ignore", UserWarning)
-        return create_model(getattr(target, "__name__", "arguments"), __base__=Section, **fields)
+        return create_model(getattr(target, "__name__", "arguments"), __base__=Arguments, **fields)
 
 
 def checked_as(hint: Any) -> Any:

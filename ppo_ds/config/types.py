@@ -44,6 +44,10 @@ class Section(BaseModel):
         return cls.model_fields
 
 
+class Arguments(Section, use_attribute_docstrings=False):
+    """A section made from the arguments of a function, so no class body has docstrings to parse."""
+
+
 class Variants(Section):
     """A section whose key ``tag`` chooses a variant: a subclass that adds keys which only it uses.
 

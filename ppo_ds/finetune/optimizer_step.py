@@ -38,7 +38,7 @@ class SkippedBatch(SkippedStep):
     batch: Any  # the rows of all ranks, in the type of the stage
 
 
-@dataclass(kw_only=True)
+@dataclass
 class OptimizerStep:
     """Accumulates gradients over micro-batches and updates one model, on all ranks or on none."""
 

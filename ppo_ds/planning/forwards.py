@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ppo_ds.algorithm.policy.keys import PolicyConfig
 from ppo_ds.config.schema import PPOConfig, has_critic, rollout_size
 from ppo_ds.ppo.model_outputs import OldLogprobs
 
@@ -23,7 +22,8 @@ def old_logprobs_source(config: PPOConfig) -> OldLogprobs:
         or algo.rollout_is.kind != "none"
         or config.critic.share_trunk
         or algo.value.warmup_steps > 0
-        or selects_tokens(algo.policy)
+        or algo.policy.top_entropy is not None
+        or algo.policy.selection is not None
     )
     one_step = one_optimizer_step(config)
     return "update" if one_step and algo.old_policy == "rollout" and not needed_before else "forward"
@@ -33,11 +33,6 @@ def one_optimizer_step(config: PPOConfig) -> bool:
     """Returns whether one optimizer step uses the whole rollout."""
     size = rollout_size(config)
     return config.algo.epochs == 1 and (config.algo.minibatch_size or size) == size
-
-
-def selects_tokens(policy: PolicyConfig) -> bool:
-    """Returns whether tokens are selected before an update, by their entropies or log-probs."""
-    return policy.top_entropy is not None or policy.selection is not None
 
 
 def kept_roles(config: PPOConfig) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ class WorkerProcesses:
         self._path, self._timeout_seconds = path, timeout_seconds
         self._idle: list[WorkerProcess] = []
         self._all: list[WorkerProcess] = []
-        on_exit(self.kill)
+        on_exit(self.end)
 
     async def scores(self, arguments: Arguments) -> list[Score]:
         """Runs one call. Its time limit does not include the import of the function in a new process."""
@@ -105,11 +105,6 @@ class WorkerProcesses:
         """Kills all processes and waits until they have ended."""
         for worker in self._all:
             worker.end()
-
-    def kill(self) -> None:
-        """Kills all processes; called when this process ends."""
-        for worker in self._all:
-            worker.kill()
 
 
 class WorkerProcess:

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from ppo_ds.run.alarms import ALARMS, condition
-from ppo_ds.tracking.catalogue import SECTIONS, Metric, Range, Section
+from ppo_ds.tracking.catalogue import SECTIONS, Range, Section
 
 
 def renewed(page: str) -> str:
@@ -26,13 +26,10 @@ def renewed(page: str) -> str:
 def section_text(section: Section) -> str:
     title = f"{section.title}: `{section.prefix}/`" if section.prefix else section.title
     lines = [f"## {title}", "", "| metric | unit | meaning | healthy | what to do |", "|---|---|---|---|---|"]
-    lines += [table_row(cells_of(metric)) for metric in section.metrics]
+    for metric in section.metrics:
+        healthy = "" if metric.healthy is None else f"{in_words(metric.healthy)}; {metric.reason}"
+        lines.append(table_row((f"`{metric.name}`", metric.unit, metric.meaning, healthy, metric.remedy)))
     return "\n".join(lines) + "\n"
-
-
-def cells_of(metric: Metric) -> Sequence[str]:
-    healthy = "" if metric.healthy is None else f"{in_words(metric.healthy)}; {metric.reason}"
-    return (f"`{metric.name}`", metric.unit, metric.meaning, healthy, metric.remedy)
 
 
 def in_words(healthy: Range) -> str:

@@ -51,7 +51,8 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
     else:
         make_plan: Callable[..., Plan | None] = plan_ppo if config.stage == "ppo" else plan_finetuning
         plan = make_plan(config, hardware, report)
-    usable = usable_memory(hardware, per_node)
+    of_gpu = hardware.usable  # None on CPUs
+    usable = int(USABLE * cpu_memory(per_node)) if of_gpu is None else max(0, of_gpu)
     lines: list[str] = []
     if plan is not None:
         budgets = resolve(config, plan.estimate, usable, hardware.on_gpu)
@@ -118,13 +119,6 @@ def _table(found: Estimate) -> str:
         notes += ["highest peak"] if phase == found.peak_phase else []
         lines.append(row(phase, peak) + "".join(f"   {note}" for note in notes))
     return "\n".join(lines)
-
-
-def usable_memory(hardware: Hardware, per_node: int) -> int:
-    """Returns the bytes that the tensors of a rank can use; on CPUs, of a rank on this machine."""
-    if hardware.usable is None:
-        return int(USABLE * cpu_memory(per_node))
-    return max(0, hardware.usable)
 
 
 def _print_fit(config: Config, plan: Plan, cluster: Cluster, usable: int, found: Estimate) -> bool:
