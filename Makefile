@@ -60,6 +60,7 @@ test-all: $(STAMP)
 
 test-nightly: $(STAMP)
 	mkdir -p outputs
+	rm -f outputs/nightly.xml
 	$(VENV)/bin/python -m pytest -q -m nightly --junitxml=outputs/nightly.xml $(ARGS); code=$$?; \
 	$(VENV)/bin/python tests/tools/nightly_summary.py outputs/nightly.xml > outputs/nightly.md; \
 	cat outputs/nightly.md; exit $$code

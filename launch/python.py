@@ -37,6 +37,7 @@ from ppo_ds.config.types import Variants
 from ppo_ds.errors import RunError, UserError
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.storage.reading import read_json
+from ppo_ds.tracking.jsonl import read_rows
 from ppo_ds.tracking.tracker import Record, Tracker
 
 if TYPE_CHECKING:
@@ -347,7 +348,7 @@ def in_hydra(value: Any) -> str:
 def read_table(path: Path) -> pandas.DataFrame:
     import pandas
 
-    return pandas.read_json(path, lines=True)
+    return pandas.DataFrame(read_rows(path))
 
 
 @contextmanager

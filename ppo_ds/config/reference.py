@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic.fields import FieldInfo
-
 from ppo_ds.algorithm.kl.keys import KL_ESTIMATORS
 from ppo_ds.config.reading import bounds, dotted_keys, section_of, unwrapped
 from ppo_ds.config.registry import STAGES, Entry, import_target
@@ -59,7 +57,9 @@ def keys_of(section: type[Section], prefix: str) -> Iterator[Key]:
             text = meaning(field)
             if issubclass(section, Variants) and name not in section.model_fields:
                 text += f" Only with {section.tag} {', '.join(section.users(name))}."
-            yield Key(full, type_in_words(field), default, text)
+            hint, metadata, nullable = unwrapped(field.annotation)
+            words = _words(hint, [*metadata, *field.metadata])
+            yield Key(full, f"{words} or null" if nullable else words, default, text)
 
 
 def values() -> dict[str, dict[str, str]]:
@@ -82,13 +82,6 @@ def sections_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str,
             full = f"{prefix}.{name}" if prefix else name
             yield full, inner
             yield from sections_of(inner, full)
-
-
-def type_in_words(field: FieldInfo) -> str:
-    """Describes the values that a key accepts, such as ``number above 0 or null``."""
-    hint, metadata, nullable = unwrapped(field.annotation)
-    words = _words(hint, [*metadata, *field.metadata])
-    return f"{words} or null" if nullable else words
 
 
 def _words(hint: Any, metadata: list[Any]) -> str:

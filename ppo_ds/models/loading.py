@@ -195,7 +195,7 @@ def weight_names(path: str, revision: str | None = None) -> set[str] | None:
                 return set(json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"])
             with safe_open(file, framework="pt") as weights:
                 return set(weights.keys())
-        except (OSError, ValueError, KeyError, SafetensorError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError):
             continue  # the file is absent, or damaged, which loading the weights reports
     return None
 
@@ -356,7 +356,7 @@ def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
     code. An invalid config.json can cause other exceptions, such as KeyError or AssertionError; ``more`` adds
     types of exceptions to these.
     """
-    usual = (OSError, ValueError, ImportError, AssertionError, KeyError, ZeroDivisionError)
+    usual = (OSError, ValueError, ImportError, AssertionError, KeyError, ZeroDivisionError, RecursionError)
     try:
         yield
     except SafetensorError as error:

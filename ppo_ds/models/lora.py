@@ -24,7 +24,6 @@ from peft import (
 )
 from peft.helpers import rescale_adapter_scale
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -33,6 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_ds.config.text import show
 from ppo_ds.errors import UserError
+from ppo_ds.models.loading import refuse_links
 
 ADAPTER = "default"  # peft's name of a model's only adapter
 
@@ -170,11 +170,11 @@ def merge_saved_adapter(model: PreTrainedModel, directory: Path, key: str) -> No
     The weights are those that ``merged_state`` computes. Raises UserError, which names ``key``, for other
     kinds of adapters and for an adapter of another model.
     """
-    file = directory / "adapter_model.safetensors"
+    refuse_links(str(directory), key)
     try:
         config: Any = PeftConfig.from_pretrained(str(directory))
-        state = load_file(file)
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        state = load_file(directory / "adapter_model.safetensors")
+    except Exception as error:  # peft raises any for values of other types
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{key}={directory}: its adapter cannot be read ({reason})") from error
     extras = ("use_dora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices")
@@ -191,7 +191,7 @@ def merge_saved_adapter(model: PreTrainedModel, directory: Path, key: str) -> No
         inject_adapter_in_model(config, model, ADAPTER)
         plain_names = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
         found = set_peft_model_state_dict(model, plain_names, ADAPTER)
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"{key}={directory}: its adapter does not fit {model.name_or_path} ({reason})"

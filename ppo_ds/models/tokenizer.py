@@ -307,7 +307,7 @@ def _generation_end_ids(path: str, revision: str | None, key: str) -> tuple[int,
     """
     try:
         ids = GenerationConfig.from_pretrained(path, **hub_arguments(path, revision)).eos_token_id
-    except OSError as error:  # most often the model has no such file
+    except (OSError, TypeError, RecursionError) as error:  # most often the model has no such file
         if (Path(path) / "generation_config.json").exists():
             raise UserError(
                 f"{key}={path}: generation_config.json cannot be read; correct or remove it"

@@ -20,7 +20,7 @@ from typing import Any
 from ppo_ds.background.pool import NoResult, result_within, start_thread
 from ppo_ds.background.values import is_float32, quoted
 from ppo_ds.distributed.exit import on_exit
-from ppo_ds.errors import single_line
+from ppo_ds.errors import printable, single_line
 from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.user_function import Arguments, InvalidScore, Score
 
@@ -72,7 +72,8 @@ class WorkerProcesses:
                 raise InvalidScore(single_line(reason), row, single_line(remedy))
             case {"raised": str(line), "where": str(where), "traceback": str(trace)}:
                 self._idle.append(worker)
-                raise FunctionRaised(line, where, trace)
+                shown = "\n".join(map(printable, trace[-20_000:].splitlines()))
+                raise FunctionRaised(single_line(line), single_line(where), shown)
         worker.end()
         shown = quoted(sent[:100].decode(errors="replace"))
         raise NoResult(f"gave no result: its worker process sent an invalid reply: {shown}")

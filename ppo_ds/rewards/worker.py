@@ -26,7 +26,9 @@ from ppo_ds.rewards.user_function import Arguments, InvalidScore, call_function,
 
 def main(descriptor: int, parent: int, path: str) -> None:
     """Serves calls that arrive on the ``descriptor`` until the process ``parent`` closes it."""
-    end_with(parent)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with the parent, on Linux only
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
     if isinstance(sys.stdout, io.TextIOWrapper):  # prints appear at once, also in a file, and if it is killed
         sys.stdout.reconfigure(line_buffering=True)
     connection = Connection(descriptor)
@@ -43,13 +45,6 @@ def main(descriptor: int, parent: int, path: str) -> None:
             except EOFError:
                 return
             send(connection, {"call": number, **call(function, arguments, runner)})
-
-
-def end_with(parent: int) -> None:
-    """Makes the kernel kill this process when the process ``parent`` ends (on Linux only)."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
-        os._exit(1)
 
 
 def call(function: Callable[..., Any], arguments: Arguments, runner: asyncio.Runner) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import yaml
 from ppo_ds.config.resume import Settings, changes, in_words
 from ppo_ds.errors import UserError
 from ppo_ds.storage.drafts import fsync, remove_drafts, write_file
-from ppo_ds.storage.reading import open_file, read_json, read_yaml
+from ppo_ds.storage.reading import MAX_LINES_BYTES, read_json, read_text, read_yaml
 from ppo_ds.storage.run_directory import check_run_directory
 
 # Files and folders that belong to the steps run so far.
@@ -76,10 +76,7 @@ def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: boo
 
 def recorded_steps(run_dir: Path) -> int:
     metrics = run_dir / "metrics.jsonl"
-    if not metrics.exists():
-        return 0
-    with open_file(metrics) as lines:
-        return sum(1 for _ in lines)
+    return read_text(metrics, limit=MAX_LINES_BYTES).count("\n") if metrics.exists() else 0
 
 
 def outdated_preparation(before: Settings | None, now: Settings) -> list[str]:

@@ -35,7 +35,7 @@ def open_file(file: Path, root: Path | None = None) -> BufferedReader:
     Raises UserError if it is no regular file, or if a symbolic link leads out of ``root``, by default the
     folder of the file.
     """
-    if not _is_below(file, root or file.parent):
+    if not is_below(file, root or file.parent):
         raise UserError(f"{file}: is reached by a symbolic link to a file elsewhere; replace the link")
     stream = open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
@@ -116,7 +116,7 @@ def entries_from_elsewhere(folder: Path) -> Iterator[str]:
     for directory, folders, files in os.walk(root):
         for path in (Path(directory, name) for name in sorted([*folders, *files])):
             mode = path.lstat().st_mode
-            if stat.S_ISLNK(mode) and not _is_below(path, root):
+            if stat.S_ISLNK(mode) and not is_below(path, root):
                 yield f"{path.relative_to(root)} is a symbolic link to a file elsewhere; replace the link"
             elif not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 yield f"{path.relative_to(root)} is neither a file nor a directory; remove it"
@@ -136,8 +136,8 @@ def memory_limit(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def _is_below(path: Path, folder: Path) -> bool:
-    """Returns whether a path is below ``folder`` when all links are followed."""
+def is_below(path: Path, folder: Path) -> bool:
+    """Returns whether a path is in ``folder`` when all links are followed."""
     root = folder.resolve()
     # the links of the Hub's cache, from snapshots/REVISION to blobs beside snapshots, stay in it
     places = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]

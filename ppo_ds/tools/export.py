@@ -20,7 +20,7 @@ from ppo_ds.engine.checkpoint.reading import read_weights
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.storage.drafts import draft_directory, remove_drafts
-from ppo_ds.storage.reading import read_text
+from ppo_ds.storage.reading import is_below, read_text
 from ppo_ds.tools.model_card import remove_local_base, write_card
 from ppo_ds.tools.settings import config_of_settings
 
@@ -44,7 +44,7 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     numbers = (folder.name.removeprefix("step_") for folder in root.glob("step_*"))
-    steps = sorted(int(number) for number in numbers if number.isdigit())
+    steps = sorted(int(number) for number in numbers if number.isdecimal())
     if not steps:
         raise UserError(f"{path}: contains no checkpoint")
     available = f"available steps: {', '.join(map(str, steps))}"
@@ -59,7 +59,10 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
     if step is not None and step not in steps:
         option = "--best" if best else f"--step={step}"
         raise UserError(f"{option}: no such checkpoint in {root}; {available}")
-    return root / f"step_{steps[-1] if step is None else step:06d}"
+    found = root / f"step_{steps[-1] if step is None else step:06d}"
+    if not is_below(found, path):
+        raise UserError(f"{found}: is a link to a folder elsewhere; give that folder instead of {path}")
+    return found
 
 
 def main_model(checkpoint: Path) -> str:
@@ -88,12 +91,14 @@ def export(
     tokenizer, module = initial_model(config, role, checkpoint)
     model, copy = (main_model(checkpoint), "ema") if role == "ema" else (role, None)
     # stage=reward_model stores the settings of its export, which follow from its data
-    state = read_state(checkpoint)["state"]
-    saved = state.get("export", {}).get("ema" if role == "ema" else "model", {})
+    exports = read_state(checkpoint)["state"].get("export", {}) if model == "scorer" else {}
+    saved = exports.get("ema" if role == "ema" else "model", {})
     try:
         read_weights(module, checkpoint, model, weight_copy=copy)
     except FileNotFoundError as error:
         raise UserError(f"{checkpoint}: the run deleted it while it was read; export a newer one") from error
+    except (OSError, TypeError, LookupError, ArithmeticError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{checkpoint}: has damaged weights: {' '.join(str(error).split())}") from error
     try:
         remove_drafts(out.parent, name=out.name, older_than=LEFTOVER_SECONDS)
         with draft_directory(out) as draft:

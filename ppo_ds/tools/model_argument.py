@@ -11,7 +11,7 @@ from ppo_ds.config.checks.data import looks_local
 from ppo_ds.config.hub_cache import in_hub_cache
 from ppo_ds.config.similar_paths import did_you_mean_path, model_sibling, similar_path
 from ppo_ds.errors import UserError
-from ppo_ds.storage.reading import read_json
+from ppo_ds.storage.reading import is_below, read_json
 
 KINDS = "give a run directory, a model folder, an adapter folder or a Hub name"
 
@@ -61,6 +61,8 @@ def find_model(argument: str, base: str | None = None) -> NamedModel:
     if not folder.is_dir():
         raise UserError(f"{argument}: is a file; {KINDS}")
     if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
+        if not is_below(folder / "model", folder):
+            raise UserError(f"{folder / 'model'}: is a link to a folder elsewhere; give that folder")
         return NamedModel(short_name(folder), str(folder / "model"), key, str(folder / "model"))
     if (folder / "config.json").is_file():
         return NamedModel(short_name(folder), str(folder), key, str(folder))

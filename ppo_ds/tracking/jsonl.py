@@ -14,6 +14,8 @@ from ppo_ds.storage.drafts import open_for_appending, write_file
 from ppo_ds.storage.reading import MAX_DEPTH, MAX_LINES_BYTES, is_plain, read_text
 from ppo_ds.tracking.tracker import EventKind, Record, Tracker
 
+LARGEST = 1e100  # larger values are left out; sums of them would not be finite
+
 
 class JsonlTracker(Tracker):
     """Writes and flushes one line with a JSON object for each step, so that a kill loses no finished step.
@@ -92,7 +94,7 @@ def read_rows(path: str | os.PathLike, root: Path | None = None) -> list[dict[st
     rows = []
     for line in lines:
         with suppress(ValueError, RecursionError):  # it was cut off, or has a number of thousands of digits
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=int) if line else None  # int refuses NaN and Infinity
             # counting is much faster than the second check
             if isinstance(row, dict) and (line.count("[") + line.count("{") < MAX_DEPTH or is_plain(row)):
                 rows.append(row)
@@ -100,14 +102,24 @@ def read_rows(path: str | os.PathLike, root: Path | None = None) -> list[dict[st
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads the steps of a ``metrics.jsonl`` in order."""
-    return [record for record in read_rows(path) if isinstance(record.get("step"), int)]
+    """Reads the steps of a ``metrics.jsonl`` in order, without values that are no numbers."""
+    return [{k: v for k, v in record.items() if v is None or is_number(v)} for record in _steps(path)]
 
 
 def read_events(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Reads the events of an ``events.jsonl`` in order, without a line that was cut off."""
-    events = [event for event in read_metrics(path) if {"time", "kind"} <= set(event)]
-    return [event for event in events if isinstance(event.get("text"), str)]
+    texts = ("kind", "text")
+    events = [event for event in _steps(path) if all(isinstance(event.get(key), str) for key in texts)]
+    return [event for event in events if is_number(event.get("time"))]
+
+
+def _steps(path: str | os.PathLike) -> list[dict[str, Any]]:
+    return [row for row in read_rows(path) if type(row.get("step")) is int and 0 <= row["step"] < 2**53]
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value is a number that can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def _line(record: dict[str, Any]) -> str:

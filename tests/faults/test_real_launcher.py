@@ -18,7 +18,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from tests.faults.test_fault_checkpoints import (
     whole,
 )
 from tests.faults.test_fault_stopping import latest, marked, reason
-from tests.faults.test_random_kills import newest_checkpoint
+from tests.faults.test_random_kills import COUNTED, newest_checkpoint
 from tests.integration.launching import command
 from tests.tracking.wandb_server import wandb_server
 
@@ -381,7 +381,9 @@ def phase(run: Launched, run_dir: Path, record: int | None) -> str:
 
 
 @pytest.mark.nightly
-def test_randomly_killed_launches_end_like_an_undisturbed_one(lab: Lab) -> None:
+def test_randomly_killed_launches_end_like_an_undisturbed_one(
+    lab: Lab, record_property: Callable[[str, object], None]
+) -> None:
     print(f"\nPPO_DS_KILL_SEED={SEED}")
     choices, counts = random.Random(SEED), {name: Counter() for name in ("signal", "target", "phase")}
     whole_run, kills, runs, repeated, starts = lab.root / "many", 0, 0, 0, 0
@@ -444,3 +446,4 @@ def test_randomly_killed_launches_end_like_an_undisturbed_one(lab: Lab) -> None:
         **{name: dict(found.most_common()) for name, found in counts.items()},
     }  # fmt: skip
     print(json.dumps(figures, indent=1))
+    record_property("launchers", ", ".join(f"{name} {figures[name]}" for name in ("seed", *COUNTED)))

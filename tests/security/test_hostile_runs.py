@@ -14,14 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import save_file
 
 from launch import export, replay, report
+from launch.python import Training
 from ppo_ds.config.reading import read
 from ppo_ds.config.schema import Config, resolved
 from ppo_ds.engine.checkpoint.checkpoints import damage_of
 from ppo_ds.errors import UserError
+from ppo_ds.models import tiny
+from ppo_ds.models.lora import add_adapters, merge_saved_adapter
+from ppo_ds.models.policy import Policy
+from ppo_ds.models.tiny import tiny_llama
+from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.planning.budgets import read_record
 from ppo_ds.run.record import recorded_settings, recorded_steps, write_settings
 from ppo_ds.storage.reading import MAX_YAML_BYTES, DamagedFile, is_plain, read_json, read_text, read_yaml
@@ -368,6 +375,153 @@ def test_a_hostile_adapter_config_is_one_line(tmp_path, content):
     with pytest.raises(UserError, match=r"adapter_config.json: ") as caught:
         find_model(str(tmp_path / "adapter"))
     assert len(caught.value.problems) == 1
+
+
+# -- adapters ---------------------------------------------------------------------------------------
+
+
+def adapter_of(folder: Path, **values: Any) -> tuple[Any, Path]:
+    """Writes a model with an adapter; returns the base model, and the adapter with other values."""
+    lm = tiny_llama(tiny.character_tokenizer("ab"), hidden_size=8, layers=1, heads=1, max_tokens=16)
+    add_adapters(lm, rank=1, alpha=2.0, targets=None, seed=0, key="actor.lora")
+    Policy(lm, 1.0).save_adapter(folder, lm.state_dict())
+    change(folder / "adapter_config.json", **values)
+    base = tiny_llama(tiny.character_tokenizer("ab"), hidden_size=8, layers=1, heads=1, max_tokens=16)
+    return base, folder
+
+
+def test_an_adapter_is_merged(tmp_path):
+    merge_saved_adapter(*adapter_of(tmp_path / "adapter"), "MODEL")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"r": "x"}, {"lora_alpha": [1]}, {"target_modules": 5}, {"rank_pattern": {"(": 1}},
+     {"init_lora_weights": "loftq"}, {"megatron_config": {"a": 1}}, {"peft_type": [1]}],
+    ids=str,
+)  # fmt: skip
+def test_an_adapter_with_values_of_other_types_is_one_line(tmp_path, values):
+    base, folder = adapter_of(tmp_path / "adapter", **values)
+    with pytest.raises(UserError, match=f"^MODEL={folder}: its adapter "):
+        merge_saved_adapter(base, folder, "MODEL")
+
+
+@pytest.mark.parametrize("content", ["elsewhere", None], ids=["link", "pipe"])
+def test_links_and_pipes_of_an_adapter_are_refused(tmp_path, content):
+    base, folder = adapter_of(tmp_path / "adapter")
+    weights = folder / "adapter_model.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    replace(weights, content and tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="adapter_model.safetensors is (a symbolic link|neither a file)"):
+        merge_saved_adapter(base, folder, "MODEL")
+
+
+# -- metrics, weights and folders -------------------------------------------------------------------
+
+
+BAD_RECORDS = [
+    {"step": 4, "time": "x"}, {"step": 4, "time": [1]}, {"step": 4, "reward/score_mean": "x"},
+    {"step": 4, "time": 10**400}, {"step": -3, "a": 1e308}, {"step": True}, {"step": 2**60},
+    {"step": 4, "kl": float("nan")}, {"step": 4, "time": float("inf")},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("record", BAD_RECORDS, ids=str)
+def test_values_in_metrics_that_no_run_has_written_are_left_out(tmp_path, capsys, record):
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    (run / "events.jsonl").write_text(json.dumps(record | {"kind": "started", "text": "x"}) + "\n")
+    assert export.main([str(run)]) == 0
+    resumed = JsonlTracker(run, resumed_at=5)
+    resumed.log(6, {"reward/score_mean": 1.0})
+    resumed.finish({})
+
+
+def test_metrics_of_any_size_are_not_read_at_a_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("ppo_ds.run.record.MAX_LINES_BYTES", 100)
+    (tmp_path / "metrics.jsonl").write_text(50 * "\n")
+    assert recorded_steps(tmp_path) == 50
+    os.truncate(tmp_path / "metrics.jsonl", 200 * 1024**3)  # takes no space
+    with pytest.raises(UserError, match=r"metrics.jsonl: has more than 0 KiB; remove it"):
+        recorded_steps(tmp_path)
+
+
+def damage(checkpoint: Path, kind: str) -> None:
+    buffers, shard = (
+        checkpoint / "actor" / "buffers.safetensors",
+        next((checkpoint / "actor").glob("*0*.safetensors")),
+    )
+    if kind == "garbage":
+        shard.write_bytes(b"garbage")
+    elif kind == "garbage buffers":
+        buffers.write_bytes(b"garbage")
+    elif kind == "unknown buffer":
+        save_file({"unknown": torch.ones(1)}, buffers)
+    else:
+        content = shard.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])
+        for entry in header.values():
+            if kind in ("offsets", "huge offsets") and "data_offsets" in entry:
+                entry["data_offsets"] = [0.5, 1.5] if kind == "offsets" else [0, 10**30]
+            elif kind == "shape" and "shape" in entry:
+                entry["shape"] = [1e300]
+        text = json.dumps(header).encode()
+        shard.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+
+
+@pytest.mark.parametrize(
+    "kind", ["garbage", "garbage buffers", "unknown buffer", "offsets", "huge offsets", "shape"]
+)
+def test_an_export_of_damaged_weights_with_valid_hashes_is_one_line(tmp_path, capsys, kind):
+    run = write_run(tmp_path / "run")
+    damage(run / STEP, kind)
+    renew_manifest(run / STEP)
+    assert export.main([str(run)]) == 2
+    assert f"{run / STEP}: " in line_of(capsys)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", STEP])
+def test_an_export_does_not_follow_links_to_other_folders(tmp_path, capsys, name):
+    run, other = write_run(tmp_path / "run"), write_run(tmp_path / "other")
+    (run / name).rename(tmp_path / "before")
+    (run / name).symlink_to(other / name)
+    assert export.main([str(run)]) == 2
+    assert "is a link to a folder elsewhere" in line_of(capsys)
+    assert export.main([str(other / STEP)]) == 0
+
+
+def test_the_model_of_a_run_directory_is_no_link_to_a_folder_elsewhere(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(tmp_path / "other")
+    with pytest.raises(UserError, match="run/model: is a link to a folder elsewhere; give that folder"):
+        find_model(str(tmp_path / "run"))
+    assert find_model(str(tmp_path / "other")).path == str(tmp_path / "other")
+
+
+def test_a_folder_whose_number_is_no_number_is_no_checkpoint(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "checkpoints" / "step_\u00b2").mkdir()
+    assert export.main([str(run)]) == 0
+
+
+@pytest.mark.parametrize("content", [DEEP, "[]", "3"], ids=["deep", "list", "number"])
+def test_a_hostile_generation_config_is_one_line(tmp_path, content):
+    tiny.character_tokenizer("ab").save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(UserError, match=r"generation_config.json cannot be read"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_table_of_python_does_not_follow_a_link(tmp_path):
+    (tmp_path / "other.jsonl").write_text('{"step": 1, "secret": 2}\n')
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "other.jsonl")
+    with pytest.raises(UserError, match="symbolic link to a file elsewhere"):
+        print(Training(tmp_path / "run", {}).metrics)
 
 
 assert sys.getrecursionlimit() < len(DEEP)

@@ -15,7 +15,7 @@ import pytest
 
 from ppo_ds.background.pool import start_thread
 from ppo_ds.rewards.base import RewardError
-from ppo_ds.rewards.processes import WorkerFailed, WorkerProcess
+from ppo_ds.rewards.processes import FunctionRaised, WorkerFailed, WorkerProcess
 from tests.rewards.conftest import tokenizer
 from tests.rewards.test_pools import LIMIT, SAY, await_end, scored_by, stuck_calls_reach_their_limit
 
@@ -104,6 +104,16 @@ def test_a_forged_reason_is_escaped_and_cut(scored_by):
     with pytest.raises(RewardError, match="mine.py:score is x") as caught:
         scored_by(ATTACK.format(f"forge({reply})"), **ONE)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 3000
+
+
+def test_a_forged_error_is_escaped_and_cut(scored_by):
+    trace = 99_999 * "x" + "\\\\u001b]0;title\\\\u0007\\\\nerror: forged"
+    reply = call(f'"raised": "{9999 * "x"}\\\\u001b[2J", "where": "a\\\\u000ab", "traceback": "{trace}"')
+    with pytest.raises(FunctionRaised) as caught:
+        scored_by(ATTACK.format(f"forge({reply})"), **ONE)
+    error = caught.value
+    assert error.line.isprintable() and error.where.isprintable() and len(error.line) < 3000
+    assert all(line.isprintable() for line in error.trace.split("\n")) and len(error.trace) < 30_000
 
 
 @pytest.mark.parametrize("header", ["b'x', 5 * 2**20", "b'x', 2**31 - 1", "struct.pack('!Q', 10**10), -1"])

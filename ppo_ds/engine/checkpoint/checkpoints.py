@@ -219,7 +219,7 @@ class Checkpoints:
     def _folders(self) -> list[Path]:
         """Returns the folders of checkpoints, newest first."""
         folders = [path for path in self.root.glob("step_*") if path.is_dir()]
-        numbered = [path for path in folders if path.name.removeprefix("step_").isdigit()]
+        numbered = [path for path in folders if path.name.removeprefix("step_").isdecimal()]
         return sorted(numbered, key=_step_of, reverse=True)
 
     def _prepare(
@@ -335,9 +335,14 @@ class _Progress(BaseModel):
     first_eval: dict[str, float] | None = None
 
 
+class _Export(BaseModel):  # arguments of ScoreModel.save
+    settings: dict[str, Any]
+    pad_id: int
+
+
 class _LoopState(BaseModel):
     progress: _Progress = _Progress()
-    export: dict[str, dict[str, Any]] = {}
+    export: dict[str, _Export] = {}
 
 
 class _State(BaseModel):  # other keys are not checked

@@ -12,7 +12,7 @@ from typing import Any
 from ppo_ds.errors import UserError
 from ppo_ds.storage.reading import DamagedFile, read_json, read_yaml
 from ppo_ds.tracking.formatting import format_duration
-from ppo_ds.tracking.jsonl import read_events, read_metrics, read_rows
+from ppo_ds.tracking.jsonl import is_number, read_events, read_metrics, read_rows
 from ppo_ds.tracking.tracker import censored_row
 
 MAX_POINTS = 1000  # points of a curve
@@ -21,7 +21,6 @@ MAX_STEPS_OF_SAMPLES = 48  # steps whose samples are shown, for each split
 MAX_PROMPT = 6_000  # characters
 MAX_RESPONSE = 20_000  # characters
 SAMPLE_BYTES = 3_000_000  # of all runs of a page
-LARGEST = 1e100  # larger values are left out; sums of them would not be finite
 STAGES = {"sft": "Supervised fine-tuning", "reward_model": "Reward model"}
 HELD_OUT = "eval"  # the split and the prefix of metrics on held-out data
 NOT_METRICS = {"step", "time", "episodes", "tokens"}
@@ -37,11 +36,10 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
     """
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
-    records = [record for record in read_metrics(run_dir / "metrics.jsonl") if _is_number(record["step"])]
+    records = read_metrics(run_dir / "metrics.jsonl")
     events = current_events(read_events(run_dir / "events.jsonl"))
     for event in events:
-        seconds = event["time"] if _is_number(event["time"]) else None
-        event["after"] = format_duration(seconds, whole=True)
+        event["after"] = format_duration(event["time"], whole=True)
     files = sample_files(run_dir)
     if not records and not events and not any(files.values()):
         raise UserError(f"{run_dir}: no run directory: it has no metrics.jsonl, samples/ or events.jsonl")
@@ -61,7 +59,7 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
         "plannedSteps": run.get("steps"),
         "summary": summary,
         "endedBy": ended,
-        "seconds": next((value for value in seconds if _is_number(value)), None),
+        "seconds": next((value for value in seconds if is_number(value)), None),
         "lastStep": records[-1]["step"] if records else 0,
         "settings": flattened(settings),
         "series": curves(records, first),
@@ -122,7 +120,7 @@ def first_evaluation(run_dir: Path, summary: Record) -> dict[str, float]:
         for key in ("state", "progress", "first_eval"):
             content = content.get(key) if isinstance(content, dict) else None
         first = content if isinstance(content, dict) else {}
-    return {name: value for name, value in first.items() if _is_number(value)}
+    return {name: value for name, value in first.items() if is_number(value)}
 
 
 def train_prompts(summary: Record) -> dict[str, list[float]]:
@@ -131,7 +129,7 @@ def train_prompts(summary: Record) -> dict[str, list[float]]:
     for key, before in summary.items():
         found = re.fullmatch(r"train_prompts_(\w+)_before", key)
         after = summary.get(f"train_prompts_{found[1]}_after") if found else None
-        if found and _is_number(before) and _is_number(after):
+        if found and is_number(before) and is_number(after):
             values[f"train_prompts/{found[1]}"] = [before, after]
     return values
 
@@ -144,7 +142,7 @@ def curves(records: Sequence[Record], first: dict[str, float]) -> dict[str, dict
     points: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         for name, value in record.items():
-            if name not in NOT_METRICS and _is_number(value):
+            if name not in NOT_METRICS and is_number(value):
                 steps, values = points.setdefault(name, ([], []))
                 steps.append(record["step"])
                 values.append(value)
@@ -211,7 +209,7 @@ def read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[s
 
 def step_sizes(records: Sequence[Record], steps: set[int]) -> dict[int, int]:
     """Returns the number of responses that the run made in each of the ``steps``, as far as recorded."""
-    made = {record["step"]: record["episodes"] for record in records if _is_number(record.get("episodes"))}
+    made = {record["step"]: record["episodes"] for record in records if is_number(record.get("episodes"))}
     made.setdefault(0, 0)
     return {step: made[step] - made[step - 1] for step in steps if {step, step - 1} <= made.keys()}
 
@@ -259,12 +257,7 @@ def ended_by(summary: Record, records: Sequence[Record], events: Sequence[Record
     """Returns the reason of the end; None without a summary or if the run was started again after it."""
     kinds = [event["kind"] for event in events if event["kind"] in ("started", "resumed", "ended")]
     steps = summary.get("steps")
-    older = bool(records) and _is_number(steps) and steps < records[-1]["step"]
+    older = bool(records) and is_number(steps) and steps < records[-1]["step"]
     if not summary or older or kinds[-1:] not in ([], ["ended"]):
         return None
     return str(summary.get("exit_reason"))
-
-
-def _is_number(value: Any) -> bool:
-    """Returns whether a value is a number that can be drawn."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
