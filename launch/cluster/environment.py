@@ -30,28 +30,29 @@ NAMES = (
 )
 # set on each node, for its own devices and ranks
 OWN_OF_NODE = re.compile(r"CUDA_VISIBLE_DEVICES|NVIDIA_VISIBLE_DEVICES|DS_ENV_FILE|TORCHELASTIC_.*")
-# DeepSpeed encloses values in double quotes, in which the shell of the other node would expand these
-EXPANDED = re.compile(r"[\"$`\\!\n\r]")
+# DeepSpeed passes on these variables by itself, keys included
+BY_DEEPSPEED = ("MLFLOW", "MV2", "NCCL", "PYTHON", "UCX")
+# DeepSpeed encloses values in double quotes, in which the shell of the other node would expand these. pdsh
+# replaces %h, %u, %n and %% in everything that it passes on.
+EXPANDED = re.compile(r"[\"$`\\!\n\r]|%[hun%]")
 # It also encloses arguments with a space, whose own quotes it escapes; to other arguments it adds no quotes.
-EXPANDED_IF_QUOTED, EXPANDED_IF_NOT = re.compile(r"[$`\\!\n\r]"), re.compile(r"[\s\"'$`\\!;&|<>(){}]")
+EXPANDED_IF_QUOTED = re.compile(r"[$`\\!\n\r]|%[hun%]")
+EXPANDED_IF_NOT = re.compile(r"[\s\"'$`\\!;&|<>(){}]|%[hun%]|^#|^$")
 
 
 def lines(environment: Mapping[str, str]) -> list[str]:
     """Returns a line for each variable to pass on; raises UserError for a value that cannot be passed on."""
-    chosen = {
-        name: value
-        for name, value in sorted(environment.items())
-        if (name.startswith(PREFIXES) or name in NAMES)
-        and not OWN_OF_NODE.fullmatch(name)
-        and not is_secret_variable(name)
-        and censored(value) == value
-    }
-    for name, value in chosen.items():
-        if EXPANDED.search(value):
-            raise UserError(
-                f"{name}: the shells of the other nodes would change its value; unset it, or set it on every "
-                "node"
-            )
+    chosen = {}
+    for name, value in sorted(environment.items()):
+        by_deepspeed = name.startswith(BY_DEEPSPEED)
+        secret = is_secret_variable(name) or censored(value) != value
+        if by_deepspeed and secret:
+            raise UserError(f"{name}: pdsh would show this key; unset it here, and set it on every node")
+        listed = (name.startswith(PREFIXES) or name in NAMES) and not OWN_OF_NODE.fullmatch(name)
+        if (by_deepspeed or (listed and not secret)) and EXPANDED.search(value):
+            raise UserError(f"{name}: the nodes would change its value; unset it, or set it on every node")
+        if listed and not secret:
+            chosen[name] = value
     return [f"{name}={value}\n" for name, value in chosen.items()]
 
 

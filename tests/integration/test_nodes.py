@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -149,25 +150,58 @@ def test_variables_that_ranks_need_are_passed_on_and_keys_are_not() -> None:
     assert lines(given) == [f"{line}\n" for line in passed]
 
 
-@pytest.mark.parametrize("value", ["$HOME/x", "a`b`", 'a"b', "a\\b", "a\nHF_X=b"])
-def test_a_value_that_the_shell_of_a_node_would_change_is_refused(value: str) -> None:
-    with pytest.raises(UserError, match=r"^HF_HOME: the shells of the other nodes would change its value"):
-        lines({"HF_HOME": value})
+@pytest.mark.parametrize("name", ["HF_HOME", "PYTHONPATH", "UCX_TLS", "NCCL_DEBUG_FILE", "MLFLOW_RUN_ID"])
+@pytest.mark.parametrize("value", ["$HOME/x", "a`b`", 'a"b', "a\\b", "a\nHF_X=b", "run-%h", "100%%"])
+def test_a_value_that_a_node_would_change_is_refused(name: str, value: str) -> None:
+    """DeepSpeed passes on some variables by itself, whether they are in the file or not."""
+    with pytest.raises(UserError, match=rf"^{name}: the nodes would change its value"):
+        lines({name: value})
+    assert lines({"PATH": value, "SHELL_X": value}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MLFLOW_TRACKING_PASSWORD", "0123456789"), ("MLFLOW_TRACKING_URI", "http://me:secret-word@host")],
+)
+def test_a_key_that_deepspeed_would_pass_on_by_itself_is_refused(name: str, value: str) -> None:
+    with pytest.raises(UserError, match=rf"^{name}: pdsh would show this key") as caught:
+        lines({name: value})
+    assert value not in str(caught.value)
 
 
 def shell_of_a_node(arguments: list[str]) -> list[str]:
-    """Returns the arguments that a program on a node gets, from DeepSpeed through pdsh and a shell."""
+    """Returns the arguments that a program on a node gets, from DeepSpeed through pdsh and a shell.
+
+    As pdsh 2.34 does in pipecmd.c, %h, %u and %n are replaced by the host, the user and the node's number,
+    and %% by %.
+    """
     from deepspeed.launcher.multinode_runner import PDSHRunner
 
     runner = PDSHRunner(argparse.Namespace(user_args=arguments, user_script="x", launcher_args=""), "")
-    command = " ".join(["printf '%s\\0'", *runner.user_arguments])
+    made = {"%h": "node-0", "%u": "root", "%n": "0", "%%": "%"}
+    passed = re.sub("%[hun%]", lambda found: made[found[0]], " ".join(runner.user_arguments))
+    command = f"printf '%s\\0' {passed}"
     done = subprocess.run(["bash", "-c", command], cwd="/", capture_output=True, text=True, check=False)
     return done.stdout.split("\0")[:-1]
 
 
 UNSAFE = (
     *("x=$HOME", "x=`id`", "x=$(id)", "x=a;id", "x=a&id", "x=a|id", "x=a>/dev/null", "x=(a)", "x='a'"),
-    *('x=["a"]', "x={a,b}", "x=a\\b", "x=a\nid", "x=a\tb", "x=a $HOME", "x=a `id`", "x=a \\\\b"),
+    *(
+        "x=100%host",
+        "x=a %u",
+        "run.name=%n",
+        "x=%%",
+        "#x",
+        'x=["a"]',
+        "x={a,b}",
+        "x=a\\b",
+        "x=a\nid",
+        "x=a\tb",
+        "x=a $HOME",
+        "x=a `id`",
+        "x=a \\\\b",
+    ),
 )
 
 
@@ -176,6 +210,17 @@ def test_an_argument_that_the_shell_of_a_node_would_change_is_refused(argument: 
     assert shell_of_a_node([argument]) != [argument]
     with pytest.raises(UserError, match="the shells of the nodes would change it; write the key into a file"):
         check_arguments([argument])
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh")
+def test_pdsh_changes_what_the_tests_say_that_it_changes(tmp_path: Path) -> None:
+    (tmp_path / "ssh").write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", PDSH_RCMD_TYPE="ssh")
+    arguments = ["a%hb", "%n", "100%%", "%g?", "x y", "[1,a]"]
+    done = subprocess.run(["pdsh", "-N", "-w", "node-0", *arguments], env=env, capture_output=True, text=True)
+    given = done.stdout.strip().split("|")[:-1]
+    assert given[-len(arguments) :] == ["anode-0b", "0", "100%", "%g?", "x y", "[1,a]"], done.stderr
 
 
 def test_other_arguments_arrive_on_a_node() -> None:
