@@ -46,6 +46,9 @@ RUN mkdir ppo_ds launch conf && touch ppo_ds/__init__.py \
 
 COPY . .
 
+# The files keep the modes of the checkout, which may let every user write, or only its owner read.
+RUN chmod -R u=rwX,go=rX /workspace
+
 # The run does not run as root. With --user it runs as the owner of outputs/, a user who has no name and no
 # home in the image; therefore any user may write to /cache.
 RUN useradd --uid 10001 --no-create-home ppo_ds \

@@ -114,7 +114,7 @@ def parse_options(
 def find_folders(options: argparse.Namespace) -> Folders:
     """Returns the folders that configs are read from. Raises UserError for one that does not exist."""
     for flag, folder in (("--config-path", options.config_path), ("--config-dir", options.config_dir)):
-        if folder is not None and not Path(folder).is_dir():
+        if folder is not None and not os.path.isdir(folder):
             raise UserError(f"{flag}={folder}: no such directory")
     paths = [Path(path).resolve() for path in (options.config_path, options.config_dir, CONF) if path]
     return Folders(tuple(dict.fromkeys(paths)))
@@ -125,7 +125,7 @@ def find_folders(options: argparse.Namespace) -> Folders:
 
 def split_models(arguments: list[str]) -> tuple[list[str], list[str], str | None]:
     """Returns the arguments that name a model, those for Hydra, and actor.model.path if it is among these."""
-    models = [text for text in arguments if Path(text).exists() or ("=" not in text and text[:1] not in "+~")]
+    models = [one for one in arguments if os.path.exists(one) or ("=" not in one and one[:1] not in "+~")]
     overrides = [text for text in arguments if text not in models]
     base = next((text.partition("=")[2] for text in overrides if text.startswith("actor.model.path=")), None)
     return models, overrides, base

@@ -138,7 +138,7 @@ def read_file(folders: Folders, name: str) -> PipelineFile:
     """Reads conf/pipeline/NAME.yaml. Raises UserError with all problems in it."""
     options = folders.options("pipeline")
     files = [path / "pipeline" / f"{name.removesuffix('.yaml')}.yaml" for path in folders.paths]
-    path = next((file for file in files if file.is_file()), None)
+    path = next(filter(os.path.isfile, files), None)
     if path is None:
         raise UserError(
             f"+pipeline={name}: no such pipeline; available: {', '.join(options)}"
@@ -301,7 +301,7 @@ class Planner:
         text = take(self.own[name], "ranks") or self.shared_ranks
         if text is None:
             return of_file or visible_gpus() or 1
-        if not text.isdigit() or int(text) < 1:
+        if not text.isdecimal() or int(text) < 1:
             self.problems.append(f"ranks={text}: must be a whole number of at least 1")
             return 1
         return int(text)

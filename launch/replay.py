@@ -19,7 +19,7 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 from launch.cli import Parser
 from launch.process import complain, prepare_environment, warn_about
-from ppo_ds.errors import UserError, printable
+from ppo_ds.errors import RunError, UserError, printable
 
 if TYPE_CHECKING:
     from ppo_ds.tools.replay import Replay
@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
         if options.dump.absolute().parent.name == "dumps":
             warn_about(options.dump.absolute().parent.parent)
         result = replay(options.dump, trust_remote_code=options.trust_remote_code)
-    except UserError as error:
-        return complain(error)
+    except (UserError, RunError) as error:  # RunError: files of a model are damaged
+        return complain(error if isinstance(error, UserError) else UserError(str(error)))
     print("\n".join(map(printable, report_lines(result))))
     return 0
 

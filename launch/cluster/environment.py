@@ -36,8 +36,7 @@ BY_DEEPSPEED = ("MLFLOW", "MV2", "NCCL", "PYTHON", "UCX")
 # replaces %h, %u, %n and %% in everything that it passes on.
 EXPANDED = re.compile(r"[\"$`\\!\n\r]|%[hun%]")
 # It also encloses arguments with a space, whose own quotes it escapes; to other arguments it adds no quotes.
-EXPANDED_IF_QUOTED = re.compile(r"[$`\\!\n\r]|%[hun%]")
-EXPANDED_IF_NOT = re.compile(r"[\s\"'$`\\!;&|<>(){}]|%[hun%]|^#|^$")
+UNQUOTED = re.compile(r"[\s\"'$`\\!;&|<>(){}]|%[hun%]|^#|^$")
 
 
 def lines(environment: Mapping[str, str]) -> list[str]:
@@ -59,7 +58,7 @@ def lines(environment: Mapping[str, str]) -> list[str]:
 def check_arguments(arguments: list[str]) -> None:
     """Raises UserError for an argument of the training that the shells of the nodes would change, or run."""
     for argument in arguments:
-        if (EXPANDED_IF_QUOTED if " " in argument else EXPANDED_IF_NOT).search(argument):
+        if EXPANDED.search(argument.replace('"', "")) if " " in argument else UNQUOTED.search(argument):
             remedy = "write the key into a file conf/experiment/NAME.yaml, and give +experiment=NAME"
             raise UserError(f"{argument}: the shells of the nodes would change it; {remedy}")
 

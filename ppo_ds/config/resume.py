@@ -131,7 +131,7 @@ def unusable_start(config: Config) -> Iterator[str]:
     nearby = path if path.is_dir() else path.parent
     root = nearby / "checkpoints" if (nearby / "checkpoints").is_dir() else nearby
     steps = {folder.name.removeprefix("step_"): folder for folder in root.glob("step_*") if folder.is_dir()}
-    there = [steps[step] for step in sorted(filter(str.isdigit, steps), key=int)]  # the newest last
+    there = [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int)]  # the newest last
     names = ", ".join(folder.name for folder in there)
     if not path.is_dir():
         known = (

@@ -62,7 +62,10 @@ def validated(tree: dict[str, Any], ranks: int) -> Config:
     # Lines about a key with a wrong value are dropped: the value was replaced, so they would be misleading.
     known = {re.split(r"[#\[]", key)[0] for key in wrong} & set(dotted_keys(type(config)))
     named = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in known) or r"(?!)")
-    follow_ups = [line for line in problems(config, ranks) if not named.search(line)]
+    try:
+        follow_ups = [line for line in problems(config, ranks) if not named.search(line)]
+    except OSError as error:  # a name that is too long, or a folder that may not be searched
+        raise UserError(f"{error.filename}: {error.strerror}; give another path") from error
     if wrong or follow_ups:
         raise UserError(*wrong.values(), *follow_ups)
     return config

@@ -12,7 +12,7 @@ from typing import Any
 from ppo_ds.config.sections.data import DataConfig
 from ppo_ds.config.text import show
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import Message, Tokenizer
+from ppo_ds.models.tokenizer import CHARACTERS, Message, Tokenizer
 from ppo_ds.types import Row
 
 LIMIT_COLUMN = "max_new_tokens"
@@ -175,7 +175,9 @@ def check_text(value: str, location: str) -> str:
 
 
 def _check_unicode(value: str, location: str) -> str:
-    r"""Refuses a lone surrogate ("\ud800"), which JSON can hold but no tokenizer accepts."""
+    r"""Refuses a lone surrogate ("\ud800"), which no tokenizer accepts, and a text that takes all memory."""
+    if len(value) > CHARACTERS:
+        raise UserError(f"{location} has more than {CHARACTERS} characters; shorten it or remove the row")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:

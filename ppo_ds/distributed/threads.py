@@ -64,7 +64,7 @@ def cpu_quota(cgroup: Path) -> float:
 def user_limit(environment: Mapping[str, str]) -> int | None:
     """Returns the user's OMP_NUM_THREADS, or None. Ignores the 1 that torchrun sets by default."""
     given = environment.get("OMP_NUM_THREADS", "")
-    if not given.isdigit() or int(given) < 1 or ("TORCHELASTIC_RUN_ID" in environment and given == "1"):
+    if not given.isdecimal() or int(given) < 1 or ("TORCHELASTIC_RUN_ID" in environment and given == "1"):
         return None
     return int(given)
 

@@ -234,11 +234,11 @@ def load_tokenizer(
     ``path``.
     """
     folder = Path(os.path.expanduser(path))
-    if folder.is_dir():  # a local folder takes precedence over a Hub name
+    if os.path.isdir(folder):  # a local folder takes precedence over a Hub name
         path, revision = str(folder), None
         refuse_links(path, key)
         refuse_names_of_files_elsewhere(path, key)
-    elif path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
+    elif path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or os.path.exists(folder):
         raise UserError(
             f"{key}={path}: no such folder; "
             "give a folder with a Hugging Face model and its tokenizer, or a Hub name"

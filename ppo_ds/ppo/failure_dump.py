@@ -26,6 +26,9 @@ from ppo_ds.run.nan_debug import Replayed, ReplayedRow, replay_rows
 from ppo_ds.storage.reading import read_json
 from ppo_ds.types import Experience
 
+# what a file with other types or shapes raises
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, SafetensorError)
+
 
 @dataclass(frozen=True)
 class Dump:
@@ -106,9 +109,10 @@ def read_dump(folder: Path) -> Dump:
                 "use the version that wrote it"
             )
         minibatch = Experience(**load_file(folder / "update.safetensors"))
+        rows = [(type(row["prompt"]), type(row["row_of_the_rollout"])) for row in about["rows"]]
+        if rows != [(str, int)] * len(minibatch) or about["place"] not in (None, *range(len(rows))):
+            raise ValueError("the rows of update.json are not those of update.safetensors")
         names = {f.name for f in fields(Dump)} - {"minibatch"}
         return Dump(**{name: about[name] for name in names}, minibatch=minibatch)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
-        raise UserError(
-            f"{folder}: is no complete dump: {error}; give a folder run.dir/dumps/step_NNNNNN"
-        ) from error
+    except DAMAGE as error:
+        raise UserError(f"{folder}: is no complete dump: {error}; give run.dir/dumps/step_NNNNNN") from error

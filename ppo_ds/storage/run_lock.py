@@ -208,8 +208,9 @@ def _opened(path: Path, create: int = 0) -> Iterator[int]:
     flags = os.O_RDWR | create | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        # a file with another name could be any file of the user
+        if not stat.S_ISREG((status := os.fstat(descriptor)).st_mode) or status.st_nlink > 1:
+            raise OSError(errno.EINVAL, "is not a regular file with one name", str(path))
         yield descriptor
     finally:
         os.close(descriptor)

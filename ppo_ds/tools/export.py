@@ -35,7 +35,7 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
 
     From a run directory it selects the checkpoint of ``step``, the best one, or by default the newest.
     """
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise UserError(f"{path}: no such folder; give a run directory, or one of its checkpoints")
     path = path.resolve()
     if (path / "state.json").exists() or (path / "manifest.json").exists():
@@ -127,13 +127,10 @@ def target_folder(checkpoint: Path, role: str, out: Path | None, force: bool) ->
             if path.is_symlink():
                 raise UserError(f"{path}: is a symbolic link to {os.readlink(path)}; remove it, or give OUT")
     out = out.resolve()
-    if out.exists() and not force:
+    if os.path.exists(out) and not force:
         raise UserError(f"{out}: exists; choose another folder, or replace it with --force")
-    if out.exists() and not (out / "config.json").is_file():
-        raise UserError(
-            f"{out}: exists and is not a model folder (it has no config.json); --force replaces only model "
-            "folders"
-        )
+    if os.path.exists(out) and not (out / "config.json").is_file():
+        raise UserError(f"{out}: exists and is not a model folder, which --force does not replace")
     return out
 
 

@@ -47,8 +47,8 @@ def find_models(arguments: Sequence[str], base: str | None = None) -> list[Named
 def find_model(argument: str, base: str | None = None) -> NamedModel:
     """Finds the model of one argument; raises UserError if a local folder contains none."""
     key, folder = "MODEL", Path(argument).expanduser()
-    if not argument.strip():
-        raise UserError(f"MODEL={argument!r}: is empty; {KINDS}")
+    if not 0 < max(map(len, argument.strip().encode(errors="replace").split(b"/"))) < 256:
+        raise UserError(f"MODEL={argument!r}: is empty or has a name of more than 255 bytes; {KINDS}")
     if not folder.exists():
         if looks_local(argument):
             raise UserError(f"{argument}: no such folder; {KINDS}{did_you_mean_path(argument)}")

@@ -17,7 +17,7 @@ from rich.text import Text
 from ppo_ds.storage.drafts import draft_file
 from ppo_ds.tracking.catalogue import Panel, overview_panels
 from ppo_ds.tracking.formatting import format_change, format_number
-from ppo_ds.tracking.jsonl import read_metrics
+from ppo_ds.tracking.jsonl import is_number, read_metrics
 from ppo_ds.tracking.screen import open_console
 
 Points = tuple[list[int], list[float]]  # steps, values
@@ -40,7 +40,7 @@ def plot_curves(
     curves: dict[str, Points] = {}
     for record in [{**(before or {}), "step": 0}, *read_metrics(metrics_jsonl)]:
         for name, value in record.items():
-            if isinstance(value, int | float):
+            if is_number(value):
                 steps, values = curves.setdefault(name, ([], []))
                 steps.append(record["step"])
                 values.append(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -42,3 +43,20 @@ def test_the_image_installs_hashed_files_only_and_has_no_rights_of_root():
     assert "--require-hashes --no-deps -r requirements.lock" in steps
     users = re.findall(r"^USER (\S+)", steps, re.MULTILINE)
     assert users and users[-1] not in ("root", "0") and steps.index("USER ") < steps.index("ENTRYPOINT")
+
+
+def test_the_run_cannot_change_files_whatever_their_modes_in_the_checkout(tmp_path):
+    (command,) = re.findall(
+        r"^RUN (chmod -R .*) /workspace$", (ROOT / "Dockerfile").read_text(), re.MULTILINE
+    )
+    for number, mode in enumerate((0o666, 0o600, 0o777, 0o700)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "file").touch()
+        (tmp_path / str(number) / "file").chmod(mode)
+        (tmp_path / str(number)).chmod(mode | 0o100)
+    subprocess.run([*command.split(), str(tmp_path)], check=True)
+    modes = [(tmp_path / str(i) / "file").stat().st_mode & 0o777 for i in range(4)]
+    assert modes == [0o644] * 2 + [0o755] * 2
+    assert {(tmp_path / str(i)).stat().st_mode & 0o777 for i in range(4)} == {0o755}
+    text = (ROOT / "Dockerfile").read_text()
+    assert text.index("COPY . .") < text.index(command) < text.index("USER 10001")

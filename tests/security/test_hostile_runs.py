@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,13 @@ from safetensors.torch import save_file
 
 from launch import export, replay, report
 from launch.python import Training
+from launch.cli import load_config, split_models
 from ppo_ds.config.reading import read
+from ppo_ds.config.resume import unusable_start
 from ppo_ds.config.schema import Config, resolved
-from ppo_ds.engine.checkpoint.checkpoints import damage_of
+from ppo_ds.data.messages import PromptFormat, parse_prompt
+from ppo_ds.engine.checkpoint.checkpoints import Checkpoints, damage_of
+from ppo_ds.engine.checkpoint.files import CheckpointError
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from ppo_ds.models.lora import add_adapters, merge_saved_adapter
@@ -30,11 +35,13 @@ from ppo_ds.models.policy import Policy
 from ppo_ds.models.tiny import tiny_llama
 from ppo_ds.models.tokenizer import load_tokenizer
 from ppo_ds.planning.budgets import read_record
+from ppo_ds.ppo.failure_dump import read_dump
 from ppo_ds.run.record import recorded_settings, recorded_steps, write_settings
 from ppo_ds.storage.reading import MAX_YAML_BYTES, DamagedFile, is_plain, read_json, read_text, read_yaml
 from ppo_ds.tools.model_argument import find_model
 from ppo_ds.tracking.html.run_data import read_object
 from ppo_ds.tracking.jsonl import JsonlTracker
+from tests.engine.test_checkpoint import OneRank
 from tests.security.test_settings import settings_of, write_dump
 from tests.tools.test_export import STEP, write_run
 from tests.tracking.html.runs import make_ppo_run
@@ -525,3 +532,92 @@ def test_a_table_of_python_does_not_follow_a_link(tmp_path):
 
 
 assert sys.getrecursionlimit() < len(DEEP)
+
+
+@pytest.mark.parametrize("value", ['"high"', "[1]", '{"a": 1}', "true", "9" * 400])
+def test_metrics_of_other_types_do_not_end_an_export(tmp_path, value):
+    run = write_run(tmp_path / "run")
+    line = f'{{"step": 2, "reward/score_mean": {value}, "kl/ref_seq_mean": 0.5}}\n'
+    (run / "metrics.jsonl").write_text(line)
+    assert export.main([str(run)]) == 0
+    card = (run / "exports" / "step_000002" / "model" / "README.md").read_text()
+    assert "| 0.5 |" in card and "mean score" not in card
+
+
+def test_a_folder_whose_number_no_run_writes_is_no_checkpoint(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "checkpoints" / "step_\u00b2").mkdir()
+    assert export.main([str(run)]) == 0
+    checkpoints = Checkpoints(run / "checkpoints", world=OneRank(), keep_last=1)
+    assert checkpoints.latest() == run / STEP
+    config = SimpleNamespace(run=SimpleNamespace(resume=str(run)))
+    assert "step_000002; use" in next(unusable_start(config))
+
+
+def experience(rows: int) -> dict[str, torch.Tensor]:
+    ids, mask = torch.zeros(rows, 3, dtype=torch.long), torch.ones(rows, 1, dtype=torch.bool)
+    columns = {"ids": ids, "attention_mask": ids == 0, "response_mask": mask, "finished": mask[:, 0].clone()}
+    columns |= {name: torch.zeros(rows, 1) for name in ("decode_logprobs", "weights", "advantages")}
+    return columns | {"scores": torch.zeros(rows), "rewards": torch.zeros(rows, 2)}
+
+
+ROW = {"row_of_the_rollout": 3, "prompt": "a"}
+ABOUT = {"format": 1, "step": 1, "what": "x", "rank": 0, "place": 0, "kl_coef": 0.0, "critic_only": False}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"rows": rows} for rows in (5, None, [], ["a"], [{}], [ROW, ROW], [ROW | {"prompt": None}])),
+        *({"rows": [ROW | {"row_of_the_rollout": number}]} for number in ("x", None, 1.5, [1])),
+        *({"place": place} for place in ("x", -1, 1, [0])),
+    ],
+)
+def test_a_dump_with_rows_of_other_types_is_one_line(tmp_path, values):
+    save_file(experience(1), tmp_path / "update.safetensors")
+    (tmp_path / "update.json").write_text(json.dumps(ABOUT | {"rows": [ROW]}))
+    assert read_dump(tmp_path).row(0) == 3
+    change(tmp_path / "update.json", **values)
+    with pytest.raises(UserError, match="is no complete dump"):
+        read_dump(tmp_path)
+    save_file(experience(1) | {"weights": torch.zeros(1, 2)}, tmp_path / "update.safetensors")
+    with pytest.raises(UserError, match=r"is no complete dump: .*weights is \(1, 2\), not"):
+        read_dump(tmp_path)
+
+
+def test_damaged_weights_of_a_dump_are_one_line(tmp_path, capsys, monkeypatch):
+    def damaged(*_, **__):
+        raise CheckpointError("rank 0: a/shard-00000.safetensors: is damaged")
+
+    monkeypatch.setattr("ppo_ds.tools.replay.replay", damaged)
+    assert replay.main([str(tmp_path)]) == 2
+    assert line_of(capsys) == "error: rank 0: a/shard-00000.safetensors: is damaged"
+
+
+@pytest.mark.parametrize("key", ["actor.model.path", "data.path", "run.dir", "reward.path"])
+def test_a_name_that_is_too_long_is_one_line(tmp_path, capsys, key):
+    values = {"data.path": "a/b", "run.dir": str(tmp_path / "run"), "reward.path": "math:fsum"}
+    values |= {"actor.model.path": "a/b", key: f"/tmp/{'x' * 300}{'.py:f' if key == 'reward.path' else ''}"}
+    with pytest.raises(UserError, match="File name too long|no such file"):
+        load_config(["+experiment=rlhf", "reward=function", *(f"{k}={value}" for k, value in values.items())])
+
+
+def test_an_argument_that_is_too_long_for_a_name_is_one_line(tmp_path, capsys):
+    name = "x" * 300
+    with pytest.raises(UserError, match="MODEL='x*': is empty or has a name of more than 255 bytes"):
+        find_model(split_models([name])[0][0])
+    assert export.main([str(write_run(tmp_path / "run")), str(tmp_path / name)]) == 2
+    assert "File name too long" in line_of(capsys)
+    assert export.main([name]) == 2 and "no such folder" in line_of(capsys)
+    with pytest.raises(UserError, match="no such directory"):
+        load_config(["--config-dir", name])
+    with pytest.raises(UserError, match=f"^model.path={name}: "):
+        load_tokenizer(name)
+
+
+def test_a_text_that_would_take_all_memory_is_refused(monkeypatch):
+    monkeypatch.setattr("ppo_ds.data.messages.CHARACTERS", 10)
+    assert parse_prompt({"prompt": "x" * 10}, PromptFormat()) == "x" * 10
+    for prompt in ("x" * 11, [{"role": "user", "content": "x" * 11}]):
+        with pytest.raises(UserError, match="has more than 10 characters; shorten it or remove the row"):
+            parse_prompt({"prompt": prompt}, PromptFormat())

@@ -13,6 +13,7 @@ from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
 from ppo_ds.errors import UserError
 from ppo_ds.run.record import open_run_directory
 from ppo_ds.storage.run_directory import check_run_directory
+from ppo_ds.storage.run_lock import acquire
 from ppo_ds.tracking.jsonl import JsonlTracker
 from tests.engine.test_checkpoint import OneRank
 from tests.integration.launching import ROOT, TIMEOUT, environment
@@ -193,3 +194,9 @@ def test_reading_tools_warn(tmp_path, capsys):
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"warning: {run}: ")]
     assert len(lines) == 2
     assert "may be written by every user" in lines[0] and "samples is a symbolic link" in lines[1]
+
+
+def test_a_lock_that_is_another_name_of_a_file_does_not_change_it(run_dir, victim):
+    os.link(victim, run_dir / "run.lock")
+    with pytest.raises(UserError, match=r"is not a regular file with one name \(.*run.lock\)"):
+        acquire(run_dir)

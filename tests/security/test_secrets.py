@@ -175,7 +175,9 @@ def test_censoring_a_long_text_takes_linear_time():
 def test_files_with_keys_are_neither_committed_nor_copied_into_an_image():
     for name in (".gitignore", ".dockerignore"):
         lines = (ROOT / name).read_text().splitlines()
-        assert {".env", ".deepspeed_env"} <= {line.removeprefix("**/") for line in lines}, name
+        assert {".env", ".env.*", ".deepspeed_env", ".netrc", "*.pem", "*.key"} <= {
+            line.removeprefix("**/") for line in lines
+        }, name
 
 
 def test_no_page_advises_to_put_a_key_into_deepspeed_env():

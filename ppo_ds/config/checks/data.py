@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def looks_local(path: str) -> bool:
         path.startswith(("/", ".", "~"))
         or path.count("/") > 1
         or path.endswith(FILE_ENDINGS)
-        or Path(path).exists()
+        or os.path.exists(path)
     )
 
 
