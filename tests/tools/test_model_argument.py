@@ -84,7 +84,9 @@ def test_a_misspelled_or_empty_model_is_refused_before_the_hub_is_asked(
     for wrong, meant in (("tiny/modle", "tiny/model"), ("outputs/tunde", "outputs/tuned")):
         with pytest.raises(UserError, match=f"^{wrong}: no such folder; did you mean {meant}?"):
             find_models(["tiny/model", wrong])
-    with pytest.raises(UserError, match="^MODEL='': is empty; give a run directory"):
+    with pytest.raises(
+        UserError, match="^MODEL='': is empty or has a name of more than 255 bytes; give a run"
+    ):
         find_models([""])
 
 
