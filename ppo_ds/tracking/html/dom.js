@@ -4,9 +4,10 @@
 const MINUS = "\u2212";
 const MISSING = "\u2013";
 
-/** Returns the data that render_page was given. */
+/** Returns the data that render_page was given, in objects that have no other names, such as "constructor". */
 function pageData() {
-  return JSON.parse(document.getElementById("page-data").textContent);
+  const bare = (_, value) => (value instanceof Object && !Array.isArray(value) ? Object.assign(Object.create(null), value) : value);
+  return JSON.parse(document.getElementById("page-data").textContent, bare);
 }
 
 /**

@@ -457,3 +457,12 @@ def test_charts_are_drawn(page):
         return int((abs(picture - [red / 255, green / 255, blue / 255]).max(-1) < 0.03).sum())
 
     assert pixels(0x0B, 0x6B, 0xB8) > 150 and pixels(0xE8, 0xF6, 0xF1) > 1500
+
+
+def test_metrics_may_have_the_names_of_properties_of_every_object(show, tmp_path):
+    """Only the first run has them; in the second, JavaScript would find a function under the name."""
+    first, second = (make_ppo_run(tmp_path / name, name=name) for name in ("__proto__", "constructor"))
+    records = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
+    named = dict.fromkeys(("constructor", "toString", "__proto__", "hasOwnProperty"), 1.0)
+    (first / "metrics.jsonl").write_text("".join(json.dumps(record | named) + "\n" for record in records))
+    assert show(first, second).count("section") > 3
