@@ -179,14 +179,11 @@ def merge_saved_adapter(model: PreTrainedModel, directory: Path, key: str) -> No
         raise UserError(f"{key}={directory}: its adapter cannot be read ({reason})") from error
     extras = ("use_dora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices")
     special = [name for name in extras if getattr(config, name, None)]
-    if config.peft_type != PeftType.LORA or special or config.bias != "none":
-        kind = (
-            f"LoRA with {', '.join(special) or 'bias'}" if config.peft_type == PeftType.LORA else "not LoRA"
-        )
-        raise UserError(
-            f"{key}={directory}: its adapter is {kind}; merge it with peft's merge_and_unload, and give the "
-            "folder of the merged model"
-        )
+    is_lora = config.peft_type == PeftType.LORA
+    if not is_lora or special or config.bias != "none":
+        kind = f"LoRA with {', '.join(special) or 'bias'}" if is_lora else "not LoRA"
+        remedy = "merge it with peft's merge_and_unload, and give the folder of the merged model"
+        raise UserError(f"{key}={directory}: its adapter is {kind}; {remedy}")
     try:
         inject_adapter_in_model(config, model, ADAPTER)
         plain_names = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}

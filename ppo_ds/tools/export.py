@@ -50,10 +50,8 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
     available = f"available steps: {', '.join(map(str, steps))}"
     if best:
         if not (root / "best").is_file():
-            raise UserError(
-                f"--best: {root} has no best checkpoint (checkpoint.keep_best=false, or no evaluation yet); "
-                f"{available}"
-            )
+            reason = "checkpoint.keep_best=false, or no evaluation yet"
+            raise UserError(f"--best: {root} has no best checkpoint ({reason}); {available}")
         name = read_text(root / "best").strip()
         step = next((step for step in steps if name == f"step_{step:06d}"), -1)
     if step is not None and step not in steps:

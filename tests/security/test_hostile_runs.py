@@ -20,8 +20,8 @@ import yaml
 from safetensors.torch import save_file
 
 from launch import export, replay, report
-from launch.python import Training
 from launch.cli import load_config, split_models
+from launch.python import Training
 from ppo_ds.config.reading import read
 from ppo_ds.config.resume import unusable_start
 from ppo_ds.config.schema import Config, resolved
