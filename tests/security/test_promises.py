@@ -1,4 +1,4 @@
-"""Tests that docs/security.md names a test for each promise, and that these tests exist."""
+"""Tests that the pages on security and reliability name a test for each promise, and that it exists."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def promise_rows() -> list[str]:
-    """Returns the rows of all tables of docs/security.md whose last column names a test."""
+    """Returns the rows of all tables of the pages whose last column names a test."""
     rows, in_table = [], False
-    for line in (ROOT / "docs" / "security.md").read_text().splitlines():
+    pages = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("security", "reliability")]
+    for line in "\n\n".join(pages).splitlines():
         if not line.startswith("|"):
             in_table = False
         elif line == "| promise | test |":
@@ -25,8 +26,14 @@ def promise_rows() -> list[str]:
     return rows
 
 
-def test_the_page_has_promises():
-    assert len(promise_rows()) > 20
+def test_the_pages_have_promises():
+    assert len(promise_rows()) > 80
+
+
+def test_all_tests_that_the_pages_name_exist():
+    for page in ("security", "reliability"):
+        for file in re.findall(r"`(tests/[\w/]+\.py)", (ROOT / "docs" / f"{page}.md").read_text()):
+            assert (ROOT / file).is_file(), file
 
 
 @pytest.mark.parametrize("row", promise_rows())
