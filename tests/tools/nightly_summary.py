@@ -25,6 +25,7 @@ class Row:
     counts: dict[str, int] = field(default_factory=lambda: {"passed": 0, "failed": 0, "skipped": 0})
     seconds: float = 0.0
     figures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # a line for each failed or skipped test
 
 
 def rows_of(file: Path) -> dict[str, Row]:
@@ -32,8 +33,14 @@ def rows_of(file: Path) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for case in ElementTree.parse(file).iter("testcase"):
         row = rows.setdefault(case.get("classname", "?"), Row())
-        failed = case.find("failure") is not None or case.find("error") is not None
-        row.counts["failed" if failed else "skipped" if case.find("skipped") is not None else "passed"] += 1
+        found = {name: case.find(name) for name in ("failure", "error", "skipped")}
+        outcome, reason = next(
+            ((name, one.get("message", "")) for name, one in found.items() if one is not None), ("passed", "")
+        )
+        outcome = {"failure": "failed", "error": "failed"}.get(outcome, outcome)
+        row.counts[outcome] += 1
+        if outcome != "passed":
+            row.notes.append(f"- {outcome}: `{case.get('name')}`: {' '.join(reason.split())[:200]}")
         row.seconds += float(case.get("time", 0))
         row.figures += [f"{item.get('name')}: {item.get('value')}" for item in case.iter("property")]
     return rows
@@ -58,7 +65,7 @@ def summary(file: Path) -> str:
         path = name.replace(".", "/") + ".py"
         numbers = " | ".join(str(count) for count in row.counts.values())
         lines.append(f"| `{path}` | {numbers} | {row.seconds / 60:.1f} | {'; '.join(row.figures)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *(note for row in rows.values() for note in row.notes)]).rstrip("\n")
 
 
 if __name__ == "__main__":

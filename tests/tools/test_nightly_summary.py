@@ -37,6 +37,11 @@ def test_a_row_has_the_counts_and_figures_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "setup.cfg").write_text("[tool:pytest]\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=found.xml"]
     subprocess.run(command, cwd=tmp_path, capture_output=True)
-    head, _, _, _, row = summary(tmp_path / "found.xml").splitlines()
+    head, _, _, _, row, _, *notes = summary(tmp_path / "found.xml").splitlines()
     assert head.startswith("Commit ") and ": 2 passed, 2 failed, 1 skipped in 0 min" in head
     assert row == "| `tests/test_small.py` | 2 | 2 | 1 | 0.0 | kills: 3 |"
+    assert sorted(notes) == [
+        "- failed: `test_bad[2]`: assert 2 == 1",
+        '- failed: `test_error`: failed on setup with "OSError"',
+        "- skipped: `test_skipped`: unconditional skip",
+    ]
