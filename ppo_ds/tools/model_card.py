@@ -17,7 +17,7 @@ from ppo_ds.errors import printable
 from ppo_ds.models.upload import NAME as HUB_NAME
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.tracking.curves import plot_curves
-from ppo_ds.tracking.jsonl import is_number, read_metrics
+from ppo_ds.tracking.jsonl import read_metrics
 from ppo_ds.types import Metrics
 
 CARD = "README.md"
@@ -122,7 +122,7 @@ def remove_local_base(adapter: Path) -> None:
 def held_out_table(before: Metrics, records: list[dict[str, Any]]) -> str:
     """Returns the metrics of the evaluation before training and of the last one in ``records``, if any."""
     for record in reversed(records):
-        names = [name for name in before if name.startswith("eval/") and is_number(record.get(name))]
+        names = [name for name in before if name.startswith("eval/") and record.get(name) is not None]
         rows = [
             f"| {name.removeprefix('eval/')} | {before[name]:.4g} | {record[name]:.4g} |" for name in names
         ]
@@ -134,7 +134,7 @@ def held_out_table(before: Metrics, records: list[dict[str, Any]]) -> str:
 
 def last_metrics(record: Metrics) -> str:
     """Returns the table of RUN_METRICS in ``record``, or nothing if it has none of them."""
-    rows = [f"| {text} | {record[name]:.4g} |" for name, text in RUN_METRICS if is_number(record.get(name))]
+    rows = [f"| {text} | {record[name]:.4g} |" for name, text in RUN_METRICS if record.get(name) is not None]
     return "\n".join([f"| at step {record['step']} | |", "|---|--:|", *rows]) if rows else ""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from launch import export, replay, report
 from launch.cli import load_config, split_models
@@ -391,6 +391,9 @@ def adapter_of(folder: Path, **values: Any) -> tuple[Any, Path]:
     """Writes a model with an adapter; returns the base model, and the adapter with other values."""
     lm = tiny_llama(tiny.character_tokenizer("ab"), hidden_size=8, layers=1, heads=1, max_tokens=16)
     add_adapters(lm, rank=1, alpha=2.0, targets=None, seed=0, key="actor.lora")
+    for name, weight in lm.named_parameters():
+        if "lora_B" in name:  # zero without a training
+            weight.data.fill_(0.5)
     Policy(lm, 1.0).save_adapter(folder, lm.state_dict())
     change(folder / "adapter_config.json", **values)
     base = tiny_llama(tiny.character_tokenizer("ab"), hidden_size=8, layers=1, heads=1, max_tokens=16)
@@ -398,7 +401,14 @@ def adapter_of(folder: Path, **values: Any) -> tuple[Any, Path]:
 
 
 def test_an_adapter_is_merged(tmp_path):
-    merge_saved_adapter(*adapter_of(tmp_path / "adapter"), "MODEL")
+    base, folder = adapter_of(tmp_path / "adapter")
+    before = base.model.layers[0].self_attn.q_proj.weight.clone()
+    merge_saved_adapter(base, folder, "MODEL")
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    saved = load_file(folder / "adapter_model.safetensors")
+    added = 2.0 * saved[f"{name}.lora_B.weight"] @ saved[f"{name}.lora_A.weight"]
+    assert added.any()
+    torch.testing.assert_close(base.model.layers[0].self_attn.q_proj.weight, before + added)
 
 
 @pytest.mark.parametrize(
