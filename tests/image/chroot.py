@@ -199,9 +199,10 @@ class Image:
         }
         namespaces = ["--mount", "--pid", "--ipc", "--uts", *([] if network else ["--net"])]
         given = [f"{name}={value}" for name, value in (self.environment | variables).items()]
+        # a process that was started in the background of a script ignores Ctrl-C, and so would the container
+        start = ["env", "--default-signal", "unshare", *namespaces, "--fork", "--kill-child"]
         return subprocess.Popen(
-            ["unshare", *namespaces, "--fork", "--kill-child", "bash", "-c", INIT, "init"]
-            + [str(root), user, self.directory, *given, *command],
+            [*start, "bash", "-c", INIT, "init"] + [str(root), user, self.directory, *given, *command],
             env={"PATH": os.environ["PATH"]} | settings,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
