@@ -10,6 +10,7 @@ from typing import Any
 from ppo_ds.config.schema import PPOConfig, TextConfig, rollout_size, trained_models
 from ppo_ds.config.types import replace
 from ppo_ds.data.demonstrations import DemonstrationSource
+from ppo_ds.data.difficulty import Difficulty
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.mixture import MixedSource, collect_user_errors
 from ppo_ds.data.prompts import PromptSource, PromptStream, Source
@@ -107,14 +108,25 @@ def read_inputs(config: PPOConfig, world: World) -> Inputs:
     tokenizer = build_tokenizer(config)
     source = build_prompts(config, tokenizer, world)
     held_out = build_held_out(config, tokenizer, world)
+    section, samples = config.data.difficulty, config.rollout.samples_per_prompt
+    difficulty = None
+    if section.floor is not None:
+        difficulty = Difficulty(
+            len(source),
+            floor=section.floor,
+            responses=max(section.responses, samples),
+            seed=config.run.seed,
+            gather=world.concat,
+        )
     prompts = PromptStream(
         source,
         prompts_per_step=config.rollout.prompts_per_step,
-        samples_per_prompt=config.rollout.samples_per_prompt,
+        samples_per_prompt=samples,
         rank=world.rank,
         world_size=world.size,
         seed=config.run.seed,
         shuffle=config.data.shuffle,
+        difficulty=difficulty,
     )
     environment_prompt = config.data.max_prompt_tokens if config.rollout.environment.path else 0
     return Inputs(

@@ -156,6 +156,7 @@ def stateful_components(
         # the coefficient of a fixed controller is read from the config, even after a resume
         "kl": kl if algo.kl.controller != "fixed" else None,
         "prompts": inputs.prompts,
+        "difficulty": inputs.prompts.difficulty,
         "scores": shaper,
         # a user's own reward may have a state
         "reward": reward if isinstance(reward, Stateful) else None,
@@ -195,6 +196,7 @@ def build_collector(
         "sampling": sampling,
         "timer": context.timer,
         "check": context.stop.raise_if_stopped,
+        "difficulty": inputs.prompts.difficulty,
     }
     if config.algo.advantage.needs_greedy:
         return GreedyRolloutCollector(

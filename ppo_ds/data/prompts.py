@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ppo_ds.config.sections.data import PPODataConfig
 from ppo_ds.config.text import show
+from ppo_ds.data.difficulty import Difficulty
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.messages import Prompt, parse_max_new_tokens, parse_prompt, prompt_format
 from ppo_ds.data.order import Order, Passes
@@ -233,7 +234,7 @@ class PromptStream(Stream[Source, Prompts]):
 
     A step has ``prompts_per_step`` x ``samples_per_prompt`` rows, in the order p1, p1, p2, p2. Concatenated
     in the order of the ranks, the slices are the batch of a single rank, except that each is padded
-    separately.
+    separately. With ``difficulty``, the prompts that are due replace the passes over the source.
     """
 
     def __init__(
@@ -246,6 +247,7 @@ class PromptStream(Stream[Source, Prompts]):
         world_size: int = 1,
         seed: int = 0,
         shuffle: bool = True,
+        difficulty: Difficulty | None = None,
     ):
         rows = prompts_per_step * samples_per_prompt
         super().__init__(
@@ -257,12 +259,13 @@ class PromptStream(Stream[Source, Prompts]):
                 f"rollout.samples_per_prompt={samples_per_prompt} = {rows} rows cannot be split evenly over "
                 f"{world_size} ranks"
             )
-        self._samples = samples_per_prompt
+        self._samples, self.difficulty = samples_per_prompt, difficulty
         self._slice = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
 
     def indices(self, step: int) -> list[int]:
         """Returns the indices of this rank's prompts, each repeated for its samples."""
-        return [i for i in super().indices(step) for _ in range(self._samples)][self._slice]
+        drawn = super().indices(step) if self.difficulty is None else self.difficulty.draw(self._batch_size)
+        return [i for i in drawn for _ in range(self._samples)][self._slice]
 
 
 def prompt_id(text: str) -> str:

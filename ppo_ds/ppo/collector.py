@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.background.pending import Pending, all_of, start_all, wait_on_all_ranks
+from ppo_ds.data.difficulty import Difficulty
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.hybrid import HybridActor
@@ -32,17 +33,18 @@ class RolloutCollector:
     sampling: SamplingParams
     timer: PhaseTimer
     check: Callable[[], None]  # a collective that raises Abandoned on all ranks after a stop request
+    difficulty: Difficulty | None = None  # draws the prompts by their last scores
 
     def __call__(self) -> tuple[Rollout, Pending[Scores], Metrics]:
         """Collects a rollout for the next prompts; returns it with its scores and metrics. A collective."""
-        return *self.collect(next(self.prompts)), {}
+        return *self.collect(next(self.prompts)), self.drawing
 
     def collect(self, prompts: Prompts) -> tuple[Rollout, Pending[Scores]]:
         """Generates one round and starts to score it. A collective."""
         with self.actor.generation_mode(), self.timer("generate"):
             rollout = self.generator(prompts, self.sampling)
         self.check()
-        return rollout, self.score(rollout)
+        return rollout, self.score(rollout).then(self.observed)
 
     def score(self, rollout: Rollout) -> Pending[Scores]:
         """Starts to score a rollout. A collective."""
@@ -51,6 +53,17 @@ class RolloutCollector:
             scores = self.start_scoring(rollout)  # r(x, y)
         self.check()
         return scores
+
+    def observed(self, scores: Scores) -> Scores:
+        """Returns the scores of a round, from which data.difficulty has learned. A collective with it."""
+        if self.difficulty is not None:
+            self.difficulty.observe(scores.sums)
+        return scores
+
+    @property
+    def drawing(self) -> Metrics:
+        """The metrics of the last draw of data.difficulty."""
+        return {} if self.difficulty is None else self.difficulty.metrics
 
 
 @dataclass(kw_only=True)
@@ -69,9 +82,11 @@ class GreedyRolloutCollector(RolloutCollector):
             greedy = self.generator(one_each, self.sampling.as_greedy())
         self.check()
         pending = start_all(self.score(part) for part in (rollout, greedy))
-        scores = all_of(pending).then(lambda found: replace(found[0], greedy=scored(greedy, found[1])))
+        scores = all_of(pending).then(
+            lambda found: replace(self.observed(found[0]), greedy=scored(greedy, found[1]))
+        )
         tokens = self.world.sum(greedy.response_lengths.sum().reshape(1).double())
-        return rollout, scores, {"rollout/greedy_tokens": float(tokens)}
+        return rollout, scores, self.drawing | {"rollout/greedy_tokens": float(tokens)}
 
 
 @dataclass(kw_only=True)
@@ -105,7 +120,7 @@ class DynamicRolloutCollector(RolloutCollector):
             "rollout/useful_group_frac": useful / (len(all_rows) // self.group_size),
             "rollout/dropped_tokens": float(dropped),
         }
-        return mine, Pending.of(scores_of(mine)), metrics
+        return mine, Pending.of(scores_of(mine)), self.drawing | metrics
 
     def collect_scored(self, prompts: Prompts) -> ScoredRollout:
         """Generates one round, waits for its scores and returns the rows of all ranks. A collective."""

@@ -347,6 +347,13 @@ algo.advantage.estimator=grpo ->
 algo.advantage.whiten=group -> algo.advantage.whiten=group: compares the responses to one prompt
 algo.dynamic_sampling.enabled=true -> algo.dynamic_sampling.enabled=true: compares the responses to one prompt
 data.mix=[{path:org/a},{path:org/b}] -> data.path=org/prompts: needs data.mix=[]; otherwise set data.path=null
+data.path=null data.mix=[{path:org/a},{path:org/b}] data.difficulty.floor=0.2 ->
+    data.difficulty.floor=0.2: needs data.mix=[]; otherwise set data.difficulty.floor=null
+data.shuffle=false data.difficulty.floor=0.2 ->
+    data.difficulty.floor=0.2: needs data.shuffle=true (it is false); otherwise set data.difficulty.floor=null
+data.difficulty.responses=4 ->
+    data.difficulty.responses=4: needs data.difficulty.floor (it is null); otherwise set
+    data.difficulty.responses=8
 data.path=null -> data.path is missing: a Hub data set or a JSONL
 algo.ptx.coef=27.8 -> algo.ptx.coef=27.8: needs data.ptx_path (it is null); otherwise set algo.ptx.coef=0
 data.ptx_path=org/texts ->

@@ -31,6 +31,9 @@ TRAINED_MODEL = {
 AVERAGED_MODEL = {"ema.evaluate": ["ema.decay"]}
 PPO = {
     "data.path": ["data.mix=[]"],
+    # the order of the file and the shares of a mixture determine how often a prompt is drawn
+    "data.difficulty.floor": ["data.shuffle=true", "data.mix=[]"],
+    "data.difficulty.responses": ["data.difficulty.floor"],
     "data.ptx_path": ["algo.ptx.coef above 0"],
     "sampling.min_new_tokens": ["sampling.stop=[]"],  # stop strings are not delayed
     "actor.zero.generation_gather": ["actor.zero.stage=3"],

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 
 from ppo_ds.config.types import Count, Natural, Number, Positive, Section, Text
 
@@ -92,14 +92,28 @@ class DataConfig(Section):
     """Keyword arguments of the chat template."""
 
 
+class DifficultyConfig(Section):
+    """Draws prompts less often while all of their responses have the same score and so teach nothing."""
+
+    floor: Annotated[Number, Gt(0), Le(1)] | None = None
+    """How often a settled prompt is drawn, as a share of how often the others are; null: off."""
+
+    responses: Annotated[int, Ge(2)] = 8
+    """A prompt is settled while its last responses, at least this many and those of one step, have the same
+    score."""
+
+
 class PPODataConfig(DataConfig):
     """Rows for training and evaluation: prompts (stage=ppo), demonstrations (sft) or pairs (reward_model).
 
-    Only stage=ppo uses mix, max_prompt_tokens, long_prompts and the texts of the PTX loss (ptx_*).
+    Only stage=ppo uses mix, difficulty, max_prompt_tokens, long_prompts and the texts of the PTX loss
+    (ptx_*).
     """
 
     mix: list[MixtureConfig] = []
     """Several data sets mixed by weight, instead of data.path."""
+
+    difficulty: DifficultyConfig = DifficultyConfig()
 
     max_prompt_tokens: Count = 512
     """Longest prompt, in tokens."""

@@ -1,0 +1,91 @@
+"""Draws prompts less often while their responses teach nothing (data.difficulty)."""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_ds.data.order import SEED_OFFSET
+from ppo_ds.errors import UserError
+from ppo_ds.types import Metrics
+
+NAMES = DUE, LAST, EQUAL = "due", "last", "equal"
+
+
+class Difficulty:
+    """Draws the prompts of each step, and remembers the last scores of each prompt.
+
+    A prompt is settled while its last ``responses`` responses all have the same score. Time is counted in
+    passes. In every pass each prompt is due at a random moment; a settled one is due in one pass of 1 /
+    ``floor`` on average. A step draws the prompts that are due first. Without settled prompts, the draws are
+    shuffled passes over all prompts. A draw takes the same time whatever the floor is.
+
+    ``observe`` must be called between two draws. It receives the scores of all ranks, so that the state is
+    the same on every rank.
+    """
+
+    def __init__(
+        self, prompts: int, *, floor: float, responses: int, seed: int, gather: Callable[[Tensor], Tensor]
+    ):
+        """Starts the first pass; ``gather`` concatenates a tensor of all ranks, in the order of the ranks."""
+        self._floor, self._responses, self._seed, self._gather = floor, responses, seed, gather
+        self._observed = 0  # draws whose scores are known
+        self._columns = {
+            DUE: self._uniform(prompts),  # when each prompt is due, in passes
+            LAST: torch.zeros(prompts),  # its last score
+            EQUAL: torch.zeros(prompts, dtype=torch.int32),  # number of its last responses with that score
+        }
+        self._drawn = torch.tensor([], dtype=torch.long)
+        self.metrics: Metrics = {}  # shares of the settled prompts in the last draw and among all prompts
+
+    @property
+    def settled(self) -> Tensor:
+        """Tells which prompts are settled, [prompts] bool."""
+        return self._columns[EQUAL] >= self._responses
+
+    def draw(self, count: int) -> list[int]:
+        """Returns the indices of ``count`` different prompts; the same ones until ``observe`` is called."""
+        self._drawn = self._columns[DUE].topk(count, largest=False).indices
+        settled = self.settled
+        self.metrics = {
+            "rollout/settled_frac": float(settled.double().mean()),
+            "rollout/settled_drawn_frac": float(settled[self._drawn].double().mean()),
+        }
+        return self._drawn.tolist()
+
+    def observe(self, scores: Tensor) -> None:
+        """Learns the scores of this rank's share of the last draw, equally many per prompt. A collective."""
+        (due, last, equal), drawn = self._columns.values(), self._drawn
+        for column in self._gather(scores).cpu().float().view(len(drawn), -1).T:
+            repeated = (column == last[drawn]) & (equal[drawn] > 0)
+            equal[drawn] = torch.where(repeated, equal[drawn] + 1, 1).int().clamp(max=self._responses)
+            last[drawn] = column
+        self._observed += 1
+        passes = torch.where(self.settled[drawn], 1 / self._floor, 1.0).double()
+        due[drawn] = (due[drawn] + passes).floor() + self._uniform(len(drawn))
+
+    def state_dict(self) -> dict[str, Any]:
+        columns = {
+            name: b64encode(column.numpy().tobytes()).decode() for name, column in self._columns.items()
+        }
+        return {"observed": self._observed, **columns}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, column in self._columns.items():
+            saved = torch.frombuffer(bytearray(b64decode(state[name])), dtype=column.dtype)
+            if len(saved) != len(column):
+                raise UserError(
+                    f"data.difficulty: the checkpoint remembers {len(saved)} prompts, but the data has "
+                    f"{len(column)}; restore the data, or begin anew with run.resume=restart"
+                )
+            self._columns[name] = saved
+        self._observed = state["observed"]
+
+    def _uniform(self, count: int) -> Tensor:
+        """Draws numbers in [0, 1) that depend only on the seed and on the number of observed draws."""
+        generator = torch.Generator().manual_seed(self._seed * SEED_OFFSET + self._observed)
+        return torch.rand(count, generator=generator, dtype=torch.float64)
