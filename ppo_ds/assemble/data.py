@@ -109,22 +109,16 @@ def read_inputs(config: PPOConfig, world: World) -> Inputs:
     source = build_prompts(config, tokenizer, world)
     held_out = build_held_out(config, tokenizer, world)
     section, samples = config.data.difficulty, config.rollout.samples_per_prompt
-    difficulty = None
+    difficulty, responses, seed = None, max(section.responses, samples), config.run.seed
     if section.floor is not None:
-        difficulty = Difficulty(
-            len(source),
-            floor=section.floor,
-            responses=max(section.responses, samples),
-            seed=config.run.seed,
-            gather=world.concat,
-        )
+        difficulty = Difficulty(len(source), section.floor, responses, seed=seed, gather=world.concat)
     prompts = PromptStream(
         source,
         prompts_per_step=config.rollout.prompts_per_step,
         samples_per_prompt=samples,
         rank=world.rank,
         world_size=world.size,
-        seed=config.run.seed,
+        seed=seed,
         shuffle=config.data.shuffle,
         difficulty=difficulty,
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ppo_ds.assemble.preflight import CHAT_SCORER
-from ppo_ds.assemble.roles import CLASSIFIER
+from ppo_ds.assemble.preflight import MODEL_REWARDS
 from ppo_ds.config.schema import Config, PPOConfig, all_rewards, has_critic, trained_models, uses_reference
 from ppo_ds.config.sections.models import InheritedModelConfig, ModelConfig
 from ppo_ds.config.types import parts_of
@@ -27,7 +26,7 @@ def models_to_download(config: Config) -> list[HubModel]:
     if isinstance(config, PPOConfig):
         for reward, whole in all_rewards(config).items():
             for key, section in parts_of(whole, reward):
-                if section.get("_target_") in (CLASSIFIER, CHAT_SCORER):
+                if section.get("_target_") in MODEL_REWARDS:
                     model = section["model"]
                     trusted = bool(model.get("trust_remote_code"))
                     path, revision = str(model["path"]), model.get("revision")

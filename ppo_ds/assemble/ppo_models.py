@@ -75,6 +75,7 @@ def load_models(config: PPOConfig, context: RunContext, inputs: Inputs, length: 
             section,
             key=key,
             tokenizer=inputs.tokenizer,
+            temperature=actor.module.temperature,
             load_frozen=load_frozen,
             score_tokens=context.budgets.score,
             all_reduce_max=context.budgets.guard_collective(world.max_int),

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ppo_ds.assemble.data import Inputs, read_inputs
 from ppo_ds.assemble.roles import CLASSIFIER, ppo_needs
 from ppo_ds.config.checks.data import is_prepared
-from ppo_ds.config.schema import PPOConfig, all_rewards, has_critic, reward_models, uses_reference
+from ppo_ds.config.schema import TEACHER, PPOConfig, all_rewards, has_critic, reward_models, uses_reference
 from ppo_ds.config.sections.models import ModelConfig
 from ppo_ds.config.targets import bind
 from ppo_ds.config.text import show
@@ -26,12 +26,15 @@ from ppo_ds.models.packed_attention import undivided_heads
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import reward_errors_as_user_errors
 from ppo_ds.rewards.model import check_reward_model
+from ppo_ds.rewards.teacher import check_teacher
 from ppo_ds.rewards.user_function import load_function
 from ppo_ds.rollout.keys import VLLM
 from ppo_ds.rollout.vllm_support import model_problem, package_problem, parallel_problem
 from ppo_ds.types import Row
 
 CHAT_SCORER = "ppo_ds.rewards.get_score.get_score_reward"
+# rewards that score with a model of their own
+MODEL_REWARDS = (CLASSIFIER, CHAT_SCORER, TEACHER)
 FUNCTION = "ppo_ds.rewards.function.FunctionReward"
 # rewards of ppo_ds are cheap to build for a check; a reward of another package may load a model
 OWN = "ppo_ds.rewards."
@@ -106,6 +109,11 @@ def check_models(config: PPOConfig, inputs: Inputs) -> None:
         models["reference.model.path"] = config.reference.model
     if has_critic(config) and config.critic.init == "path":
         models["critic.model.path"] = config.critic.model
+    divided = set(models)
+    for reward, whole in all_rewards(config).items():
+        for key, section in parts_of(whole, reward):
+            if section.get("_target_") == TEACHER:
+                models[f"{key}.model.path"] = ModelConfig(**section["model"])
     positions, parts = inputs.longest_row(config.sampling.max_new_tokens), config.memory.sequence_parallel
     needs = ppo_needs(inputs.tokenizer.id_bound, positions)
     for key, model in models.items():
@@ -113,7 +121,7 @@ def check_models(config: PPOConfig, inputs: Inputs) -> None:
         found = config_of(model, key)
         limit = getattr(found.get_text_config(), "max_position_embeddings", None)
         needs.check_positions(found, limit, str(model.path), key)
-        if problem := undivided_heads(found, parts):
+        if key in divided and (problem := undivided_heads(found, parts)):
             raise UserError(f"memory.sequence_parallel={parts}: {problem} ({key}={model.path})")
     text, given = config_of(config.actor.model, "actor.model.path").get_text_config(), config.algo.aux_coef
     if parts > 1 and (getattr(text, "router_aux_loss_coef", None) if given is None else given):
@@ -170,7 +178,7 @@ def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str,
     A mixture is checked as a whole, unless one of its parts is a model.
     """
     target = str(section.get("_target_", ""))
-    if target in (CLASSIFIER, CHAT_SCORER) or (target.startswith(OWN) and not any(reward_models(section))):
+    if target in MODEL_REWARDS or (target.startswith(OWN) and not any(reward_models(section))):
         yield key, section
         return
     for name, inner in section.items():
@@ -186,6 +194,8 @@ def check_reward(section: dict[str, Any], key: str, inputs: ScoredInputs) -> Non
     elif section["_target_"] == CHAT_SCORER:
         model = ModelConfig(**section["model"])
         expect_trusted(model.path, model.trust_remote_code, f"{key}.model")
+    elif section["_target_"] == TEACHER:
+        check_teacher(ModelConfig(**section["model"]), inputs.tokenizer, key)
     else:
         reward = bind(section, key)(tokenizer=inputs.tokenizer, reduce=lambda tensor: tensor)
 

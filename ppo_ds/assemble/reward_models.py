@@ -23,6 +23,7 @@ from ppo_ds.models.chat_scorer import load_chat_scorer
 from ppo_ds.models.size import own_code_shape, shape_of
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.models.value import ScoreHead, as_kept, load_reward_model
+from ppo_ds.rewards.teacher import load_teacher
 from ppo_ds.types import Reward
 
 
@@ -31,6 +32,7 @@ def build_reward(
     *,
     key: str = "reward",
     tokenizer: Tokenizer,
+    temperature: float,
     load_frozen: RewardModels,
     score_tokens: SupportsInt,
     all_reduce_max: Callable[[int], int],
@@ -43,6 +45,7 @@ def build_reward(
     Args:
         key: The section's name in the config.
         tokenizer: The tokenizer of the policy that is scored.
+        temperature: The temperature of the log-probs of its responses.
         load_frozen: Loads the reward's models.
         score_tokens: memory.score_tokens.
         all_reduce_max: Returns the maximum of a number over all ranks.
@@ -52,6 +55,7 @@ def build_reward(
     """
     return bind(section, key)(
         tokenizer=tokenizer,
+        temperature=temperature,
         load_frozen=load_frozen,
         all_reduce_max=all_reduce_max,
         score_tokens=score_tokens,
@@ -115,7 +119,7 @@ class RewardModels:
                 self._note(f"sharing    {key}: the same as {first.key}, in memory once")
             return first.module, first.scorer
         module, scorer = frozen_engine(lambda: load(model, key=key), zero, model.dtype, self._world)
-        shape = shape_of(module.model) if load is load_reward_model else None
+        shape = shape_of(module.trunk) if load in (load_reward_model, load_teacher) else None
         if load is load_chat_scorer:
             shape = own_code_shape(module.model.config.to_dict())
         self._loaded[placement] = LoadedModel(key, model, zero, module, scorer, shape)

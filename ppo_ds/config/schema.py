@@ -188,6 +188,7 @@ class RewardModelStageConfig(TextConfig):
 WEIGHTED_REWARD = "ppo_ds.rewards.weighted.WeightedReward"  # `_target_` of reward=weighted
 LORA_FACTOR = 10.0  # learning rate of adapters / learning rate of all weights
 ENVIRONMENT_REWARD = "ppo_ds.rewards.environment.EnvironmentReward"
+TEACHER = "ppo_ds.rewards.teacher.TeacherReward"
 OPEN_PARTS = ("reward", "prepare")  # Keys of Config that hold a `_target_` and its arguments.
 # Endings of the metrics of an evaluation whose lowest value is the best; see checkpoint.best_mode.
 LOWER_IS_BETTER = ("/loss", "/perplexity", "/ties", "/calibration_error", "_std")

@@ -29,7 +29,7 @@ class Difficulty:
     """
 
     def __init__(
-        self, prompts: int, *, floor: float, responses: int, seed: int, gather: Callable[[Tensor], Tensor]
+        self, prompts: int, floor: float, responses: int, *, seed: int, gather: Callable[[Tensor], Tensor]
     ):
         """Starts the first pass; ``gather`` concatenates a tensor of all ranks, in the order of the ranks."""
         self._floor, self._responses, self._seed, self._gather = floor, responses, seed, gather

@@ -234,7 +234,9 @@ def load_partners(
         config_of(model_section(config, model), model.key)
     load_frozen, budget = RewardModels(world, note), CPU_LIMITS["score_tokens"]
     rewards = [
-        load_reward(config.reward, "reward", tokenizer, world, load_frozen, budget, note)
+        load_reward(
+            config.reward, "reward", tokenizer, config.sampling.temperature, world, load_frozen, budget, note
+        )
         if with_reward
         else None
         for tokenizer in tokenizers

@@ -13,7 +13,7 @@ import torch
 from ppo_ds.assemble.evaluation import describe_failure
 from ppo_ds.assemble.preflight import check_rewards, try_functions
 from ppo_ds.assemble.reward_models import RewardModels
-from ppo_ds.config.schema import PPOConfig, TextConfig
+from ppo_ds.config.schema import PPOConfig
 from ppo_ds.config.sections.data import SamplingConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import RunError, UserError
@@ -122,7 +122,7 @@ def reward_key(name: str) -> str:
 
 
 def score_responses(
-    config: TextConfig,
+    config: PPOConfig,
     world: World,
     found: Mapping[str, Responses],
     rewards: Mapping[str, dict[str, Any]],
@@ -134,7 +134,7 @@ def score_responses(
     """
     note = cache(note)  # the same lines for each tokenizer
     load_frozen = RewardModels(world, note)
-    given = config.memory.score_tokens
+    given, temperature = config.memory.score_tokens, config.sampling.temperature
     budget = TokenBudget("score_tokens", CPU_LIMITS["score_tokens"] if given == "auto" else given)
     readers = {id(responses.reader): responses.reader for responses in found.values()}
     scorers: dict[tuple[str, int], Reward] = {}
@@ -142,7 +142,7 @@ def score_responses(
         note(f"evaluation  score by {name}")
         for key, reader in readers.items():
             scorers[name, key] = load_reward(
-                section, reward_key(name), reader.tokenizer, world, load_frozen, budget, note
+                section, reward_key(name), reader.tokenizer, temperature, world, load_frozen, budget, note
             )
     if given == "auto":
         shapes = [(model.shape, model.section.dtype) for model in load_frozen.loaded]

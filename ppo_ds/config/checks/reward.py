@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ppo_ds.config.checks.data import is_prepared
-from ppo_ds.config.schema import ENVIRONMENT_REWARD, Config, PPOConfig, all_rewards, uses_environment
+from ppo_ds.config.schema import ENVIRONMENT_REWARD, TEACHER, Config, PPOConfig, all_rewards, uses_environment
 from ppo_ds.config.signatures import misused_targets
 from ppo_ds.config.similar_paths import did_you_mean_path
 from ppo_ds.config.types import parts_of
+
+# `_target_` of a reward whose scores all belong to tokens -> how error lines call it and its scores
+TOKEN_REWARDS = {ENVIRONMENT_REWARD: ("environment", "turns"), TEACHER: ("teacher", "tokens")}
 
 
 def check_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
@@ -32,18 +35,19 @@ def check_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
                 f"{key}=environment: there is no environment; set rollout.environment.path, or choose "
                 "another reward"
             )
-    if config.reward.get("_target_") != ENVIRONMENT_REWARD:
+    if config.reward.get("_target_") not in TOKEN_REWARDS:
         return
+    name, units = TOKEN_REWARDS[config.reward["_target_"]]
     shaping = config.algo.reward_shaping
     if shaping.normalize != "none":
         yield (
-            f"algo.reward_shaping.normalize={shaping.normalize}: does not apply to the rewards of turns, "
-            "which are all scores of reward=environment; set it to none"
+            f"algo.reward_shaping.normalize={shaping.normalize}: does not apply to the rewards of {units}, "
+            f"which are all scores of reward={name}; set it to none"
         )
     if shaping.missing_eos in ("set", "scale"):
         yield (
-            f"algo.reward_shaping.missing_eos={shaping.missing_eos}: does not apply to the rewards of turns, "
-            "which are all scores of reward=environment; set it to subtract or null"
+            f"algo.reward_shaping.missing_eos={shaping.missing_eos}: does not apply to the rewards of "
+            f"{units}, which are all scores of reward={name}; set it to subtract or null"
         )
 
 

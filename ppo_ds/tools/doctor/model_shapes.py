@@ -12,6 +12,7 @@ from ppo_ds.compute.sizes import Shape
 from ppo_ds.config.hub_cache import in_hub_cache
 from ppo_ds.config.reading import read
 from ppo_ds.config.schema import (
+    TEACHER,
     Config,
     ConfigT,
     PPOConfig,
@@ -132,8 +133,8 @@ def _rewards(config: PPOConfig, report: Report, loaded: set[Any]) -> dict[str, F
             report.add("reward", f"{key}={model.path}: shares weights that are already in memory")
         else:
             plan = partial(planned_own_code_shape, model, key=key)
-            if section.get("_target_") == CLASSIFIER:
-                plan = partial(planned_shape, model, classifier=True, trained=False, key=key)
+            if (target := section.get("_target_")) in (CLASSIFIER, TEACHER):
+                plan = partial(planned_shape, model, classifier=target == CLASSIFIER, trained=False, key=key)
             shape = report.attempt("reward", plan, partial(describe_shape, model.path))
             if shape is not None:
                 rewards[key] = FrozenModel.of(shape, model.dtype, zero)
