@@ -17,11 +17,11 @@ PRESETS = sorted(file.stem for file in (ROOT / "conf" / "algo").glob("*.yaml"))
 LOSSES = ("cispo", "sapo", "dppo", "gmpo")  # presets with another policy loss than PPO's
 CRITIC_FREE = {
     *("rloo", "grpo", "dr_grpo", "reinforce_pp", "dapo", "gspo"),
-    *("remax", "lite_ppo", "maxrl", "gdpo", "reinforce_pp_baseline"),
+    *("remax", "lite_ppo", "maxrl", "gdpo", "reinforce_pp_baseline", "distill"),
     *LOSSES,
 }
 # presets without a KL, and so without a reference
-WITHOUT_KL = {"dr_grpo", "dapo", "gdpo", "gspo", "lite_ppo", "maxrl", "vapo", *LOSSES}
+WITHOUT_KL = {"distill", "dr_grpo", "dapo", "gdpo", "gspo", "lite_ppo", "maxrl", "vapo", *LOSSES}
 # Further arguments of presets: a certain kind of reward, or less to do before the first step
 MORE = {
     "vapo": ("algo.value.pretrain_rollouts=1",),
