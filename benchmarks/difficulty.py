@@ -39,9 +39,8 @@ def main(argv: list[str]) -> int:
     args = p.parse_args(argv)
     for name in args.sets:
         curves = {kind: [train(args, name, kind, seed) for seed in args.seeds] for kind in KINDS}
-        print(
-            f"\n{name} set, {len(args.seeds)} seed(s): held-out accuracy in percent\n  step  {'  '.join(KINDS)}"
-        )
+        print(f"\n{name} set, {len(args.seeds)} seed(s): held-out accuracy in percent")
+        print(f"  step  {'  '.join(KINDS)}")
         for step in curves["uniform"][0]:
             means = [100 * mean(curve[step] for curve in found) for found in curves.values()]
             print(f"  {step:4}  {means[0]:7.1f}  {means[1]:10.1f}")

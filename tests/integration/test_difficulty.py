@@ -21,15 +21,15 @@ SMALL = (
 )
 
 
-def trained(folder: Path, *more: str, launcher: str = "python") -> Path:
-    done = launch(launcher, *SMALL, f"run.dir={folder}", *more, cwd=folder.parent)
+def trained(folder: Path, *more: str) -> Path:
+    done = launch("python", *SMALL, f"run.dir={folder}", *more, cwd=folder.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
 def remembered(folder: Path, step: int) -> dict[str, str]:
     state = json.loads((folder / "checkpoints" / f"step_{step:06d}" / "state.json").read_text())
-    return state["difficulty"]
+    return state["state"]["difficulty"]
 
 
 def test_a_resumed_run_draws_the_same_prompts(tmp_path: Path) -> None:
