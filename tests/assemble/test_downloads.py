@@ -27,6 +27,10 @@ from tests.ppo.conftest import run_ranks
             {"actor": "org/actor", "reference": "org/actor", "reward": "org/rm"},
         ),
         (
+            ("reward=teacher", "algo=distill", "reward.model.path=org/teacher", "~reward.path"),
+            {"actor": "org/actor", "reward": "org/teacher"},
+        ),
+        (
             ("reward=minimind", "~reward.path"),
             {
                 "actor": "org/actor",

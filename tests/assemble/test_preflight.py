@@ -158,6 +158,25 @@ def test_rows_beyond_the_positions(check, folder):
     assert check("reward=length", "reward.longest=3", "sampling.max_new_tokens=3", actor=short) == []
 
 
+def test_a_teacher_that_cannot_read_the_responses(check, folder, tmp_path):
+    """The longest row has six tokens. Ranks do not divide the rows of a teacher, so any heads will do."""
+    arguments = ("reward=teacher", "algo=distill", f"reward.model.path={tmp_path}/teacher")
+    folder("teacher", max_position_embeddings=6, num_attention_heads=3, hidden_size=24)
+    assert check(*arguments) == check(*arguments, *DIVIDED[2:]) == []
+    folder("teacher", max_position_embeddings=5)
+    (line,) = check(*arguments)
+    assert line.startswith("reward.model.path=teacher: has 5 positions")
+    folder("teacher", vocab_size=TOKENS - 1)
+    (line,) = check(*arguments)
+    assert line.startswith("reward.model.path=teacher: the actor's tokenizer has ids up to")
+    folder("teacher")
+    character_tokenizer("abcdefghijklmnopqrstuvwxzy").save(tmp_path / "teacher")
+    assert check(*arguments) == [
+        "reward.model.path=teacher: its tokenizer differs from the policy's, actor, in 2 tokens such as 'y'; "
+        "a teacher reads the token ids of the policy, so choose a model of the same family"
+    ]
+
+
 @pytest.mark.parametrize(("heads", "groups"), [(3, 3), (4, 1)])
 def test_heads_that_ranks_cannot_divide(check, folder, heads, groups):
     odd = folder("odd", num_attention_heads=heads, num_key_value_heads=groups, hidden_size=24)

@@ -112,5 +112,8 @@ def test_shaping_of_whole_scores_is_refused_for_rewards_of_turns():
         "of reward=environment; set it to subtract or null",
     ]
     assert problems(*settings, "algo.reward_shaping.missing_eos=subtract") == []
+    teacher = ("reward=teacher", "reward.model.path=org/a", "algo=rlhf")
+    lines = complaints(*settings[:-2], *teacher)
+    assert ["tokens, which are all scores of reward=teacher" in line for line in lines] == [True, True]
     mixture = ["reward=weighted", "reward@reward.parts.turns.reward=environment"]
     assert problems(*settings[:-2], *mixture, settings[-1], "algo=rlhf") == []

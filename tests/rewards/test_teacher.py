@@ -1,4 +1,4 @@
-"""Tests reward=teacher: rewards by hand, micro-batches and ranks, errors, and a policy that is distilled."""
+"""Tests reward=teacher: rewards by hand and by transformers, micro-batches, ranks, and errors."""
 
 from contextlib import contextmanager
 from dataclasses import replace
