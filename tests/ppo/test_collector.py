@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 import torch
 
-from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector
+from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
 from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rollout.base import SamplingParams
 from ppo_ds.types import Prompts, Rollout, Scores
@@ -192,3 +192,35 @@ def test_a_greedy_response_to_each_prompt_is_generated_and_scored_too(on_ranks, 
 def greedy_lengths(ranks):
     """Returns the lengths that ``generate`` gives the greedy responses to the prompts 1 to 4."""
     return [1 + (n + i % (4 // ranks) % SAMPLES) % 4 for i, n in enumerate([1, 2, 3, 4])]
+
+
+class Observer:
+    """Stands in for data.difficulty."""
+
+    metrics = {"rollout/settled_frac": 0.25}
+
+    def __init__(self):
+        self.scores = []
+
+    def observe(self, scores):
+        self.scores.append(scores.tolist())
+
+
+def test_difficulty_observes_the_scores_of_every_round_and_of_sampled_responses_only(world):
+    """Prompt n has the scores n and n + 0.5 if it is useful, else n and n."""
+    greedy = dict(
+        sampling=SamplingParams(4, 0, 1.0, 1.0, 0, (2,), ()), generator=lambda p, _: generate(p, SAMPLING)
+    )
+    cases = {
+        RolloutCollector: ({}, [[1, 1, 2, 2.5]]),
+        GreedyRolloutCollector: (greedy | dict(group_size=2, world=world), [[1, 1, 2, 2.5]]),
+        DynamicRolloutCollector: (
+            dict(group_size=2, world=world, max_rounds=3), [[1, 1, 2, 2.5], [3, 3, 4, 4.5]],
+        ),
+    }  # fmt: skip
+    for kind, (options, expected) in cases.items():
+        seen, rounds = Observer(), iter([prompts_of([1, 2]), prompts_of([3, 4])])
+        collect = kind(**parts({2, 4}) | dict(prompts=rounds, difficulty=seen) | options)
+        _, scores, metrics = collect()
+        scores.result()
+        assert seen.scores == expected and metrics["rollout/settled_frac"] == 0.25
