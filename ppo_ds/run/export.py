@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ppo_ds.distributed.faults import fault
 from ppo_ds.engine.checkpoint.checkpoints import mark_deleted, step_folders, step_of
-from ppo_ds.engine.checkpoint.files import CheckpointError, on_main_rank, raise_on_all_ranks
+from ppo_ds.engine.checkpoint.files import on_main_rank
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.errors import RunError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.run.stage import RunContext, Stage
 from ppo_ds.storage.drafts import draft_directory, remove_drafts, write_file
@@ -48,20 +49,14 @@ def export_model(
     """Writes the weights of ``model`` and the tokenizer to ``folder``, which is replaced. A collective.
 
     ``save`` runs on rank 0 and receives the weights below ``prefix``, without it. Nothing else holds them.
-    Raises CheckpointError on all ranks if rank 0 cannot write.
     """
-    weights, error = consolidated(model), None
+    weights = consolidated(model)
     if weights is not None:
         names = [name for name in weights if name.startswith(prefix)]
         kept = {name.removeprefix(prefix): weights.pop(name) for name in names}
-        try:
-            with draft_directory(folder) as draft:
-                save(draft, kept)
-                tokenizer.save(draft)
-                fault("export.write")
-        except (OSError, SafetensorError) as caught:  # safetensors raises its own error if the disk is full
-            error = caught
-    raise_on_all_ranks(model.world, error)
+        with draft_directory(folder) as draft:
+            save(draft, kept)
+            tokenizer.save(draft)
 
 
 def export_step(step: int, stage: Stage, context: RunContext, keep: int | None) -> None:
@@ -69,7 +64,7 @@ def export_step(step: int, stage: Stage, context: RunContext, keep: int | None) 
 
     Then deletes those of later steps, which a resumed or rolled back run repeats, and all but the newest
     ``keep``. A folder without MARKER is neither replaced nor deleted, since the run has not written it.
-    Raises CheckpointError on all ranks if the export could not be written.
+    Raises RunError on rank 0 if the export cannot be written.
     """
     root, world = context.run_dir / "step_models", context.world
     final = root / f"step_{step:06d}"
@@ -80,11 +75,11 @@ def export_step(step: int, stage: Stage, context: RunContext, keep: int | None) 
     try:
         with draft_directory(final) if world.is_main else nullcontext(final) as draft:
             stage.export(draft)
-            on_main_rank(world, lambda: write_file(draft / MARKER, ""))
+            if world.is_main:
+                write_file(draft / MARKER, "")
             fault("export.before_rename")
-    except CheckpointError as error:
-        raise CheckpointError(f"{final} was not written: {error}") from error
-    fault("export.after_rename")
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        raise RunError(f"{final} was not written: {error}") from error
 
     def prune() -> None:
         written = [folder for folder in step_folders(root) if (folder / MARKER).exists()]
@@ -94,3 +89,4 @@ def export_step(step: int, stage: Stage, context: RunContext, keep: int | None) 
         remove_drafts(root)
 
     on_main_rank(world, prune)
+    fault("export.after_rename")

@@ -56,8 +56,7 @@ class RunConfig(Section):
     onednn on processors of AMD with AVX-512, where it is faster, and torch on others."""
 
     profile: Count | None = None
-    """Step of which rank 0 writes a trace by torch.profiler to profile/step_NNNNNN/trace.json.gz in the run
-    directory; null: no trace."""
+    """Step whose trace by torch.profiler rank 0 writes to profile/step_NNNNNN/trace.json.gz; null: none."""
 
     timeout_minutes: Positive = 30.0
     """A phase without a heartbeat for this time counts as a hang and ends the run."""

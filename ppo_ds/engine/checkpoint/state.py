@@ -49,8 +49,7 @@ def weight_copy_bytes(copy: WeightCopy) -> int:
 def exported_bytes(models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy]) -> int:
     """Returns the size in bytes of the weights that ``Stage.export`` writes."""
     exported = [*models.values(), *(copy.model for name, copy in copies.items() if name == "ema")]
-    parameters = [parameter for model in exported for parameter in model.module.parameters()]
-    return sum(whole_numel(parameter) * parameter.element_size() for parameter in parameters)
+    return sum(whole_numel(p) * p.element_size() for model in exported for p in model.module.parameters())
 
 
 def save_model(model: TrainedModel, directory: Path) -> list[Path]:
