@@ -92,10 +92,11 @@ class Saver:
 
     def check_disk_space(self) -> None:
         """Raises UserError if the disk has no room for a checkpoint and an export that are still to come."""
-        saves = self.config.every != 0 or self.config.keep_best
-        if saves and self.state.step < self.stage.total_steps:
-            models, copies = self.stage.models, self.stage.weight_copies
-            exported = exported_bytes(models, copies) if self.config.export_every else 0
+        models, copies = self.stage.models, self.stage.weight_copies
+        exported = exported_bytes(models, copies) if self.config.export_every else 0
+        if self.config.every == 0 and not self.config.keep_best:
+            models, copies = {}, {}
+        if (models or exported) and self.state.step < self.stage.total_steps:
             self.checkpoints.check_disk_space(models, copies, exported)
 
     def resume(self, path: Path) -> None:
