@@ -24,7 +24,6 @@ from ppo_ds.config.schema import (
     resolved,
     trained_models,
 )
-from ppo_ds.config.sections.run import RunConfig
 from ppo_ds.config.targets import bind
 from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.store import RankStore
@@ -101,7 +100,7 @@ def build_run(
         banner.starting(f"reading {start}")
         run.saver.resume(start)
     run.saver.check_disk_space()
-    check_profile(config.run, run.saver.state.step, run.stage.total_steps, banner)
+    check_profile(config, run.saver.state.step, run.stage.total_steps, banner)
     if world.is_main:
         steps, done = run.stage.total_steps, run.saver.state.step
         times = checkpoint_times(config.checkpoint)
@@ -191,12 +190,12 @@ def build_loop(
     )
 
 
-def check_profile(config: RunConfig, done: int, steps: int, banner: Banner) -> None:
+def check_profile(config: Config, done: int, steps: int, banner: Banner) -> None:
     """Raises UserError if the run ends before the step run.profile; warns if an earlier start has done it."""
     if problems := list(late_profile(config, steps)):
         raise UserError(*problems)
-    if config.profile is not None and config.profile <= done:
-        banner.warn(f"run.profile={config.profile}: writes no trace, since the run resumes after step {done}")
+    if config.run.profile and config.run.profile <= done:
+        banner.warn(f"run.profile={config.run.profile}: no trace, since the run resumes after step {done}")
 
 
 def start_trackers(

@@ -177,8 +177,8 @@ checkpoint.keep_exports=3 ->
     checkpoint.keep_exports=null
 checkpoint.export_every=0 -> checkpoint.export_every=0: must be at least 1
 run.profile=0 -> run.profile=0: must be at least 1
-run.profile=3 -> run.profile=3: the run ends with step 2; choose an earlier step, or null
-run={profile:2,stop_at_step:1} -> run.profile=2: the run ends with step 1; choose an earlier step, or null
+run.profile=3 -> run.profile=3: the run ends with step 2; choose an earlier one
+run={profile:2,stop_at_step:1} -> run.profile=2: the run ends with step 1; choose an earlier one
 checkpoint.minutes=0 -> checkpoint.minutes=0: must be above 0
 checkpoint.minutes=-1 -> checkpoint.minutes=-1: must be above 0
 checkpoint.minutes=.inf -> checkpoint.minutes=.inf: must be a number

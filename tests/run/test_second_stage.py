@@ -118,7 +118,7 @@ def test_exports_and_a_trace_change_nothing_and_no_checkpoint_lacks_its_export(
     assert [path.name for path in (run / "profile").iterdir()] == ["step_000003"]
     assert {"time/draw", "time/update_regression"} <= {name for name, _ in spans(run / "profile/step_000003")}
     codes, output = lab.run("exports", *more)  # step 3 is over
-    assert codes == [0, 0] and "run.profile=3: writes no trace, since the run resumes after step 6" in output
+    assert codes == [0, 0] and "run.profile=3: no trace, since the run resumes after step 6" in output
 
 
 def test_a_killed_run_resumes_to_the_same_bits(lab: Lab, undisturbed: Path) -> None:

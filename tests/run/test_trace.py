@@ -6,6 +6,7 @@ import gzip
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from ppo_ds.errors import UserError
 from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.tracking.banner import Banner
 from tests.engine.test_checkpoint import OneRank
+
+RANK: Any = OneRank()
 
 
 def spans(folder: Path) -> list[tuple[str, float]]:
@@ -43,7 +46,7 @@ def test_the_spans_are_the_phases_of_the_metrics(tmp_path: Path) -> None:
     timer = PhaseTimer(torch.device("cpu"))
     work(timer)  # outside the trace
     before = timer.take()
-    with timer.trace(tmp_path / "profile", OneRank()):  # type: ignore[arg-type]
+    with timer.trace(tmp_path / "profile", RANK):
         work(timer)
     found, metrics = spans(tmp_path / "profile"), timer.take()
     assert [name for name, _ in found] == ["time/generate", "time/update_actor", "time/update_actor"]
@@ -58,11 +61,11 @@ def test_the_spans_are_the_phases_of_the_metrics(tmp_path: Path) -> None:
 
 def test_a_step_that_fails_leaves_no_trace(tmp_path: Path) -> None:
     timer = PhaseTimer(torch.device("cpu"))
-    with pytest.raises(ValueError, match="abandoned"), timer.trace(tmp_path / "profile", OneRank()):  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="abandoned"), timer.trace(tmp_path / "profile", RANK):
         work(timer)
         raise ValueError("abandoned")
     assert not any(tmp_path.iterdir())
-    with timer.trace(tmp_path / "profile", OneRank()):  # type: ignore[arg-type]
+    with timer.trace(tmp_path / "profile", RANK):
         work(timer)
     assert len(spans(tmp_path / "profile")) == 3
 
@@ -72,14 +75,15 @@ def test_a_step_that_fails_leaves_no_trace(tmp_path: Path) -> None:
     [
         ({}, 0, []),
         ({"profile": 5}, 4, []),
-        ({"profile": 4}, 4, ["run.profile=4: writes no trace, since the run resumes after step 4"]),
-        ({"profile": 6}, 0, "run.profile=6: the run ends with step 5; choose an earlier step, or null"),
+        ({"profile": 4}, 4, ["run.profile=4: no trace, since the run resumes after step 4"]),
+        ({"profile": 6}, 0, "run.profile=6: the run ends with step 5; choose an earlier one"),
         ({"profile": 4, "stop_at_step": 3}, 0, "run.profile=4: the run ends with step 3"),
     ],
 )
 def test_a_step_that_the_run_does_not_make(settings: dict[str, Any], done: int, said: Any) -> None:
     """The number of steps of run.epochs is only known once the data have been read."""
-    banner, config = Banner(), RunConfig(epochs=1.0, **settings)
+    config: Any = SimpleNamespace(run=RunConfig(epochs=1.0, **settings))
+    banner = Banner()
     if isinstance(said, str):
         with pytest.raises(UserError, match=f"^{said}"):
             check_profile(config, done, 5, banner)

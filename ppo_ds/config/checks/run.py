@@ -8,7 +8,6 @@ from pathlib import Path
 from ppo_ds.config.registry import STAGES
 from ppo_ds.config.resume import unknown_names, unusable_start
 from ppo_ds.config.schema import Config
-from ppo_ds.config.sections.run import RunConfig
 from ppo_ds.config.text import show
 
 
@@ -34,13 +33,13 @@ def check_run(config: Config, ranks: int) -> Iterator[str]:
             f"run.dir={config.run.dir}: has been used already, and run.resume=never; choose another run.dir "
             "or run.name, or set run.resume=auto or run.resume=restart"
         )
-    yield from late_profile(config.run, config.run.steps)
+    yield from late_profile(config, config.run.steps)
     yield from unknown_names(config)
     yield from unusable_start(config)
 
 
-def late_profile(run: RunConfig, steps: int | None) -> Iterator[str]:
+def late_profile(config: Config, steps: int | None) -> Iterator[str]:
     """Yields an error line if the run ends before the step run.profile; ``steps`` is its length, if known."""
-    last = min(filter(None, (steps, run.stop_at_step)), default=None)
-    if run.profile is not None and last is not None and run.profile > last:
-        yield f"run.profile={run.profile}: the run ends with step {last}; choose an earlier step, or null"
+    last = min(filter(None, (steps, config.run.stop_at_step)), default=None)
+    if config.run.profile and last and config.run.profile > last:
+        yield f"run.profile={config.run.profile}: the run ends with step {last}; choose an earlier one"
