@@ -37,6 +37,7 @@ QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "WANDB_SILENT": "true",
+    "KINETO_LOG_LEVEL": "99",  # of torch.profiler
     # Otherwise torch logs ten lines on each rank when a failed rank's store is gone, and on GPUs, before the
     # trainer's line, C++ stacks if NCCL loses a peer. What ends a process is raised or printed all the same.
     "TORCH_CPP_LOG_LEVEL": "FATAL",

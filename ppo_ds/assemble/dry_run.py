@@ -93,9 +93,10 @@ def _small_run(config: Config) -> dict[str, Any]:
     tiny = {model: str(folder / "models" / f"{i}") for i, model in enumerate(models)}
     tree = _with_tiny_models(tree, tiny)
     tree["run"] |= {"dir": str(folder), "steps": STEPS, "epochs": None, "resume": "never"}
-    tree["run"] |= {"stop_at_step": None, "max_minutes": None}
+    tree["run"] |= {"stop_at_step": None, "max_minutes": None, "profile": None}
     tree["data"]["max_samples"] = min(tree["data"]["max_samples"] or MAX_DATA_ROWS, MAX_DATA_ROWS)
-    tree["checkpoint"] |= {"every": STEPS, "minutes": None, "keep_last": 1}
+    exports = config.checkpoint.export_every and STEPS
+    tree["checkpoint"] |= {"every": STEPS, "minutes": None, "keep_last": 1, "export_every": exports}
     tree["tracker"]["wandb"]["mode"] = "disabled"
     for tracker in ("tensorboard", "trackio"):
         tree["tracker"][tracker]["enabled"] = False

@@ -11,6 +11,7 @@ from ppo_ds.assemble.banner import checkpoint_times, length, resumed
 from ppo_ds.assemble.downloads import models_to_download
 from ppo_ds.assemble.start import on_main, open_start
 from ppo_ds.compute import matmul
+from ppo_ds.config.checks.run import late_profile
 from ppo_ds.config.registry import STAGES, import_target
 from ppo_ds.config.schema import (
     OPEN_PARTS,
@@ -99,6 +100,7 @@ def build_run(
         banner.starting(f"reading {start}")
         run.saver.resume(start)
     run.saver.check_disk_space()
+    check_profile(config, run.saver.state.step, run.stage.total_steps, banner)
     if world.is_main:
         steps, done = run.stage.total_steps, run.saver.state.step
         times = checkpoint_times(config.checkpoint)
@@ -181,12 +183,19 @@ def build_loop(
         stage=stage,
         saver=saver,
         name=config.run.name or config.stage,
-        stop_at_step=config.run.stop_at_step,
+        config=config.run,
         eval_every=config.eval.every,
         heldout={**entry.heldout} | {f"{name}_mean": f"eval/{name}_mean" for name in extra_rewards(config)},
-        lists_files=config.run.dry_run is not True,
         mark_ending=mark_ending,
     )
+
+
+def check_profile(config: Config, done: int, steps: int, banner: Banner) -> None:
+    """Raises UserError if the run ends before the step run.profile; warns if an earlier start has done it."""
+    if problems := list(late_profile(config, steps)):
+        raise UserError(*problems)
+    if config.run.profile and config.run.profile <= done:
+        banner.warn(f"run.profile={config.run.profile}: no trace, since the run resumes after step {done}")
 
 
 def start_trackers(

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 
+from ppo_ds.distributed.faults import fault
+from ppo_ds.engine.checkpoint.checkpoints import mark_deleted, step_folders, step_of
+from ppo_ds.engine.checkpoint.files import on_main_rank
 from ppo_ds.engine.checkpoint.state import consolidated
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.engine.weight_copy import WeightCopy
+from ppo_ds.errors import RunError
 from ppo_ds.models.tokenizer import Tokenizer
-from ppo_ds.storage.drafts import draft_directory
+from ppo_ds.run.stage import RunContext, Stage
+from ppo_ds.storage.drafts import draft_directory, remove_drafts, write_file
+
+log = logging.getLogger(__name__)
+MARKER = ".step_export"  # file in each folder that export_step has written
 
 
 def export_actor(run_dir: Path, actor: TrainedModel, ema: WeightCopy | None, tokenizer: Tokenizer) -> None:
@@ -46,3 +57,36 @@ def export_model(
         with draft_directory(folder) as draft:
             save(draft, kept)
             tokenizer.save(draft)
+
+
+def export_step(step: int, stage: Stage, context: RunContext, keep: int | None) -> None:
+    """Writes the export of a step to step_models/step_NNNNNN, complete or not at all. A collective.
+
+    Then deletes those of later steps, which a resumed or rolled back run repeats, and all but the newest
+    ``keep``. A folder without MARKER is neither replaced nor deleted, since the run has not written it.
+    Raises RunError on rank 0 if the export cannot be written.
+    """
+    root, world = context.run_dir / "step_models", context.world
+    final = root / f"step_{step:06d}"
+    if world.gather_objects(final.exists() and not (final / MARKER).exists())[0]:
+        if world.is_main:
+            log.warning("warning: step %d is not exported: %s is not of this run; move it away", step, final)
+        return
+    try:
+        with draft_directory(final) if world.is_main else nullcontext(final) as draft:
+            stage.export(draft)
+            if world.is_main:
+                write_file(draft / MARKER, "")
+            fault("export.before_rename")
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        raise RunError(f"{final} was not written: {error}") from error
+
+    def prune() -> None:
+        written = [folder for folder in step_folders(root) if (folder / MARKER).exists()]
+        kept = [folder for folder in written if step_of(folder) <= step][:keep]
+        for folder in set(written) - set(kept):
+            mark_deleted(folder)
+        remove_drafts(root)
+
+    on_main_rank(world, prune)
+    fault("export.after_rename")

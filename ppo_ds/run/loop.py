@@ -6,9 +6,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
+from ppo_ds.config.sections.run import RunConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import UserError
 from ppo_ds.run.alarms import Alarms
@@ -42,10 +43,9 @@ class Run:
 
     # settings
     name: str
-    stop_at_step: int | None
+    config: RunConfig
     eval_every: int | None  # steps between evaluations
     heldout: Mapping[str, str]  # metrics of the evaluations in summary.json, see StageEntry
-    lists_files: bool = True  # False if the files are removed after the run, as by a dry run
 
     # state of this process
     alarms: Alarms = field(init=False, default_factory=Alarms)  # used by rank 0
@@ -81,11 +81,12 @@ class Run:
             self.start()
             for index in self.steps():
                 with self.rollback_on_nonfinite():
-                    with self.saver.undo_if_abandoned():
+                    with self.saver.undo_if_abandoned(), self.trace_if_due():
                         result = self.stage.step(index)
                     self.count(result)
                     self.log(result, self.evaluate_if_due())
                     self.warn(result)
+                    self.saver.export_if_due()
                     self.saver.save_if_due(self.eval_score, self.clock)
         except StepRefused as refused:
             self.reason, self.error = refused.reason, f"step {self.state.step + 1}: {refused}"
@@ -132,7 +133,7 @@ class Run:
                 pass
             elif step >= self.stage.total_steps:
                 self.reason = "done"
-            elif self.stop_at_step is not None and step >= self.stop_at_step:
+            elif self.config.stop_at_step is not None and step >= self.config.stop_at_step:
                 self.reason = "stop_at_step"
             elif self.saver.selection.is_exhausted(self.state.evals_without_improvement):
                 self.reason = "early_stop"
@@ -140,6 +141,12 @@ class Run:
                 yield step
                 continue
             return
+
+    def trace_if_due(self) -> AbstractContextManager[None]:
+        """Returns a context manager that writes a trace of its block if the next step is run.profile."""
+        step = self.state.step + 1
+        folder = self.context.run_dir / "profile" / f"step_{step:06d}"
+        return self.context.timer.trace(folder, self.world) if step == self.config.profile else nullcontext()
 
     def count(self, result: StepResult) -> None:
         self.state.step += 1
@@ -161,7 +168,7 @@ class Run:
         step, self.eval_score = self.state.step, None
         if self.context.stop.agreed_reason() == "time_limit":
             self.reason = "time_limit"
-        ends = self.reason == "time_limit" or step in (self.stage.total_steps, self.stop_at_step)
+        ends = self.reason == "time_limit" or step in (self.stage.total_steps, self.config.stop_at_step)
         if not ends and not is_due(step, self.eval_every):
             return Evaluation({}, [])
         try:
@@ -306,7 +313,7 @@ class Run:
                 exported=succeeded,
                 checkpoint=checkpoint,
                 best=best,
-                lists_files=self.lists_files,
+                lists_files=self.config.dry_run is not True,  # which removes them after the run
             )
             if self.error:
                 kept = f"; step {self.state.step} is saved in {checkpoint}" if checkpoint else ""

@@ -23,7 +23,7 @@ from ppo_ds.storage.run_directory import check_run_directory
 RECORD = tuple(
     """
     config.yaml memory.json metrics.jsonl events.jsonl samples eval_reference.json summary.json curves.png
-    report.html model model_ema adapter critic wandb.id tensorboard trackio.id
+    report.html model model_ema adapter critic step_models profile wandb.id tensorboard trackio.id
     """.split()
 )
 # All files and folders that run.resume=restart moves.
@@ -110,8 +110,8 @@ def open_run_directory(run_dir: Path, now: Settings, start: Path | None, restart
             )
         elif start is None and steps:
             lines.append(f"restart    {run_dir} had {steps} steps and no checkpoint; they are run again")
-        for folder in (run_dir, run_dir / "samples", run_dir / "dumps"):
-            remove_drafts(folder)
+        for folder in ("", "samples", "dumps", "step_models", "profile"):
+            remove_drafts(run_dir / folder)
         write_settings(run_dir, now)
     return lines
 

@@ -13,8 +13,10 @@ from typing import Any
 from ppo_ds.config.sections.run import CheckpointConfig
 from ppo_ds.data.fingerprint import changed_rows
 from ppo_ds.engine.checkpoint.checkpoints import Checkpoints
+from ppo_ds.engine.checkpoint.state import exported_bytes
 from ppo_ds.engine.rng import rng_snapshot
 from ppo_ds.errors import UserError
+from ppo_ds.run.export import export_step
 from ppo_ds.run.health import TooManySkips
 from ppo_ds.run.stage import HELD_OUT, Evaluation, RunContext, Stage
 from ppo_ds.run.state import Selection, TrainState, is_due
@@ -73,6 +75,15 @@ class Saver:
             self.saved_step = step
             self.start_interval(clock)
 
+    def export_if_due(self) -> None:
+        """Exports the models if checkpoint.export_every says so, before the checkpoint of the step is saved.
+
+        A run that is killed in between repeats the step, so that no checkpoint lacks its export.
+        """
+        if is_due(self.state.step, self.config.export_every):
+            with self.context.timer("export"):
+                export_step(self.state.step, self.stage, self.context, self.config.keep_exports)
+
     def score_of(self, evaluation: Evaluation) -> float | None:
         """Returns the score by which an evaluation competes for the best checkpoint, if one is kept."""
         if not self.config.keep_best or evaluation.data != HELD_OUT:
@@ -80,10 +91,13 @@ class Saver:
         return self.selection.score(evaluation.metrics)
 
     def check_disk_space(self) -> None:
-        """Raises UserError if the disk has no room for a checkpoint that is still to be saved."""
-        saves = self.config.every != 0 or self.config.keep_best
-        if saves and self.state.step < self.stage.total_steps:
-            self.checkpoints.check_disk_space(self.stage.models, self.stage.weight_copies)
+        """Raises UserError if the disk has no room for a checkpoint and an export that are still to come."""
+        models, copies = self.stage.models, self.stage.weight_copies
+        exported = exported_bytes(models, copies) if self.config.export_every else 0
+        if self.config.every == 0 and not self.config.keep_best:
+            models, copies = {}, {}
+        if (models or exported) and self.state.step < self.stage.total_steps:
+            self.checkpoints.check_disk_space(models, copies, exported)
 
     def resume(self, path: Path) -> None:
         """Restores weights, optimizers, random states, progress and the state of the stage."""

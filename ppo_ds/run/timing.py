@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.world import World
+from ppo_ds.engine.checkpoint.files import on_main_rank
+from ppo_ds.storage.drafts import draft_directory
 from ppo_ds.types import Metrics
 
 _LOWER = "; lower memory.{} (it changes memory and speed, not the result)"
@@ -37,6 +40,7 @@ class PhaseTimer:
         self.device = device
         self._phases: list[tuple[str, Any, Any]] = []  # name, start, end; see _mark
         self._depth = 0
+        self._span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # records a phase in a trace
         self._started = time.perf_counter()
 
     def _mark(self) -> Any:
@@ -50,10 +54,12 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = self._mark() if self._depth == 0 else None
+        span = self._span(f"time/{phase}") if self._depth == 0 else nullcontext()
         self._depth += 1
         before = heartbeat.enter(f"in the phase {phase!r}")
         try:
-            yield
+            with span:
+                yield
         except torch.OutOfMemoryError as error:
             error.add_note(f"out of memory in the phase {phase!r}{REMEDIES.get(phase, '')}")
             raise
@@ -62,6 +68,19 @@ class PhaseTimer:
             heartbeat.enter(*before if self._depth else (f"after the phase {phase!r}",))
             if start is not None:
                 self._phases.append((phase, start, self._mark()))
+
+    @contextmanager
+    def trace(self, folder: Path, world: World) -> Iterator[None]:
+        """Writes a trace of the block on rank 0 by torch.profiler to ``folder``/trace.json.gz. A collective.
+
+        Each phase is a span with the name of its metric. Nothing is written if the block raises an exception.
+        """
+        with torch.profiler.profile() if world.is_main else nullcontext() as profiler:
+            self._span = torch.profiler.record_function
+            yield
+        self._span = nullcontext
+        with self("profile"):
+            on_main_rank(world, lambda: write_trace(profiler, folder))
 
     def take(self) -> Metrics:
         """Returns time/<phase>, time/other (outside all phases) and time/step since the last call.
@@ -78,6 +97,11 @@ class PhaseTimer:
             seconds[f"time/{phase}"] += start.elapsed_time(end) / 1000 if on_gpu else end - start
         self._phases.clear()
         return seconds | {"time/other": total - sum(seconds.values()), "time/step": total}
+
+
+def write_trace(profiler: Any, folder: Path) -> None:
+    with draft_directory(folder) as draft:
+        profiler.export_chrome_trace(str(draft / "trace.json.gz"))
 
 
 def compare_times(world: World, step_seconds: float) -> tuple[Metrics, float]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from ppo_ds.errors import UserError
 
 DRY_RUN_MARKER = ".dry_run"  # file that marks a folder that a dry run created and may empty
-_WRITTEN = ("checkpoints", "samples", "dumps", "exports")  # subdirectories of a run directory
+# subdirectories of a run directory
+_WRITTEN = ("checkpoints", "samples", "dumps", "exports", "step_models", "profile")
 
 
 def dry_run_directory(run_dir: str) -> Path:

@@ -172,6 +172,13 @@ sampling.min_new_tokens=9 -> sampling.min_new_tokens=9: must be at most sampling
 sampling={min_new_tokens:2,stop:[x]} ->
     sampling.min_new_tokens=2: needs sampling.stop=[]; otherwise set sampling.min_new_tokens=0
 sampling.temperature=0 -> sampling.temperature=0: must be above 0
+checkpoint.keep_exports=3 ->
+    checkpoint.keep_exports=3: needs checkpoint.export_every (it is null); otherwise set
+    checkpoint.keep_exports=null
+checkpoint.export_every=0 -> checkpoint.export_every=0: must be at least 1
+run.profile=0 -> run.profile=0: must be at least 1
+run.profile=3 -> run.profile=3: the run ends with step 2; choose an earlier one
+run={profile:2,stop_at_step:1} -> run.profile=2: the run ends with step 1; choose an earlier one
 checkpoint.minutes=0 -> checkpoint.minutes=0: must be above 0
 checkpoint.minutes=-1 -> checkpoint.minutes=-1: must be above 0
 checkpoint.minutes=.inf -> checkpoint.minutes=.inf: must be a number

@@ -145,7 +145,7 @@ def test_what_may_change_is_named() -> None:
 
 
 SILENT = """
-run.name=other run.dir=elsewhere run.stop_at_step=1 run.max_minutes=3 run.timeout_minutes=4
+run.name=other run.dir=elsewhere run.stop_at_step=1 run.profile=1 run.max_minutes=3 run.timeout_minutes=4
 run.threads=1 run.verbose=true memory.train_tokens=99 memory.layout=padded checkpoint.every=3
 checkpoint.minutes=0.5 checkpoint.keep_last=1 health.max_skips=1 eval.greedy=false tracker.samples=0
 tracker.wandb.mode=offline actor.zero.offload_optimizer=true reference.zero.stage=3
@@ -312,7 +312,10 @@ def test_checkpoints_that_are_not_continued_are_moved_with_their_record(tmp_path
 def checkpointed(run_dir: Path, *arguments: str, reason: str | None = "signal") -> None:
     """Fills the run directory with everything that a run can write, like a run of three steps."""
     used(run_dir, *arguments)
-    for folder in ("checkpoints/step_000002", "dumps/step_000003", "exports", "wandb", "model", "start"):
+    for folder in (
+        *("checkpoints/step_000002", "dumps/step_000003", "exports", "wandb", "model", "start"),
+        *("step_models/step_000002", "profile/step_000002"),
+    ):
         (run_dir / folder).mkdir(parents=True)
         (run_dir / folder / "file").touch()
     (run_dir / "run.lock").touch()
@@ -335,8 +338,8 @@ def test_restart_moves_all_that_a_run_has_written_and_nothing_else(tmp_path: Pat
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["config.yaml", "earlier_1", "run.lock", "start"]
     moved = sorted(path.name for path in (tmp_path / "earlier_1").iterdir())
-    assert moved == ["checkpoints", "config.yaml", "dumps", "exports", "metrics.jsonl", "model", "samples",
-                     "summary.json", "wandb", "wandb.id"]  # fmt: skip
+    assert moved == ["checkpoints", "config.yaml", "dumps", "exports", "metrics.jsonl", "model", "profile",
+                     "samples", "step_models", "summary.json", "wandb", "wandb.id"]  # fmt: skip
     before = yaml.safe_load((tmp_path / "earlier_1" / "config.yaml").read_text())
     assert before["actor"]["optim"]["lr"] == 1e-6
     checkpointed(tmp_path / "other", "actor.optim.lr=1.0e-6")
@@ -379,7 +382,7 @@ class Killed(BaseException):
     """Raised to simulate a kill -9."""
 
 
-@pytest.mark.parametrize("renames", range(11))
+@pytest.mark.parametrize("renames", range(13))
 def test_a_move_that_a_kill_has_interrupted_is_completed_by_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
@@ -399,10 +402,10 @@ def test_a_move_that_a_kill_has_interrupted_is_completed_by_the_next_start(
         except Killed:
             assert [path.name for path in tmp_path.glob("earlier_*")] == ["earlier_1" + UNFINISHED]
     lines = finish_move(tmp_path)
-    assert bool(lines) == (len(done) == renames and renames < 11)
+    assert bool(lines) == (len(done) == renames and renames < 13)
     assert sorted(path.name for path in (tmp_path / "earlier_1").iterdir()) == [
-        "checkpoints", "config.yaml", "dumps", "exports", "metrics.jsonl", "model", "samples",
-        "summary.json", "wandb", "wandb.id",
+        "checkpoints", "config.yaml", "dumps", "exports", "metrics.jsonl", "model", "profile", "samples",
+        "step_models", "summary.json", "wandb", "wandb.id",
     ]  # fmt: skip
     assert finish_move(tmp_path) == []
     assert len(restarted(tmp_path, "actor.optim.lr=2.0e-6")) == 1  # nothing is left to move

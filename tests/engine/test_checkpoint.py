@@ -329,6 +329,10 @@ def test_a_lack_of_disk_space_is_reported_before_anything_is_written(
         "it takes 0.00105 GB, 0.0005 GB are free",
     ):
         checkpoints.check_disk_space({})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(free=2_000_000))
+    checkpoints.check_disk_space({}, more=900_000)
+    with pytest.raises(UserError, match="no space for checkpoint and export: it takes 0.00205 GB"):
+        checkpoints.check_disk_space({}, more=1_000_000)
 
 
 def test_checkpoints_that_a_kill_left_are_pruned_at_the_next_start(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from launch import export
+from ppo_ds.run.export import MARKER
 from ppo_ds.tools import model_card
 from tests.faults.worlds_worker import CASES, SAVED, UNEVEN, checkpoint
 from tests.invariant import invariant_assets
@@ -165,6 +166,23 @@ def test_an_export_is_the_folder_that_the_run_left(root: Path, tmp_path: Path, c
         out = export_to(tmp_path / role, str(run_dir), f"--role={role}")
         exported, described = without_cards(files(out))
         assert exported == files(run_dir / folder) and described.keys() == {"README.md"}
+
+
+@EVERY
+def test_an_export_during_the_run_is_that_of_the_checkpoint(root: Path, tmp_path: Path, case: str) -> None:
+    run_dir = root / "two" / case
+    exported = files(run_dir / "step_models" / "step_000002")
+    roles = {"actor": "model", "critic": "critic"}
+    roles |= {"ema": "model_ema"} if "ema" in CASES[case].get("actor", {}) else {}
+    for role, folder in roles.items():
+        out = export_to(tmp_path / role, str(run_dir), f"--step={SAVED}", f"--role={role}")
+        for name, content in without_cards(files(out))[0].items():
+            inside = name if name.startswith("adapter/") else f"{folder}/{name}"
+            assert inside not in exported or exported.pop(inside) == content, inside
+    assert [*exported] == [MARKER]  # nothing else was written
+    last = run_dir / "step_models" / "step_000004"
+    for folder in [path.name for path in last.iterdir() if path.is_dir()]:
+        assert files(last / folder) == files(run_dir / folder)
 
 
 @EVERY

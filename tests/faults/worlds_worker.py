@@ -51,9 +51,11 @@ def of_this_test(part: Callable[[Path], None]) -> Callable[[], None]:
 
 @of_this_test
 def train(root: Path) -> None:
-    """Trains four steps with a checkpoint after each."""
+    """Trains four steps with a checkpoint after each, and an export after step SAVED and the last."""
     for name, what in CASES.items():
-        run(name, root / "two" / name, config(root, **what))
+        tree = config(root, **what)
+        tree["checkpoint"]["export_every"] = SAVED
+        run(name, root / "two" / name, tree)
 
 
 @of_this_test

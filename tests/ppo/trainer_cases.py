@@ -10,7 +10,7 @@ import torch
 
 from ppo_ds.algorithm.kl.controllers import AdaptiveKLController
 from ppo_ds.config.registry import STAGES
-from ppo_ds.config.sections.run import CheckpointConfig
+from ppo_ds.config.sections.run import CheckpointConfig, RunConfig
 from ppo_ds.ppo.health import KLMonitor, ParityMonitor
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.run.health import Health
@@ -185,7 +185,7 @@ def stand_ins(world, tokenizer, monkeypatch):
             ),
             tracker=Log(events),
             name="a run",
-            stop_at_step=stop_at_step,
+            config=RunConfig(stop_at_step=stop_at_step),
             eval_every=eval_every,
             heldout=STAGES["ppo"].heldout,
         )

@@ -16,6 +16,7 @@ import pytest
 from ppo_ds.tracking.jsonl import read_events, read_metrics
 from tests.faults.forked import Ranks
 from tests.faults.test_fault_checkpoints import content
+from tests.run.test_trace import spans
 from tests.support.ranks import RankServer
 
 STEPS = 6
@@ -87,6 +88,37 @@ def test_a_second_stage_trains_is_evaluated_and_logged(undisturbed: Path) -> Non
     found = summary(undisturbed)
     assert found["exit_reason"] == "done" and found["episodes"] == STEPS * 16
     assert found["heldout_score_mean_after"] > found["heldout_score_mean_before"]
+
+
+def weights(folder: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted(folder.rglob("model.safetensors"))]
+
+
+def test_exports_and_a_trace_change_nothing_and_no_checkpoint_lacks_its_export(
+    lab: Lab, undisturbed: Path
+) -> None:
+    """Kills the run between the export and the checkpoint of step 4, then within that export."""
+    more = ("checkpoint.export_every=2", "run.profile=3")
+    run = lab.root / "exports"
+    root = run / "step_models"
+    for fault, left in (("after_rename:at=2", []), ("before_rename", [".tmp_step_000004"])):
+        codes, output = lab.run("exports", *more, fault=f"kill@export.{fault}:rank=0")
+        assert -signal.SIGKILL in codes and 0 not in codes, output
+        assert not (run / "checkpoints" / "step_000004").exists()
+        assert sorted(path.name[:16] for path in root.iterdir()) == [*left, "step_000002", "step_000004"]
+    codes, output = lab.run("exports", *more, fault="full@export.before_rename:at=1:rank=0")
+    errors = [line for line in output.splitlines() if "error: " in line]
+    assert codes == [1, 1] and len(errors) == 1 and "Traceback" not in output, output
+    assert f"error: {root / 'step_000004'} was not written: [Errno 28] No space left" in errors[0]
+    codes, output = lab.run("exports", *more)
+    assert codes == [0, 0] and "resumed    after step 2" in output, output
+    assert_same_end(run, undisturbed)
+    assert sorted(path.name for path in root.iterdir()) == [f"step_00000{step}" for step in (2, 4, 6)]
+    assert weights(root / "step_000006") == weights(run / "model") != weights(root / "step_000004")
+    assert [path.name for path in (run / "profile").iterdir()] == ["step_000003"]
+    assert {"time/draw", "time/update_regression"} <= {name for name, _ in spans(run / "profile/step_000003")}
+    codes, output = lab.run("exports", *more)  # step 3 is over
+    assert codes == [0, 0] and "run.profile=3: no trace, since the run resumes after step 6" in output
 
 
 def test_a_killed_run_resumes_to_the_same_bits(lab: Lab, undisturbed: Path) -> None:

@@ -109,6 +109,7 @@ def test_a_new_or_usual_directory_has_no_problem(run_dir, tmp_path):
     [
         *("metrics.jsonl", ".metrics.jsonl.tmp", "checkpoints", "wandb", "checkpoints/latest"),
         *("checkpoints/step_000001", "samples/step_000001.jsonl", "exports/step_000001", "dumps/step_000001"),
+        *("step_models/step_000001", "profile/step_000001"),
     ],
 )
 def test_a_link_is_refused(run_dir, tmp_path, name):

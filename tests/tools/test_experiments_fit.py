@@ -15,7 +15,7 @@ from ppo_ds.planning.run_memory import Estimate, Hardware
 from ppo_ds.tools.doctor.model_shapes import plan_models
 from ppo_ds.tools.doctor.ppo import disk_bytes
 from ppo_ds.tools.doctor.report import Report, check_disk
-from tests.config.commands import compose
+from tests.config.commands import MINIMAL, compose
 from tests.support.hub_models import hub_folders
 
 GIB = 2**30
@@ -119,3 +119,18 @@ def test_automatic_budgets_fill_the_gpu_and_fit(
         more = estimated(with_numbers(config, numbers | {name: tokens + STEP}))
         limit = GPU_LIMITS.get(name, max(32768, min(found.rows, MAX_DECODED_ROWS) * found.row_tokens))
         assert tokens == limit or more.peak > hardware.usable or more.generation != found.generation, name
+
+
+@pytest.mark.parametrize(
+    ("more", "needed"),
+    [
+        ((), "1.0 GiB needed (0 checkpoints of 12.0 GiB, export of 1.0 GiB)"),
+        (("checkpoint.export_every=30",), "4.0 GiB needed (0 checkpoints of 12.0 GiB, 4 exports of 1.0 GiB)"),
+        # two are kept while the third is written
+        (("checkpoint.export_every=9", "checkpoint.keep_exports=2"), "4.0 GiB needed"),
+    ],
+)
+def test_the_disk_space_includes_the_exports_during_the_run(more: tuple[str, ...], needed: str) -> None:
+    config, report = compose(*MINIMAL, "run.steps=100", "checkpoint.every=0", *more), Report()
+    check_disk(config, 12 * GIB, [GIB // 2, GIB // 2], report, on_this_machine=False)
+    assert needed in report.lines[0].text

@@ -18,6 +18,7 @@ SEPARATE_CRITIC = (GAE, "critic.share_trunk=false")
 ALL_STAGES = {
     "run.steps": ["run.epochs=null"],
     "checkpoint.best_by": ["checkpoint.keep_best=true"],
+    "checkpoint.keep_exports": ["checkpoint.export_every"],
     "tracker.print_answers": ["tracker.samples"],
 }
 ON_TEXTS = {"eval.every": ["data.eval_path"]}

@@ -33,5 +33,13 @@ def check_run(config: Config, ranks: int) -> Iterator[str]:
             f"run.dir={config.run.dir}: has been used already, and run.resume=never; choose another run.dir "
             "or run.name, or set run.resume=auto or run.resume=restart"
         )
+    yield from late_profile(config, config.run.steps)
     yield from unknown_names(config)
     yield from unusable_start(config)
+
+
+def late_profile(config: Config, steps: int | None) -> Iterator[str]:
+    """Yields an error line if the run ends before the step run.profile; ``steps`` is its length, if known."""
+    last = min(filter(None, (steps, config.run.stop_at_step)), default=None)
+    if config.run.profile and last and config.run.profile > last:
+        yield f"run.profile={config.run.profile}: the run ends with step {last}; choose an earlier one"

@@ -55,6 +55,9 @@ class RunConfig(Section):
     """Library that multiplies large fp32 matrices on a CPU: torch (its default, Intel MKL) or onednn; auto:
     onednn on processors of AMD with AVX-512, where it is faster, and torch on others."""
 
+    profile: Count | None = None
+    """Step whose trace by torch.profiler rank 0 writes to profile/step_NNNNNN/trace.json.gz; null: none."""
+
     timeout_minutes: Positive = 30.0
     """A phase without a heartbeat for this time counts as a hang and ends the run."""
 
@@ -124,6 +127,13 @@ class CheckpointConfig(Section):
 
     keep_last: Count = 2
     """Number of most recent checkpoints to keep."""
+
+    export_every: Count | None = None
+    """Steps between two exports of the models to step_models/step_NNNNNN/ in the run directory, in the same
+    form as at the end of the run; null: only at the end."""
+
+    keep_exports: Count | None = None
+    """Number of most recent exports of checkpoint.export_every to keep; null: all."""
 
     keep_best: bool = False
     """Also keeps the checkpoint of the best evaluation, by checkpoint.best_by; eval.patience sets it to

@@ -121,12 +121,13 @@ class Checkpoints:
         return final
 
     def check_disk_space(
-        self, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy] = NO_COPIES
+        self, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy] = NO_COPIES, more: int = 0
     ) -> None:
-        """Raises UserError if the disk has no space for one more checkpoint."""
-        shortage = self.world.gather_objects(self._shortage(models, copies))[0]
+        """Raises UserError if the disk has no space for a checkpoint and ``more`` bytes of an export."""
+        shortage = self.world.gather_objects(self._shortage(models, copies, more))[0]
         if shortage:
-            raise UserError(f"run.dir={self.root.parent}: no space for a checkpoint: {shortage}")
+            what = "checkpoint and export" if more else "a checkpoint"
+            raise UserError(f"run.dir={self.root.parent}: no space for {what}: {shortage}")
 
     def latest(self) -> Path | None:
         """Returns the newest undamaged checkpoint, or None if there is none. Warns about newer damaged ones.
@@ -134,7 +135,7 @@ class Checkpoints:
         Raises UserError if all are damaged: a fresh start would delete what may still be recoverable.
         """
         damaged: dict[Path, str] = {}
-        for path in self.world.gather_objects(self._folders())[0]:
+        for path in self.world.gather_objects(step_folders(self.root))[0]:
             damage = self._damage(path)
             if not damage:
                 self.verified.add(path)
@@ -161,7 +162,7 @@ class Checkpoints:
     def verify(self, path: Path) -> None:
         """Raises UserError unless ``path``, a checkpoint that the user named, is complete and undamaged."""
         if not self.world.gather_objects(path.is_dir())[0]:
-            existing = ", ".join(folder.name for folder in self._folders()) or "none"
+            existing = ", ".join(folder.name for folder in step_folders(self.root)) or "none"
             raise UserError(f"run.resume: no such folder: {path}; checkpoints in {self.root}: {existing}")
         damage = self._damage(path)
         if damage:
@@ -202,7 +203,8 @@ class Checkpoints:
         for name, copy in copies.items():
             load_weight_copy(copy, path / name)
         on_all_ranks(self.world, lambda: load_rng(path, self.world))
-        later = ", ".join(folder.name for folder in self._folders() if _step_of(folder) > metadata["step"])
+        folders, step = step_folders(self.root), metadata["step"]
+        later = ", ".join(folder.name for folder in folders if step_of(folder) > step)
         if later and self.world.is_main:
             log.warning(
                 "going back to %s: the next checkpoint replaces the later %s in %s", path, later, self.root
@@ -216,12 +218,6 @@ class Checkpoints:
     def _metadata(self, path: Path) -> dict[str, Any]:
         return on_all_ranks(self.world, lambda: read_state(path))
 
-    def _folders(self) -> list[Path]:
-        """Returns the folders of checkpoints, newest first."""
-        folders = [path for path in self.root.glob("step_*") if path.is_dir()]
-        numbered = [path for path in folders if path.name.removeprefix("step_").isdecimal()]
-        return sorted(numbered, key=_step_of, reverse=True)
-
     def _prepare(
         self, draft: Path, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy]
     ) -> None:
@@ -231,10 +227,12 @@ class Checkpoints:
             raise OSError(shortage)
         draft.mkdir(parents=True)
 
-    def _shortage(self, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy]) -> str | None:
-        """Returns an error text if the disk has no space for one more checkpoint. Not a collective."""
+    def _shortage(
+        self, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy], more: int = 0
+    ) -> str | None:
+        """Returns an error text if the disk lacks space for a checkpoint and ``more``. Not a collective."""
         tensors = sum(map(model_bytes, models.values())) + sum(map(weight_copy_bytes, copies.values()))
-        needed = tensors + OTHER_BYTES
+        needed = tensors + OTHER_BYTES + more
         existing = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
         free = shutil.disk_usage(existing).free
         if free >= needed:
@@ -275,20 +273,20 @@ class Checkpoints:
         if best:
             write_file(self.root / "best", f"{final.name}\n")
         fault("checkpoint.before_prune")
-        later = [folder for folder in self._folders() if _step_of(folder) > _step_of(final)]
+        later = [folder for folder in step_folders(self.root) if step_of(folder) > step_of(final)]
         if self._best() in [folder.name for folder in later]:
             (self.root / "best").unlink()
         for folder in later:
-            _mark_deleted(folder)
+            mark_deleted(folder)
         self._prune(newest=final)
 
     def _prune(self, newest: Path) -> None:
         """Deletes checkpoints up to ``newest``, except the last ``keep_last`` of them and the best one."""
         best = self._best()
-        folders = [folder for folder in self._folders() if _step_of(folder) <= _step_of(newest)]
+        folders = [folder for folder in step_folders(self.root) if step_of(folder) <= step_of(newest)]
         for folder in folders[self.keep_last :]:
             if folder.name != best:
-                _mark_deleted(folder)
+                mark_deleted(folder)
         remove_drafts(self.root)
 
     def _best(self) -> str | None:
@@ -360,10 +358,17 @@ def read_state(path: Path) -> dict[str, Any]:
     return read_checked(path / STATE, _State)
 
 
-def _step_of(folder: Path) -> int:
+def step_folders(root: Path) -> list[Path]:
+    """Returns the folders step_NNNNNN in ``root``, newest first."""
+    folders = [path for path in root.glob("step_*") if path.is_dir()]
+    numbered = [path for path in folders if path.name.removeprefix("step_").isdecimal()]
+    return sorted(numbered, key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-def _mark_deleted(folder: Path) -> None:
-    """Gives a folder the name of a draft, so that a kill during its deletion leaves no damaged checkpoint."""
+def mark_deleted(folder: Path) -> None:
+    """Gives a folder the name of a draft, so that a kill during its deletion leaves no damaged one."""
     folder.rename(draft_path(folder))

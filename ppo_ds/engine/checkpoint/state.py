@@ -9,7 +9,7 @@ A weight copy (engine/weight_copy.py) has shards with weight/<name> only, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import deepspeed
@@ -44,6 +44,12 @@ def model_bytes(model: TrainedModel) -> int:
 def weight_copy_bytes(copy: WeightCopy) -> int:
     """Returns the total size in bytes of the files that ``save_weight_copy`` writes, without the JSON."""
     return 4 * parameter_counts(copy.model.module)[0]
+
+
+def exported_bytes(models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy]) -> int:
+    """Returns the size in bytes of the weights that ``Stage.export`` writes."""
+    exported = [*models.values(), *(copy.model for name, copy in copies.items() if name == "ema")]
+    return sum(whole_numel(p) * p.element_size() for model in exported for p in model.module.parameters())
 
 
 def save_model(model: TrainedModel, directory: Path) -> list[Path]:

@@ -88,17 +88,20 @@ def free_disk(config: Config) -> int:
 def check_disk(
     config: Config, checkpoint: int, exported: list[int], report: Report, on_this_machine: bool = True
 ) -> None:
-    """Checks the free space for all kept checkpoints, one more while it is written, and the final export.
+    """Checks the free space for kept checkpoints and exports, one more of each while written, and the last.
 
     ``checkpoint`` and ``exported`` are the bytes of one checkpoint and of each exported model. For a run that
     is not ``on_this_machine``, the space that it needs is only reported.
     """
     settings = config.checkpoint
     kept = 0 if settings.every == 0 else settings.keep_last + 1 + settings.keep_best
-    needed = kept * checkpoint + sum(exported)
+    folders = (config.run.steps or 0) // settings.export_every if settings.export_every else 0
+    exports = 1 + min(folders, settings.keep_exports + 1 if settings.keep_exports else folders)
+    needed = kept * checkpoint + exports * sum(exported)
     text = (
         f"run.dir={config.run.dir}: {format_bytes(needed)} needed ({kept} checkpoints of "
-        f"{format_bytes(checkpoint)}, export of {format_bytes(sum(exported))})"
+        f"{format_bytes(checkpoint)}, {'export' if exports == 1 else f'{exports} exports'} of "
+        f"{format_bytes(sum(exported))})"
     )
     if not on_this_machine:
         report.add("disk", f"{text}; the cluster's disk was not checked")
