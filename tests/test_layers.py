@@ -54,6 +54,7 @@ HOMES = {
     # only World, the store and DeepSpeed communicate; an adapter of a decode engine may be added
     "torch.distributed": {"distributed"}, "deepspeed.comm": {"distributed"},
     "httpx": {"rewards", "launch"}, "math_verify": {"rewards"},
+    "reasoning_gym": {"data", "rewards"},
     "wandb": {"tracking"}, "rich": {"tracking", "tools"}, "matplotlib": {"tracking"},
     "tensorboard": {"tracking"}, "torch.utils.tensorboard": {"tracking"}, "trackio": {"tracking"},
     "wandb_workspaces": {"tools"},

@@ -17,16 +17,9 @@ from typing import Any, TypeVar
 import torch
 
 from ppo_ds.background.pending import Pending
+from ppo_ds.background.values import NoResult
 
 R = TypeVar("R")
-
-
-class NoResult(Exception):
-    """Raised for a call without a result: it exceeded its time limit (``timed_out``), or its process died."""
-
-    def __init__(self, reason: str, timed_out: bool = False):
-        super().__init__(reason)
-        self.timed_out = timed_out
 
 
 class Pool:

@@ -1,4 +1,4 @@
-"""Checks of scores and the wording of error messages.
+"""Checks of scores, calls without a result, and the wording of error messages.
 
 Imports no torch, so that worker processes start fast.
 """
@@ -9,6 +9,17 @@ from numbers import Real
 from typing import Any, cast
 
 _MAX_SCORE = 3.4028234663852886e38  # the largest float32
+
+
+class NoResult(Exception):
+    """Raised for a call without a result: it exceeded its time limit (``timed_out``), or its process died.
+
+    A reward function may raise it for a response that it cannot score.
+    """
+
+    def __init__(self, reason: str, timed_out: bool = False):
+        super().__init__(reason)
+        self.timed_out = timed_out
 
 
 def is_float32(value: Any) -> bool:

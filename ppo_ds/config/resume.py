@@ -52,7 +52,7 @@ IMMUTABLE = tuple(
 OPEN_SECTIONS = tuple(
     """
     reward prepare actor.deepspeed critic.deepspeed scorer.deepspeed data.chat_template_kwargs
-    rollout.environment.arguments
+    data.task data.eval_task rollout.environment.arguments
     """.split()
 )
 MAX_PROBLEMS = 5  # changed keys with a line of their own

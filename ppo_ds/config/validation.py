@@ -40,6 +40,7 @@ CHECKS: dict[Check, type[Config]] = {
     evaluation.check_best_checkpoint: Config,
     evaluation.check_eval_rewards: PPOConfig,
     data.check_paths: TextConfig,
+    data.check_tasks: TextConfig,
     needs.check_needs: Config,
 }
 

@@ -17,6 +17,7 @@ from ppo_ds.data.difficulty import Difficulty
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.messages import Prompt, parse_max_new_tokens, parse_prompt, prompt_format
 from ppo_ds.data.order import Order, Passes
+from ppo_ds.data.reasoning_gym import task_rows
 from ppo_ds.data.rows import load_rows, map_rows, parse_rows
 from ppo_ds.data.sharing import encode_rows
 from ppo_ds.data.stream import Stream, StreamSource
@@ -79,7 +80,13 @@ class PromptSource:
         self.pad_id, self._tokenizer = tokenizer.pad_id, tokenizer
         self._format = prompt_format(tokenizer, data, key)
         self._rows = load_rows(
-            path, split=split, revision=data.revision, max_rows=max_samples, key=key, world=world
+            path,
+            split=split,
+            revision=data.revision,
+            max_rows=max_samples,
+            key=key,
+            task=task_rows(data).get(key),
+            world=world,
         )
         self._kept = array("I")  # the index of each kept prompt's row
         self._ids = TokenRows()  # token ids of the kept prompts

@@ -28,6 +28,7 @@ import pyarrow
 import pyarrow.parquet
 
 from ppo_ds.data.fingerprint import Fingerprint
+from ppo_ds.data.reasoning_gym import TaskRows
 from ppo_ds.data.sharing import on_all, refuse_different
 from ppo_ds.errors import UserError
 from ppo_ds.storage.reading import memory_limit
@@ -114,14 +115,20 @@ def load_rows(
     revision: str | None = None,
     max_rows: int | None = None,
     key: str = "data.path",
+    task: TaskRows | None = None,
     world: World | None = None,
 ) -> Rows:
     """Loads the first ``max_rows`` rows of a data set; a collective if ``world`` has several ranks.
 
     ``path`` is a local file, a local folder (all its data files in the order of their names), a Hub data set,
     to which ``split`` and ``revision`` apply, or a file of one, hf://datasets/OWNER/NAME/FILE. ``key`` is the
-    config key that error messages name. On each node, the first rank downloads a Hub data set.
+    config key that error messages name. On each node, the first rank downloads a Hub data set. The rows of a
+    ``task`` are made by rank 0.
     """
+    if task is not None:
+        made = on_all(world, lambda: task.make() if world is None or world.is_main else [])
+        shared = made if world is None or world.size == 1 else world.gather_objects(made)[0]
+        return Rows([_Part(path, shared)])
     files = on_all(world, lambda: _data_files(path, key))
     refuse_different(world, files is None, f"{key}={path}")
     if files is None:

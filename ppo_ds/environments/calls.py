@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 from ppo_ds.background.pending import Pending
-from ppo_ds.background.pool import NoResult, Pool, result_within, start_thread, torch_rng_snapshot
+from ppo_ds.background.pool import Pool, result_within, start_thread, torch_rng_snapshot
 from ppo_ds.background.user_code import TRIAL_RESPONSE
+from ppo_ds.background.values import NoResult
 from ppo_ds.environments.base import (
     KEY,
     Environment,

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ppo_ds.background.pending import wait_on_all_ranks
-from ppo_ds.background.pool import NoResult
-from ppo_ds.background.values import quoted
+from ppo_ds.background.values import NoResult, quoted
 from ppo_ds.data.prompts import collate_prompts
 from ppo_ds.distributed.world import World
 from ppo_ds.environments.base import Environment, InvalidResult, Step

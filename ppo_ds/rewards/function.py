@@ -19,7 +19,6 @@ import torch
 
 from ppo_ds.background.pending import Pending
 from ppo_ds.background.pool import (
-    NoResult,
     Pool,
     as_plain_error,
     result_within,
@@ -28,7 +27,7 @@ from ppo_ds.background.pool import (
     torch_rng_snapshot,
 )
 from ppo_ds.background.user_code import TRIAL_RESPONSE, is_async, where_defined, where_raised
-from ppo_ds.background.values import described, quoted
+from ppo_ds.background.values import NoResult, described, quoted
 from ppo_ds.config.types import Count, Number, Positive
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer

@@ -6,6 +6,7 @@ responses, so that ``conf/reward/math.yaml`` calls this function in worker proce
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 try:
@@ -14,6 +15,8 @@ except ImportError as error:
     raise ImportError(
         "the package math-verify is not installed; run: pip install -c constraints.txt -e '.[math]'"
     ) from error
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # its warnings print whole responses
 
 
 def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:

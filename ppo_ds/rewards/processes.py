@@ -17,8 +17,8 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from typing import Any
 
-from ppo_ds.background.pool import NoResult, result_within, start_thread
-from ppo_ds.background.values import is_float32, quoted
+from ppo_ds.background.pool import result_within, start_thread
+from ppo_ds.background.values import NoResult, is_float32, quoted
 from ppo_ds.distributed.exit import on_exit
 from ppo_ds.errors import printable, single_line
 from ppo_ds.rewards.base import RewardError
@@ -70,6 +70,9 @@ class WorkerProcesses:
             case {"invalid": str(reason), "row": None | int() as row, "remedy": str(remedy)} if row in rows:
                 self._idle.append(worker)
                 raise InvalidScore(single_line(reason), row, single_line(remedy))
+            case {"no_result": str(reason)}:
+                self._idle.append(worker)
+                raise NoResult(single_line(reason))
             case {"raised": str(line), "where": str(where), "traceback": str(trace)}:
                 self._idle.append(worker)
                 shown = "\n".join(map(printable, trace[-20_000:].splitlines()))

@@ -19,6 +19,7 @@ from typing import Any
 from zlib import crc32
 
 from ppo_ds.background.user_code import is_async, user_traceback, where_raised
+from ppo_ds.background.values import NoResult
 from ppo_ds.distributed.child_groups import PR_SET_PDEATHSIG, prctl
 from ppo_ds.errors import UserError
 from ppo_ds.rewards.user_function import Arguments, InvalidScore, call_function, load_function
@@ -55,6 +56,8 @@ def call(function: Callable[..., Any], arguments: Arguments, runner: asyncio.Run
         if is_async(function):
             return {"scores": call_function(function, arguments, runner.run)}
         return {"scores": call_function(function, arguments)}
+    except NoResult as error:
+        return {"no_result": str(error)}
     except InvalidScore as error:
         return {"invalid": str(error), "row": error.row, "remedy": error.remedy}
     except BaseException as error:  # also SystemExit

@@ -1,12 +1,16 @@
 """Tests reward=math: its answers, a reference that is none, and an environment without the extra."""
 
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from ppo_ds.background.user_code import load_object
 from ppo_ds.errors import UserError
+from ppo_ds.rewards.function import FunctionReward
 from tests.config.commands import MINIMAL, problems
+from tests.rewards.reward_cases import make_rollout
 
 PATH = "ppo_ds.rewards.math:score"
 
@@ -59,3 +63,24 @@ def test_without_the_extra_one_line_names_the_remedy(module, monkeypatch):
 def test_the_config_is_valid():
     settings = [line for line in MINIMAL if not line.startswith("reward")]
     assert problems(*settings, "reward=math", "reward.timeout_seconds=5") == []
+
+
+@pytest.mark.slow
+def test_hostile_responses_end_at_the_time_limit(tokenizer, capfd):
+    """The limit of math-verify itself ends 9**9**9, but not the factorial, whose process is killed."""
+    pytest.importorskip("math_verify", reason="the extra math is not installed")
+    settings = yaml.safe_load(Path("conf/reward/math.yaml").read_text())
+    assert settings.pop("_target_").endswith(".FunctionReward") and settings["pool"] == "process"
+    reward = FunctionReward(**settings | {"timeout_seconds": 20}, tokenizer=tokenizer)
+    cases = {
+        "\\boxed{\\frac{6}{8}}": "\\frac34",
+        "$\\{2,1\\}$": "\\{1,2\\}",
+        "9**9**9": "42",
+        "\\boxed{10^{10^{10}}!}": "(x+1)^2",
+        "(" * 2000 + "1": "42",
+    }
+    pairs = [("p", response) for response in cases]
+    scores = reward(make_rollout(tokenizer, pairs, [{"answer": answer} for answer in cases.values()]))
+    assert scores.total.tolist() == [1, 1, 0, 0, 0]
+    assert scores.components["fallback"].tolist() == [0, 0, 0, 1, 0]
+    assert capfd.readouterr().err == ""

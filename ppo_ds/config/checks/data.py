@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from ppo_ds.config.hub_cache import in_hub_cache
@@ -16,7 +17,7 @@ from ppo_ds.config.schema import (
     trained_models,
     uses_reference,
 )
-from ppo_ds.config.sections.data import PPODataConfig
+from ppo_ds.config.sections.data import TASK, PPODataConfig, is_task
 from ppo_ds.config.similar_paths import (
     did_you_mean_model,
     did_you_mean_path,
@@ -64,6 +65,30 @@ def check_paths(config: TextConfig, ranks: int) -> Iterator[str]:
         yield from _missing_model(key, path, config)
 
 
+def check_tasks(config: TextConfig, ranks: int) -> Iterator[str]:
+    """Yields an error line for each mistake in data.task and the like that is found without the package."""
+    data, paths = config.data, _data_paths(config)
+    made = [key for key, path in paths.items() if is_task(path)]
+    for key in made:
+        if not isinstance(data, PPODataConfig) or key == "data.ptx_path":
+            yield f"{key}={paths[key]}: makes prompts, which only stage=ppo uses, in data.path or data.mix"
+    if made and find_spec("reasoning_gym") is None:
+        yield (
+            f"{made[0]}={paths[made[0]]}: the package reasoning-gym is not installed; run: pip install "
+            "-c constraints.txt -e '.[reasoning_gym]'"
+        )
+    if not isinstance(data, PPODataConfig):
+        return
+    settings = {"data.task": data.task, "data.eval_task": data.eval_task}
+    settings |= {f"data.mix[{i}].task": part.task for i, part in enumerate(data.mix)}
+    for key, task in settings.items():
+        path = key.replace("task", "path")
+        if task and path not in made:
+            yield f"{key}={show(task)}: needs {path}={TASK}TASK (it is {show(paths[path])}); remove it"
+        elif type(task.get("seed", 0)) is not int:
+            yield f"{key}.seed={show(task['seed'])}: must be a whole number, so that rows can be made again"
+
+
 def _model_paths(config: Config) -> dict[str, str | None]:
     paths = {f"{name}.model.path": model.model.path for name, model in trained_models(config).items()}
     if isinstance(config, PPOConfig):
@@ -106,7 +131,11 @@ def hub_names(config: Config) -> list[str]:
     paths = [*_model_paths(config).values()]
     if isinstance(config, TextConfig):
         paths += _data_paths(config).values()
-    return [path for path in paths if path and not looks_local(path) and not is_prepared(path, config)]
+    return [
+        path
+        for path in paths
+        if path and not looks_local(path) and not is_task(path) and not is_prepared(path, config)
+    ]
 
 
 def looks_local(path: str) -> bool:

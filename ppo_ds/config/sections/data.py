@@ -6,6 +6,13 @@ from annotated_types import Ge, Gt, Le
 
 from ppo_ds.config.types import Count, Natural, Number, Positive, Section, Text
 
+TASK = "reasoning_gym:"  # a path with this prefix names a task of reasoning-gym, which makes the rows
+
+
+def is_task(path: str | None) -> bool:
+    """Returns whether the rows of a path are made by a task of reasoning-gym."""
+    return path is not None and path.startswith(TASK)
+
 
 class SamplingConfig(Section):
     """Sampling of responses."""
@@ -49,6 +56,9 @@ class MixtureConfig(Section):
 
     prompt_column: Text | None = None
     """Column of the prompts; null: data.prompt_column."""
+
+    task: dict[Any, Any] = {}
+    """Keys of the task, if the path is reasoning_gym:TASK."""
 
 
 class DataConfig(Section):
@@ -114,6 +124,13 @@ class PPODataConfig(DataConfig):
     """Several data sets mixed by weight, instead of data.path."""
 
     difficulty: DifficultyConfig = DifficultyConfig()
+
+    task: dict[Any, Any] = {}
+    """Keys of the task if data.path is reasoning_gym:TASK, such as size, the number of rows."""
+
+    eval_task: dict[Any, Any] = {}
+    """Keys of the task if data.eval_path is reasoning_gym:TASK; others have the values of the same task in
+    the training data, except for the seed."""
 
     max_prompt_tokens: Count = 512
     """Longest prompt, in tokens."""
