@@ -56,7 +56,7 @@ HOMES = {
     "httpx": {"rewards", "launch"}, "math_verify": {"rewards"},
     "wandb": {"tracking"}, "rich": {"tracking", "tools"}, "matplotlib": {"tracking"},
     "tensorboard": {"tracking"}, "torch.utils.tensorboard": {"tracking"}, "trackio": {"tracking"},
-    "wandb_workspaces": {"tools"},
+    "wandb_workspaces": {"tools"}, "textarena": {"examples"},
 }  # fmt: skip
 
 

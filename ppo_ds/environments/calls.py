@@ -102,6 +102,8 @@ def try_environment(
 
     outcome = CallPool(1, timeout_seconds).start(turn).result()
     restore_rng()
+    if isinstance(outcome, UserError):
+        raise outcome
     if isinstance(outcome, Exception):
         raise UserError(
             f"{KEY}.path={path}: {describe_error(outcome)}, in a call before the start with the answer "

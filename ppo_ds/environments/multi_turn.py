@@ -60,7 +60,7 @@ class Episode:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the policy may take another turn."""
+        """True if the policy may take another turn."""
         return self.call is None and self.end is None
 
     def append(self, ids: list[int], logprobs: list[float], is_feedback: bool) -> None:
