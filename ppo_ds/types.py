@@ -89,6 +89,8 @@ class Prompts(_Rows):
     mask: Tensor = field(metadata=_P)  # [B,P] bool
     limits: Tensor = field(metadata=_B)  # [B] long: the maximum number of tokens of each response
     metadata: tuple[Row, ...]  # B rows
+    # [B] long: seeds of the random numbers with which tokens are drawn; None: torch's random state
+    seeds: Tensor | None = field(default=None, metadata=_B)
 
 
 @dataclass(frozen=True)

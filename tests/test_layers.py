@@ -57,7 +57,7 @@ HOMES = {
     "reasoning_gym": {"data", "rewards"},
     "wandb": {"tracking"}, "rich": {"tracking", "tools"}, "matplotlib": {"tracking"},
     "tensorboard": {"tracking"}, "torch.utils.tensorboard": {"tracking"}, "trackio": {"tracking"},
-    "wandb_workspaces": {"tools"},
+    "wandb_workspaces": {"tools"}, "textarena": {"examples"},
 }  # fmt: skip
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from ppo_ds.assemble.data import Inputs
 from ppo_ds.config.schema import PPOConfig
 from ppo_ds.distributed.world import World
-from ppo_ds.environments.base import load_environment
+from ppo_ds.environments.base import is_asynchronous, load_environment
 from ppo_ds.environments.calls import CallPool, try_environment
 from ppo_ds.environments.multi_turn import MultiTurnGenerator
+from ppo_ds.environments.tools import equip
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rollout.base import Generator
 
@@ -25,9 +26,14 @@ def with_environment(
     settings = config.rollout.environment
     if settings.path is None:
         return backend
+    make = load_environment(settings.path, settings.arguments)
+    tokenizer, read_calls = equip(tokenizer, make, settings.path)
+    is_async = is_asynchronous(make.func)
     return MultiTurnGenerator(
         backend=backend,
-        make_environment=load_environment(settings.path, settings.arguments),
+        make_environment=make,
+        independent=is_async if settings.independent is None else settings.independent,
+        read_calls=read_calls,
         max_turns=settings.max_turns,
         max_prompt_tokens=config.data.max_prompt_tokens,
         pool=CallPool(settings.workers, settings.timeout_seconds),
@@ -38,9 +44,17 @@ def with_environment(
 
 
 def try_on_data(config: PPOConfig, inputs: Inputs) -> None:
-    """Tries the environment, if there is one, on the first row of each order of roles in the data."""
+    """Checks the environment's tools, and tries it on the first row of each order of roles in the data."""
     settings = config.rollout.environment
-    if settings.path is None or not settings.trial:
+    if settings.path is None:
         return
-    for _, row in inputs.examples():
-        try_environment(settings.path, settings.arguments, settings.timeout_seconds, row, inputs.tokenizer)
+    equip(inputs.tokenizer, load_environment(settings.path, settings.arguments), settings.path)
+    for _, row in inputs.examples() if settings.trial else ():
+        try_environment(
+            settings.path,
+            settings.arguments,
+            settings.timeout_seconds,
+            row,
+            inputs.tokenizer,
+            config.data.max_prompt_tokens,
+        )

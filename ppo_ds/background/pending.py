@@ -14,7 +14,7 @@ from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import RunError
 
-_POLL_SECONDS = 0.5  # interval at which ranks exchange their progress
+POLL_SECONDS = 0.5  # interval at which ranks exchange their progress
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -113,7 +113,7 @@ def wait_on_all_ranks(pending: Pending[T], world: World, check: Callable[[], Non
     try:
         with heartbeat.counting(total, "calls") as done:
             while True:
-                ready = pending.wait(_POLL_SECONDS)
+                ready = pending.wait(POLL_SECONDS)
                 check()
                 failed = pending.error is not None
                 counts = torch.tensor([pending.completed, ready, failed])

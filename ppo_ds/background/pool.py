@@ -8,6 +8,7 @@ ended: a thread that exceeds its limit keeps running, without effect on the resu
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future
 from functools import cache
@@ -73,6 +74,18 @@ def start_thread(function: Callable[..., R], *arguments: Any) -> Future[R]:
 
     Thread(target=run, name="call in a pool", daemon=True).start()
     return future
+
+
+async def call_user(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a plain or async function of a user: in a new thread, or in the event loop of the caller."""
+    result = await result_within(None, start_thread(function, *arguments))
+    try:
+        return await result if inspect.isawaitable(result) else result
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, Exception) or (task and task.cancelling()):
+            raise
+        raise as_plain_error(error) from error
 
 
 def as_plain_error(error: BaseException) -> RuntimeError:

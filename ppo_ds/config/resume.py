@@ -39,7 +39,8 @@ IMMUTABLE = tuple(
     stage run.seed *.model.path *.model.revision *.model.dtype actor.zero.stage critic.zero.stage
     scorer.zero.stage *.lora.rank *.lora.alpha *.lora.targets *.ema.decay critic.init critic.share_trunk
     rollout.prompts_per_step rollout.samples_per_prompt rollout.environment.arguments*
-    rollout.environment.max_turns rollout.environment.path data.* prepare.* algo.action_level
+    rollout.environment.max_turns rollout.environment.path rollout.environment.independent data.*
+    prepare.* algo.action_level
     algo.old_policy algo.old_logprobs algo.epochs algo.minibatch_size algo.train_on_eos algo.advantage.*
     algo.policy.loss algo.loss.agg algo.rollout_is.kind algo.rollout_is.level algo.kl.place
     algo.kl.estimator algo.kl.controller algo.kl.unit algo.value.position algo.value.next_state

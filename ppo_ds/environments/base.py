@@ -18,13 +18,15 @@ from ppo_ds.models.tokenizer import Message
 from ppo_ds.types import Row
 
 KEY = "rollout.environment"
-METHODS = {"reset": ("row",), "step": ("answer",)}
+METHODS = {"reset": ("row",), "step": ("answer",)}  # with tools, step is called with (answer, calls)
 
 
 class Environment(Protocol):
     """Answers the turns of the policy in one response.
 
-    The methods run in a pool of threads, one at a time for each object. Errors and time-outs end responses.
+    Plain methods run in a pool of threads, async methods in an event loop; each object has one call at a
+    time. Errors and time-outs end responses. With an attribute ``tools`` of the class, the prompt shows
+    these tools, and step gets the calls of a turn too: see environments/tools.py.
     """
 
     def reset(self, row: Row) -> list[Message] | None:
@@ -55,7 +57,7 @@ class InvalidResult(ValueError):
     """Raised if an environment returns something else than its interface says."""
 
 
-def load_environment(path: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
+def load_environment(path: str, arguments: Mapping[str, Any]) -> partial[Environment]:
     """Imports a class and returns a function that makes an environment with ``arguments``.
 
     Raises UserError if it cannot be imported, lacks a method, or does not take the arguments.
@@ -63,14 +65,11 @@ def load_environment(path: str, arguments: Mapping[str, Any]) -> Callable[[], En
     kind = load_object(path, f"{KEY}.path", "class")
     if not isinstance(kind, type):
         raise UserError(f"{KEY}.path={path}: {described(kind)} is not a class; give one with reset and step")
-    for name, parameters in METHODS.items():
+    methods = METHODS | ({"step": ("answer", "calls")} if hasattr(kind, "tools") else {})
+    for name, parameters in methods.items():
         method, takes = getattr(kind, name, None), ", ".join(parameters)
         if not callable(method):
             raise UserError(f"{KEY}.path={path}: the class has no method {name}({takes}); add it")
-        if inspect.iscoroutinefunction(method):
-            raise UserError(
-                f"{KEY}.path={path}: {name} is async; make it a plain method, it runs in a thread"
-            )
         try:
             inspect.signature(method).bind(None, *parameters)
         except TypeError as error:
@@ -83,6 +82,11 @@ def load_environment(path: str, arguments: Mapping[str, Any]) -> Callable[[], En
     except TypeError as error:
         raise UserError(f"{KEY}.arguments: {error}; {path} takes {inspect.signature(kind)}") from None
     return partial(kind, **arguments)
+
+
+def is_asynchronous(kind: Callable[..., Any]) -> bool:
+    """Returns whether a method of an environment's class is async."""
+    return any(inspect.iscoroutinefunction(getattr(kind, name)) for name in METHODS)
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:

@@ -1,16 +1,15 @@
-"""Calls of a user's environment in a pool of threads, and one trial call before models are loaded."""
+"""Calls of a user's environment in the background, and one trial call before models are loaded."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from ppo_ds.background.pending import Pending
-from ppo_ds.background.pool import Pool, result_within, start_thread, torch_rng_snapshot
+from ppo_ds.background.pool import Pool, call_user, result_within, start_coroutine, torch_rng_snapshot
 from ppo_ds.background.user_code import TRIAL_RESPONSE
 from ppo_ds.background.values import NoResult
 from ppo_ds.environments.base import (
@@ -22,7 +21,9 @@ from ppo_ds.environments.base import (
     read_messages,
     read_step,
 )
-from ppo_ds.environments.feedback import encode_chat
+from ppo_ds.environments.feedback import encode_chat, encode_prompt
+from ppo_ds.environments.tool_calls import ToolCall
+from ppo_ds.environments.tools import equip
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.types import Row
@@ -30,7 +31,7 @@ from ppo_ds.types import Row
 
 @dataclass
 class CallPool:
-    """Runs the calls of environments in threads, each with a time limit."""
+    """Runs the calls of environments, at most ``workers`` at a time and each with a time limit."""
 
     workers: int
     timeout_seconds: float
@@ -38,35 +39,28 @@ class CallPool:
     def __post_init__(self) -> None:
         self._pool = Pool(self.workers)
 
-    def start(self, calls: Sequence[Callable[[], Any]]) -> Pending[list[Any]]:
-        """Starts calls; the result of each, or its exception, is in the same order.
+    def start(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
+        """Starts a call, which becomes its result or its exception."""
 
-        Torch's random state is restored afterwards, so that no environment changes what the run samples.
-        """
-        restore_rng = torch_rng_snapshot()
-
-        async def attempt(call: Callable[[], Any]) -> Any:
+        async def attempt() -> Any:
             try:
-                return await result_within(self.timeout_seconds, start_thread(call))
+                return await result_within(self.timeout_seconds, start_coroutine(call(), "environments"))
             except Exception as error:
                 return error
 
-        def finish(outcomes: list[Any]) -> list[Any]:
-            restore_rng()
-            return outcomes
-
-        return self._pool.start(partial(attempt, call) for call in calls).then(finish)
+        (task,) = self._pool.start([attempt]).tasks
+        return task
 
 
-def begin(make: Callable[[], Environment], row: Row) -> tuple[Environment, tuple[Message, ...] | None]:
+async def begin(make: Callable[[], Environment], row: Row) -> tuple[Environment, tuple[Message, ...] | None]:
     """Makes an environment and resets it; returns it with the messages of the prompt, if it gives any."""
-    environment = make()
-    messages = environment.reset(deepcopy(row))
+    environment = await call_user(make)
+    messages = await call_user(environment.reset, deepcopy(row))
     return environment, None if messages is None else read_messages(messages)
 
 
-def take_step(environment: Environment, answer: str) -> Step:
-    return read_step(environment.step(answer))
+async def take_step(environment: Environment, answer: str, *calls: list[ToolCall]) -> Step:
+    return read_step(await call_user(environment.step, answer, *calls))
 
 
 def describe_error(error: BaseException) -> str:
@@ -79,19 +73,31 @@ def describe_error(error: BaseException) -> str:
 
 
 def try_environment(
-    path: str, arguments: Mapping[str, Any], timeout_seconds: float, row: Row, tokenizer: Tokenizer
+    path: str,
+    arguments: Mapping[str, Any],
+    timeout_seconds: float,
+    row: Row,
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int,
 ) -> None:
     """Runs one turn on ``row`` with a trial answer, and raises UserError if that would end every response.
 
     Also raises UserError if the tokens of the feedback cannot be found with the chat template.
     """
     make = load_environment(path, arguments)
+    tokenizer, read_calls = equip(tokenizer, make, path)
+    restore_rng = torch_rng_snapshot()
 
-    def turn() -> tuple[bool, Step]:
-        environment, messages = begin(make, row)
-        return messages is not None, take_step(environment, TRIAL_RESPONSE)
+    async def turn() -> tuple[bool, Step]:
+        environment, messages = await begin(make, row)
+        encode_prompt(tokenizer, messages, row, max_prompt_tokens, has_tools=read_calls is not None)
+        calls = [] if read_calls is None else [read_calls(TRIAL_RESPONSE)]
+        return messages is not None, await take_step(environment, TRIAL_RESPONSE, *calls)
 
-    (outcome,) = CallPool(1, timeout_seconds).start([turn]).result()
+    outcome = CallPool(1, timeout_seconds).start(turn).result()
+    restore_rng()
+    if isinstance(outcome, UserError):
+        raise outcome
     if isinstance(outcome, Exception):
         raise UserError(
             f"{KEY}.path={path}: {describe_error(outcome)}, in a call before the start with the answer "

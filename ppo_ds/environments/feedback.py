@@ -1,4 +1,4 @@
-"""Encodes the feedback of an environment as the tokens between two turns of the policy.
+"""Encodes the prompt of an environment, and its feedback as the tokens between two turns of the policy.
 
 The tokens of the prompt and of the policy are kept and never encoded again, since encoding their text might
 give other tokens than the sampled ones. For a chat, the tokens between two turns are found by rendering a
@@ -7,11 +7,40 @@ short conversation with and without the feedback. An end token that the policy h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ppo_ds.environments.base import InvalidResult
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
+from ppo_ds.types import Row
 
 _ANSWER = "This is the content of an answer."  # stands for the turn of the policy before the feedback
 _BEFORE = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _ANSWER}]
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message] | None, row: Row, limit: int, has_tools: bool
+) -> tuple[list[int], Row] | None:
+    """Returns the tokens of the prompt and the row with it; None if the prompt of the data is used as it is.
+
+    A prompt of more than ``limit`` tokens is truncated on the left, but not if it shows tools. Raises
+    InvalidResult.
+    """
+    if messages is None and has_tools:
+        messages = row.get("messages")
+        if messages is None:
+            raise InvalidResult("has tools, but the prompt is a text; set data.apply_chat_template=true")
+    if messages is None:
+        return None
+    is_chat, text = tokenizer.has_chat_template, "".join(message["content"] for message in messages)
+    if is_chat:
+        text = tokenizer.render_chat(list(messages))
+    ids = _encode(tokenizer, text, special_tokens=not is_chat)
+    if not ids:
+        raise InvalidResult("returned a prompt without tokens")
+    if has_tools and len(ids) > limit:
+        raise InvalidResult(f"has a prompt of {len(ids)} tokens with its tools; raise data.max_prompt_tokens")
+    return ids[-limit:], row | {"prompt_text": text} | ({"messages": list(messages)} if is_chat else {})
 
 
 def encode_text(tokenizer: Tokenizer, feedback: tuple[Message, ...]) -> list[int]:
@@ -42,5 +71,5 @@ def encode_chat(tokenizer: Tokenizer, feedback: tuple[Message, ...], last_id: in
     return ids[end.index(last_id) + 1 :] if is_end and last_id in end else ids
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode_many([text], special_tokens=False)[0]
+def _encode(tokenizer: Tokenizer, text: str, special_tokens: bool = False) -> list[int]:
+    return tokenizer.encode_many([text], special_tokens=special_tokens)[0]

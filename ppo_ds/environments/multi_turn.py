@@ -2,28 +2,36 @@
 
 A response holds all turns of the policy and the feedback between them. Feedback is attended to, but it is no
 action: response_mask is False, the log-prob is 0. ``sampling.max_new_tokens`` limits the whole response,
-feedback included (as in TRL and verl). All rows of a rank take their turns together, and all ranks call the
-backend equally often; a rank whose rows are all done decodes one token of a filler row.
+feedback included (as in TRL and verl).
+
+Rows are generated in waves, which all ranks have equally often: a rank without ready rows decodes one token
+of a filler row. Either the rows take their turns together, or a wave has the rows whose calls have ended
+(``independent``). Such rows draw tokens with seeds of their own, so that the timing of calls changes nothing
+but the batch in which a row is generated, and thus the rounding of its log-probs.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ppo_ds.background.pending import wait_on_all_ranks
+from ppo_ds.background.pending import POLL_SECONDS
+from ppo_ds.background.pool import torch_rng_snapshot
 from ppo_ds.background.values import NoResult, quoted
 from ppo_ds.data.prompts import collate_prompts
+from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.world import World
 from ppo_ds.environments.base import Environment, InvalidResult, Step
 from ppo_ds.environments.calls import CallPool, begin, describe_error, take_step
-from ppo_ds.environments.feedback import encode_chat, encode_text
+from ppo_ds.environments.feedback import encode_chat, encode_prompt, encode_text
+from ppo_ds.environments.tool_calls import CallReader
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.rollout.base import Generator, SamplingParams, max_new_tokens
@@ -39,6 +47,9 @@ class Episode:
     row: Row
     prompt: list[int]
     limit: int  # maximum number of tokens of the response
+    seeds: Sequence[int]  # one for each turn; () unless rows are independent
+    turns: int = 0  # turns of the policy so far
+    call: Future[Any] | None = None  # the running call of the environment
     environment: Environment = field(init=False)  # set by the reset
     end: str | None = None  # one of ENDS; None while the episode goes on
     # one entry per token of the response
@@ -46,6 +57,11 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     is_feedback: list[bool] = field(default_factory=list)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the policy may take another turn."""
+        return self.call is None and self.end is None
 
     def append(self, ids: list[int], logprobs: list[float], is_feedback: bool) -> None:
         self.ids += ids
@@ -67,6 +83,8 @@ class MultiTurnGenerator:
 
     backend: Generator
     make_environment: Callable[[], Environment]
+    independent: bool  # whether a row goes on while calls of other rows are still running
+    read_calls: CallReader | None  # None for an environment without tools
     max_turns: int
     max_prompt_tokens: int  # limit of a prompt that an environment gives
     pool: CallPool
@@ -77,72 +95,107 @@ class MultiTurnGenerator:
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         limits = max_new_tokens(prompts, sampling).tolist()
-        given = zip(prompts.ids, prompts.mask, limits, prompts.metadata, strict=True)
-        episodes = [Episode(row, ids[mask].tolist(), limit) for ids, mask, limit, row in given]
-        resets = [(one, partial(begin, self.make_environment, one.row)) for one in episodes]
-        self.run_calls(resets, self.begun)
-        for turn in range(1, self.max_turns + 1):
-            active = [episode for episode in episodes if episode.end is None]
-            if self.world.max_int(len(active)) == 0:
-                break
-            filler = (episodes[0].prompt, 1, episodes[0].row)
-            rows = [episode.next_prompt() for episode in active] or [filler]
-            answers = self.backend(collate_prompts(rows, self.tokenizer.pad_id), sampling)
-            self.check()
-            turns = self.append_turns(active, answers)
-            calls = [(episode, partial(take_step, episode.environment, text)) for episode, text in turns]
-            self.run_calls(calls, partial(self.stepped, is_last=turn == self.max_turns))
-        return self.rollout(episodes)
+        seeds: Any = ((),) * len(prompts)
+        if self.independent:  # the order in which rows are generated must not change their random numbers
+            seeds = torch.randint(2**62, (len(prompts), self.max_turns)).tolist()
+        given = zip(prompts.ids, prompts.mask, limits, prompts.metadata, seeds, strict=True)
+        episodes = [Episode(row, ids[mask].tolist(), limit, own) for ids, mask, limit, row, own in given]
+        restore_rng = torch_rng_snapshot()  # no call changes what the run samples
+        try:
+            for episode in episodes:
+                episode.call = self.pool.start(partial(begin, self.make_environment, episode.row))
+            while True:
+                running = self.wait_for_calls(episodes)
+                restore_rng()
+                self.use_results(episodes)
+                ready = [episode for episode in episodes if episode.is_ready]
+                if self.world.max_int(len(ready)) > 0:
+                    answers = self.generate(ready, episodes[0], sampling)
+                    restore_rng = restore_rng if self.independent else torch_rng_snapshot()
+                    self.append_turns(ready, answers)
+                elif running == 0:
+                    return self.rollout(episodes)
+        except BaseException:
+            for episode in reversed(episodes):  # before a running call frees its slot for one that waits
+                if episode.call is not None:
+                    episode.call.cancel()
+            raise
 
-    def run_calls(
-        self, calls: Sequence[tuple[Episode, Callable[[], Any]]], use: Callable[[Episode, Any], None]
-    ) -> None:
-        """Runs the call of each episode and uses their results in the order of the rows. A collective."""
-        pending = self.pool.start([call for _, call in calls])
-        outcomes = wait_on_all_ranks(pending, self.world, self.check)
-        for (episode, _), outcome in zip(calls, outcomes, strict=True):
+    def wait_for_calls(self, episodes: Sequence[Episode]) -> int:
+        """Waits for the calls of all ranks, and returns how many of them still run. A collective.
+
+        Independent rows wait half a second for one another, since a larger batch decodes faster, and then
+        until any call has ended. Each call that has ended on any rank counts as progress on all ranks.
+        """
+        calls = [episode.call for episode in episodes if episode.call is not None]
+        completed, total = 0, int(self.world.sum(torch.tensor(len(calls))))
+        with heartbeat.counting(total, "calls") as done:
+            while True:
+                ended = len(wait(calls, POLL_SECONDS).done)
+                self.check()
+                now = int(self.world.sum(torch.tensor(ended)))
+                if now > completed:
+                    heartbeat.beat()
+                    done(now)
+                completed = now
+                if now == total or (self.independent and now > 0):
+                    return total - now
+
+    def use_results(self, episodes: Sequence[Episode]) -> None:
+        """Uses the results of the calls that have ended, in the order of the rows."""
+        for episode in episodes:
+            if episode.call is None or not episode.call.done():
+                continue
+            outcome, episode.call = episode.call.result(), None
             if isinstance(outcome, Exception):
                 self.failed(episode, outcome)
                 continue
             try:
-                use(episode, outcome)
+                (self.stepped if episode.turns else self.begun)(episode, outcome)
             except (InvalidResult, UserError) as error:  # a chat template may refuse a message
                 self.failed(episode, error)
 
     def begun(self, episode: Episode, result: tuple[Environment, tuple[Message, ...] | None]) -> None:
         """Stores the environment, and the prompt that it gives."""
         episode.environment, messages = result
-        if messages is None:
-            return
-        is_chat, tokenizer = self.tokenizer.has_chat_template, self.tokenizer
-        text = "".join(message["content"] for message in messages)
-        if is_chat:
-            text = tokenizer.render_chat(list(messages))
-        (ids,) = tokenizer.encode_many([text], special_tokens=not is_chat)
-        if not ids:
-            raise InvalidResult("returned a prompt without tokens")
-        episode.prompt = ids[-self.max_prompt_tokens :]
-        episode.row = episode.row | {"prompt_text": text} | ({"messages": list(messages)} if is_chat else {})
+        has_tools = self.read_calls is not None
+        prompt = encode_prompt(self.tokenizer, messages, episode.row, self.max_prompt_tokens, has_tools)
+        if prompt is not None:
+            episode.prompt, episode.row = prompt
 
-    def append_turns(self, active: Sequence[Episode], answers: Rollout) -> list[tuple[Episode, str]]:
-        """Appends a turn of the policy to each episode; returns the complete turns as text.
+    def generate(self, ready: Sequence[Episode], any_row: Episode, sampling: SamplingParams) -> Rollout:
+        """Generates a turn of each ready episode, or one token of ``any_row`` without one. A collective."""
+        rows = [episode.next_prompt() for episode in ready] or [(any_row.prompt, 1, any_row.row)]
+        prompts = collate_prompts(rows, self.tokenizer.pad_id)
+        if self.independent:
+            seeds = [episode.seeds[episode.turns] for episode in ready] or [0]
+            prompts = replace(prompts, seeds=torch.tensor(seeds))
+        answers = self.backend(prompts, sampling)
+        self.check()
+        return answers
+
+    def append_turns(self, ready: Sequence[Episode], answers: Rollout) -> None:
+        """Appends a turn of the policy to each episode, and starts the environment's step if it is complete.
 
         A turn that reached the limit of tokens is incomplete, and ends its episode.
         """
-        turns = []
-        for i, episode in enumerate(active):
+        for i, episode in enumerate(ready):
             mask = answers.response_mask[i]
             ids = answers.response_ids[i][mask].tolist()
             episode.append(ids, answers.logprobs[i][mask].tolist(), is_feedback=False)
-            if answers.finished[i]:
-                turns.append((episode, self.tokenizer.decode(ids)))
-            else:
+            episode.turns += 1
+            if not answers.finished[i]:
                 episode.end = LENGTH
-        return turns
+                continue
+            turn: tuple[Any, ...] = (self.tokenizer.decode(ids),)
+            if self.read_calls is not None:
+                kept = ids[:-1] if ids[-1] in self.tokenizer.stop_ids else ids
+                turn += (self.read_calls(self.tokenizer.decode(kept, skip_special_tokens=False)),)
+            episode.call = self.pool.start(partial(take_step, episode.environment, *turn))
 
-    def stepped(self, episode: Episode, step: Step, is_last: bool) -> None:
+    def stepped(self, episode: Episode, step: Step) -> None:
         """Stores the reward of a turn and appends the feedback, unless the episode ends."""
-        if step.done or is_last:
+        if step.done or episode.turns == self.max_turns:
             episode.rewards[-1] = step.reward
             episode.end = DONE if step.done else TURNS
             return

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,12 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+    render_jinja_template,
+)
 
 from ppo_ds.config.similar_paths import did_you_mean_model
 from ppo_ds.errors import UserError
@@ -163,9 +168,24 @@ class Tokenizer:
         hf.padding_side = "right"
         return Tokenizer(hf, self.stop_ids, self.chat_template_kwargs)
 
+    def with_tools(self, schemas: list[dict[str, Any]]) -> Tokenizer:
+        """Returns a tokenizer that shows tools, given as JSON schemas, in each chat."""
+        return Tokenizer(self.hf, self.stop_ids, self.chat_template_kwargs | {"tools": schemas})
+
     def save(self, folder: str | Path) -> None:
         """Writes the files of the wrapped tokenizer."""
         self.hf.save_pretrained(folder)
+
+
+def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the JSON schema of a function, from its type hints and its docstring with a section Args.
+
+    Raises ValueError if one of them is missing.
+    """
+    try:
+        return get_json_schema(function)
+    except (TypeHintParsingException, DocstringParsingException) as error:
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def join_texts(prompt: str, response: str, joint: str) -> str:

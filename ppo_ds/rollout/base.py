@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_ds.ops.sequences import response_mask
-from ppo_ds.types import Prompts, Rollout
+from ppo_ds.types import Prompts, Rollout, to_device
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class Generator(Protocol):
 
         ``truncate_at_stop`` makes the Rollout from generated tokens [B,R] and their log-probs [B,R]: it
         applies the limits, stop tokens and stop strings. The log-probs are computed from the full
-        distribution at ``sampling.temperature``, regardless of top_k and top_p. All ranks call the backend
-        the same number of times, each with its own prompts. The backend calls ``distributed.heartbeat.beat``
+        distribution at ``sampling.temperature``, regardless of top_k and top_p. Rows with ``prompts.seeds``
+        draw no number from torch's random state, only with their seeds. All ranks call the backend the same
+        number of times, each with its own prompts. The backend calls ``distributed.heartbeat.beat``
         in the main thread whenever tokens are done; calls without progress would hide a hang.
         """
 
@@ -91,6 +92,21 @@ def max_new_tokens(prompts: Prompts, sampling: SamplingParams) -> Tensor:
     The row's own limit or ``sampling.max_new_tokens``; the smaller one goes before ``min_new_tokens``.
     """
     return prompts.limits.clamp(max=sampling.max_new_tokens)
+
+
+def draw_uniforms(prompts: Prompts, limits: Tensor, device: torch.device) -> Tensor:
+    """Draws a number for each row and position, [B,R] float64 in [0,1), with the seeds of the rows if given.
+
+    With a seed, the numbers of a row do not depend on the other rows.
+    """
+    shape = (len(prompts), int(limits.max()))
+    if prompts.seeds is None:
+        return torch.rand(*shape, dtype=torch.float64, device=device)
+    uniforms = torch.zeros(shape, dtype=torch.float64)
+    for row, seed, limit in zip(uniforms, prompts.seeds.tolist(), limits.tolist(), strict=True):
+        generator = torch.Generator().manual_seed(seed)
+        row[:limit] = torch.rand(limit, generator=generator, dtype=torch.float64)
+    return to_device(uniforms, device)
 
 
 class StopStrings:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.models.linear import packed_weights
-from ppo_ds.rollout.base import DecodeBackend, SamplingParams, max_new_tokens, truncate_at_stop
+from ppo_ds.rollout.base import DecodeBackend, SamplingParams, draw_uniforms, max_new_tokens, truncate_at_stop
 from ppo_ds.rollout.continuous_batch import ContinuousBatch
 from ppo_ds.rollout.decoding import explicit_mask_attention
 from ppo_ds.rollout.graphs import Graphs, recorder_for
@@ -38,7 +38,7 @@ class StaticGenerator(DecodeBackend):
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         lm = self.lm()
         device, limits = next(lm.parameters()).device, max_new_tokens(prompts, sampling)
-        uniforms = torch.rand(len(prompts), int(limits.max()), dtype=torch.float64, device=device)
+        uniforms = draw_uniforms(prompts, limits, device)
         responses, logprobs = torch.zeros(uniforms.shape, dtype=torch.long), torch.zeros(uniforms.shape)
         bands = [torch.arange(len(prompts))]
         if self.lockstep_max is None:

@@ -174,9 +174,9 @@ class VLLMGenerator(DecodeBackend):
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
         limits = max_new_tokens(prompts, sampling).tolist()
         # every request has a seed of its own, so draws do not depend on how vLLM schedules the requests
-        seeds = torch.randint(2**62, (len(prompts),)).tolist()
+        seeds = torch.randint(2**62, (len(prompts),)) if prompts.seeds is None else prompts.seeds
         ids = [row[mask].tolist() for row, mask in zip(prompts.ids, prompts.mask, strict=True)]
-        rows, first = list(zip(ids, limits, seeds, strict=True)), 0
+        rows, first = list(zip(ids, limits, seeds.tolist(), strict=True)), 0
         if self.group is not None:
             parts = self.group.gather_objects(rows)
             first = sum(len(part) for part in parts[: self.group.rank])

@@ -107,6 +107,8 @@ def generator_of(tokenizer, world):
         settings = dict(
             backend=backend,
             make_environment=environment,
+            independent=False,
+            read_calls=None,
             max_turns=max_turns,
             max_prompt_tokens=50,
             pool=CallPool(workers, timeout_seconds),

@@ -34,7 +34,7 @@ def lm(tokenizer):
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=32, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        max_position_embeddings=128, tie_word_embeddings=False, initializer_range=0.5,
+        max_position_embeddings=256, tie_word_embeddings=False, initializer_range=0.5,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
@@ -44,16 +44,16 @@ def decode(generator_of, lm, tokenizer, monkeypatch):
     """Returns a function that generates multi-turn responses with a decode backend."""
     fake_vllm.install(monkeypatch)
 
-    def run(name, prompts, sampling):
+    def run(name, prompts, sampling, environment=Echo, **changes):
         entry, make = BACKENDS[name], import_target(BACKENDS[name].generator)
         arguments = {"lm": lambda: lm, "tokenizer": tokenizer, "token_budget": 400}
         arguments |= {"lockstep_max": None, "should_stop": lambda: False}
         if not entry.own_weights:
-            return generator_of(Echo, make(**arguments))(prompts, sampling)
+            return generator_of(environment, make(**arguments), **changes)(prompts, sampling)
         with torch.random.fork_rng():
-            backend = make(**arguments, settings=VLLMConfig(), kv_cache=2**20, longest=64, temperature=1.0)
+            backend = make(**arguments, settings=VLLMConfig(), kv_cache=2**20, longest=256, temperature=1.0)
         with backend.loaded(iter(lm.named_parameters())):
-            return generator_of(Echo, backend)(prompts, sampling)
+            return generator_of(environment, backend, **changes)(prompts, sampling)
 
     return run
 

@@ -44,7 +44,6 @@ def test_each_response_gets_its_own_object_with_the_arguments(loaded):
         (GOOD, "Other", "mine.py has no Other; its classes are: Mine"),
         ("def Mine(): pass", "Mine", "(function) is not a class; give one with reset and step"),
         (GOOD.replace("reset", "start"), "Mine", "the class has no method reset(row); add it"),
-        (GOOD.replace("def step", "async def step"), "Mine", "step is async; make it a plain method"),
         (GOOD.replace("(self, answer)", "(self)"), "Mine", "step is called with (answer), but takes (self)"),
     ],
 )
@@ -74,7 +73,7 @@ def test_the_trial_call_finds_errors(tmp_path, tokenizer, step, problem):
     code = GOOD.replace('return "again", 0.0, False', f"return {step}")
     (tmp_path / f"mine{len(step)}.py").write_text(code)
     path = f"{tmp_path}/mine{len(step)}.py:Mine"
-    line = refused(lambda: try_environment(path, {}, 0.5, {"prompt_text": "1="}, tokenizer))
+    line = refused(lambda: try_environment(path, {}, 0.5, {"prompt_text": "1="}, tokenizer, 50))
     file = path.removesuffix(":Mine")
     assert line.startswith(f"rollout.environment.path={path}: {problem.replace('FILE', file)}")
     assert line.endswith(
@@ -86,7 +85,7 @@ def test_the_trial_call_finds_errors(tmp_path, tokenizer, step, problem):
 def test_the_trial_call_accepts_an_environment(tmp_path, tokenizer):
     noting = f"open({str(tmp_path / 'answers')!r}, 'a').write(answer); return"
     (tmp_path / "fine.py").write_text(GOOD.replace('return "again', noting + ' "again'))
-    try_environment(f"{tmp_path}/fine.py:Mine", {}, 60.0, {"prompt_text": "1="}, tokenizer)
+    try_environment(f"{tmp_path}/fine.py:Mine", {}, 60.0, {"prompt_text": "1="}, tokenizer, 50)
     assert (tmp_path / "answers").read_text() == "This is a trial response."
 
 

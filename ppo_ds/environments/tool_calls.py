@@ -1,0 +1,112 @@
+"""Reads the calls of tools in a turn of the policy, in the form in which the chat template writes them.
+
+The form is found by rendering a call with the template, not by the name of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ppo_ds.background.values import quoted
+from ppo_ds.environments.feedback import encode_chat
+from ppo_ds.errors import UserError
+from ppo_ds.models.tokenizer import Tokenizer
+
+PYTHON_TAG = "<|python_tag|>"
+THOUGHT_END = "</think>"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool by the policy."""
+
+    name: str
+    arguments: dict[str, Any]
+    problem: str = ""  # why the call cannot be read; "" if it can
+
+
+CallReader = Callable[[str], list[ToolCall]]  # takes a turn with its special tokens, without its end token
+
+_EXAMPLE = ToolCall("example_tool", {"text": "two words", "count": 2})
+
+
+def read_hermes(text: str) -> list[ToolCall]:
+    """Reads calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen writes them."""
+    after_thought = text.rpartition(THOUGHT_END)[2]
+    blocks = re.findall(r"<tool_call>(.*?)(</tool_call>|\Z)", after_thought, re.DOTALL)
+    return [
+        call if end else ToolCall("", {}, "the call does not end with </tool_call>")
+        for body, end in blocks
+        for call in _read_objects(body, "arguments")
+    ]
+
+
+def read_llama(text: str) -> list[ToolCall]:
+    """Reads calls ``{"name": ..., "parameters": {...}}``, as Llama 3 writes them.
+
+    The turn begins with the first call or with ``<|python_tag|>``; ``;`` separates calls.
+    """
+    body = text.rpartition(THOUGHT_END)[2].strip()
+    is_call = body.startswith(("{", PYTHON_TAG))
+    return _read_objects(body.removeprefix(PYTHON_TAG), "parameters") if is_call else []
+
+
+def _read_objects(text: str, key: str) -> list[ToolCall]:
+    """Reads one or more JSON objects with a name and, at ``key``, arguments."""
+    calls: list[ToolCall] = []
+    rest = text.strip()
+    while rest or not calls:
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError) as error:
+            return [*calls, ToolCall("", {}, f"the call is not valid JSON: {error}")]
+        rest = rest[end:].strip().removeprefix(";").strip()
+        name, arguments = (value.get("name"), value.get(key, {})) if isinstance(value, dict) else (None, None)
+        if isinstance(name, str) and isinstance(arguments, dict):
+            calls.append(ToolCall(name, arguments))
+        else:
+            calls.append(
+                ToolCall("", {}, f'a call is a JSON object with a text "name" and an object "{key}"')
+            )
+    return calls
+
+
+def find_reader(tokenizer: Tokenizer, names: Sequence[str], key: str) -> CallReader:
+    """Returns the function that reads calls in the form of the chat template of a tokenizer with tools.
+
+    Raises UserError, which begins with ``key``, if the template does not show the tools ``names``, writes
+    calls in an unknown form, or refuses results of tools.
+    """
+    question: Any = [{"role": "user", "content": "A question."}]
+    function = {"name": _EXAMPLE.name, "arguments": _EXAMPLE.arguments}
+    answer: Any = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
+    before = tokenizer.render_chat(question)
+    if hidden := [name for name in names if name not in before]:
+        raise UserError(
+            f"{key}: the chat template does not show the tools ({', '.join(hidden)}) to the policy; set "
+            "data.chat_template to one that does"
+        )
+    after = tokenizer.render_chat([*question, answer], to_answer=False)
+    written = after[len(os.path.commonprefix([before, after])) :]
+    for stop in filter(
+        None, (tokenizer.decode([id], skip_special_tokens=False) for id in tokenizer.stop_ids)
+    ):
+        written = written.partition(stop)[0]
+    reader = next((read for read in (read_hermes, read_llama) if read(written) == [_EXAMPLE]), None)
+    if reader is None:
+        raise UserError(
+            f"{key}: the chat template writes a call of a tool as {quoted(written)}, which is a form that "
+            'cannot be read; set data.chat_template to one that writes <tool_call>{"name": ..., "arguments": '
+            '{...}}</tool_call> or {"name": ..., "parameters": {...}}'
+        )
+    encode_chat(tokenizer, ({"role": "tool", "content": "A result."},), tokenizer.pad_id)
+    return reader

@@ -1,0 +1,135 @@
+"""A base class of environments with tools, and the tools of a class.
+
+``tools`` lists functions or methods with type hints and a docstring, or JSON schemas.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from ppo_ds.background.pool import call_user
+from ppo_ds.background.values import described, quoted
+from ppo_ds.environments.base import KEY
+from ppo_ds.environments.tool_calls import CallReader, ToolCall, find_reader
+from ppo_ds.errors import UserError
+from ppo_ds.models.tokenizer import Message, Tokenizer, tool_schema
+from ppo_ds.types import Row
+
+Tool = Callable[..., Any] | dict[str, Any]
+
+
+class ToolError(Exception):
+    """Raised by a tool to tell the policy what is wrong; any other exception of a tool ends the response."""
+
+
+class ToolEnvironment:
+    """Runs the tools that the policy calls, and ends with the first turn that calls none.
+
+    A subclass lists its plain or async functions and methods in ``tools``. A JSON schema there describes the
+    method of its name. Results are texts, or are written as JSON.
+    """
+
+    tools: ClassVar[Sequence[Tool]] = ()
+
+    def reset(self, row: Row) -> list[Message] | None:
+        """Keeps the prompt of the data. A subclass may read what it needs from the row."""
+
+    def finish(self, answer: str) -> float:
+        """Returns the reward of a turn without calls. It may be async."""
+        return 0.0
+
+    async def step(self, answer: str, calls: list[ToolCall]) -> tuple[list[Message] | None, float, bool]:
+        if not calls:
+            return None, await call_user(self.finish, answer), True
+        return [await self.run(call) for call in calls], 0.0, False
+
+    async def run(self, call: ToolCall) -> Message:
+        """Runs one call and returns the message with its result, or with what is wrong with the call."""
+        tools = {name_of(tool): tool for tool in self.tools}
+        try:
+            if call.problem:
+                raise ToolError(call.problem)
+            if call.name not in tools:
+                raise ToolError(f"there is no tool {quoted(call.name)}; the tools are {', '.join(tools)}")
+            function = tools[call.name]
+            if isinstance(function, dict) or is_method(function):
+                function = getattr(self, call.name)
+            result = await call_user(partial(function, **read_arguments(function, call.arguments)))
+        except ToolError as error:
+            result = f"error: {error}"
+        content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        return {"role": "tool", "name": call.name, "content": content}
+
+
+def read_arguments(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Converts the arguments of a call to the types of the parameters; raises ToolError if one is wrong."""
+    types, arguments = get_type_hints(function), {}
+    try:
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        raise ToolError(f"{function.__name__}: {error}") from error
+    for name, value in given.items():
+        try:
+            arguments[name] = TypeAdapter(types.get(name, Any)).validate_python(value)
+        except ValidationError as error:
+            raise ToolError(f"{function.__name__}: {name}: {error.errors()[0]['msg']}") from error
+    return arguments
+
+
+def name_of(tool: Tool) -> str:
+    return str(tool["function"]["name"]) if isinstance(tool, dict) else tool.__name__
+
+
+def is_method(function: Callable[..., Any]) -> bool:
+    return next(iter(inspect.signature(function).parameters), "") == "self"
+
+
+def equip(tokenizer: Tokenizer, make: partial[Any], path: str) -> tuple[Tokenizer, CallReader | None]:
+    """Returns a tokenizer that shows the tools of an environment in prompts, and the reader of their calls.
+
+    Without tools, returns the tokenizer as it is, and None. Raises UserError if the tools are not valid, or
+    if the chat template cannot show or call them.
+    """
+    kind, key = make.func, f"{KEY}.path={path}"
+    if not hasattr(kind, "tools"):
+        return tokenizer, None
+    schemas = []
+    for tool in read_tools(kind, key):
+        try:
+            schemas.append(tool if isinstance(tool, dict) else tool_schema(tool))
+        except ValueError as error:
+            raise UserError(f"{key}: the tool {name_of(tool)}: {error}; correct the function") from error
+    equipped = tokenizer.with_tools(schemas)
+    return equipped, find_reader(equipped, [name_of(tool) for tool in schemas], key)
+
+
+def read_tools(kind: Any, key: str) -> Sequence[Tool]:
+    """Checks the tools of a class. Raises UserError, which begins with ``key``."""
+    tools = kind.tools
+    if not isinstance(tools, (list, tuple)) or not tools:
+        raise UserError(f"{key}: tools is {described(tools)}; make it a list of functions and JSON schemas")
+    names: list[str] = []
+    for tool in tools:
+        is_schema = (
+            isinstance(tool, dict) and isinstance(tool.get("function"), dict) and "name" in tool["function"]
+        )
+        if not is_schema and not inspect.isfunction(tool):
+            raise UserError(
+                f"{key}: tools has {described(tool)}; give a function, or a JSON schema as "
+                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
+            )
+        name = name_of(tool)
+        if name in names:
+            raise UserError(f"{key}: two tools have the name {name}; rename one of them")
+        if is_schema and issubclass(kind, ToolEnvironment) and not callable(getattr(kind, name, None)):
+            raise UserError(
+                f"{key}: tools has a JSON schema of {name}, but the class has no such method; add it"
+            )
+        names.append(name)
+    return tools
