@@ -152,6 +152,7 @@ class RunMemory:
             communication=BYTES.get(communication, FP32),  # DeepSpeed refuses other names when a run starts
             scaled=dtype == "fp16",
             ranks=self.hardware.ranks,
+            moment=1 if role.optim.name == "adamw_8bit" else FP32,
             offload_optimizer=zero.offload_optimizer,
             offload_params=zero.offload_params,
             # DeepSpeed allocates the whole bucket whatever the size of the model: a GPU reserves all of it, a

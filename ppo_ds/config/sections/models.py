@@ -100,6 +100,9 @@ class FrozenZeroConfig(Section):
 class OptimConfig(Section):
     """AdamW and its learning rate schedule, which covers the actual number of optimizer steps."""
 
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """Keeps each moment in fp32, or in 8 bits with bitsandbytes (adamw_8bit)."""
+
     lr: Positive = 1e-6
     """Learning rate after the warm-up."""
 

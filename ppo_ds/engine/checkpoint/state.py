@@ -27,7 +27,7 @@ from ppo_ds.engine.checkpoint.shards import (
     write_shards,
 )
 from ppo_ds.engine.gather import GATHER_ELEMENTS, chunked
-from ppo_ds.engine.master_weights import PARTS, WEIGHT, MasterWeights
+from ppo_ds.engine.master_weights import PARTS, WEIGHT, MasterWeights, opened_masters
 from ppo_ds.engine.trained import TrainedModel, parameter_counts, whole_numel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
@@ -48,8 +48,9 @@ def weight_copy_bytes(copy: WeightCopy) -> int:
 
 def save_model(model: TrainedModel, directory: Path) -> list[Path]:
     """Saves a model to the disk and returns the files that this rank wrote. A collective."""
-    world, masters = model.world, MasterWeights(model)
-    shards, written = write_shards(masters, directory, world, PARTS)
+    world = model.world
+    with opened_masters(model) as masters:
+        shards, written = write_shards(masters, directory, world, PARTS)
     index = {
         "format": FORMAT,
         "steps": model.steps,
@@ -93,7 +94,8 @@ def load_model(model: TrainedModel, directory: Path) -> None:
                 f"{KEY}{directory} was made with {key}={saved[key]:g}, this run has {value:g}: keep it"
             )
     buffers = on_all_ranks(world, lambda: load_file(directory / "buffers.safetensors"))
-    on_all_ranks(world, lambda: _read_masters(masters, index["shards"], directory, PARTS))
+    with opened_masters(model, store=True) as masters:
+        on_all_ranks(world, lambda: _read_masters(masters, index["shards"], directory, PARTS))
     masters.set_steps(index["adam_steps"])
     masters.set_scaler(index["loss_scaler"])
     masters.refresh()
