@@ -1,7 +1,8 @@
 """AdamW with moments of 8 bits (Dettmers et al. 2022), from bitsandbytes.
 
-A moment is a code, an index into a table of 256 numbers, times the scale of its block of 256 elements. Tensors
-below 4,096 elements have moments in fp32; with ZeRO, a tensor is this rank's share of a parameter group.
+A moment is a code, an index into a table of 256 numbers, times the scale of its block of 256 elements.
+Tensors below 4,096 elements have moments in fp32; with ZeRO, a tensor is this rank's share of a parameter
+group.
 
 Checkpoints store the moments in fp32, so that they depend neither on blocks nor on the optimizer. ``encoded``
 finds codes and scales with exactly these values again if the blocks are the same. A step reads the values

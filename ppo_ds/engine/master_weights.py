@@ -34,8 +34,8 @@ SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 class MasterWeights:
     """Gets and sets the trained parameters of ``model``. Frozen parameters are not included.
 
-    After the last ``set_local``, call ``refresh()``, which updates the module's weights. An 8-bit optimizer has
-    moments for ``get`` and ``set_local`` inside ``opened_masters`` only.
+    After the last ``set_local``, call ``refresh()``, which updates the module's weights. An 8-bit optimizer
+    has moments for ``get`` and ``set_local`` inside ``opened_masters`` only.
     """
 
     def __init__(self, model: TrainedModel):
@@ -170,7 +170,10 @@ class MasterWeights:
 
 @contextmanager
 def opened_masters(model: TrainedModel, *, store: bool = False) -> Iterator[MasterWeights]:
-    """Yields MasterWeights with moments in fp32; ``store`` also sets those of an 8-bit optimizer at the end."""
+    """Yields MasterWeights with moments in fp32.
+
+    ``store`` sets the moments of an 8-bit optimizer to them at the end.
+    """
     with fp32_moments(model.engine.basic_optimizer, optimizer_shares(model), store=store):
         masters = MasterWeights(model)
         yield masters

@@ -40,7 +40,7 @@ class OptimizerOffload:
 
     @property
     def future_bytes(self) -> int:
-        """Bytes of the moments that the optimizer has not allocated on the device yet (before the first step)."""
+        """Bytes of the moments that are not allocated on the device yet (before the first step)."""
         optimizer = self._model.engine.basic_optimizer
         fresh = [share for share in optimizer_shares(self._model) if not optimizer.state.get(share)]
         return sum(

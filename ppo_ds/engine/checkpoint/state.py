@@ -85,8 +85,8 @@ def load_model(model: TrainedModel, directory: Path) -> None:
     The ZeRO stage and the number of ranks may differ from those of the run that saved it. Raises UserError on
     all ranks if the checkpoint contains another model or has other settings.
     """
-    world, masters = model.world, MasterWeights(model)
-    index = on_all_ranks(world, lambda: read_index(directory / INDEX_OF_MODEL, masters.parameters, key=KEY))
+    world, parameters = model.world, MasterWeights(model).parameters
+    index = on_all_ranks(world, lambda: read_index(directory / INDEX_OF_MODEL, parameters, key=KEY))
     saved = index["settings"]
     for key, value in model.settings.items():
         if saved.get(key, value) != value:
