@@ -124,9 +124,9 @@ class PlainWeight:
         """The parameters that ``merged`` reads; under ZeRO-3 they must be gathered."""
         return [self.base, *(_matrices(self.layer) if self.layer else ())]
 
-    def merged(self, device: torch.device) -> Tensor:
-        """Returns the merged weight as a new tensor in the dtype of the base."""
-        if self.layer is None:
+    def merged(self, device: torch.device, merge: bool = True) -> Tensor:
+        """Returns the merged weight, or that of the base alone, as a new tensor in the dtype of the base."""
+        if self.layer is None or not merge:
             return self.base.detach().to(device, copy=True)
         return _merged(self.layer, self.base, *_matrices(self.layer)).to(device)
 
