@@ -17,6 +17,7 @@ from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.adamw_8bit import make_adamw_8bit
 from ppo_ds.engine.gradients import local_squared_norm, loss_scale_can_decrease, skip_step
+from ppo_ds.models.quantized import whole_shape
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ def parameter_groups(
 
 
 def whole_numel(parameter: nn.Parameter) -> int:
-    """Returns the number of elements of the whole parameter, even if ZeRO-3 has partitioned it."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    """Returns the number of elements of the whole parameter, even if it is sharded or quantized."""
+    return math.prod(whole_shape(parameter))
 
 
 def parameter_counts(module: nn.Module) -> tuple[int, int]:

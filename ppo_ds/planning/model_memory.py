@@ -107,7 +107,7 @@ class Engine:
         """
         each, trained, share = self.each, shape.trained, -(-shape.trained // self.ranks)
         flat = min(trained, self.bucket)  # elements that ZeRO copies in order to reduce them
-        weights = each * shape.parameters
+        weights = shape.weight_bytes(each)
         # bytes per copied fp32 gradient
         copied_fp32 = 0 if self.communication == FP32 else self.communication
         if self.stage == 0 and each == FP32:  # DeepSpeed ignores reduce_bucket_size

@@ -55,7 +55,7 @@ class FrozenModel:
         return cls(shape, BYTES[dtype], zero.stage == 3, zero.offload_params)
 
     def resident(self, ranks: int) -> int:
-        return self.each * ceil(self.shape.parameters / (ranks if self.sharded else 1))
+        return ceil(self.shape.weight_bytes(self.each) / (ranks if self.sharded else 1))
 
     def host(self, ranks: int) -> int:
         """Returns an upper bound of its CPU memory; torch page-locks each tensor of a sharded model."""

@@ -31,6 +31,7 @@ from ppo_ds.engine.master_weights import PARTS, WEIGHT, MasterWeights, opened_ma
 from ppo_ds.engine.trained import TrainedModel, parameter_counts, whole_numel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
+from ppo_ds.models.quantized import plain_weight
 
 KEY = "run.resume: "  # prefix of error messages while loading
 
@@ -125,7 +126,9 @@ def _read_masters(
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
     """Returns the persistent buffers, which are the buffers in ``state_dict``."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
+    return {
+        name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in parameters
+    }
 
 
 @torch.no_grad()
@@ -140,11 +143,12 @@ def consolidated(model: TrainedModel, gather_elements: int = GATHER_ELEMENTS) ->
         with deepspeed.zero.GatheredParameters(chunk, enabled=model.zero_stage == 3):
             if model.world.is_main:
                 for parameter in chunk:
-                    copies[id(parameter)] = parameter.detach().to("cpu", copy=True).contiguous()
+                    whole = plain_weight(parameter).detach()
+                    copies[id(parameter)] = whole.to("cpu", copy=True).contiguous()
     if not model.world.is_main:
         return None
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
     return {
         name: copies[id(parameters[name])] if name in parameters else tensor.detach().to("cpu", copy=True)
-        for name, tensor in model.module.state_dict().items()
+        for name, tensor in model.module.state_dict(keep_vars=True).items()
     }
