@@ -115,6 +115,7 @@ def trained_engine(
             betas=optim.betas,
             eps=optim.eps,
             weight_decay=optim.weight_decay,
+            eight_bit=optim.name == "adamw_8bit",
             settings=settings,
         )
     except (ValueError, AssertionError) as error:

@@ -35,6 +35,7 @@ class Backends:
     actor: HybridActor
     sampling: SamplingParams
     should_stop: Callable[[], bool]
+    note: Callable[[str], None]
     made: dict[str, Generator] = field(default_factory=dict)
 
     @property
@@ -65,7 +66,11 @@ class Backends:
         if name not in self.made:  # an engine takes long to start; its cache does not change with the budget
             arguments |= {"longest": self.longest, "temperature": self.sampling.temperature}
             start = partial(make, **arguments, settings=self.config.rollout.vllm)
-            self.made[name] = connected_engine(self.config, self.world, self.actor, self.longest, start)
+            engine = connected_engine(self.config, self.world, self.actor, self.longest, start)
+            if engine.merges_because:
+                line = f"rollout.backend=vllm gets merged LoRA adapters: {engine.merges_because}"
+                self.note(titled("warning", line))
+            self.made[name] = engine
         return self.made[name]
 
     def gap_of(self, name: str) -> Gap:
@@ -102,7 +107,10 @@ def build_generator(
     ``note`` receives banner lines that name the backend and the reason for its choice. A collective that also
     draws random numbers.
     """
-    asked, backends = config.rollout.backend, Backends(config, world, inputs, actor, sampling, should_stop)
+    asked, backends = (
+        config.rollout.backend,
+        Backends(config, world, inputs, actor, sampling, should_stop, note),
+    )
     auto = [name for name, backend in BACKENDS.items() if backend.in_auto]
     choice = choose_backend(
         auto if asked == "auto" else (asked,),
@@ -131,7 +139,7 @@ def connected_engine(
     group = Subgroup(world, memory.group) if memory.group > 1 else None
     with fork_rng(world), actor.generation_mode():  # the start of an engine seeds all random generators
         engine = world.on_all(partial(start, kv_cache=memory.kv_cache, group=group))
-    actor.connect(engine.loaded)
+    actor.connect(engine.loaded, adapters=engine.takes_adapters)
     return engine
 
 

@@ -143,4 +143,5 @@ class RewardModels:
 
 def _identity(load: Callable[..., nn.Module], model: ModelConfig) -> Hashable:
     path = os.path.realpath(model.path) if os.path.isdir(model.path) else model.path
-    return load, path, model.revision, model.dtype, model.trust_remote_code, model.attn_implementation
+    own_code = model.trust_remote_code
+    return load, path, model.revision, model.dtype, own_code, model.attn_implementation, model.quantization

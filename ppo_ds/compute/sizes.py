@@ -6,8 +6,12 @@ A multiplication and an addition are two FLOPs. Norms, softmax and activation fu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+# NF4 with double quantization: 4 bits for a weight, 8 for a block of 64 weights, 32 for 256 blocks
+NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ class Shape(Size):
     head_norms: bool = False  # queries and keys are normalised
     makes_logits: bool = False  # an operation follows the LM head, so the logits must be materialised
     linear: int = 0  # weights of linear layers, the LM head included
+    quantized: int = 0  # weights in NF4
+
+    def weight_bytes(self, each: int) -> int:
+        """Returns the bytes of the weights; ``each`` is that of a weight that is not quantized."""
+        return each * (self.parameters - self.quantized) + math.ceil(NF4_BITS / 8 * self.quantized)
 
 
 def causal_pairs(lengths: Iterable[int]) -> int:

@@ -149,11 +149,12 @@ class PPOConfig(TextConfig):
         ]
         paths = {name: _expand(getattr(data, name)) for name in ("path", "eval_path", "ptx_path")}
         reference = _inherited(self.reference.model, actor.model, path=actor.model.path)
+        critic = replace(self.critic.model, quantization=self.critic.model.quantization or "none")
         learned = any(reward_models(self.reward))  # whose scores have no bound of a correct response
         return {
             "eval": replace(self.eval, correct_above=None) if learned else self.eval,
             "actor": actor,
-            "critic": replace(self.critic, model=_inherited(self.critic.model, actor.model, path=None)),
+            "critic": replace(self.critic, model=_inherited(critic, actor.model, path=None)),
             "reference": replace(self.reference, model=reference),
             "data": replace(data, mix=mix, **paths),
             "algo": replace(self.algo, minibatch_size=self.algo.minibatch_size or rollout_size(self)),
@@ -390,7 +391,7 @@ def has_critic(config: PPOConfig) -> bool:
 def reference_is_base(config: PPOConfig) -> bool:
     """Returns whether the reference is the actor without its adapters, so that it loads no weights."""
     actor, reference = config.actor.model, config.reference.model
-    alike = ("path", "revision", "dtype", "attn_implementation")
+    alike = ("path", "revision", "dtype", "attn_implementation", "quantization")
     return config.actor.lora.rank > 0 and all(
         getattr(reference, name) == getattr(actor, name) for name in alike
     )

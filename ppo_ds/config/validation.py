@@ -29,6 +29,7 @@ CHECKS: dict[Check, type[Config]] = {
     algo.check_batches: PPOConfig,
     models.check_generation: PPOConfig,
     models.check_raw_deepspeed: Config,
+    models.check_bitsandbytes: Config,
     models.check_initial_critic: PPOConfig,
     reward.check_reward: PPOConfig,
     reward.check_prepare: Config,

@@ -15,7 +15,8 @@ them directly for decoding. With ZeRO-3 there are two modes (actor.zero.generati
   the same number of forwards (lockstep).
 
 An inference engine that has weights of its own (rollout.backend=vllm) needs neither. It receives all weights
-at each switch to generation, one decoder layer at a time, for every ZeRO stage.
+at each switch to generation, one decoder layer at a time, for every ZeRO stage. If it can decode with LoRA
+adapters, it receives these at each switch, and the base, which does not change, as often as it asks for it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from ppo_ds.engine.optimizer_offload import OptimizerOffload
 from ppo_ds.engine.trained import TrainedModel, whole_numel
 from ppo_ds.models.lora import PlainWeight, checkpoint_tensors, plain_weights
 
-# A context in which an inference engine generates with the given weights, by their names in a checkpoint.
-Engine = Callable[[Iterator[tuple[str, Tensor]]], AbstractContextManager[None]]
+# A context in which an inference engine generates with the given weights, by their names in a checkpoint. A
+# second iterator yields adapters, by their names in the causal LM; the weights are then those of the base.
+Engine = Callable[..., AbstractContextManager[None]]
 
 
 class HybridActor(TrainedModel):
@@ -66,6 +68,7 @@ class HybridActor(TrainedModel):
             self._copy = make_inference_copy(self.module.lm, self.world.device)
         self._has_engine = make_inference_copy is None
         self._engine: Engine | None = None
+        self._sends_adapters = False
         self._offloads: list[OptimizerOffload] = []  # one per model with states offloaded in generation
         self._switched_bytes = 0
         self._depth = 0
@@ -126,20 +129,36 @@ class HybridActor(TrainedModel):
         assert self._depth > 0, "the actor generates only inside generation_mode()"
         return self.module.lm if self._copy is None else self._copy
 
-    def connect(self, engine: Engine) -> None:
+    def connect(self, engine: Engine, *, adapters: bool = False) -> None:
         """Makes ``engine`` generate: ``generation_mode`` enters ``engine(self.weights())``.
 
-        If memory is freed outside of this context, it is free during training.
+        With ``adapters`` it enters ``engine(self.weights(merge=False), self.adapters())``, and the engine
+        need not read the weights. If memory is freed outside of this context, it is free during training.
         """
         assert self._has_engine and self._depth == 0
-        self._engine = engine
+        self._engine, self._sends_adapters = engine, adapters
 
     @torch.no_grad()
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name and the value of each matrix of the adapters.
+
+        With ZeRO-3 every rank must read all of them.
+        """
+        matrices = [item for item in self.module.lm.named_parameters() if item[1].requires_grad]
+        for chunk in chunked(matrices, lambda item: whole_numel(item[1]), self._gather_elements):
+            sharded = [parameter for _, parameter in chunk]
+            with deepspeed.zero.GatheredParameters(sharded, enabled=self.zero_stage == 3):
+                tensors = {name: parameter.detach().clone() for name, parameter in chunk}
+            self._switched_bytes += sum(tensor.nbytes for tensor in tensors.values())
+            yield from tensors.items()
+
+    @torch.no_grad()
+    def weights(self, *, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and the value of each weight of the causal LM, as an export would write them.
 
-        Adapters are merged, and tied weights are yielded once. At most one decoder layer, or chunks of
-        ``gather_elements``, are in memory besides the model. With ZeRO-3 every rank must read all weights.
+        Adapters are merged unless ``merge`` is False, and tied weights are yielded once. At most one decoder
+        layer, or chunks of ``gather_elements``, are in memory besides the model. With ZeRO-3 every rank must
+        read all weights.
         """
         layers = by_layer(plain_weights(self.module.lm))
 
@@ -150,7 +169,8 @@ class HybridActor(TrainedModel):
             sources = [source for layer in chunk for source in layer]
             parameters = [parameter for source in sources for parameter in source.parameters]
             with deepspeed.zero.GatheredParameters(parameters, enabled=self.zero_stage == 3):
-                tensors = {source.name: source.merged(self.world.device) for source in sources}
+                tensors = {source.name: source.merged(self.world.device, merge) for source in sources}
+            self._switched_bytes += sum(tensor.nbytes for tensor in tensors.values())
             yield from checkpoint_tensors(self.module.lm, tensors)
             del tensors  # before the next layer is gathered and merged
 
@@ -198,8 +218,8 @@ class HybridActor(TrainedModel):
                 elif self._copy is not None:
                     switch.enter_context(self._filled(self._copy))
                 elif self._engine is not None:
-                    self._count_weights()
-                    switch.enter_context(self._engine(self.weights()))
+                    adapters = (self.adapters(),) if self._sends_adapters else ()
+                    switch.enter_context(self._engine(self.weights(merge=not adapters), *adapters))
             yield
 
     @property

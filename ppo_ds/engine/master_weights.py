@@ -8,6 +8,8 @@ this rank's partition, and states which elements these are, so that a rank reads
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
+from ppo_ds.engine.adamw_8bit import fp32_moments, is_8bit
 from ppo_ds.engine.gradients import dynamic_loss_scaler
 from ppo_ds.engine.trained import TrainedModel
 
@@ -31,7 +34,8 @@ SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 class MasterWeights:
     """Gets and sets the trained parameters of ``model``. Frozen parameters are not included.
 
-    After the last ``set_local``, call ``refresh()``, which updates the module's weights.
+    After the last ``set_local``, call ``refresh()``, which updates the module's weights. An 8-bit optimizer
+    has moments for ``get`` and ``set_local`` inside ``opened_masters`` only.
     """
 
     def __init__(self, model: TrainedModel):
@@ -52,16 +56,22 @@ class MasterWeights:
             self._whole = dict(self.parameters)
         # torch creates the moments in the first step that is not skipped, but ``get`` and ``set_local`` may
         # need them earlier
-        fused = self._adamw.defaults["fused"]
+        fused = self._adamw.defaults.get("fused")
         for flat in optimizer_shares(model):
             state = self._adamw.state[flat]
-            if not state:
+            if not state and not is_8bit(self._adamw):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device if fused else "cpu")
                 state["exp_avg"] = torch.zeros_like(flat, requires_grad=False)
                 state["exp_avg_sq"] = torch.zeros_like(flat, requires_grad=False)
+        self.link_states()
+
+    def link_states(self) -> None:
+        """Lets DeepSpeed find the states of each parameter, which replaces earlier links.
+
+        DeepSpeed links optimizer states to parameters only once, after the step of the first parameter group,
+        and so does not link the states of the other groups.
+        """
         if hasattr(self._wrapper, "_lazy_init_hp_params_optimizer_state"):
-            # DeepSpeed links optimizer states to parameters only once, after the step of the first parameter
-            # group, and so does not link the states of the other groups
             self._wrapper._hp_optimizer_states_linked = False
             self._wrapper._lazy_init_hp_params_optimizer_state()
 
@@ -134,12 +144,12 @@ class MasterWeights:
         return dict.fromkeys(self.parameters, steps)
 
     def set_steps(self, steps: dict[str, int]) -> None:
+        new = {flat: max(steps.values()) for flat in self._adamw.state}
         if self._whole is not None:
-            for name, master in self._whole.items():
-                self._adamw.state[master]["step"].fill_(steps[name])
-        else:
-            for state in self._adamw.state.values():
-                state["step"].fill_(max(steps.values()))
+            new = {master: steps[name] for name, master in self._whole.items()}
+        for flat, count in new.items():
+            state = self._adamw.state[flat]
+            state["step"] = count if is_8bit(self._adamw) else state["step"].fill_(count)
 
     def get_scaler(self) -> dict[str, Any]:
         """Returns the state of fp16's dynamic loss scale, or {} if the loss scale is not dynamic."""
@@ -156,6 +166,18 @@ class MasterWeights:
         assert self._whole is not None
         master = self._whole[name]
         return master.detach() if part == WEIGHT else self._adamw.state[master][part]
+
+
+@contextmanager
+def opened_masters(model: TrainedModel, *, store: bool = False) -> Iterator[MasterWeights]:
+    """Yields MasterWeights with moments in fp32.
+
+    ``store`` sets the moments of an 8-bit optimizer to them at the end.
+    """
+    with fp32_moments(model.engine.basic_optimizer, optimizer_shares(model), store=store):
+        masters = MasterWeights(model)
+        yield masters
+    masters.link_states()  # the links would keep the fp32 moments in memory
 
 
 def optimizer_shares(model: TrainedModel) -> list[Tensor]:

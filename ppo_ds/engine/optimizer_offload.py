@@ -15,6 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, UntypedStorage
 
+from ppo_ds.engine.adamw_8bit import moment_bytes
 from ppo_ds.engine.host_memory import aligned, lock_pages, unlock_pages
 from ppo_ds.engine.master_weights import optimizer_shares
 from ppo_ds.engine.trained import TrainedModel
@@ -39,10 +40,14 @@ class OptimizerOffload:
 
     @property
     def future_bytes(self) -> int:
-        """Bytes of the moments that torch has not allocated on the device yet (before the first step)."""
-        state = self._model.engine.basic_optimizer.state
-        fresh = [share for share in optimizer_shares(self._model) if not state.get(share)]
-        return sum(2 * share.nbytes for share in fresh if share.device.type == self._model.world.device.type)
+        """Bytes of the moments that are not allocated on the device yet (before the first step)."""
+        optimizer = self._model.engine.basic_optimizer
+        fresh = [share for share in optimizer_shares(self._model) if not optimizer.state.get(share)]
+        return sum(
+            moment_bytes(optimizer, share)
+            for share in fresh
+            if share.device.type == self._model.world.device.type
+        )
 
     @contextmanager
     def offloaded(self) -> Iterator[int]:

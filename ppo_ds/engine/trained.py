@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.distributed.world import World
+from ppo_ds.engine.adamw_8bit import make_adamw_8bit
 from ppo_ds.engine.gradients import local_squared_norm, loss_scale_can_decrease, skip_step
+from ppo_ds.models.quantized import whole_shape
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,8 @@ def parameter_groups(
 
 
 def whole_numel(parameter: nn.Parameter) -> int:
-    """Returns the number of elements of the whole parameter, even if ZeRO-3 has partitioned it."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    """Returns the number of elements of the whole parameter, even if it is sharded or quantized."""
+    return math.prod(whole_shape(parameter))
 
 
 def parameter_counts(module: nn.Module) -> tuple[int, int]:
@@ -132,10 +135,11 @@ class TrainedModel:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        eight_bit: bool = False,
         lr_factors: Mapping[nn.Parameter, float] | None = None,
         settings: Mapping[str, float] | None = None,
     ):
-        """See ``parameter_groups`` for ``lr_factors``.
+        """See ``parameter_groups`` for ``lr_factors``. ``eight_bit`` selects AdamW with moments of 8 bits.
 
         ``settings``, for checkpoints, are config keys and values that the model's tensors do not store.
         """
@@ -150,7 +154,8 @@ class TrainedModel:
         module.train()
         groups = parameter_groups(module, weight_decay, lr_factors)
         # fused: one pass over the states; on a CPU torch's default takes four times as long
-        optimizer = torch.optim.AdamW(groups, lr=schedule.at(0), betas=betas, eps=eps, fused=True)
+        make = make_adamw_8bit if eight_bit else partial(torch.optim.AdamW, fused=True)
+        optimizer = make(groups, lr=schedule.at(0), betas=betas, eps=eps)
         with world.quiet():
             self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config)
 

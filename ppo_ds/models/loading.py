@@ -37,6 +37,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.download import UNREACHABLE, fetch_weights, hub_arguments
 from ppo_ds.models.layer_functions import use_fused_functions
 from ppo_ds.models.linear import install_linears
+from ppo_ds.models.quantized import hide_quantization, nf4_arguments
 from ppo_ds.storage.reading import entries_from_elsewhere
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -154,6 +155,11 @@ def from_pretrained(
     path, implementation = _checked(model.path, key), attention(model, key)
     refuse_adapter_on_hub(path, model.revision, key)
     fetch_weights(path, model.revision, key)
+    quantized: dict[str, Any] = {}
+    if model.quantization == "nf4":
+        with torch.device("meta"):
+            skeleton = auto_class.from_config(copy.deepcopy(config))
+        quantized = nf4_arguments(skeleton, torch_dtype(model.dtype))
     # an index of weights with values of other types causes these; so do mistakes of a model's own code
     damaged = () if model.trust_remote_code else (AttributeError, TypeError)
     with user_errors(path, key, *damaged):
@@ -165,6 +171,7 @@ def from_pretrained(
             attn_implementation=implementation,
             ignore_mismatched_sizes=True,  # reported by refuse_missing, with names and shapes
             output_loading_info=True,
+            **quantized,
             **hub_arguments(path, model.revision),
         )
     if is_deepspeed_zero3_enabled():
@@ -178,6 +185,8 @@ def from_pretrained(
     elif _is_own_code(type(module)):
         with user_errors(path, key, Exception):
             _compute_buffers(module)
+    if quantized:
+        hide_quantization(module)
     install_linears(module)
     use_fused_functions(module)
     return module, info

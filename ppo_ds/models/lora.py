@@ -33,6 +33,7 @@ from transformers.pytorch_utils import Conv1D
 from ppo_ds.config.text import show
 from ppo_ds.errors import UserError
 from ppo_ds.models.loading import refuse_links
+from ppo_ds.models.quantized import is_quantized, plain_weight, whole_shape
 
 ADAPTER = "default"  # peft's name of a model's only adapter
 
@@ -66,6 +67,9 @@ def add_adapters(
     with torch.random.fork_rng(devices=[]):  # A depends only on the seed, not on earlier draws
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, ADAPTER)
+    for layer in adapter_layers(model).values():
+        if is_quantized(layer.get_base_layer().weight):  # peft gives adapters the dtype of other weights
+            layer.to(model.dtype)
     for _, module in head:
         module.requires_grad_(True)
 
@@ -124,11 +128,11 @@ class PlainWeight:
         """The parameters that ``merged`` reads; under ZeRO-3 they must be gathered."""
         return [self.base, *(_matrices(self.layer) if self.layer else ())]
 
-    def merged(self, device: torch.device) -> Tensor:
-        """Returns the merged weight as a new tensor in the dtype of the base."""
-        if self.layer is None:
-            return self.base.detach().to(device, copy=True)
-        return _merged(self.layer, self.base, *_matrices(self.layer)).to(device)
+    def merged(self, device: torch.device, merge: bool = True) -> Tensor:
+        """Returns the merged weight, or that of the base alone, as a new tensor in the dtype of the base."""
+        if self.layer is None or not merge:
+            return plain_weight(self.base).detach().to(device, copy=True)
+        return _merged(self.layer, plain_weight(self.base), *_matrices(self.layer)).to(device)
 
 
 def plain_modules(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
@@ -243,9 +247,7 @@ def checkpoint_tensors(lm: PreTrainedModel, tensors: dict[str, Tensor]) -> Itera
 
 def checkpoint_names(lm: PreTrainedModel) -> set[str]:
     """Returns the names that ``checkpoint_tensors`` yields for all weights of ``lm`` without adapters."""
-    shapes = {
-        weight.name: getattr(weight.base, "ds_shape", weight.base.shape) for weight in plain_weights(lm)
-    }
+    shapes = {weight.name: whole_shape(weight.base) for weight in plain_weights(lm)}
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     return {name for name, _ in checkpoint_tensors(lm, tensors)}
 

@@ -22,7 +22,8 @@ from ppo_ds.config.sections.models import LoraConfig, ModelConfig
 from ppo_ds.errors import UserError
 from ppo_ds.models.download import cached_folder
 from ppo_ds.models.loading import attention, code_arguments, config_of, user_errors
-from ppo_ds.models.lora import add_adapters
+from ppo_ds.models.lora import add_adapters, plain_modules
+from ppo_ds.models.quantized import is_quantized, whole_shape
 
 # settings that change the logits after the head
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -86,8 +87,8 @@ def expert_counts(config: Any) -> tuple[int, int]:
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    """Returns the number of elements of the full parameter; a sharded one is empty between forwards."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    """Returns the number of elements of the full parameter, which may be sharded or quantized."""
+    return math.prod(whole_shape(parameter))
 
 
 def shape_of(model: PreTrainedModel) -> Shape:
@@ -115,6 +116,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
         fused=config._attn_implementation != "eager",
         head_norms=any("q_norm" in name for name in names),
         makes_logits=any(getattr(config, name, None) not in (None, 1.0) for name in _LOGIT_CHANGES),
+        quantized=sum(_numel(p) for p in parameters if is_quantized(p)),
         linear=sum(_numel(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)),
     )
 
@@ -152,6 +154,9 @@ def planned_shape(
     if not trained:
         model.requires_grad_(False)
     shape = shape_of(model)
+    if section.quantization == "nf4":
+        layers = [module for module in plain_modules(model.base_model) if isinstance(module, nn.Linear)]
+        shape = replace(shape, quantized=sum(layer.weight.numel() for layer in layers))
     return with_value_head(shape) if value_head else shape
 
 

@@ -161,7 +161,7 @@ def largest_decoding(config: PPOConfig, world: World, policy: Shape, row_tokens:
     A collective.
     """
     each, on_gpu = BYTES[config.actor.model.dtype], world.device.type == "cuda"
-    weights = each * policy.parameters
+    weights = policy.weight_bytes(each)
     usable = int(USABLE * tensor_memory(world, weights)) - weights - packed_bytes(config, policy, on_gpu)
     logit = logit_bytes(each, on_gpu, config.sampling.top_k, config.sampling.top_p)
     recorded = records_steps(config, on_gpu)
@@ -184,7 +184,7 @@ def largest_scoring(world: World, models: Sequence[tuple[Shape | None, str]], ro
     ``models`` are shapes and dtypes; a shape that is None is not counted.
     """
     known = [(shape, BYTES[dtype]) for shape, dtype in models if shape is not None]
-    weights = sum(each * shape.parameters for shape, each in known)
+    weights = sum(shape.weight_bytes(each) for shape, each in known)
     usable = int(USABLE * tensor_memory(world, weights)) - weights
 
     def fits(tokens: int) -> bool:

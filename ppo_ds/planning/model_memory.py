@@ -54,6 +54,7 @@ class Engine:
     communication: int  # bytes of a gradient in the dtype in which ranks sum it (engine/zero.py)
     scaled: bool  # uses loss scaling (fp16)
     ranks: int
+    moment: int = FP32  # bytes of each of AdamW's two moments
     offload_optimizer: bool = False
     offload_params: bool = False
     bucket: int = BUCKET  # reduce_bucket_size in elements
@@ -106,13 +107,14 @@ class Engine:
         """
         each, trained, share = self.each, shape.trained, -(-shape.trained // self.ranks)
         flat = min(trained, self.bucket)  # elements that ZeRO copies in order to reduce them
-        weights = each * shape.parameters
+        weights = shape.weight_bytes(each)
         # bytes per copied fp32 gradient
         copied_fp32 = 0 if self.communication == FP32 else self.communication
         if self.stage == 0 and each == FP32:  # DeepSpeed ignores reduce_bucket_size
             reduction = (FP32 + copied_fp32) * min(trained, BUCKET)
-            return EngineMemory(weights, 0, 2 * FP32 * trained, gradients=FP32 * trained, reduction=reduction)
-        engine = EngineMemory(weights, masters=FP32 * share, moments=2 * FP32 * share)
+            moments = 2 * self.moment * trained
+            return EngineMemory(weights, 0, moments, gradients=FP32 * trained, reduction=reduction)
+        engine = EngineMemory(weights, masters=FP32 * share, moments=2 * self.moment * share)
         # a persistent fp32 buffer accumulates the gradients of all trained parameters
         if self.stage < 2 and each < FP32 and not self.scaled:
             reduction = each * trained + FP32 * min(trained, BUCKET)

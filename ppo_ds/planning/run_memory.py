@@ -55,7 +55,7 @@ class FrozenModel:
         return cls(shape, BYTES[dtype], zero.stage == 3, zero.offload_params)
 
     def resident(self, ranks: int) -> int:
-        return self.each * ceil(self.shape.parameters / (ranks if self.sharded else 1))
+        return ceil(self.shape.weight_bytes(self.each) / (ranks if self.sharded else 1))
 
     def host(self, ranks: int) -> int:
         """Returns an upper bound of its CPU memory; torch page-locks each tensor of a sharded model."""
@@ -152,6 +152,7 @@ class RunMemory:
             communication=BYTES.get(communication, FP32),  # DeepSpeed refuses other names when a run starts
             scaled=dtype == "fp16",
             ranks=self.hardware.ranks,
+            moment=1 if role.optim.name == "adamw_8bit" else FP32,
             offload_optimizer=zero.offload_optimizer,
             offload_params=zero.offload_params,
             # DeepSpeed allocates the whole bucket whatever the size of the model: a GPU reserves all of it, a

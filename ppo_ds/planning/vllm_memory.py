@@ -13,6 +13,7 @@ from ppo_ds.config.schema import PPOConfig
 from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.planning.model_memory import FP32, kv_cache_bytes, sampling_bytes
 from ppo_ds.rollout.keys import VLLM
+from ppo_ds.rollout.vllm_support import slot_rank
 
 GIB = 2**30
 
@@ -69,7 +70,7 @@ def kv_heads(shape: Shape) -> int:
 
 
 def vllm_weight_bytes(shape: Shape, tensor_parallel: int, each: int) -> int:
-    """Computes the weights of one rank. LoRA adapters are merged into them.
+    """Computes the weights of one rank without LoRA adapters.
 
     The keys' and values' projections are divided among at most as many ranks as the keys have heads.
     """
@@ -132,14 +133,16 @@ def engine_memory(
     else:
         tokens = vllm_cache_tokens(int(config.memory.rollout_tokens), longest, group)
         cache = vllm_cache_bytes(shape, tokens, group, each)
+    rank = config.actor.lora.rank
+    adapters = each * shape.trained * (slot_rank(rank) or 0) // rank if rank else 0
     graphs = GRAPHS if on_gpu and not settings.enforce_eager else 0
     return VllmMemory(
-        weights=vllm_weight_bytes(shape, group, each),
+        weights=vllm_weight_bytes(shape, group, each) + adapters,
         kv_cache=cache,
         activations=vllm_activation_bytes(shape, group, each, sampling_bytes(sampling.top_k, sampling.top_p)),
         kept=graphs + (COMMUNICATOR if on_gpu and group > 1 else 0),
         group=group,
-        sleep=settings.sleep_level(on_gpu),
+        sleep=settings.sleep_level(on_gpu, lora=rank > 0),
         eager=settings.enforce_eager,
     )
 

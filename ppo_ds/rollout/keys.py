@@ -99,15 +99,15 @@ class VLLMConfig(Section):
     sleep: Annotated[int | str, OneOf((0, 1, 2), also=("auto",))] = Field(
         "auto",
         description="During training, 0: weights and cache stay on the GPU; 1: weights move to CPU memory; "
-        "2: both are freed; auto: 2 on a GPU, 0 on a CPU.",
+        "2: both are freed; auto: 2 on a GPU (1 with LoRA, whose base stays), 0 on a CPU.",
     )
     enforce_eager: bool = Field(
         False, description="Decodes without compilation and CUDA graphs; always so on a CPU."
     )
 
-    def sleep_level(self, on_gpu: bool) -> int:
-        """Resolves ``sleep``. The weights are always sent again, so auto frees them on a GPU."""
-        return int(self.sleep) if self.sleep != "auto" else 2 if on_gpu else 0
+    def sleep_level(self, on_gpu: bool, lora: bool = False) -> int:
+        """Resolves ``sleep``. On a GPU, auto frees weights that are sent again: all but the base of LoRA."""
+        return int(self.sleep) if self.sleep != "auto" else (1 if lora else 2) if on_gpu else 0
 
 
 class VLLM(RolloutConfig):

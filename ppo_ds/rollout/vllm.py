@@ -7,6 +7,7 @@ trainer's process, so no server, port or further process is needed.
 
 At every switch to generation, the engine wakes up and receives all weights (``VLLMGenerator.loaded``), and at
 the end it sleeps, which frees its memory for training. It never generates with weights of an earlier phase.
+Of an actor with LoRA it receives the adapters (vllm_adapters.py), and the base only if sleep has freed it.
 
 vLLM computes log-probs either from the full distribution at temperature 1 (``raw_logprobs``) or from the
 distribution that it samples from (``processed_logprobs``), which min_new_tokens, top_k and top_p truncate.
@@ -38,9 +39,10 @@ from ppo_ds.distributed.heartbeat import beat, counting
 from ppo_ds.distributed.memory import is_out_of_memory
 from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.errors import RunError, UserError, single_line
-from ppo_ds.models.lora import checkpoint_names, tied_names
+from ppo_ds.models.lora import adapter_layers, checkpoint_names, tied_names
 from ppo_ds.rollout.base import DecodeBackend, SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
 from ppo_ds.rollout.keys import VLLMConfig
+from ppo_ds.rollout.vllm_adapters import AdapterSlot, adapter_options, adapter_problem
 from ppo_ds.rollout.vllm_support import INSTALL
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.types import Prompts, Rollout
@@ -92,11 +94,21 @@ class VLLMGenerator(DecodeBackend):
         assert self.lockstep_max is None
         model = self.lm()
         on_gpu = next(model.parameters()).device.type == "cuda"
-        self.sleep = self.settings.sleep_level(on_gpu)
-        self._asleep = False
+        adapters = adapter_layers(model)
+        self.sleep = self.settings.sleep_level(on_gpu, lora=bool(adapters))
+        self._asleep = self._has_base = False
+        self._slot: AdapterSlot | None = None
+        self.merges_because: str | None = None  # why vLLM cannot decode with the adapters, if so
         self._names, self._tied = checkpoint_names(model), tied_names(model)
+        options: dict[str, Any] = {}
+        if adapters:
+            with _process_unchanged():
+                _import_vllm()
+                self.merges_because = adapter_problem(model)
+            options = {} if self.merges_because else adapter_options(model)
         self._llm = start_engine(
             model,
+            **options,
             kv_cache_memory_bytes=self.kv_cache,
             max_model_len=self.longest,
             tensor_parallel_size=self.settings.tensor_parallel,
@@ -106,27 +118,30 @@ class VLLMGenerator(DecodeBackend):
         )
         if self.group is not None and not on_gpu:
             remove_shared_names(self.group)
-        if self.sleep:  # training, and what comes before the first generation, need the memory
-            self._llm.sleep(level=self.sleep)
-            self._asleep = True
+        if options:
+            self._slot = AdapterSlot(self._llm, model)
+            self.merges_because = self._slot.try_zeros()
+            self._slot = None if self.merges_because else self._slot
+        self._sleep()  # training, and what comes before the first generation, need the memory
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether ``loaded`` needs the adapters apart from the weights of the base."""
+        return self._slot is not None
 
     @contextmanager
-    def loaded(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
+    def loaded(
+        self, weights: Iterator[tuple[str, Tensor]], adapters: Iterator[tuple[str, Tensor]] | None = None
+    ) -> Iterator[None]:
         """Wakes the engine up and gives it ``weights`` for the duration of the block; see HybridActor."""
         if self._asleep:
             self._wake_up("weights")
-        sent: set[str] = set()
-        self._llm.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": self._with_tied(weights, sent)}
-        )
-        for _ in weights:  # a collective, which every rank must complete
-            pass
-        if missing := sorted(self._names - sent):  # vLLM would generate with the earlier weights
-            raise UserError(
-                f"rollout.backend=vllm: the engine did not receive {len(missing)} of {len(self._names)} "
-                f"weights of the actor ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); use "
-                "another rollout.backend and report the model"
-            )
+        if not self._has_base:
+            self._reload(weights)
+            self._has_base = self.takes_adapters
+        if self._slot is not None:
+            assert adapters is not None
+            self._slot.replace(dict(adapters))
         if self._asleep:
             self._wake_up("kv_cache")
             self._asleep = False
@@ -142,9 +157,27 @@ class VLLMGenerator(DecodeBackend):
         try:
             yield
         finally:
-            if self.sleep:
-                self._llm.sleep(level=self.sleep)
-                self._asleep = True
+            self._sleep()
+
+    def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        sent: set[str] = set()
+        self._llm.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": self._with_tied(weights, sent)}
+        )
+        for _ in weights:  # a collective, which every rank must complete
+            pass
+        if missing := sorted(self._names - sent):  # vLLM would generate with the earlier weights
+            raise UserError(
+                f"rollout.backend=vllm: the engine did not receive {len(missing)} of {len(self._names)} "
+                f"weights of the actor ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); use "
+                "another rollout.backend and report the model"
+            )
+
+    def _sleep(self) -> None:
+        if self.sleep:
+            self._llm.sleep(level=self.sleep)
+            self._asleep = True
+            self._has_base &= self.sleep < 2
 
     def _wake_up(self, tag: str) -> None:
         """Gives the engine the memory for ``tag`` again. Raises RunError if there is not enough."""
@@ -199,10 +232,12 @@ class VLLMGenerator(DecodeBackend):
         """Returns the responses to rows of prompt, limit and seed; incomplete ones after a stop request."""
         assert not self._asleep, "the backend generates only inside HybridActor.generation_mode()"
         engine, stops = self._llm.llm_engine, StopStrings(sampling.stop_strings, self.tokenizer)
+        request = self._slot.request if self._slot is not None else None
         answers = {str(number): Answer() for number in range(len(rows))}
         running = set(answers)
         for name, (ids, limit, seed) in zip(answers, rows, strict=True):
-            engine.add_request(name, {"prompt_token_ids": ids}, request_params(sampling, limit, seed))
+            params = request_params(sampling, limit, seed)
+            engine.add_request(name, {"prompt_token_ids": ids}, params, lora_request=request)
         known = sampling.top_k != 1 or self.temperature == 1.0
         steps = 0
         try:

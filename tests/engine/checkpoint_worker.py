@@ -35,13 +35,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Tiny(nn.Module):
     """Has tied weights, odd sizes, a norm, biases, dropout, a frozen parameter and a buffer that changes."""
 
-    def __init__(self, dropout: float = 0.1) -> None:
+    def __init__(self, dropout: float = 0.1, width: int = 11) -> None:
         super().__init__()
         self.embed = nn.Embedding(13, 7)
-        self.hidden = nn.Linear(7, 11)
-        self.norm = nn.LayerNorm(11)
+        self.hidden = nn.Linear(7, width)
+        self.norm = nn.LayerNorm(width)
         self.drop = nn.Dropout(dropout)
-        self.out = nn.Linear(11, 7)
+        self.out = nn.Linear(width, 7)
         self.head = nn.Linear(7, 13, bias=False)
         self.head.weight = self.embed.weight
         self.scalar = nn.Parameter(torch.ones(1))
@@ -74,10 +74,12 @@ def make(
     offload: bool = False,
     seed: int = 0,
     dropout: float = 0.1,
+    eight_bit: bool = False,
 ) -> TrainedModel:
+    """An 8-bit optimizer gets a model whose matrices, vectors and shares of 2 ranks have 8-bit moments."""
     torch.manual_seed(seed)
     return TrainedModel(
-        Tiny(dropout).to(DTYPES[dtype]),
+        Tiny(dropout, width=6007 if eight_bit else 11).to(DTYPES[dtype]),
         world=world,
         deepspeed_config=deepspeed_config(
             stage=stage, dtype=dtype, offload_optimizer=offload, grad_clip=1.0, raw=raw or {}
@@ -86,6 +88,7 @@ def make(
         betas=(0.9, 0.95),
         eps=1e-8,
         weight_decay=0.1,
+        eight_bit=eight_bit,
     )
 
 
@@ -105,11 +108,13 @@ def train(model: TrainedModel, steps: range) -> list[StepInfo]:
     return infos
 
 
-def exact(world: World, root: Path, stage: int, dtype: str, *, offload: bool, **raw: Any) -> Case:
+def exact(
+    world: World, root: Path, stage: int, dtype: str, *, offload: bool, eight_bit: bool = False, **raw: Any
+) -> Case:
     """Compares 10 steps with a save after 5 to a new engine that loads this save and trains 5 steps."""
-    kind = {"raw": raw, "offload": offload}
+    kind = {"raw": raw, "offload": offload, "eight_bit": eight_bit}
     options = "".join(f" {key}={value}" for key, value in raw.items())
-    label = f"{stage} {dtype}{' offload' if offload else ''}{options}"
+    label = f"{stage} {dtype}{' offload' if offload else ''}{' 8-bit' if eight_bit else ''}{options}"
     directory = root / "exact" / f"{world.size} {label}"
     model = make(world, stage, dtype, **kind)
     train(model, range(5))
@@ -268,7 +273,31 @@ def ties(world: World) -> Case:
     }
 
 
+def eight_bit_cases(world: World, root: Path) -> Iterator[Case]:
+    """Resumes with 8-bit moments, also at another stage, where the blocks of the moments are others."""
+    for stage, dtype in itertools.product((0, 1, 2, 3), ("fp32", "bf16")):
+        raw = {"zero_optimization": NOT_PERSISTENT} if stage == 3 else {}
+        yield exact(world, root, stage, dtype, offload=False, eight_bit=True, **raw)
+    for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "bf16")):
+        (directory,) = (root / "exact").glob(f"{world.size} {stage} {dtype} 8-bit*")
+        norms = []
+        for own_stage in (stage, 5 - stage if stage else 3):
+            model = make(world, own_stage, dtype, seed=1, dropout=0.0, eight_bit=True)
+            load_model(model, directory)
+            norms.append([info.grad_norm for info in train(model, range(5, 10))])
+        states = list(model.engine.basic_optimizer.state.values())
+        yield {
+            "case": f"{stage} {dtype} moved",
+            "gap": max(abs(a - b) / b for a, b in zip(*norms, strict=True)),
+            "codes": all(state["state1"].dtype == torch.uint8 for state in states),
+            "freed": not any("exp_avg" in state for state in states),
+        }
+
+
 def cases(world: World, root: Path, mode: str) -> Iterator[Case]:
+    if mode == "eight_bit":
+        yield from eight_bit_cases(world, root)
+        return
     if mode != "references":
         yield from exact_cases(world, root, full=mode == "full")
     if mode == "full":

@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ppo_ds.errors import RunError, UserError
-from ppo_ds.models.lora import checkpoint_names
+from ppo_ds.models.lora import add_adapters, checkpoint_names, plain_weights
 from ppo_ds.rollout.keys import VLLMConfig
 from ppo_ds.rollout.vllm import CHECK_EVERY, VLLMGenerator
+from ppo_ds.rollout.vllm_support import slot_rank
 from tests.support import fake_vllm
 
 V, EOS = 40, 1
@@ -288,6 +289,102 @@ def test_minimum_length_and_its_log_probs(make, prompts, sampling):
     lengths = rollout.response_lengths.tolist()
     assert lengths[1] == 2 and min(lengths[0], lengths[2]) >= 5
     assert largest_gap(lm, rollout) < 1e-5
+
+
+# -- LoRA adapters -------------------------------------------------------------------------------
+
+
+def adapted(rank=2, name="q_proj"):
+    lm = model()
+    add_adapters(lm, rank=rank, alpha=6.0, targets=[name, "down_proj"], seed=0, key="actor.lora")
+    return lm
+
+
+def base_of(lm):
+    return ((weight.name, weight.merged("cpu", False)) for weight in plain_weights(lm))
+
+
+def adapters_of(lm):
+    return ((name, parameter) for name, parameter in lm.named_parameters() if ".lora_" in name)
+
+
+def change(lm, seed):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in adapters_of(lm):
+            parameter.normal_(std=0.3)
+
+
+def refused(weights):
+    raise AssertionError("the base was read again")
+    yield
+
+
+@pytest.mark.parametrize("sleep", [0, 1, 2])
+def test_the_base_is_sent_again_only_if_sleep_has_freed_it(make, prompts, sampling, sleep):
+    lm, rows = adapted(), prompts([3, 4, 5], [6], [7, 8])
+    generator = make(lm)
+    generator.sleep = sleep
+    assert generator.takes_adapters and generator.merges_because is None
+    arguments = generator._llm.llm_engine
+    assert arguments.max_lora_rank == 8
+    for seed in range(3):
+        change(lm, seed)
+        base = base_of(lm) if seed == 0 or sleep == 2 else refused(lm)
+        with generator.loaded(base, adapters_of(lm)):
+            assert largest_gap(lm, generator(rows, sampling(9))) < 1e-5
+    assert len(generator._llm.syncs) == (3 if sleep == 2 else 1)
+    assert len(generator._llm.llm_engine.adapted) == 1
+
+
+def test_adapters_in_bf16_need_no_rounding_of_the_base(make):
+    """The engine's base keeps its bits, which merged weights would change."""
+    lm = adapted().to(torch.bfloat16)
+    change(lm, 1)
+    generator, before = make(lm), dict(base_of(lm))
+    with generator.loaded(base_of(lm), adapters_of(lm)):
+        held = dict(generator._llm.llm_engine.model.named_parameters())
+        assert all(torch.equal(held[name], tensor) for name, tensor in before.items())
+    merged = {weight.name: weight.merged("cpu") for weight in plain_weights(lm)}
+    assert not all(torch.equal(merged[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("rank", "actor.lora.rank=513 is above vLLM's limit, 512"),
+        ("class", "vLLM has no adapters for LlamaForCausalLM"),
+        ("unknown", "While loading, expected target modules in"),
+        ("ignored", "it would ignore those of model.layers.0.mlp.down_proj (4 layers)"),
+    ],
+)
+def test_adapters_that_vllm_does_not_apply_are_merged(make, prompts, sampling, monkeypatch, case, reason):
+    lm, rows = adapted(rank=513 if case == "rank" else 2), prompts([3, 4, 5], [6])
+    add = fake_vllm.LLMEngine.add_lora
+
+    def failing(self, request):
+        if case == "unknown":
+            raise ValueError("While loading, expected target modules in {'o'} but received ['q_proj'].")
+        add(self, request)
+        self.lora_manager.modules.clear()
+        return True
+
+    if case in ("unknown", "ignored"):
+        monkeypatch.setattr(fake_vllm.LLMEngine, "add_lora", failing)
+    elif case == "class":
+        monkeypatch.setattr(fake_vllm, "supports_lora", lambda model: False)
+    generator = make(lm)
+    assert not generator.takes_adapters and generator.merges_because.startswith(reason)
+    for seed in range(2):
+        change(lm, seed)
+        merged = ((weight.name, weight.merged("cpu")) for weight in plain_weights(lm))
+        with generator.loaded(merged):
+            assert largest_gap(lm, generator(rows, sampling(9))) < 1e-5
+
+
+@pytest.mark.parametrize(("rank", "slot"), [(1, 1), (2, 8), (8, 8), (65, 128), (512, 512), (513, None)])
+def test_memory_for_an_adapter(rank, slot):
+    assert slot_rank(rank) == slot
 
 
 # -- the start of an engine ------------------------------------------------------------------------

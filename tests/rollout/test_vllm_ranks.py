@@ -25,6 +25,13 @@ def test_log_probs_are_those_of_the_training_engine_after_each_step(found: dict,
     assert found[name]["gap"] < 1e-5, found[name]
 
 
+def test_only_the_adapters_are_sent_after_the_first_step(found: dict) -> None:
+    """They have 2 x (16 + 12 + 12 + 16 + 3 x 20) elements in each of 2 layers, the base 1,368, in fp32."""
+    sent = [round(gib * 2**30 / 4) for gib in found["3 adapters 1"]["sent"]]
+    assert sent == [1368 + 464, 464, 464, 464]
+    assert len(set(found["3 tied 2"]["sent"])) == 1
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_generation_does_not_affect_training_and_ends_if_one_rank_stops(found: dict, name: str) -> None:
     assert found[name]["training"] and found[name]["stopped"], found[name]

@@ -42,7 +42,7 @@ def start(world: World, actor: HybridActor, group: Subgroup | None, stop: list[b
             group=group,
             should_stop=lambda: bool(stop),
         )
-    actor.connect(generator.loaded)
+    actor.connect(generator.loaded, adapters=generator.takes_adapters)
     return generator
 
 
@@ -57,13 +57,14 @@ def case(world: World, stage: int, kind: str, size: int) -> Case:
     actor, other = (make(world, stage, engine=engine, **KINDS[kind]) for engine in (True, False))
     stop: list[bool] = []
     generator = start(world, actor, Subgroup(world, size) if size > 1 else None, stop)
-    prompts, gaps, steps, drawn = own_prompts(world), [], [], []
+    prompts, gaps, steps, drawn, sent = own_prompts(world), [], [], [], []
     for step in range(4):
         torch.manual_seed(10 * world.rank + step)
         with actor.generation_mode():
             rollout = generator(prompts, SAMPLING)
         drawn.append(rollout.response_ids.tolist())
         assert torch.equal(rollout.ids[:, : prompts.ids.shape[1]], prompts.ids)
+        sent.append(actor.take_switched_gb())
         gaps.append(gap_of(actor, rollout))
         steps.append(train(actor) == train(other))
     if world.rank == 1:
@@ -73,6 +74,7 @@ def case(world: World, stage: int, kind: str, size: int) -> Case:
     return {
         "case": f"{stage} {kind} {size}",
         "gap": max(world.gather_objects(max(gaps))),
+        "sent": sent,
         "training": all(steps) and same(everything(actor), everything(other)),
         "drawn": world.gather_objects(drawn),
         "stopped": short == 2,

@@ -6,6 +6,9 @@ tests/vllm/test_fake.py compares its signatures with those of the real module.
 As in vLLM on a CPU, a head that is tied to the embedding has a copy of the weights, which a reload changes
 only under the head's own name.
 
+Adapters are merged into a copy of the model when they are added. As in vLLM, they are read from the folder of
+the request at that time, and layers with names that the model lacks are ignored.
+
 Differences from vLLM: every step runs the whole sequences again, without a cache, and tensor parallelism and
 detokenization are not simulated. ``sleep`` overwrites the weights with NaN at level 2, because discarded
 memory may hold anything, and decoding while asleep raises. vLLM on a CPU ignores ``sleep``.
@@ -13,16 +16,20 @@ memory may hold anything, and decoding while asleep raises. vLLM on a CPU ignore
 
 from __future__ import annotations
 
+import copy
 import enum
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy
 import pytest
 import torch
+from peft import PeftConfig
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,6 +39,9 @@ __version__ = "0.32.0"
 ENGINE_ARGUMENTS = {
     "async_scheduling",
     "disable_log_stats",
+    "enable_lora",
+    "max_lora_rank",
+    "max_loras",
     "distributed_executor_backend",
     "enable_chunked_prefill",
     "enable_prefix_caching",
@@ -44,12 +54,13 @@ ENGINE_ARGUMENTS = {
     "max_num_batched_tokens",
     "max_num_seqs",
 }
+MODULES = ("vllm", "vllm.sampling_params", "vllm.lora.request", "vllm.model_executor.models")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes this module the one that ``import vllm`` and ``import vllm.sampling_params`` return."""
-    for name in ("vllm", "vllm.sampling_params"):
+    """Makes this module the one that ``import vllm`` and imports of its modules return."""
+    for name in MODULES:
         monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
 
 
@@ -103,6 +114,27 @@ class SamplingParams:
 
 
 @dataclass
+class LoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    base_model_name: str | None = None
+
+
+class ModelRegistry:
+    """Knows all models and their adapters, except those of GPT-NeoX."""
+
+    models: ClassVar[dict[str, Any]] = {
+        name: SimpleNamespace(load_model_cls=lambda name=name: name)
+        for name in ("LlamaForCausalLM", "GPTNeoXForCausalLM")
+    }
+
+
+def supports_lora(model: str) -> bool:
+    return model != "GPTNeoXForCausalLM"
+
+
+@dataclass
 class Logprob:
     logprob: float
     rank: int | None = None
@@ -138,6 +170,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     generator: torch.Generator | None
+    adapter: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     reason: str | None = None
@@ -163,13 +196,23 @@ class Request:
 class LLMEngine:
     """Decodes one token of every running request per ``step``; ``LLM`` creates it."""
 
-    def __init__(self, model: torch.nn.Module, *, max_model_len: int, max_num_seqs: int, logprobs_mode: str):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        logprobs_mode: str,
+        max_lora_rank: int | None,
+    ):
         self.model = model
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.logprobs_mode = logprobs_mode
         self.requests: dict[str, Request] = {}
         self.asleep = False
+        self.adapted: dict[int, torch.nn.Module] = {}  # the model with each adapter
+        self.max_lora_rank = max_lora_rank
 
     def add_request(
         self,
@@ -177,7 +220,7 @@ class LLMEngine:
         prompt: dict[str, Any],
         params: SamplingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: None = None,
         priority: int = 0,
@@ -193,8 +236,34 @@ class LLMEngine:
                 f"{self.max_model_len}. Make sure that `max_model_len` is no smaller."
             )
         generator = None if params.seed is None else torch.Generator().manual_seed(params.seed)
-        self.requests[request_id] = Request(request_id, ids, params, generator)
+        adapter = None if lora_request is None else lora_request.lora_int_id
+        assert adapter is None or adapter in self.adapted
+        self.requests[request_id] = Request(request_id, ids, params, generator, adapter)
         return request_id
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        assert self.max_lora_rank is not None and not self.adapted  # max_loras is 1
+        config = PeftConfig.from_pretrained(lora_request.lora_path)
+        state = load_file(f"{lora_request.lora_path}/adapter_model.safetensors")
+        if config.r > self.max_lora_rank:
+            raise ValueError(f"LoRA rank {config.r} is greater than max_lora_rank {self.max_lora_rank}.")
+        model = copy.deepcopy(self.model)
+        for name, down in state.items():
+            layer, _, part = name.removeprefix("base_model.model.").partition(".lora_")
+            if part == "A.weight" and layer in dict(model.named_modules()):
+                up = state[name.replace("lora_A", "lora_B")]
+                weight = model.get_submodule(layer).weight
+                weight.data += config.lora_alpha / config.r * up.to(weight.dtype) @ down.to(weight.dtype)
+        self.adapted[lora_request.lora_int_id] = model
+        known = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in state}
+        self.lora_manager = SimpleNamespace(
+            modules=dict(model.named_modules()),
+            get_adapter={lora_request.lora_int_id: SimpleNamespace(loras=known)}.get,
+        )
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return self.adapted.pop(lora_id, None) is not None
 
     def abort_request(self, request_ids: list[str], internal: bool = False) -> None:
         for request_id in request_ids:
@@ -230,7 +299,9 @@ class LLMEngine:
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        (adapter,) = {request.adapter for request in running}
+        model = self.model if adapter is None else self.adapted[adapter]
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
         return out.logits[:, -1].float()
 
     def _draw(self, logits: Tensor, request: Request) -> tuple[int, float]:
@@ -317,6 +388,7 @@ class LLM:
             max_model_len=kwargs.get("max_model_len") or config.max_position_embeddings,
             max_num_seqs=kwargs.get("max_num_seqs") or 256,
             logprobs_mode=kwargs.get("logprobs_mode", "raw_logprobs"),
+            max_lora_rank=kwargs["max_lora_rank"] if kwargs.get("enable_lora") else None,
         )
         self.syncs: list[list[str]] = []  # names that each reload_weights received
 
@@ -347,6 +419,8 @@ class LLM:
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
+        if callable(method):
+            return [method(SimpleNamespace(get_model=lambda: self.llm_engine))]
         if method != "reload_weights":
             raise NotImplementedError(f"Method {method!r} is not implemented.")
         self._reload(*args, **kwargs or {})
@@ -366,6 +440,7 @@ class LLM:
                 )
             targets[name].copy_(tensor)
             names.append(name)
+        self.llm_engine.adapted.clear()
         self.syncs.append(names)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

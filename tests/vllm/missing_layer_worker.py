@@ -26,7 +26,7 @@ def main() -> int:
 
     when, *arguments = sys.argv[1:]
     if find_spec("vllm") is None:
-        for name in ("vllm", "vllm.sampling_params"):
+        for name in fake_vllm.MODULES:
             sys.modules[name] = fake_vllm
         vllm_support.version = lambda package: fake_vllm.__version__
     weights, with_tied, steps = HybridActor.weights, VLLMGenerator._with_tied, [0]

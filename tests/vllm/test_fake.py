@@ -74,7 +74,8 @@ def test_signatures_are_those_of_vllm():
     from vllm.v1.engine.llm_engine import LLMEngine
 
     llm_calls = ("__init__", "generate", "collective_rpc", "sleep", "wake_up", "reset_prefix_cache")
-    engine_calls = ("add_request", "abort_request", "step", "has_unfinished_requests")
+    engine_calls = ("add_request", "abort_request", "step", "has_unfinished_requests", "add_lora")
+    engine_calls += ("remove_lora",)
     pairs = ((fake_vllm.LLM, vllm.LLM, llm_calls), (fake_vllm.LLMEngine, LLMEngine, engine_calls))
     for fake, real, names in pairs:
         for name in names:

@@ -100,6 +100,9 @@ def test_the_engine_decodes_with_the_trained_weights(
         lines = metrics(tmp_path / way)
         gaps = [line["parity/logp_abs_diff_max"] for line in lines]
         assert len(gaps) == STEPS and max(gaps) < 1e-5, (way, gaps)
+        sent = [line["perf/switch_gb"] for line in lines]
+        if "lora" in way:  # only the adapters, once the base has been sent
+            assert 0 < max(sent[1:]) < 0.3 * sent[0], (way, sent)
         drift = [line["kl/k3_token_mean"] for line in lines]
         assert drift[0] < 1e-6 and min(drift[1:]) > 1e-4, (way, drift)
 

@@ -25,6 +25,7 @@ ON_TEXTS = {"eval.every": ["data.eval_path"]}
 TRAINED_MODEL = {
     "zero.offload_optimizer": ["zero.stage above 0"],
     "zero.offload_params": ["zero.stage=3"],
+    "optim.name": ["zero.offload_optimizer=false"],
     "lora.alpha": ["lora.rank above 0"],
     "lora.targets": ["lora.rank above 0"],
     "lora.lr": ["lora.rank above 0"],

@@ -17,6 +17,7 @@ from ppo_ds.config.types import (
 )
 
 Dtype = Literal["bf16", "fp16", "fp32"]
+Quantization = Literal["none", "nf4"]
 
 
 class ModelConfig(Section):
@@ -40,6 +41,9 @@ class ModelConfig(Section):
     attn_implementation: Text = "sdpa"
     """Attention implementation of transformers."""
 
+    quantization: Quantization = "none"
+    """Keeps the frozen linear layers in 4 bits with bitsandbytes (nf4); a trained model needs LoRA."""
+
 
 class InheritedModelConfig(Section):
     """A model whose null keys take the actor's values."""
@@ -61,6 +65,10 @@ class InheritedModelConfig(Section):
 
     attn_implementation: Text | None = None
     """Attention implementation of transformers; null: the actor's."""
+
+    quantization: Quantization | None = None
+    """Keeps the frozen linear layers in 4 bits with bitsandbytes (nf4); null: the actor's for the reference,
+    none for the critic."""
 
 
 class ZeroConfig(Section):
@@ -99,6 +107,9 @@ class FrozenZeroConfig(Section):
 
 class OptimConfig(Section):
     """AdamW and its learning rate schedule, which covers the actual number of optimizer steps."""
+
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """Keeps each moment in fp32, or in 8 bits with bitsandbytes (adamw_8bit)."""
 
     lr: Positive = 1e-6
     """Learning rate after the warm-up."""

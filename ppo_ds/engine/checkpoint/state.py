@@ -27,10 +27,11 @@ from ppo_ds.engine.checkpoint.shards import (
     write_shards,
 )
 from ppo_ds.engine.gather import GATHER_ELEMENTS, chunked
-from ppo_ds.engine.master_weights import PARTS, WEIGHT, MasterWeights
+from ppo_ds.engine.master_weights import PARTS, WEIGHT, MasterWeights, opened_masters
 from ppo_ds.engine.trained import TrainedModel, parameter_counts, whole_numel
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
+from ppo_ds.models.quantized import plain_weight
 
 KEY = "run.resume: "  # prefix of error messages while loading
 
@@ -54,8 +55,9 @@ def exported_bytes(models: Mapping[str, TrainedModel], copies: Mapping[str, Weig
 
 def save_model(model: TrainedModel, directory: Path) -> list[Path]:
     """Saves a model to the disk and returns the files that this rank wrote. A collective."""
-    world, masters = model.world, MasterWeights(model)
-    shards, written = write_shards(masters, directory, world, PARTS)
+    world = model.world
+    with opened_masters(model) as masters:
+        shards, written = write_shards(masters, directory, world, PARTS)
     index = {
         "format": FORMAT,
         "steps": model.steps,
@@ -90,8 +92,8 @@ def load_model(model: TrainedModel, directory: Path) -> None:
     The ZeRO stage and the number of ranks may differ from those of the run that saved it. Raises UserError on
     all ranks if the checkpoint contains another model or has other settings.
     """
-    world, masters = model.world, MasterWeights(model)
-    index = on_all_ranks(world, lambda: read_index(directory / INDEX_OF_MODEL, masters.parameters, key=KEY))
+    world, parameters = model.world, MasterWeights(model).parameters
+    index = on_all_ranks(world, lambda: read_index(directory / INDEX_OF_MODEL, parameters, key=KEY))
     saved = index["settings"]
     for key, value in model.settings.items():
         if saved.get(key, value) != value:
@@ -99,7 +101,8 @@ def load_model(model: TrainedModel, directory: Path) -> None:
                 f"{KEY}{directory} was made with {key}={saved[key]:g}, this run has {value:g}: keep it"
             )
     buffers = on_all_ranks(world, lambda: load_file(directory / "buffers.safetensors"))
-    on_all_ranks(world, lambda: _read_masters(masters, index["shards"], directory, PARTS))
+    with opened_masters(model, store=True) as masters:
+        on_all_ranks(world, lambda: _read_masters(masters, index["shards"], directory, PARTS))
     masters.set_steps(index["adam_steps"])
     masters.set_scaler(index["loss_scaler"])
     masters.refresh()
@@ -129,7 +132,9 @@ def _read_masters(
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
     """Returns the persistent buffers, which are the buffers in ``state_dict``."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
+    return {
+        name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in parameters
+    }
 
 
 @torch.no_grad()
@@ -144,11 +149,12 @@ def consolidated(model: TrainedModel, gather_elements: int = GATHER_ELEMENTS) ->
         with deepspeed.zero.GatheredParameters(chunk, enabled=model.zero_stage == 3):
             if model.world.is_main:
                 for parameter in chunk:
-                    copies[id(parameter)] = parameter.detach().to("cpu", copy=True).contiguous()
+                    whole = plain_weight(parameter).detach()
+                    copies[id(parameter)] = whole.to("cpu", copy=True).contiguous()
     if not model.world.is_main:
         return None
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
     return {
         name: copies[id(parameters[name])] if name in parameters else tensor.detach().to("cpu", copy=True)
-        for name, tensor in model.module.state_dict().items()
+        for name, tensor in model.module.state_dict(keep_vars=True).items()
     }

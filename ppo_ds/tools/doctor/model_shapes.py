@@ -144,7 +144,7 @@ def _rewards(config: PPOConfig, report: Report, loaded: set[Any]) -> dict[str, F
 
 def _identity(model: ModelConfig) -> tuple[Any, ...]:
     path = os.path.realpath(model.path) if os.path.isdir(model.path) else model.path
-    return path, model.revision, model.dtype, model.attn_implementation
+    return path, model.revision, model.dtype, model.attn_implementation, model.quantization
 
 
 def describe_shape(path: str, shape: Shape) -> str:

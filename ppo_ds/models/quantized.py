@@ -1,0 +1,72 @@
+"""Frozen weights in 4 bits: NF4 with double quantization (QLoRA, Dettmers et al. 2023), from bitsandbytes.
+
+transformers quantizes the linear layers of the trunk as it loads them, on the CPU, so that every rank and
+every later export have the same codes. Embeddings, norms and heads keep the model's dtype, in which each
+layer also computes with its dequantized weight. All other modules see a model in this dtype: state dicts,
+names and shapes are those of the model without quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+# what transformers leaves on a model that it has quantized
+_MARKS = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_4bit")
+
+
+def nf4_arguments(skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the arguments of from_pretrained; ``skeleton`` is the model without weights."""
+    trunk = {id(module) for module in skeleton.base_model.modules()}
+    heads = [name for name, module in skeleton.named_modules() if name and id(module) not in trunk]
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=heads,
+    )
+    return {"quantization_config": settings, "device_map": {"": "cpu"}}
+
+
+def hide_quantization(model: Any) -> None:
+    """Makes a quantized model look like one without quantization, in its config and in state dicts."""
+    for name in _MARKS:
+        delattr(model, name)
+    del model.config.quantization_config
+    for module in model.modules():
+        if is_quantized(getattr(module, "weight", None)):
+            # On CPUs with bf16, forwards outside of training would repack the codes in place.
+            module.support_avx512bf16_for_cpu = False
+            module.register_state_dict_post_hook(_dequantize_state)
+
+
+def is_quantized(weight: Any) -> bool:
+    return getattr(weight, "quant_state", None) is not None
+
+
+def plain_weight(weight: Tensor) -> Tensor:
+    """Returns a quantized weight as a new tensor in the model's dtype, and any other weight itself."""
+    if not is_quantized(weight):
+        return weight
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight, weight.quant_state)
+
+
+def whole_shape(weight: Tensor) -> Sequence[int]:
+    """Returns the shape of a weight that may be sharded by ZeRO-3 or quantized."""
+    return weight.quant_state.shape if is_quantized(weight) else getattr(weight, "ds_shape", weight.shape)
+
+
+def _dequantize_state(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+    """Replaces the codes in a state dict by the dequantized weight; ``keep_vars`` keeps the parameter."""
+    weight: Any = module.weight
+    for name in weight.quant_state.as_dict(packed=True):
+        del state[f"{prefix}weight.{name}"]
+    if state[f"{prefix}weight"] is not weight:
+        state[f"{prefix}weight"] = plain_weight(weight)

@@ -1,0 +1,23 @@
+"""Tests NF4 weights under an adapter on 2 ranks: training at ZeRO 0 to 2, resume, export, decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.engine.test_checkpoint import launch
+from tests.engine.test_lora_engines import make_models
+from tests.support.ranks import RankServer
+
+
+def test_training_resume_and_export(tmp_path: Path, rank_server: RankServer) -> None:
+    """The counts are those of a model without quantization: 928 in adapters, 4,224 in the base."""
+    make_models(tmp_path)
+    *cases, others = launch(rank_server, 2, tmp_path, "all", "quantized_worker")
+    assert len(cases) == 5
+    for case in cases:
+        exact = 1e-4 if "fp32" in case["case"] else 0.1  # a merged weight is rounded to bf16
+        assert case["shared"] and case["codes"] and case["resumed"] and case["adapters only"], case
+        assert case["moved"] > 0.1 and case["exported gap"] < exact, case
+        assert case["decoded gap"] < exact, case
+    assert {tuple(case["counts"]) for case in cases} == {(928, 928 + 4224)}
+    assert others["learns"] and others["values"] and others["frozen"] and others["gap"] < 1e-5, others
