@@ -196,6 +196,9 @@ class Rollout(Sequences):
     logprobs: Tensor = field(metadata=_R)
     metadata: tuple[Row, ...]  # B rows, the metadata of the prompts
 
+    # [B,R] long: the number of optimizer steps of the actor since each token was sampled; None unless
+    # responses are continued with newer weights (rollout.partial)
+    staleness: Tensor | None = field(default=None, kw_only=True, metadata=_R)
     # the rewards and the ends of the episodes of an environment; None without one
     # [B,R] float32: the reward of each turn, at the last token of the turn
     turn_rewards: Tensor | None = field(default=None, kw_only=True, metadata=_R)
@@ -263,6 +266,7 @@ class Experience(Sequences):
     decode_logprobs: Tensor = field(metadata=_R)  # [B,R] log pi(a|s) as computed by the decode backend
     # [B,R] importance weights that correct for the decode backend (algo.rollout_is); 1 = no correction
     weights: Tensor = field(metadata=_R)
+    staleness: Tensor | None = field(default=None, kw_only=True, metadata=_R)  # see Rollout
 
     # rewards and advantages
     scores: Tensor = field(metadata=_B)  # [B] as the reward returned them, per-token scores included

@@ -14,7 +14,7 @@ from typing import Any
 from ppo_ds.commands.entry_points import command
 from ppo_ds.config.reading import read
 from ppo_ds.config.registry import STAGES, import_target
-from ppo_ds.config.schema import Config, PPOConfig, resolved, reward_models
+from ppo_ds.config.schema import Config, PPOConfig, is_partial, resolved, reward_models
 from ppo_ds.config.targets import bind
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import save_shrunk
@@ -53,7 +53,7 @@ def dry_run_config(config: PPOConfig, ranks: int) -> Config:
 
     tree["rollout"] |= {"prompts_per_step": prompts, "samples_per_prompt": samples}
     if tree["rollout"].pop("vllm", None):  # a dry run uses the CPU, for which vLLM may not be built
-        tree["rollout"]["backend"] = "auto"
+        tree["rollout"]["backend"] = "static" if is_partial(config) else "auto"
     tree["memory"]["sequence_parallel"] = 1  # tiny models may have a single key-value head
     sampling |= {"max_new_tokens": new_tokens, "min_new_tokens": min(sampling["min_new_tokens"], new_tokens)}
     if data["long_prompts"] != "drop":  # a lower limit would drop more prompts than the real run does

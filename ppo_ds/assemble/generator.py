@@ -18,7 +18,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.size import shape_of
 from ppo_ds.planning.vllm_memory import engine_memory
 from ppo_ds.ppo.health import PARITY_ROWS, Gap, ParityError, disagreement, parity_gap
-from ppo_ds.rollout.base import Generator, SamplingParams
+from ppo_ds.rollout.base import Continuation, Generator, SamplingParams
 from ppo_ds.rollout.keys import BACKENDS, VLLM
 from ppo_ds.run.token_budgets import TokenBudget
 from ppo_ds.tracking.banner import titled
@@ -149,13 +149,13 @@ def rebuilt_on_change(
     """Returns ``generator``, replaced by ``make(int(budget))`` once the budget has changed."""
     current, tokens = [generator], int(budget)
 
-    def generate(prompts: Prompts, sampling: SamplingParams) -> Rollout:
+    def generate(prompts: Prompts, sampling: SamplingParams, *continuation: Continuation) -> Rollout:
         nonlocal tokens
         if int(budget) != tokens:
             current.clear()  # frees the cache before the new backend allocates one
             tokens = int(budget)
             current.append(make(tokens))
-        return current[0](prompts, sampling)
+        return current[0](prompts, sampling, *continuation)
 
     return generate
 

@@ -33,9 +33,11 @@ from ppo_ds.planning.forwards import kept_roles
 from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
 from ppo_ds.ppo.health import Gap, KLMonitor
 from ppo_ds.ppo.meter import build_meter
+from ppo_ds.ppo.partial_rollouts import PartialRolloutCollector
 from ppo_ds.ppo.trainer import PPOTrainer
 from ppo_ds.rewards.base import start_scoring
 from ppo_ds.rollout.base import Generator, SamplingParams
+from ppo_ds.rollout.keys import PartialRollouts
 from ppo_ds.run.stage import RunContext, Stateful
 from ppo_ds.tracking.banner import titled
 from ppo_ds.types import Reward
@@ -85,7 +87,7 @@ def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
         ema=models.copies.get("ema"),
         kept=kept,
     )
-    kl = kl_controller(config)
+    kl, collect = kl_controller(config), build_collector(config, context, inputs, models, generator, sampling)
     return PPOTrainer(
         context=context,
         config=config,
@@ -93,11 +95,11 @@ def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
         data=inputs.fingerprints,
         tokenizer=inputs.tokenizer,
         weight_copies=models.copies,
-        collect=build_collector(config, context, inputs, models, generator, sampling),
+        collect=collect,
         make_experience=make_experience,
         learn=learn,
         kl=kl,
-        stateful=stateful_components(config.algo, inputs, models.reward, kl, make_experience.shaper),
+        stateful=stateful_components(config.algo, inputs, models.reward, kl, make_experience.shaper, collect),
         evaluator=build_evaluator(config, context, inputs, models, generator, sampling),
         meter=build_meter(world, models.actor, models.critic),
         kl_monitor=KLMonitor(config.health.max_kl, stops=config.health.kl_action == "stop"),
@@ -149,7 +151,12 @@ def try_user_code(config: PPOConfig, inputs: Inputs) -> None:
 
 
 def stateful_components(
-    algo: AlgoConfig, inputs: Inputs, reward: Reward, kl: FixedKLController, shaper: ScoreShaper
+    algo: AlgoConfig,
+    inputs: Inputs,
+    reward: Reward,
+    kl: FixedKLController,
+    shaper: ScoreShaper,
+    collect: RolloutCollector,
 ) -> dict[str, Stateful]:
     """Returns the components whose state a checkpoint saves, by name."""
     components: dict[str, Stateful | None] = {
@@ -161,6 +168,7 @@ def stateful_components(
         # a user's own reward may have a state
         "reward": reward if isinstance(reward, Stateful) else None,
         "ptx": inputs.ptx,
+        "partial": collect if isinstance(collect, PartialRolloutCollector) else None,
     }
     return {name: component for name, component in components.items() if component is not None}
 
@@ -201,6 +209,10 @@ def build_collector(
     if config.algo.advantage.needs_greedy:
         return GreedyRolloutCollector(
             group_size=config.rollout.samples_per_prompt, world=context.world, **components
+        )
+    if isinstance(config.rollout, PartialRollouts) and config.rollout.partial:
+        return PartialRolloutCollector(
+            section=config.rollout, tokenizer=inputs.tokenizer, world=context.world, **components
         )
     if not dynamic.enabled:
         return RolloutCollector(**components)

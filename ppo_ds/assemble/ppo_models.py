@@ -13,9 +13,9 @@ from ppo_ds.assemble.shared import choose_layout, loading, training_notes
 from ppo_ds.config.schema import (
     PPOConfig,
     all_rewards,
+    decoded_rows,
     has_critic,
     reference_is_base,
-    rollout_size,
     uses_reference,
 )
 from ppo_ds.engine.frozen import FrozenModel
@@ -154,7 +154,7 @@ def plan_generation(config: PPOConfig, actor: HybridActor, critic: TrainedModel 
     length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     engine = engine_memory(config, shape, each, length, on_gpu)
     if engine is None:
-        rows = rollout_size(config) // actor.world.size
+        rows = decoded_rows(config, actor.world.size)
         needed = decoding_bytes(config, shape, each, rows, length, on_gpu)
     else:
         synced = synced_bytes(shape, each, actor.zero_stage == 3)

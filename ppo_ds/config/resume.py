@@ -39,7 +39,7 @@ IMMUTABLE = tuple(
     stage run.seed *.model.path *.model.revision *.model.dtype *.model.quantization
     actor.zero.stage critic.zero.stage scorer.zero.stage *.lora.rank *.lora.alpha *.lora.targets *.ema.decay
     critic.init critic.share_trunk
-    rollout.prompts_per_step rollout.samples_per_prompt rollout.environment.arguments*
+    rollout.prompts_per_step rollout.samples_per_prompt rollout.partial rollout.environment.arguments*
     rollout.environment.max_turns rollout.environment.path rollout.environment.independent data.*
     prepare.* algo.action_level
     algo.old_policy algo.old_logprobs algo.epochs algo.minibatch_size algo.train_on_eos algo.advantage.*

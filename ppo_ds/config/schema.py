@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -48,7 +49,7 @@ from ppo_ds.config.sections.run import (
 from ppo_ds.config.text import show
 from ppo_ds.config.types import OneOf, Variants, leaves, parts_of, replace
 from ppo_ds.errors import UserError
-from ppo_ds.rollout.keys import RolloutConfig
+from ppo_ds.rollout.keys import PartialRollouts, RolloutConfig
 
 TrainedConfig = ActorConfig | CriticConfig
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -310,6 +311,19 @@ def _plain(value: Any) -> Any:
 def rollout_size(config: PPOConfig) -> int:
     """Returns the number of samples in one PPO step, over all ranks."""
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+
+
+def is_partial(config: PPOConfig) -> bool:
+    """Returns whether responses that have not ended in a step are continued in the next one."""
+    return isinstance(config.rollout, PartialRollouts) and config.rollout.partial
+
+
+def decoded_rows(config: PPOConfig, ranks: int) -> int:
+    """Returns the number of responses in progress on one rank."""
+    section, prompts = config.rollout, config.rollout.prompts_per_step / ranks
+    if isinstance(section, PartialRollouts) and section.partial:
+        prompts *= section.oversample
+    return ceil(prompts) * section.samples_per_prompt
 
 
 def best_metric(config: Config) -> str:

@@ -38,6 +38,7 @@ CHECKS: dict[Check, type[Config]] = {
     algo.check_values: PPOConfig,
     algo.check_estimator: PPOConfig,
     algo.check_groups: PPOConfig,
+    algo.check_partial: PPOConfig,
     evaluation.check_best_checkpoint: Config,
     evaluation.check_eval_rewards: PPOConfig,
     data.check_paths: TextConfig,

@@ -64,9 +64,13 @@ class Stream(Generic[S, Batch]):
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch:
+    def next_indices(self) -> list[int]:
+        """Returns the indices of the next batch, which then counts as taken."""
         self._step += 1
-        return self.source.batch(self.indices(self._step - 1))
+        return self.indices(self._step - 1)
+
+    def __next__(self) -> Batch:
+        return self.source.batch(self.next_indices())
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step}

@@ -10,7 +10,7 @@ import torch
 
 from ppo_ds.compute import matmul
 from ppo_ds.compute.sizes import Shape
-from ppo_ds.config.schema import PPOConfig, rollout_size
+from ppo_ds.config.schema import PPOConfig, decoded_rows, rollout_size
 from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.engine.memory_budget import GenerationPlan, MemoryBudget, plan_generation
 from ppo_ds.models.linear import pays
@@ -73,6 +73,7 @@ class PPOMemory(RunMemory):
         )
         self.models, self.prompt = models, longest_prompt
         self.rows = rollout_size(config) // hardware.ranks
+        self.decoded = decoded_rows(config, hardware.ranks)
         _, shape, each = self._role("actor")
         self.vllm = engine_memory(config, shape, each, self.length, hardware.on_gpu)
 
@@ -162,16 +163,16 @@ class PPOMemory(RunMemory):
         zero = self.config.actor.zero
         memory, sharded, weights = self.config.memory, zero.stage == 3, each * shape.parameters
         budget = int(memory.rollout_tokens)
-        slots = max(1, min(budget // self.length, fast_batch_size(self.rows)))
+        slots = max(1, min(budget // self.length, fast_batch_size(self.decoded)))
         length = -(-self.length // COLUMNS) * COLUMNS
-        prompts = min(slots, ceil(self.rows / self.config.rollout.samples_per_prompt))
-        sampling = self.config.sampling
-        logit = logit_bytes(each, self.hardware.on_gpu, sampling.top_k, sampling.top_p)
+        prompts = min(slots, ceil(self.decoded / self.config.rollout.samples_per_prompt))
+        sampling, on_gpu = self.config.sampling, self.hardware.on_gpu
+        logit = logit_bytes(each, on_gpu, sampling.top_k, sampling.top_p)
         plan, moved = self._plan(
             rest,
             weights=weights if sharded else 0,
             layer=min(weights, each * REUSE) if sharded else 0,
-            decoding=decoding_bytes(self.config, shape, each, self.rows, self.length, self.hardware.on_gpu),
+            decoding=decoding_bytes(self.config, shape, each, self.decoded, self.length, on_gpu),
         )
         if not sharded:
             gathered, description = 0, "weights whole on each rank"
@@ -183,20 +184,20 @@ class PPOMemory(RunMemory):
             gathered = gathered_bytes(shape, each, prefetch=True)
             description = "weights gathered layer by layer"
         layerwise = sharded and not plan.gather_once
-        recorded = not layerwise and records_steps(self.config, self.hardware.on_gpu)
+        recorded = not layerwise and records_steps(self.config, on_gpu)
         decode = static_decode_bytes(
             shape,
             tokens=slots * length,
             length=length,
             rows=slots,
             prefill=min(max(min(budget, PREFILL_TOKENS), self.prompt), prompts * self.prompt),
-            waiting=self.rows > slots,
+            waiting=self.decoded > slots,
             each=each,
             logit=logit,
             recorded=recorded,
         )
         graphs = KEPT_GRAPHS * GRAPH if recorded else 0
-        packed = 0 if layerwise else packed_bytes(self.config, shape, self.hardware.on_gpu)
+        packed = 0 if layerwise else packed_bytes(self.config, shape, on_gpu)
         phases["generate"] = rest - moved + gathered + decode + graphs + packed
         description += "; optimizer states offloaded" if plan.offload_states else ""
         return description, layerwise, moved

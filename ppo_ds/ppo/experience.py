@@ -92,6 +92,7 @@ class ExperienceMaker:
             finished=rollout.finished,
             decode_logprobs=rollout.logprobs,
             weights=weights,
+            staleness=rollout.staleness,
             scores=rollout.score_sums,
             rewards=rewards,
             advantages=advantages,

@@ -59,13 +59,18 @@ def describe(
         metrics["kl/ref_token_mean"] = masked_mean(signed, mask)
         metrics["kl/ref_token_max"] = signed.max()
         metrics["kl/k3_token_mean"] = masked_mean(positive, mask)
-    metrics |= episode_metrics(experience)
+    metrics |= episode_metrics(experience) | version_metrics(experience)
     return {name: float(value) for name, value in metrics.items()} | {"kl/coef": kl_coef}
 
 
 def decode_gap(experience: Experience) -> dict[str, Tensor]:
-    """Computes the mean and maximum difference between the log-probs of generation and of training."""
+    """Computes the mean and maximum difference between the log-probs of generation and of training.
+
+    Tokens of earlier versions of the policy do not count.
+    """
     mask = experience.response_mask
+    if experience.staleness is not None:
+        mask = mask & (experience.staleness == 0)
     gap = (experience.decode_logprobs - experience.logprobs).abs().masked_fill(~mask, 0.0)
     return {
         "parity/logp_abs_diff_mean": masked_mean(gap.double(), mask),
@@ -85,6 +90,20 @@ def episode_metrics(experience: Experience) -> dict[str, Tensor]:
     } | {
         f"rollout/ended_{end}_frac": torch.tensor([float(reason == end) for reason in ends]).mean()
         for end in ENDS
+    }
+
+
+def version_metrics(experience: Experience) -> dict[str, Tensor]:
+    """Computes how many versions of the policy sampled the responses, {} without rollout.partial."""
+    staleness, attended = experience.staleness, experience.response_attention
+    if staleness is None:
+        return {}
+    changes = (staleness[:, 1:] != staleness[:, :-1]) & attended[:, 1:]
+    versions = 1 + changes.sum(1)
+    return {
+        "rollout/stale_token_frac": masked_mean((staleness > 0).double(), experience.response_mask),
+        "rollout/versions_mean": versions.double().mean(),
+        "rollout/versions_max": versions.max(),
     }
 
 

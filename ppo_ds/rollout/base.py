@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Protocol
 
@@ -29,6 +29,15 @@ class SamplingParams:
     def as_greedy(self) -> SamplingParams:
         """Returns a copy that always takes the most likely token."""
         return replace(self, top_k=1)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Responses in progress, one per prompt, and the moment at which generation ends (rollout.partial)."""
+
+    begun: Sequence[Sequence[int]]  # tokens that each response already has, fewer than its limit
+    # takes the rows whose responses have ended, and returns whether the others are interrupted
+    enough: Callable[[Set[int]], bool]
 
 
 class Generator(Protocol):
@@ -71,6 +80,20 @@ class Generator(Protocol):
         draw no number from torch's random state, only with their seeds. All ranks call the backend the same
         number of times, each with its own prompts. The backend calls ``distributed.heartbeat.beat``
         in the main thread whenever tokens are done; calls without progress would hide a hang.
+        """
+
+
+class PartialGenerator(Generator, Protocol):
+    """Decode backend that can also continue responses, and interrupt them (rollout.partial)."""
+
+    def __call__(
+        self, prompts: Prompts, sampling: SamplingParams, continuation: Continuation | None = None
+    ) -> Rollout:
+        """Returns the whole response to each prompt, or its tokens so far if it was interrupted.
+
+        The KV cache of the tokens in ``continuation.begun`` is computed with the current weights. Limits,
+        min_new_tokens and stop strings count these tokens; their log-probs are not computed, and are 0 in the
+        Rollout. A response that did not start has no tokens. Rows start in their order.
         """
 
 
@@ -152,15 +175,14 @@ def truncate_at_stop(
         responses: Generated tokens [B,R] long, including stop tokens and the tokens of stop strings.
             Positions after the end of a row may hold any ids.
         logprobs: Log-probs [B,R] fp32 of these tokens; positions after the end of a row may hold any values.
-        lengths: Number of generated tokens of each row [B] long, at least 1. A row that is shorter than its
-            limit and contains no stop (a server reached the end of its context) is truncated at its length
-            and is not ``finished``. May be None only if every row holds generated tokens up to its first stop
-            or its limit. Otherwise padding before that point would be trained as response tokens.
+        lengths: Number of generated tokens of each row [B] long. A row that is shorter than its limit and
+            contains no stop (it was interrupted) is truncated at its length and is not ``finished``. May be
+            None only if every row holds generated tokens up to its first stop or its limit. Otherwise padding
+            before that point would be trained as response tokens.
     """
     limits = max_new_tokens(prompts, sampling)
     ends = limits.clamp(max=responses.shape[1]).to(responses.device)
     if lengths is not None:
-        assert int(lengths.min()) >= 1, "a response has at least one token"
         ends = torch.minimum(ends, lengths.to(ends.device))
     complete = torch.zeros_like(ends, dtype=torch.bool)
     if sampling.stop_strings:

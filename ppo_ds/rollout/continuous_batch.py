@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import beat, counting
-from ppo_ds.rollout.base import DecodeBackend, SamplingParams, StopStrings, max_new_tokens
+from ppo_ds.rollout.base import Continuation, DecodeBackend, SamplingParams, StopStrings, max_new_tokens
 from ppo_ds.rollout.cache import Prefix
 from ppo_ds.rollout.decoding import Decoder
 from ppo_ds.rollout.graphs import Graphs
@@ -49,9 +49,10 @@ class _Vote(IntEnum):
 
 @dataclass
 class _PromptGroup:
-    """A prompt, and the rows with this prompt whose responses have not started."""
+    """A prompt, and the rows with this prompt whose responses have not started or not continued."""
 
-    ids: Tensor  # [P] long, unpadded
+    ids: Tensor  # [P] long, unpadded, with the tokens that the responses already have
+    begun: int  # the number of these tokens
     rows: deque[int]
 
 
@@ -65,15 +66,20 @@ class _Response:
     position: int  # position of its next token; can exceed ``end`` until the next check
 
 
-def group_prompts(prompts: Prompts) -> list[_PromptGroup]:
-    """Groups rows with equal prompts, the longest prompts first.
+def group_prompts(prompts: Prompts, continuation: Continuation | None) -> list[_PromptGroup]:
+    """Groups rows with equal prompts and tokens so far, the longest first.
 
-    Because of this order, prompts that are prefilled together have similar lengths.
+    Because of this order, prompts that are prefilled together have similar lengths. With a continuation,
+    which may interrupt the last rows, they keep their order.
     """
     groups: dict[tuple[int, ...], _PromptGroup] = {}
-    for row, (ids, mask) in enumerate(zip(prompts.ids, prompts.mask, strict=True)):
-        prompt = ids[mask]
-        groups.setdefault(tuple(prompt.tolist()), _PromptGroup(prompt, deque())).rows.append(row)
+    begun = [()] * len(prompts) if continuation is None else continuation.begun
+    for row, (ids, mask, tokens) in enumerate(zip(prompts.ids, prompts.mask, begun, strict=True)):
+        whole = [*ids[mask].tolist(), *tokens]
+        group = _PromptGroup(torch.tensor(whole), len(tokens), deque())
+        groups.setdefault((len(tokens), *whole), group).rows.append(row)
+    if continuation is not None:
+        return list(groups.values())
     return sorted(groups.values(), key=lambda group: -len(group.ids))
 
 
@@ -95,6 +101,7 @@ class ContinuousBatch:
         prompts: Prompts,
         sampling: SamplingParams,
         uniforms: Tensor,
+        continuation: Continuation | None = None,
         *,
         check_every: int | None,
         graphs: Graphs,
@@ -106,7 +113,7 @@ class ContinuousBatch:
         self.device = self.decoder.device
         self.slots = Slots(self.total, self.limits, uniforms, sampling)
         self.live: list[_Response] = []  # the responses being decoded, in slots 0 to len(live) - 1
-        self.queue = deque(group_prompts(prompts))
+        self.queue = deque(group_prompts(prompts, continuation))
         self.not_started = len(prompts)
         # keys and values of the first prompt in the queue if some of its responses have already started
         self.kept_prefix: Prefix | None = None
@@ -122,6 +129,14 @@ class ContinuousBatch:
         self.padding = 512 if on_gpu else 64
         self.stops = StopStrings(sampling.stop_strings, backend.tokenizer) if sampling.stop_strings else None
 
+        self.continuation = continuation
+        self.ended: set[int] = set()  # rows
+        self.enough = False  # the responses in progress are interrupted
+        if continuation is not None:
+            self.enough = continuation.enough(self.ended)
+            for row, tokens in enumerate(continuation.begun):
+                self.slots.responses[row, : len(tokens)] = self.tensor(tokens)
+
     def decode_all(self) -> None:
         """Decodes all responses.
 
@@ -132,7 +147,8 @@ class ContinuousBatch:
             while True:
                 while (vote := self.vote(self.wants_prompts())) is _Vote.CONTINUE:
                     self.prefill()
-                if vote is _Vote.STOP or self.vote(bool(self.live)) is not _Vote.CONTINUE:
+                more = bool(self.live) and not self.enough
+                if vote is _Vote.STOP or self.vote(more) is not _Vote.CONTINUE:
                     return
                 fault("generate.step")
                 beat()
@@ -148,6 +164,15 @@ class ContinuousBatch:
         own = _Vote.CONTINUE if more else _Vote.NONE
         return _Vote(self.max_over_ranks(_Vote.STOP if self.should_stop() else own))
 
+    def lengths(self) -> Tensor:
+        """Returns the number of tokens of each response [B], and its limit if it has ended."""
+        lengths = self.limits.clone()
+        for group in self.queue:
+            lengths[list(group.rows)] = group.begun
+        for response in self.live:
+            lengths[response.row] = response.position - response.start
+        return lengths
+
     # -- prompts ----------------------------------------------------------------------------------------
 
     def wants_prompts(self) -> bool:
@@ -156,7 +181,7 @@ class ContinuousBatch:
         A forward for each single free slot would cost more than it gains.
         """
         enough = min(self.not_started, max(1, self.total // 8))
-        return self.not_started > 0 and self.total - len(self.live) >= enough
+        return self.not_started > 0 and self.total - len(self.live) >= enough and not self.enough
 
     def prefill(self) -> None:
         """Starts responses in free slots with at most one forward, or exactly one forward in lockstep."""
@@ -194,16 +219,19 @@ class ContinuousBatch:
         new: list[_Response] = []
         sources: list[int] = []
         tokens: list[int] = []
+        counts: list[int] = []
         first = len(self.live)
         if groups:
             self.kept_prefix = None
         for source, group in enumerate(groups):
             n = min(len(group.rows), self.total - first - len(new))
-            start = len(group.ids) - 1
+            position = len(group.ids) - 1
+            start = position - group.begun
             for row in (group.rows.popleft() for _ in range(n)):
-                new.append(_Response(row, start, start + int(self.limits[row]), start))
+                new.append(_Response(row, start, start + int(self.limits[row]), position))
             sources += [source] * n
             tokens += [int(group.ids[-1])] * n
+            counts += [group.begun] * n
             if group.rows:
                 own = slice(source, source + 1)
                 self.kept_prefix = [(keys[own].clone(), values[own].clone()) for keys, values in prefix]
@@ -212,8 +240,8 @@ class ContinuousBatch:
         if new:
             slots = self.tensor(range(first, first + len(new)))
             self.decoder.cache.fill(prefix, self.tensor(sources), slots)
-            rows, starts = [r.row for r in new], [r.start for r in new]
-            self.slots.put(slots, self.tensor(rows), self.tensor(tokens), self.tensor(starts))
+            rows, positions = [r.row for r in new], [r.position for r in new]
+            self.slots.put(slots, *map(self.tensor, (rows, tokens, positions, counts)))
         self.live += new
         self.not_started -= len(new)
 
@@ -255,6 +283,9 @@ class ContinuousBatch:
             for slot in ended:
                 alive[slot] = False
         n = sum(alive)
+        if self.continuation is not None and n < len(alive):
+            self.ended |= {one.row for one, is_alive in zip(self.live, alive, strict=True) if not is_alive}
+            self.enough = self.continuation.enough(self.ended)
         sources = [slot for slot in range(n, len(alive)) if alive[slot]]
         targets = [slot for slot in range(n) if not alive[slot]]
         if sources:

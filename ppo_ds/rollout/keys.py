@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge, Gt
 from pydantic import Field
 
-from ppo_ds.config.types import Count, OneOf, Positive, Section, Text, Variants
+from ppo_ds.config.types import Count, Number, OneOf, Positive, Section, Text, Variants
 
 BACKENDS: dict[str, type[RolloutConfig]] = {}
 
@@ -70,7 +71,27 @@ class Auto(RolloutConfig):
     backend: Literal["auto"] = "auto"
 
 
-class Static(RolloutConfig):
+class PartialRollouts(RolloutConfig):
+    """A backend that implements `ppo_ds.rollout.base.PartialGenerator`."""
+
+    partial: bool = Field(
+        False,
+        description="Generates responses to more prompts than a step needs, and continues in later steps, "
+        "with newer weights, those that have not ended when the step has its responses.",
+    )
+    oversample: Annotated[Number, Gt(1)] = Field(
+        2.0,
+        description="With rollout.partial, the prompts whose responses are in progress, relative to "
+        "rollout.prompts_per_step.",
+    )
+    max_versions: Annotated[int, Ge(2)] = Field(
+        4,
+        description="With rollout.partial, limit on the versions of the policy that sample one response: the "
+        "step of its last version waits for it.",
+    )
+
+
+class Static(PartialRollouts):
     """A preallocated key-value cache of fixed shape, with CUDA graphs on a GPU."""
 
     backend: Literal["static"] = "static"
@@ -110,7 +131,7 @@ class VLLMConfig(Section):
         return int(self.sleep) if self.sleep != "auto" else (1 if lora else 2) if on_gpu else 0
 
 
-class VLLM(RolloutConfig):
+class VLLM(PartialRollouts):
     """An engine of vLLM in the trainer's process, with weights of its own (rollout.vllm)."""
 
     backend: Literal["vllm"] = "vllm"

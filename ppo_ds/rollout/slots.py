@@ -36,11 +36,11 @@ class Slots:
         # of each slot: whether it has a response that continues
         self.alive = torch.zeros(slots, dtype=torch.bool, device=device)
 
-    def put(self, slots: Tensor, rows: Tensor, tokens: Tensor, positions: Tensor) -> None:
-        """Starts responses from the last ``tokens`` of their prompts, at ``positions`` (all [m])."""
+    def put(self, slots: Tensor, rows: Tensor, tokens: Tensor, positions: Tensor, counts: Tensor) -> None:
+        """Starts responses from their last ``tokens``, at ``positions``; they have ``counts`` (all [m])."""
         self.tokens[slots], self.positions[slots], self.rows[slots] = tokens, positions, rows
+        self.counts[slots] = counts
         # an assignment of a number to indices would copy the number to the device and wait
-        self.counts.index_fill_(0, slots, 0)
         self.alive.index_fill_(0, slots, True)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from ppo_ds.distributed.heartbeat import counting
 from ppo_ds.models.linear import packed_weights
-from ppo_ds.rollout.base import DecodeBackend, SamplingParams, draw_uniforms, max_new_tokens, truncate_at_stop
+from ppo_ds.rollout.base import (
+    Continuation,
+    DecodeBackend,
+    SamplingParams,
+    draw_uniforms,
+    max_new_tokens,
+    truncate_at_stop,
+)
 from ppo_ds.rollout.continuous_batch import ContinuousBatch
 from ppo_ds.rollout.decoding import explicit_mask_attention
 from ppo_ds.rollout.graphs import Graphs, recorder_for
@@ -35,13 +42,16 @@ class StaticGenerator(DecodeBackend):
         # forward and have no fixed addresses.
         self.graphs_work = self.lockstep_max is None
 
-    def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
+    def __call__(
+        self, prompts: Prompts, sampling: SamplingParams, continuation: Continuation | None = None
+    ) -> Rollout:
         lm = self.lm()
         device, limits = next(lm.parameters()).device, max_new_tokens(prompts, sampling)
         uniforms = draw_uniforms(prompts, limits, device)
         responses, logprobs = torch.zeros(uniforms.shape, dtype=torch.long), torch.zeros(uniforms.shape)
-        bands = [torch.arange(len(prompts))]
-        if self.lockstep_max is None:
+        lengths, bands = torch.zeros_like(limits), [torch.arange(len(prompts))]
+        # the rows of a continuation are decoded together: a first group could interrupt all later ones
+        if self.lockstep_max is None and continuation is None:
             bands = length_bands(prompts.mask.sum(1) + limits, self.token_budget)
         with (
             explicit_mask_attention(lm),
@@ -56,17 +66,19 @@ class StaticGenerator(DecodeBackend):
                     prompts.select(rows),
                     sampling,
                     uniforms[to_device(rows, device), : int(limits[rows].max())],
+                    continuation,
                     check_every=self.check_every,
                     graphs=Graphs(recorder_for(device) if self.graphs_work else None),
                 )
                 batch.decode_all()
                 self.graphs_work &= batch.graphs.failure is None
                 new, new_logprobs = batch.slots.responses[:-1].cpu(), batch.slots.logprobs[:-1].cpu()
+                lengths[rows] = batch.lengths()
                 batch.graphs.close()
                 responses[rows, : new.shape[1]], logprobs[rows, : new.shape[1]] = new, new_logprobs
                 done(number)
         return truncate_at_stop(
-            prompts, responses, logprobs, sampling=sampling, tokenizer=self.tokenizer
+            prompts, responses, logprobs, sampling=sampling, tokenizer=self.tokenizer, lengths=lengths
         ).trimmed()
 
 

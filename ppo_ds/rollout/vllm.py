@@ -40,7 +40,14 @@ from ppo_ds.distributed.memory import is_out_of_memory
 from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.errors import RunError, UserError, single_line
 from ppo_ds.models.lora import adapter_layers, checkpoint_names, tied_names
-from ppo_ds.rollout.base import DecodeBackend, SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
+from ppo_ds.rollout.base import (
+    Continuation,
+    DecodeBackend,
+    SamplingParams,
+    StopStrings,
+    max_new_tokens,
+    truncate_at_stop,
+)
 from ppo_ds.rollout.keys import VLLMConfig
 from ppo_ds.rollout.vllm_adapters import AdapterSlot, adapter_options, adapter_problem
 from ppo_ds.rollout.vllm_support import INSTALL
@@ -71,7 +78,7 @@ _engines: list[Any] = []
 
 @dataclass
 class Answer:
-    """Tokens of one response and their log-probs, as far as they are generated."""
+    """Tokens of one response and their log-probs, as far as they are generated; 0 for earlier tokens."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -204,12 +211,15 @@ class VLLMGenerator(DecodeBackend):
             for other in self._tied.get(name, ()):
                 yield other, tensor
 
-    def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
+    def __call__(
+        self, prompts: Prompts, sampling: SamplingParams, continuation: Continuation | None = None
+    ) -> Rollout:
         limits = max_new_tokens(prompts, sampling).tolist()
         # every request has a seed of its own, so draws do not depend on how vLLM schedules the requests
         seeds = torch.randint(2**62, (len(prompts),)) if prompts.seeds is None else prompts.seeds
         ids = [row[mask].tolist() for row, mask in zip(prompts.ids, prompts.mask, strict=True)]
-        rows, first = list(zip(ids, limits, seeds.tolist(), strict=True)), 0
+        begun = [()] * len(prompts) if continuation is None else continuation.begun
+        rows, first = list(zip(ids, limits, seeds.tolist(), map(list, begun), strict=True)), 0
         if self.group is not None:
             parts = self.group.gather_objects(rows)
             first = sum(len(part) for part in parts[: self.group.rank])
@@ -217,9 +227,9 @@ class VLLMGenerator(DecodeBackend):
         # at each step the engine also draws from the default generators, as often as it schedules
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
-            answers = self._generate(rows, sampling)[first : first + len(prompts)]
-        lengths = torch.tensor([max(1, len(answer.tokens)) for answer in answers])
-        responses = torch.full((len(prompts), int(lengths.max())), self.tokenizer.pad_id)
+            answers = self._generate(rows, sampling, continuation, first)[first : first + len(prompts)]
+        lengths = torch.tensor([len(answer.tokens) for answer in answers])
+        responses = torch.full((len(prompts), max(1, int(lengths.max()))), self.tokenizer.pad_id)
         logprobs = torch.zeros(responses.shape)
         for row, answer in enumerate(answers):
             responses[row, : len(answer.tokens)] = torch.tensor(answer.tokens, dtype=torch.long)
@@ -228,28 +238,38 @@ class VLLMGenerator(DecodeBackend):
             prompts, responses, logprobs, sampling=sampling, tokenizer=self.tokenizer, lengths=lengths
         ).trimmed()
 
-    def _generate(self, rows: list[tuple[list[int], int, int]], sampling: SamplingParams) -> list[Answer]:
-        """Returns the responses to rows of prompt, limit and seed; incomplete ones after a stop request."""
+    def _generate(
+        self,
+        rows: list[tuple[list[int], int, int, list[int]]],
+        sampling: SamplingParams,
+        continuation: Continuation | None,
+        first: int,
+    ) -> list[Answer]:
+        """Returns the responses to rows of prompt, limit, seed and tokens so far.
+
+        They are incomplete after a stop request, and once all ranks of the group have enough responses by
+        ``continuation``, whose rows begin at ``first``.
+        """
         assert not self._asleep, "the backend generates only inside HybridActor.generation_mode()"
         engine, stops = self._llm.llm_engine, StopStrings(sampling.stop_strings, self.tokenizer)
         request = self._slot.request if self._slot is not None else None
-        answers = {str(number): Answer() for number in range(len(rows))}
-        running = set(answers)
-        for name, (ids, limit, seed) in zip(answers, rows, strict=True):
-            params = request_params(sampling, limit, seed)
-            engine.add_request(name, {"prompt_token_ids": ids}, params, lora_request=request)
+        answers = {str(i): Answer([*row[3]], [0.0] * len(row[3])) for i, row in enumerate(rows)}
+        ended: set[int] = set()  # responses, counted from this rank's first
+        by_token = continuation is not None or bool(sampling.stop_strings)
+        for name, (ids, limit, seed, begun) in zip(answers, rows, strict=True):
+            params = request_params(sampling, limit, seed, len(begun), by_token)
+            engine.add_request(name, {"prompt_token_ids": ids + begun}, params, lora_request=request)
         known = sampling.top_k != 1 or self.temperature == 1.0
+        any_rank = bool if self.group is None else self.group.any
         steps = 0
         try:
             with counting(len(rows), "responses") as done:
                 while engine.has_unfinished_requests():
                     # the engines of a group must take the same steps
-                    if self.group is None:
-                        stop = self.should_stop()
-                    else:
-                        stop = steps % CHECK_EVERY == 0 and self.group.any(self.should_stop())
-                    if stop:
-                        break
+                    if self.group is None or steps % CHECK_EVERY == 0:
+                        enough = continuation is not None and not any_rank(not continuation.enough(ended))
+                        if enough or any_rank(self.should_stop()):
+                            break
                     fault("generate.step")
                     for output in engine.step():
                         answer, new = answers[output.request_id], output.outputs[0]
@@ -260,26 +280,28 @@ class VLLMGenerator(DecodeBackend):
                         if found and not output.finished:
                             engine.abort_request([output.request_id])
                         if found or output.finished:
-                            running.discard(output.request_id)
+                            ended.add(int(output.request_id) - first)
                     steps += 1
                     beat()
-                    done(len(rows) - len(running))
+                    done(len(ended))
         finally:
-            engine.abort_request(list(running))
+            engine.abort_request([name for name in answers if int(name) - first not in ended])
         return list(answers.values())
 
 
-def request_params(sampling: SamplingParams, limit: int, seed: int) -> Any:
+def request_params(sampling: SamplingParams, limit: int, seed: int, begun: int, by_token: bool) -> Any:
     """Returns vLLM's sampling options of one request, which set everything that changes the response.
 
-    Text is not needed: ``VLLMGenerator`` finds stop strings in the tokens, as the other backends do.
+    The prompt of the request ends with ``begun`` tokens of the response. With ``by_token``, each step returns
+    its tokens: stop strings are found in them, or the request may be interrupted. Text is not needed, since
+    ``VLLMGenerator`` finds stop strings in the tokens, as the other backends do.
     """
     from vllm.sampling_params import RequestOutputKind
 
     greedy = sampling.top_k == 1
     return _import_vllm().SamplingParams(
-        max_tokens=limit,
-        min_tokens=min(sampling.min_new_tokens, limit),
+        max_tokens=limit - begun,
+        min_tokens=max(0, min(sampling.min_new_tokens, limit) - begun),
         temperature=0.0 if greedy else sampling.temperature,
         top_p=1.0 if greedy else sampling.top_p,
         top_k=0 if greedy else sampling.top_k,
@@ -288,8 +310,7 @@ def request_params(sampling: SamplingParams, limit: int, seed: int) -> Any:
         ignore_eos=True,  # only the stop tokens above end a response
         logprobs=0,  # of the drawn token only
         detokenize=False,
-        # new tokens are needed at every step only to find stop strings in them
-        output_kind=RequestOutputKind.DELTA if sampling.stop_strings else RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if by_token else RequestOutputKind.FINAL_ONLY,
     )
 
 

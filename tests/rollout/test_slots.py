@@ -25,9 +25,9 @@ def test_responses_start_move_and_end_without_copies_of_numbers(sampling):
     with AssignedNumbers() as numbers:
         slots.counts[right] = 9
         assert numbers.found == [(4,)]
-        slots.put(right, torch.tensor([1, 2]), torch.tensor([8, 9]), torch.tensor([3, 4]))
+        slots.put(right, *torch.tensor([[1, 2], [8, 9], [3, 4], [0, 2]]))
         slots.move(right, left)
         slots.end(left[:1])
         assert numbers.found == [(4,)]
-    assert slots.alive.tolist() == [False, True, False, False] and slots.counts.tolist() == [0] * 4
+    assert slots.alive.tolist() == [False, True, False, False] and slots.counts.tolist() == [0, 2, 0, 2]
     assert [x[:2].tolist() for x in (slots.rows, slots.tokens, slots.positions)] == [[1, 2], [8, 9], [3, 4]]

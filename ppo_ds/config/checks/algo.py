@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppo_ds.algorithm.rollout_is.keys import Bounded, Leveled
-from ppo_ds.config.schema import PPOConfig, reward_weights, rollout_size, uses_reference
+from ppo_ds.config.schema import PPOConfig, is_partial, reward_weights, rollout_size, uses_reference
 
 
 def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
@@ -122,3 +122,31 @@ def check_groups(config: PPOConfig, ranks: int) -> Iterator[str]:
                 f"{key}={value}: compares the responses to one prompt; set rollout.samples_per_prompt "
                 f"(it is {n}) to 2 or more, often 8"
             )
+
+
+def check_partial(config: PPOConfig, ranks: int) -> Iterator[str]:
+    """Yields an error line for each setting that partial rollouts need otherwise."""
+    if not is_partial(config):
+        return
+    algo = config.algo
+    if algo.rollout_is.kind == "none":
+        yield (
+            "rollout.partial=true: responses have tokens of earlier versions of the policy, which need "
+            "importance weights; set algo.rollout_is.kind, for example truncate (it is none)"
+        )
+    path, estimator = config.rollout.environment.path, algo.advantage
+    for setting, found, why in (
+        (f"rollout.environment.path={path}", path, "responses of several turns are not continued later"),
+        (
+            "algo.dynamic_sampling.enabled=true",
+            algo.dynamic_sampling.enabled,
+            "each of its rounds waits for all responses",
+        ),
+        (
+            f"algo.advantage.estimator={estimator.estimator}",
+            estimator.needs_greedy,
+            "its greedy responses need the version of the policy that sampled the others",
+        ),
+    ):
+        if found:
+            yield f"{setting}: {why}; change it, or set rollout.partial=false"

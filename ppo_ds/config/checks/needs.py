@@ -38,6 +38,8 @@ PPO = {
     "data.difficulty.responses": ["data.difficulty.floor"],
     "data.ptx_path": ["algo.ptx.coef above 0"],
     "sampling.min_new_tokens": ["sampling.stop=[]"],  # stop strings are not delayed
+    "rollout.oversample": ["rollout.partial=true"],
+    "rollout.max_versions": ["rollout.partial=true"],
     "actor.zero.generation_gather": ["actor.zero.stage=3"],
     "critic.model.path": ["critic.init=path"],
     "critic.lora.rank": SEPARATE_CRITIC,
@@ -75,6 +77,8 @@ def check_needs(config: Config, ranks: int) -> Iterator[str]:
                 needs[f"{name}.{key}"] = [f"{name}.{condition}" for condition in conditions]
     for key, conditions in needs.items():
         section, name = attrgetter(key.rpartition(".")[0])(config), key.rpartition(".")[2]
+        if name not in type(section).model_fields:  # a key of another variant
+            continue
         value, default = getattr(section, name), type(section).model_fields[name].default
         if value is None or value == default:
             continue

@@ -1,0 +1,138 @@
+"""Partial rollouts: responses that have not ended in a step are continued in later steps, with newer weights.
+
+A rank has the responses to ``rollout.oversample`` times its share of the prompts in progress. Generation ends
+once all responses to its share of the prompts have ended (Kimi k1.5, 2025; AReaL, Fu et al. 2025). Nothing is
+dropped: each prompt that was started is learned from in some step, so that the lengths of the responses are
+those of the policy. Only the responses that are in progress when the run ends, mostly long ones, are missing.
+
+The log-probs of a token are those of the version of the policy that sampled it. The old log-probs of the
+ratio are those of the current policy, and ``algo.rollout_is`` weights each token by the quotient of the two
+(the decoupled objective of Hilton et al. 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from ppo_ds.background.pending import Pending
+from ppo_ds.data.prompts import PromptStream
+from ppo_ds.distributed.world import World
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ppo.collector import RolloutCollector
+from ppo_ds.rollout.base import Continuation, PartialGenerator, truncate_at_stop
+from ppo_ds.rollout.keys import PartialRollouts
+from ppo_ds.types import Metrics, Rollout, Scores
+
+
+@dataclass(eq=False)
+class Response:
+    """A response in progress, with one entry per token."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # by the version that sampled the token
+    versions: list[int] = field(default_factory=list)  # optimizer steps of the actor before it was sampled
+    ended: bool = False  # by a stop or its limit
+
+
+@dataclass(eq=False)
+class Group:
+    """All responses to one prompt, which are learned from together."""
+
+    prompt: int  # index in the data set
+    responses: list[Response]
+
+    @property
+    def ended(self) -> bool:
+        return all(response.ended for response in self.responses)
+
+
+@dataclass(kw_only=True)
+class PartialRolloutCollector(RolloutCollector):
+    """Collects the responses to a step's share of the prompts, and carries the others to the next step.
+
+    Every rank learns from equally many prompts, its share of the step, and waits for no other rank's. It has
+    as many prompts in progress as every other rank, so that a checkpoint can be divided among other ranks.
+    """
+
+    prompts: PromptStream
+    generator: PartialGenerator
+    section: PartialRollouts
+    tokenizer: Tokenizer
+    world: World
+    groups: list[Group] = field(init=False, default_factory=list)  # not learned from yet, oldest first
+
+    def __call__(self) -> tuple[Rollout, Pending[Scores], Metrics]:
+        """Collects this rank's share of the prompts whose responses have ended. A collective."""
+        share, size = self.section.prompts_per_step // self.world.size, self.section.samples_per_prompt
+        started, version = ceil(self.section.oversample * share), self.actor.steps
+        while len(self.groups) < started:
+            new = self.prompts.next_indices()[::size]
+            self.groups += [Group(prompt, [Response() for _ in range(size)]) for prompt in new]
+        self.generate(self.groups[:started], share, version)
+        done = [group for group in self.groups if group.ended][:share]
+        self.groups = [group for group in self.groups if group not in done]
+        rollout = self.rollout(done, version)
+        carried = sum(bool(response.tokens) for group in self.groups for response in group.responses)
+        total = self.world.sum(torch.tensor([carried], dtype=torch.float64))
+        return rollout, self.score(rollout), {"rollout/carried": float(total)}
+
+    def generate(self, groups: list[Group], share: int, version: int) -> None:
+        """Continues the responses of ``groups`` until all those of ``share`` groups have ended. A collective.
+
+        A response for which this is the last version that max_versions allows is never interrupted.
+        """
+        rows = [(group, one) for group in groups for one in group.responses if not one.ended]
+        versions = [len({*response.versions, version}) for _, response in rows]
+        urgent = {row for row, count in enumerate(versions) if count >= self.section.max_versions}
+
+        def enough(ended: Set[int]) -> bool:
+            unfinished = {group for row, (group, _) in enumerate(rows) if row not in ended}
+            return urgent <= ended and len(groups) - len(unfinished) >= share
+
+        prompts = self.prompts.source.batch([group.prompt for group, _ in rows])
+        continuation = Continuation([response.tokens for _, response in rows], enough)
+        with self.actor.generation_mode(), self.timer("generate"):
+            found = self.generator(prompts, self.sampling, continuation)
+        self.check()
+        lengths = found.response_lengths
+        ended = found.finished | (lengths == found.limits)
+        for row, (_, response) in enumerate(rows):
+            new = slice(len(response.tokens), int(lengths[row]))
+            response.tokens += found.response_ids[row, new].tolist()
+            response.logprobs += found.logprobs[row, new].tolist()
+            response.versions += [version] * (new.stop - new.start)
+            response.ended = bool(ended[row])
+
+    def rollout(self, groups: list[Group], version: int) -> Rollout:
+        """Returns the responses of ``groups`` as the rows of a rollout."""
+        rows = [(group.prompt, response) for group in groups for response in group.responses]
+        ids, logprobs, versions = (
+            pad_sequence([torch.tensor(getattr(response, name)) for _, response in rows], batch_first=True)
+            for name in ("tokens", "logprobs", "versions")
+        )
+        rollout = truncate_at_stop(
+            self.prompts.source.batch([prompt for prompt, _ in rows]),
+            ids,
+            logprobs,
+            sampling=self.sampling,
+            tokenizer=self.tokenizer,
+            lengths=torch.tensor([len(response.tokens) for _, response in rows]),
+        )
+        return replace(rollout, staleness=(version - versions) * rollout.response_mask).trimmed()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the responses in progress of all ranks. A collective."""
+        own = [{"prompt": one.prompt, "responses": [vars(r) for r in one.responses]} for one in self.groups]
+        return {"groups": [group for groups in self.world.gather_objects(own) for group in groups]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes this rank's part of the responses in progress."""
+        share = len(state["groups"]) // self.world.size
+        mine = state["groups"][self.world.rank * share : (self.world.rank + 1) * share]
+        self.groups = [Group(one["prompt"], [Response(**r) for r in one["responses"]]) for one in mine]
