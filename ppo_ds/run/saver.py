@@ -107,8 +107,8 @@ class Saver:
             raise UserError(
                 f"run.resume: {path} holds the state of {', '.join(sorted(saved)) or 'nothing'}, "
                 f"this run has {', '.join(sorted(kept)) or 'nothing'}: keep the settings that decide on "
-                "them as they were (stage=ppo: algo.kl.controller, algo.ptx, data.difficulty, rollout.partial "
-                "and the kind of reward), or start in another run.dir"
+                "them as they were (stage=ppo: algo.kl.controller, algo.ptx, data.difficulty, "
+                "rollout.partial and the kind of reward), or start in another run.dir"
             )
         try:
             for line in changed_rows(state["progress"].get("data", {}), self.stage.data, path):
