@@ -20,9 +20,9 @@ class Difficulty:
     """Draws the prompts of each step, and remembers the last scores of each prompt.
 
     A prompt is settled while its last ``responses`` responses all have the same score. Time is counted in
-    passes. In every pass each prompt is due at a random moment; a settled one is due in one pass of 1 /
-    ``floor`` on average. A step draws the prompts that are due first. Without settled prompts, the draws are
-    shuffled passes over all prompts. A draw takes the same time whatever the floor is.
+    passes. In every pass each prompt is due at a random moment; a settled one skips passes, so that it is due
+    every 1 / ``floor`` passes on average. A step draws the prompts that are due first. Without settled
+    prompts, the draws are shuffled passes over all prompts. A draw takes the same time whatever the floor is.
 
     ``observe`` must be called between two draws. It receives the scores of all ranks, so that the state is
     the same on every rank.
@@ -65,8 +65,10 @@ class Difficulty:
             equal[drawn] = torch.where(repeated, equal[drawn] + 1, 1).int().clamp(max=self._responses)
             last[drawn] = column
         self._observed += 1
-        passes = torch.where(self.settled[drawn], 1 / self._floor, 1.0).double()
-        due[drawn] = (due[drawn] + passes).floor() + self._uniform(len(drawn))
+        # a random number of passes: a fixed one would bring all settled prompts in the same pass
+        skipped, moment = self._uniform(2 * len(drawn)).chunk(2)
+        skipped = torch.where(self.settled[drawn], 2 * (1 / self._floor - 1) * skipped, 0.0)
+        due[drawn] = (due[drawn] + 1 + skipped).floor() + moment
 
     def state_dict(self) -> dict[str, Any]:
         columns = {
