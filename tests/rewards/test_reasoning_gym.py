@@ -76,7 +76,7 @@ def test_the_shipped_reward_counts_responses_without_a_result(tokenizer, capfd):
     settings = {name: value for name, value in SHIPPED.items() if name != "_target_"}
     assert settings["pool"] == "process" and settings["path"] == PATH
     rows = [row("prime_factorization", "2 × 3")] * 3 + [row("chain_sum", "12")]
-    pairs = [("p", "2 × 3"), ("p", "what?"), ("p", "2 × 2"), ("p", "<answer>12</answer>")]
+    pairs = [("p", "2 × 3"), ("p", "what?"), ("p", "6"), ("p", "<answer>12</answer>")]
     rollout = make_rollout(tokenizer, pairs, rows)
     scores = FunctionReward(**settings, workers=1, tokenizer=tokenizer)(rollout)
     assert scores.total.tolist() == pytest.approx([1, 0, 0.5, 1])
