@@ -27,7 +27,7 @@ def with_environment(
     if settings.path is None:
         return backend
     make = load_environment(settings.path, settings.arguments)
-    tokenizer, read_calls = equip(tokenizer, make, settings.path)
+    tokenizer, read_calls = equip(tokenizer, make.func, settings.path)
     is_async = is_asynchronous(make.func)
     return MultiTurnGenerator(
         backend=backend,
@@ -48,13 +48,6 @@ def try_on_data(config: PPOConfig, inputs: Inputs) -> None:
     settings = config.rollout.environment
     if settings.path is None:
         return
-    equip(inputs.tokenizer, load_environment(settings.path, settings.arguments), settings.path)
+    equip(inputs.tokenizer, load_environment(settings.path, settings.arguments).func, settings.path)
     for _, row in inputs.examples() if settings.trial else ():
-        try_environment(
-            settings.path,
-            settings.arguments,
-            settings.timeout_seconds,
-            row,
-            inputs.tokenizer,
-            config.data.max_prompt_tokens,
-        )
+        try_environment(settings, row, inputs.tokenizer, config.data.max_prompt_tokens)
