@@ -72,10 +72,10 @@ class Slow(Calculator):
 
 
 def test_two_ranks_with_zero_3_whose_rows_do_not_wait_for_one_another(tmp_path: Path) -> None:
-    """Rank 1 generates fillers while the slow row of rank 0 takes its turns. A resume draws the same tokens."""
+    """Rank 1 generates fillers while rank 0 has a slow row; a resumed run draws the same tokens."""
     (tmp_path / "slow.py").write_text(SLOW)
     settings = (
-        *("zero=stage3", f"rollout.environment.path={tmp_path}/slow.py:Slow", "eval.every=0"),
+        *("zero=stage3", f"rollout.environment.path={tmp_path}/slow.py:Slow", "eval.every=null"),
         "+actor.deepspeed.zero_optimization.stage3_param_persistence_threshold=0",
     )
     whole = trained(tmp_path / "whole", *settings, launcher="deepspeed")
