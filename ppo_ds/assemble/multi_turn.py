@@ -27,12 +27,12 @@ def with_environment(
     if settings.path is None:
         return backend
     make = load_environment(settings.path, settings.arguments)
-    tokenizer, read_calls = equip(tokenizer, make, settings.path)
-    is_async = is_asynchronous(make.func)
+    tokenizer, read_calls = equip(tokenizer, make.func, settings.path)
+    independent = settings.independent
     return MultiTurnGenerator(
         backend=backend,
         make_environment=make,
-        independent=is_async if settings.independent is None else settings.independent,
+        independent=is_asynchronous(make.func) if independent is None else independent,
         read_calls=read_calls,
         max_turns=settings.max_turns,
         max_prompt_tokens=config.data.max_prompt_tokens,
@@ -48,13 +48,6 @@ def try_on_data(config: PPOConfig, inputs: Inputs) -> None:
     settings = config.rollout.environment
     if settings.path is None:
         return
-    equip(inputs.tokenizer, load_environment(settings.path, settings.arguments), settings.path)
+    equip(inputs.tokenizer, load_environment(settings.path, settings.arguments).func, settings.path)
     for _, row in inputs.examples() if settings.trial else ():
-        try_environment(
-            settings.path,
-            settings.arguments,
-            settings.timeout_seconds,
-            row,
-            inputs.tokenizer,
-            config.data.max_prompt_tokens,
-        )
+        try_environment(settings, row, inputs.tokenizer, config.data.max_prompt_tokens)

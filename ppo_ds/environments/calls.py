@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from ppo_ds.environments.tool_calls import ToolCall
 from ppo_ds.environments.tools import equip
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
+from ppo_ds.rollout.keys import EnvironmentConfig
 from ppo_ds.types import Row
 
 
@@ -73,19 +74,15 @@ def describe_error(error: BaseException) -> str:
 
 
 def try_environment(
-    path: str,
-    arguments: Mapping[str, Any],
-    timeout_seconds: float,
-    row: Row,
-    tokenizer: Tokenizer,
-    max_prompt_tokens: int,
+    settings: EnvironmentConfig, row: Row, tokenizer: Tokenizer, max_prompt_tokens: int
 ) -> None:
     """Runs one turn on ``row`` with a trial answer, and raises UserError if that would end every response.
 
     Also raises UserError if the tokens of the feedback cannot be found with the chat template.
     """
-    make = load_environment(path, arguments)
-    tokenizer, read_calls = equip(tokenizer, make, path)
+    path = str(settings.path)
+    make = load_environment(path, settings.arguments)
+    tokenizer, read_calls = equip(tokenizer, make.func, path)
     restore_rng = torch_rng_snapshot()
 
     async def turn() -> tuple[bool, Step]:
@@ -94,7 +91,7 @@ def try_environment(
         calls = [] if read_calls is None else [read_calls(TRIAL_RESPONSE)]
         return messages is not None, await take_step(environment, TRIAL_RESPONSE, *calls)
 
-    outcome = CallPool(1, timeout_seconds).start(turn).result()
+    outcome = CallPool(1, settings.timeout_seconds).start(turn).result()
     restore_rng()
     if isinstance(outcome, UserError):
         raise outcome

@@ -15,7 +15,8 @@ from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.types import Row
 
 _ANSWER = "This is the content of an answer."  # stands for the turn of the policy before the feedback
-_BEFORE = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _ANSWER}]
+# A template may keep thoughts before results of tools, and show an empty one before a last answer without.
+_THOUGHTS = ("", "<think>\nA thought.\n</think>\n\n")
 
 
 def encode_prompt(
@@ -54,9 +55,18 @@ def encode_chat(tokenizer: Tokenizer, feedback: tuple[Message, ...], last_id: in
     Raises UserError if the chat template refuses the messages, or renders the conversation before the
     feedback in another way than without it: the same conversation would have other tokens elsewhere.
     """
-    render = tokenizer.render_chat
-    before, after = render(_BEFORE, to_answer=False), render([*_BEFORE, *feedback])
-    if not after.startswith(before):
+    for thought in _THOUGHTS:
+        chat = [
+            {"role": "user", "content": "A question."},
+            {"role": "assistant", "content": thought + _ANSWER},
+        ]
+        before, after = (
+            tokenizer.render_chat(chat, to_answer=False),
+            tokenizer.render_chat([*chat, *feedback]),
+        )
+        if after.startswith(before):
+            break
+    else:
         roles = ", ".join(message["role"] for message in feedback)
         raise UserError(
             "the chat template changes the messages before an answer when messages with the roles "

@@ -58,11 +58,6 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     is_feedback: list[bool] = field(default_factory=list)
 
-    @property
-    def is_ready(self) -> bool:
-        """True if the policy may take another turn."""
-        return self.call is None and self.end is None
-
     def append(self, ids: list[int], logprobs: list[float], is_feedback: bool) -> None:
         self.ids += ids
         self.logprobs += logprobs
@@ -108,7 +103,7 @@ class MultiTurnGenerator:
                 running = self.wait_for_calls(episodes)
                 restore_rng()
                 self.use_results(episodes)
-                ready = [episode for episode in episodes if episode.is_ready]
+                ready = [one for one in episodes if one.call is None and one.end is None]
                 if self.world.max_int(len(ready)) > 0:
                     answers = self.generate(ready, episodes[0], sampling)
                     restore_rng = restore_rng if self.independent else torch_rng_snapshot()
@@ -170,6 +165,7 @@ class MultiTurnGenerator:
         if self.independent:
             seeds = [episode.seeds[episode.turns] for episode in ready] or [0]
             prompts = replace(prompts, seeds=torch.tensor(seeds))
+            torch.manual_seed(seeds[0])  # for a backend of the user that ignores the seeds of the rows
         answers = self.backend(prompts, sampling)
         self.check()
         return answers

@@ -66,13 +66,12 @@ def _read_objects(text: str, key: str) -> list[ToolCall]:
         except (ValueError, RecursionError) as error:
             return [*calls, ToolCall("", {}, f"the call is not valid JSON: {error}")]
         rest = rest[end:].strip().removeprefix(";").strip()
-        name, arguments = (value.get("name"), value.get(key, {})) if isinstance(value, dict) else (None, None)
-        if isinstance(name, str) and isinstance(arguments, dict):
-            calls.append(ToolCall(name, arguments))
+        is_call = isinstance(value, dict) and isinstance(value.get("name"), str)
+        if is_call and isinstance(value.get(key, {}), dict):
+            calls.append(ToolCall(value["name"], value.get(key, {})))
         else:
-            calls.append(
-                ToolCall("", {}, f'a call is a JSON object with a text "name" and an object "{key}"')
-            )
+            problem = f'a call is a JSON object with a text "name" and an object "{key}"'
+            calls.append(ToolCall("", {}, problem))
     return calls
 
 
@@ -82,24 +81,19 @@ def find_reader(tokenizer: Tokenizer, names: Sequence[str], key: str) -> CallRea
     Raises UserError, which begins with ``key``, if the template does not show the tools ``names``, writes
     calls in an unknown form, or refuses results of tools.
     """
-    question: Any = [{"role": "user", "content": "A question."}]
-    function = {"name": _EXAMPLE.name, "arguments": _EXAMPLE.arguments}
-    answer: Any = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": function}],
-    }
-    before = tokenizer.render_chat(question)
+    question: Any = {"role": "user", "content": "A question."}
+    call = {"type": "function", "function": {"name": _EXAMPLE.name, "arguments": _EXAMPLE.arguments}}
+    answer: Any = {"role": "assistant", "content": "", "tool_calls": [call]}
+    before = tokenizer.render_chat([question])
     if hidden := [name for name in names if name not in before]:
         raise UserError(
             f"{key}: the chat template does not show the tools ({', '.join(hidden)}) to the policy; set "
             "data.chat_template to one that does"
         )
-    after = tokenizer.render_chat([*question, answer], to_answer=False)
+    after = tokenizer.render_chat([question, answer], to_answer=False)
     written = after[len(os.path.commonprefix([before, after])) :]
-    for stop in filter(
-        None, (tokenizer.decode([id], skip_special_tokens=False) for id in tokenizer.stop_ids)
-    ):
+    stops = [tokenizer.decode([id], skip_special_tokens=False) for id in tokenizer.stop_ids]
+    for stop in filter(None, stops):
         written = written.partition(stop)[0]
     reader = next((read for read in (read_hermes, read_llama) if read(written) == [_EXAMPLE]), None)
     if reader is None:

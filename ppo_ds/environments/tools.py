@@ -1,7 +1,4 @@
-"""A base class of environments with tools, and the tools of a class.
-
-``tools`` lists functions or methods with type hints and a docstring, or JSON schemas.
-"""
+"""A base class of environments with tools, and the tools of a class: functions, methods or JSON schemas."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from ppo_ds.background.pool import call_user
 from ppo_ds.background.values import described, quoted
 from ppo_ds.environments.base import KEY
 from ppo_ds.environments.tool_calls import CallReader, ToolCall, find_reader
-from ppo_ds.errors import UserError
+from ppo_ds.errors import UserError, single_line
 from ppo_ds.models.tokenizer import Message, Tokenizer, tool_schema
 from ppo_ds.types import Row
 
@@ -31,8 +28,8 @@ class ToolError(Exception):
 class ToolEnvironment:
     """Runs the tools that the policy calls, and ends with the first turn that calls none.
 
-    A subclass lists its plain or async functions and methods in ``tools``. A JSON schema there describes the
-    method of its name. Results are texts, or are written as JSON.
+    ``tools`` lists plain or async functions and methods; a JSON schema there describes the method of its
+    name. Results are texts, or are written as JSON.
     """
 
     tools: ClassVar[Sequence[Tool]] = ()
@@ -58,7 +55,7 @@ class ToolEnvironment:
             if call.name not in tools:
                 raise ToolError(f"there is no tool {quoted(call.name)}; the tools are {', '.join(tools)}")
             function = tools[call.name]
-            if isinstance(function, dict) or is_method(function):
+            if isinstance(function, dict) or "self" in inspect.signature(function).parameters:
                 function = getattr(self, call.name)
             result = await call_user(partial(function, **read_arguments(function, call.arguments)))
         except ToolError as error:
@@ -86,50 +83,32 @@ def name_of(tool: Tool) -> str:
     return str(tool["function"]["name"]) if isinstance(tool, dict) else tool.__name__
 
 
-def is_method(function: Callable[..., Any]) -> bool:
-    return next(iter(inspect.signature(function).parameters), "") == "self"
-
-
-def equip(tokenizer: Tokenizer, make: partial[Any], path: str) -> tuple[Tokenizer, CallReader | None]:
-    """Returns a tokenizer that shows the tools of an environment in prompts, and the reader of their calls.
+def equip(tokenizer: Tokenizer, kind: Any, path: str) -> tuple[Tokenizer, CallReader | None]:
+    """Returns a tokenizer that shows the tools of an environment's class, and the reader of their calls.
 
     Without tools, returns the tokenizer as it is, and None. Raises UserError if the tools are not valid, or
     if the chat template cannot show or call them.
     """
-    kind, key = make.func, f"{KEY}.path={path}"
     if not hasattr(kind, "tools"):
         return tokenizer, None
-    schemas = []
-    for tool in read_tools(kind, key):
-        try:
-            schemas.append(tool if isinstance(tool, dict) else tool_schema(tool))
-        except ValueError as error:
-            raise UserError(f"{key}: the tool {name_of(tool)}: {error}; correct the function") from error
-    equipped = tokenizer.with_tools(schemas)
-    return equipped, find_reader(equipped, [name_of(tool) for tool in schemas], key)
-
-
-def read_tools(kind: Any, key: str) -> Sequence[Tool]:
-    """Checks the tools of a class. Raises UserError, which begins with ``key``."""
-    tools = kind.tools
-    if not isinstance(tools, (list, tuple)) or not tools:
-        raise UserError(f"{key}: tools is {described(tools)}; make it a list of functions and JSON schemas")
-    names: list[str] = []
-    for tool in tools:
-        is_schema = (
-            isinstance(tool, dict) and isinstance(tool.get("function"), dict) and "name" in tool["function"]
+    key, schemas = f"{KEY}.path={path}", {}
+    if not isinstance(kind.tools, (list, tuple)) or not kind.tools:
+        raise UserError(
+            f"{key}: tools is {described(kind.tools)}; make it a list of functions and JSON schemas"
         )
-        if not is_schema and not inspect.isfunction(tool):
+    for tool in kind.tools:
+        try:
+            name = name_of(tool)
+            schema = tool if isinstance(tool, dict) else tool_schema(tool)
+        except Exception as error:  # type hints may raise any exception
             raise UserError(
-                f"{key}: tools has {described(tool)}; give a function, or a JSON schema as "
-                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
-            )
-        name = name_of(tool)
-        if name in names:
+                f"{key}: the tool {described(tool)}: {single_line(str(error))}; give a function with type "
+                "hints and a docstring that describes its arguments, or a JSON schema"
+            ) from error
+        if name in schemas:
             raise UserError(f"{key}: two tools have the name {name}; rename one of them")
-        if is_schema and issubclass(kind, ToolEnvironment) and not callable(getattr(kind, name, None)):
-            raise UserError(
-                f"{key}: tools has a JSON schema of {name}, but the class has no such method; add it"
-            )
-        names.append(name)
-    return tools
+        if isinstance(tool, dict) and issubclass(kind, ToolEnvironment) and not hasattr(kind, name):
+            raise UserError(f"{key}: the class has no method {name}, whose JSON schema is in tools; add it")
+        schemas[name] = schema
+    equipped = tokenizer.with_tools([*schemas.values()])
+    return equipped, find_reader(equipped, [*schemas], key)

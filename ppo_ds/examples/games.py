@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 from ppo_ds.config.text import did_you_mean, show
-from ppo_ds.errors import UserError
+from ppo_ds.errors import UserError, single_line
 from ppo_ds.types import Row
 
 _state = random.getstate()
@@ -29,13 +29,8 @@ finally:
     random.setstate(_state)
 
 EXAMPLE = "GuessTheNumber-v0"
+CHOOSE = f"choose a game for one player, such as {EXAMPLE}"
 _LOCK = Lock()  # held by the game that draws
-
-
-class Generator(random.Random):
-    """Stands in for the module ``random``."""
-
-    Random = random.Random
 
 
 class Game:
@@ -45,22 +40,15 @@ class Game:
     """
 
     def __init__(self, name: str = EXAMPLE, **options: Any):
-        self.key, known = (
+        self.key, self.name, self.options = (
             f"rollout.environment.arguments.name={name}",
-            textarena.envs.registration.ENV_REGISTRY,
+            f"{name}-raw",
+            options,
         )
-        if f"{name}-raw" not in known:
-            meant = did_you_mean(name, (one.removesuffix("-raw") for one in known if one.endswith("-raw")))
-            raise UserError(
-                f"{self.key}: TextArena has no such game; choose another, such as {EXAMPLE}{meant}"
-            )
-        try:
-            self.game = textarena.make(f"{name}-raw", **options)
-        except LookupError as error:
-            raise UserError(
-                f"{self.key}: the game needs data of nltk; run: python -m nltk.downloader words "
-                "averaged_perceptron_tagger_eng"
-            ) from error
+        names = textarena.envs.registration.ENV_REGISTRY
+        if self.name not in names:
+            meant = did_you_mean(name, (one.removesuffix("-raw") for one in names if one.endswith("-raw")))
+            raise UserError(f"{self.key}: TextArena has no such game; {CHOOSE}{meant}")
 
     def reset(self, row: Row) -> list[dict[str, str]]:
         seed = row.get("seed")
@@ -68,14 +56,14 @@ class Game:
             raise UserError(
                 f'column "seed": a game needs a whole number, not {show(seed)}; add the column to the rows'
             )
-        self.random = Generator(seed)
+        self.random = random.Random(seed)
+        self.random.Random = random.Random  # type: ignore[attr-defined]  # some games make generators
         try:
+            self.game = textarena.make(self.name, **self.options)
             with self.drawing():
                 self.game.reset(num_players=1, seed=seed)
-        except AssertionError as error:
-            raise UserError(
-                f"{self.key}: {error}; choose a game for one player, such as {EXAMPLE}"
-            ) from error
+        except (AssertionError, LookupError) as error:  # the number of players, or missing lists of words
+            raise UserError(f"{self.key}: {single_line(str(error))}; {CHOOSE}") from error
         return [{"role": "user", "content": self.messages()}]
 
     def step(self, answer: str) -> tuple[str, float, bool]:

@@ -24,12 +24,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
-from transformers.utils.chat_template_utils import (
-    DocstringParsingException,
-    TypeHintParsingException,
-    get_json_schema,
-    render_jinja_template,
-)
+from transformers.utils.chat_template_utils import get_json_schema, render_jinja_template
 
 from ppo_ds.config.similar_paths import did_you_mean_model
 from ppo_ds.errors import UserError
@@ -178,14 +173,8 @@ class Tokenizer:
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the JSON schema of a function, from its type hints and its docstring with a section Args.
-
-    Raises ValueError if one of them is missing.
-    """
-    try:
-        return get_json_schema(function)
-    except (TypeHintParsingException, DocstringParsingException) as error:
-        raise ValueError(" ".join(str(error).split())) from error
+    """Returns the JSON schema of a function, made of its type hints and its docstring with a section Args."""
+    return get_json_schema(function)
 
 
 def join_texts(prompt: str, response: str, joint: str) -> str:

@@ -5,6 +5,7 @@ import pytest
 from ppo_ds.environments.base import load_environment
 from ppo_ds.environments.calls import try_environment
 from ppo_ds.errors import UserError
+from ppo_ds.rollout.keys import EnvironmentConfig
 from tests.config.commands import MINIMAL, complaints, problems
 
 GOOD = """
@@ -73,7 +74,11 @@ def test_the_trial_call_finds_errors(tmp_path, tokenizer, step, problem):
     code = GOOD.replace('return "again", 0.0, False', f"return {step}")
     (tmp_path / f"mine{len(step)}.py").write_text(code)
     path = f"{tmp_path}/mine{len(step)}.py:Mine"
-    line = refused(lambda: try_environment(path, {}, 0.5, {"prompt_text": "1="}, tokenizer, 50))
+    line = refused(
+        lambda: try_environment(
+            EnvironmentConfig(path=path, timeout_seconds=0.5), {"prompt_text": "1="}, tokenizer, 50
+        )
+    )
     file = path.removesuffix(":Mine")
     assert line.startswith(f"rollout.environment.path={path}: {problem.replace('FILE', file)}")
     assert line.endswith(
@@ -85,7 +90,7 @@ def test_the_trial_call_finds_errors(tmp_path, tokenizer, step, problem):
 def test_the_trial_call_accepts_an_environment(tmp_path, tokenizer):
     noting = f"open({str(tmp_path / 'answers')!r}, 'a').write(answer); return"
     (tmp_path / "fine.py").write_text(GOOD.replace('return "again', noting + ' "again'))
-    try_environment(f"{tmp_path}/fine.py:Mine", {}, 60.0, {"prompt_text": "1="}, tokenizer, 50)
+    try_environment(EnvironmentConfig(path=f"{tmp_path}/fine.py:Mine"), {"prompt_text": "1="}, tokenizer, 50)
     assert (tmp_path / "answers").read_text() == "This is a trial response."
 
 

@@ -1,7 +1,6 @@
 """Tests tools: how templates show and call them, the tokens of two turns by hand, and malformed calls."""
 
 import asyncio
-from functools import partial
 
 import pytest
 
@@ -12,6 +11,7 @@ from ppo_ds.environments.tool_calls import ToolCall, find_reader, read_hermes, r
 from ppo_ds.environments.tools import ToolEnvironment, ToolError, equip
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.rollout.keys import EnvironmentConfig
 from tests.environments.conftest import Scripted, sampling_of
 from tests.environments.test_loading import refused
 
@@ -87,7 +87,7 @@ class Adder(ToolEnvironment):
 def episode(generator_of, template, answers):
     """Returns the rollout of one row whose turns are ``answers``, with its tokenizer."""
     tokenizer = tokenizer_of(template)
-    equipped, read_calls = equip(tokenizer, partial(Adder), "m:Adder")
+    equipped, read_calls = equip(tokenizer, Adder, "m:Adder")
     turns = iter(answers)
     backend = Scripted(tokenizer, type("Script", (), {"get": lambda self, text, default: next(turns)})())
     generate = generator_of(
@@ -224,14 +224,14 @@ def test_llama_separates_calls_by_semicolons():
     ],
 )
 def test_templates_whose_form_is_unknown_are_refused(template, problem):
-    line = refused(lambda: equip(tokenizer_of(template), partial(Adder), "m:Adder"))
+    line = refused(lambda: equip(tokenizer_of(template), Adder, "m:Adder"))
     assert line.startswith(f"rollout.environment.path=m:Adder: the chat template {problem}")
     assert "data.chat_template" in line
 
 
 def test_a_template_without_a_place_for_results_is_refused():
     template = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}" + HERMES
-    line = refused(lambda: equip(tokenizer_of(template), partial(Adder), "m:Adder"))
+    line = refused(lambda: equip(tokenizer_of(template), Adder, "m:Adder"))
     assert line.startswith("the chat template refuses a chat with the roles user, assistant, tool")
 
 
@@ -243,13 +243,16 @@ TOOL = 'def add(a: int):\n    """Adds.\n\n    Args:\n        a: One.\n    """\n'
     ("body", "problem"),
     [
         ("tools = []", "tools is '[]' (list); make it a list of functions and JSON schemas"),
-        ("tools = [3]", "tools has '3' (int); give a function, or a JSON schema as {"),
+        ("tools = [3]", "the tool '3' (int): 'int' object has no attribute '__name__'; give a function with"),
         ("tools = [add, add]", "two tools have the name add; rename one of them"),
         ('tools = [add, {"function": {"name": "add"}}]', "two tools have the name add; rename one of them"),
-        ('tools = [{"function": {"name": "sub"}}]', "a JSON schema of sub, but the class has no such method"),
+        (
+            'tools = [{"function": {"name": "sub"}}]',
+            "the class has no method sub, whose JSON schema is in tools; add it",
+        ),
         (
             "def f(self, x: int): ...\n    tools = [f]",
-            "the tool f: Cannot generate JSON schema for f because it has no",
+            "): Cannot generate JSON schema for f because it has no",
         ),
     ],
 )
@@ -257,7 +260,7 @@ def test_tools_that_are_not_valid_are_refused(tmp_path, body, problem):
     file = tmp_path / f"m{abs(hash(body))}.py"
     file.write_text(f"{HEAD}{TOOL}class Mine(ToolEnvironment):\n    {body}\n")
     make = load_environment(f"{file}:Mine", {})
-    line = refused(lambda: equip(tokenizer_of(HERMES), make, "m:Mine"))
+    line = refused(lambda: equip(tokenizer_of(HERMES), make.func, "m:Mine"))
     assert line.startswith("rollout.environment.path=m:Mine: ") and problem in line
 
 
@@ -265,12 +268,12 @@ def test_the_trial_call_finds_a_prompt_that_is_too_long_or_no_chat(tmp_path):
     (tmp_path / "good.py").write_text(f"{HEAD}{TOOL}class Mine(ToolEnvironment):\n    tools = [add]\n")
     path, messages = f"{tmp_path}/good.py:Mine", [{"role": "user", "content": "q"}]
     tokenizer, chat = tokenizer_of(HERMES), {"prompt_text": "q", "messages": messages}
-    try_environment(path, {}, 60.0, chat, tokenizer, 1000)
+    try_environment(EnvironmentConfig(path=path), chat, tokenizer, 1000)
     assert "tokens with its tools; raise data.max_prompt_tokens" in refused(
-        lambda: try_environment(path, {}, 60.0, chat, tokenizer, 100)
+        lambda: try_environment(EnvironmentConfig(path=path), chat, tokenizer, 100)
     )
     assert "has tools, but the prompt is a text" in refused(
-        lambda: try_environment(path, {}, 60.0, {"prompt_text": "q"}, tokenizer, 1000)
+        lambda: try_environment(EnvironmentConfig(path=path), {"prompt_text": "q"}, tokenizer, 1000)
     )
 
 

@@ -21,9 +21,9 @@ SMALL = (
 )
 
 
-def trained(folder: Path, *more: str) -> Path:
+def trained(folder: Path, *more: str, launcher: str = "python") -> Path:
     """Runs the experiment in ``folder``, starting or continuing it, and returns its run directory."""
-    done = launch("python", *SMALL, f"run.dir={folder}", *more, cwd=folder.parent)
+    done = launch(launcher, *SMALL, f"run.dir={folder}", *more, cwd=folder.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -51,3 +51,42 @@ def test_a_resumed_run_draws_the_same_turns(tmp_path: Path) -> None:
         assert len(ended) == 5 and sum(ended) == pytest.approx(1)
     rows = [json.loads(line) for line in (whole / "samples" / "step_000004.jsonl").read_text().splitlines()]
     assert any([turn["by"] for turn in row["turns"]][:2] == ["policy", "environment"] for row in rows)
+
+
+SLOW = """
+import asyncio, os
+from ppo_ds.examples.calculator import Calculator
+
+class Slow(Calculator):
+    resets = 0
+
+    async def reset(self, row):
+        super().reset(row)
+        Slow.resets += 1
+        self.is_slow = os.environ["RANK"] == "0" and Slow.resets % 8 == 1
+
+    async def step(self, answer):
+        await asyncio.sleep(1.5 * self.is_slow)  # so long that all other rows of both ranks have ended
+        return super().step(answer)
+"""
+
+
+def test_two_ranks_with_zero_3_whose_rows_do_not_wait_for_one_another(tmp_path: Path) -> None:
+    """Rank 1 generates fillers while rank 0 has a slow row; a resumed run draws the same tokens."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    settings = (
+        *("zero=stage3", f"rollout.environment.path={tmp_path}/slow.py:Slow", "eval.every=null"),
+        "+actor.deepspeed.zero_optimization.stage3_param_persistence_threshold=0",
+    )
+    whole = trained(tmp_path / "whole", *settings, launcher="deepspeed")
+    trained(tmp_path / "parts", *settings, "run.stop_at_step=2", launcher="deepspeed")
+    parts = trained(tmp_path / "parts", *settings, launcher="deepspeed")
+    expected, found = (
+        [json.loads(line) for line in (folder / "samples" / "step_000004.jsonl").read_text().splitlines()]
+        for folder in (whole, parts)
+    )
+    assert [row["turns"] for row in found] == [row["turns"] for row in expected] and len(expected) == 16
+    assert {len(row["turns"]) for row in expected} > {1}
+    for before, after in zip(numbers(whole), numbers(parts), strict=True):
+        assert after == pytest.approx(before, rel=1e-3, abs=1e-5, nan_ok=True)
+        assert before.get("parity/logp_abs_diff_max", 0.0) < 1e-4
