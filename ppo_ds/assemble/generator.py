@@ -139,7 +139,7 @@ def connected_engine(
     group = Subgroup(world, memory.group) if memory.group > 1 else None
     with fork_rng(world), actor.generation_mode():  # the start of an engine seeds all random generators
         engine = world.on_all(partial(start, kv_cache=memory.kv_cache, group=group))
-    actor.connect(engine.loaded, adapters=engine.takes_adapters)
+    actor.connect(engine.loaded, adapters=engine.adapter_slot is not None)
     return engine
 
 

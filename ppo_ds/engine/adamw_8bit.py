@@ -1,80 +1,54 @@
 """AdamW with moments of 8 bits (Dettmers et al. 2022), from bitsandbytes.
 
 A moment is a code, an index into a table of 256 numbers, times the scale of its block of 256 elements.
-Tensors below 4,096 elements have moments in fp32; with ZeRO, a tensor is this rank's share of a parameter
-group.
-
-Checkpoints store the moments in fp32, so that they depend neither on blocks nor on the optimizer. ``encoded``
+Checkpoints store moments in fp32, so that they depend neither on blocks nor on the optimizer. ``encoded``
 finds codes and scales with exactly these values again if the blocks are the same. A step reads the values
 only, so that a resumed run continues bit for bit with the same ranks and ZeRO stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 BLOCK = 256
-SMALLEST = 4096  # elements
-MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}  # ends of the names that bitsandbytes uses
+# names of a moment in torch's AdamW and of its codes, table and scales in bitsandbytes
+MOMENTS = (("exp_avg", "state1", "qmap1", "absmax1"), ("exp_avg_sq", "state2", "qmap2", "absmax2"))
 
 
 def make_adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Returns the optimizer. bitsandbytes is only imported here, since it is an extra."""
-    from bitsandbytes.optim import AdamW8bit
+    """Returns an optimizer that keeps all moments in 8 bits, at every ZeRO stage."""
+    from bitsandbytes.optim import AdamW8bit  # an extra
 
-    return AdamW8bit(groups, min_8bit_size=SMALLEST, **settings)
+    return AdamW8bit(groups, min_8bit_size=1, **settings)
 
 
 def is_8bit(optimizer: torch.optim.Optimizer) -> bool:
     return not isinstance(optimizer, torch.optim.AdamW)
 
 
-def moment_bytes(optimizer: torch.optim.Optimizer, share: Tensor) -> int:
-    """Returns the bytes of both moments of ``share``, a tensor that the optimizer updates."""
-    return 2 * (1 if is_8bit(optimizer) and share.numel() >= SMALLEST else 4) * share.numel()
-
-
-@contextmanager
-def fp32_moments(optimizer: Any, shares: list[Tensor], *, store: bool) -> Iterator[None]:
-    """Adds exp_avg and exp_avg_sq in fp32 to the states of an 8-bit optimizer inside the block.
-
-    ``store`` makes them the moments of the optimizer at the end. torch's AdamW has them anyway.
-    """
-    shares = shares if is_8bit(optimizer) else []
-    states = [_state_of(optimizer, share) for share in shares]
-    try:
-        for state, (name, end) in ((state, moment) for state in states for moment in MOMENTS.items()):
-            state[name] = codes = state[f"state{end}"]
-            if codes.dtype == torch.uint8:
-                state[name] = decoded(codes, state[f"qmap{end}"], state[f"absmax{end}"])
-        yield
-        for state, (name, end) in ((state, moment) for state in states for moment in MOMENTS.items()):
-            codes = state[f"state{end}"]
-            if store and codes.dtype == torch.uint8:
-                found, scales = encoded(state[name], state[f"qmap{end}"])
-                codes.copy_(found)
-                state[f"absmax{end}"].copy_(scales)
-    finally:
-        for state in states:
-            for name in MOMENTS:
-                state.pop(name, None)
-
-
-def _state_of(optimizer: Any, share: Tensor) -> dict[str, Any]:
-    """Returns the state of ``share``, which is created if no step has created it."""
-    if not optimizer.state[share]:
-        groups = optimizer.param_groups
-        optimizer.param_groups = [groups[0] | {"params": [share]}]  # with ZeRO-3, the others are empty
-        try:
+def add_fp32_moments(optimizer: Any, shares: list[Tensor]) -> None:
+    """Adds the moments of ``shares`` in fp32 to the states of an 8-bit optimizer."""
+    groups = optimizer.param_groups
+    for share in shares:
+        if not optimizer.state[share]:  # before the first step; with ZeRO-3 the groups are empty
+            optimizer.param_groups = [groups[0] | {"params": [share]}]
             optimizer.init_state(optimizer.param_groups[0], share, 0, 0)
-        finally:
-            optimizer.param_groups = groups
-    return optimizer.state[share]
+        state = optimizer.state[share]
+        for name, *stored in MOMENTS:
+            state[name] = decoded(*(state[part] for part in stored))
+    optimizer.param_groups = groups
+
+
+def remove_fp32_moments(optimizer: Any, *, store: bool) -> None:
+    """Removes the moments in fp32 again; ``store`` makes them those of the optimizer."""
+    for state in optimizer.state.values():
+        for name, codes, table, scales in MOMENTS:
+            values = state.pop(name)
+            if store:
+                state[codes], state[scales] = encoded(values, state[table])
 
 
 def decoded(codes: Tensor, table: Tensor, scales: Tensor) -> Tensor:
@@ -87,22 +61,17 @@ def encoded(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
     The scale of a block is the number that the largest magnitude was divided by. The table has 1 as its
     largest number, but -0.993 as its smallest, so that a scale that is computed from a negative value may be
-    wrong in the last bits. The neighbours are therefore tried too.
+    wrong in the last bits. Its neighbours are therefore tried too.
     """
     blocks = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-    codes, scales = blocks.new_empty(blocks.shape, dtype=torch.uint8), blocks.amax(1)
-    if table[0] < 0:
-        scales = torch.maximum(scales, blocks.amin(1) / table[0])
-    borders = (table[1:] + table[:-1]) / 2
-    for first in range(0, len(blocks), 2**14):  # so that temporary tensors are small
-        rows = slice(first, first + 2**14)
-        part, best = blocks[rows], scales[rows].clone()
-        open_rows = torch.ones(len(part), dtype=torch.bool, device=part.device)
-        for offset in (0, 1, -1, 2, -2):
-            scale = (best.view(torch.int32) + offset).view(torch.float32)
-            found = torch.bucketize(part / scale[:, None], borders)
-            exact = (table[found] * scale[:, None] == part).all(1)
-            chosen = open_rows & (exact if offset else torch.ones_like(exact))
-            codes[rows][chosen], scales[rows][chosen] = found[chosen].to(torch.uint8), scale[chosen]
-            open_rows &= ~exact
-    return codes.flatten()[: values.numel()].view(values.shape), scales
+    largest = torch.maximum(blocks.amax(1), blocks.amin(1) / table[0] if table[0] < 0 else blocks.amax(1))
+    offsets = torch.tensor([0, 1, -1, 2, -2], dtype=torch.int32, device=values.device)
+    borders, codes, scales = (table[1:] + table[:-1]) / 2, [], []
+    for part, scale in zip(blocks.split(2**12), largest.split(2**12), strict=True):  # to save memory
+        tried = (scale.view(torch.int32)[:, None] + offsets).view(torch.float32)[..., None]
+        found = torch.bucketize(part[:, None] / tried, borders)
+        exact = (table[found] * tried == part[:, None]).all(-1, keepdim=True)
+        best = exact.int().argmax(1, keepdim=True)  # the first one if none is exact
+        codes.append(found.take_along_dim(best, 1)[:, 0].to(torch.uint8))
+        scales.append(tried.take_along_dim(best, 1)[:, 0, 0])
+    return torch.cat(codes).flatten()[: values.numel()].view(values.shape), torch.cat(scales)

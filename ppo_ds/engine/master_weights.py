@@ -22,7 +22,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from ppo_ds.engine.adamw_8bit import fp32_moments, is_8bit
+from ppo_ds.engine.adamw_8bit import add_fp32_moments, is_8bit, remove_fp32_moments
 from ppo_ds.engine.gradients import dynamic_loss_scaler
 from ppo_ds.engine.trained import TrainedModel
 
@@ -66,10 +66,9 @@ class MasterWeights:
         self.link_states()
 
     def link_states(self) -> None:
-        """Lets DeepSpeed find the states of each parameter, which replaces earlier links.
+        """Links optimizer states to parameters again.
 
-        DeepSpeed links optimizer states to parameters only once, after the step of the first parameter group,
-        and so does not link the states of the other groups.
+        DeepSpeed does so only once, after the step of the first parameter group, without the other groups.
         """
         if hasattr(self._wrapper, "_lazy_init_hp_params_optimizer_state"):
             self._wrapper._hp_optimizer_states_linked = False
@@ -170,14 +169,18 @@ class MasterWeights:
 
 @contextmanager
 def opened_masters(model: TrainedModel, *, store: bool = False) -> Iterator[MasterWeights]:
-    """Yields MasterWeights with moments in fp32.
-
-    ``store`` sets the moments of an 8-bit optimizer to them at the end.
-    """
-    with fp32_moments(model.engine.basic_optimizer, optimizer_shares(model), store=store):
-        masters = MasterWeights(model)
+    """Yields MasterWeights with moments; ``store`` gives an 8-bit optimizer the new ones at the end."""
+    optimizer = model.engine.basic_optimizer
+    if is_8bit(optimizer):
+        add_fp32_moments(optimizer, optimizer_shares(model))
+    masters, completed = MasterWeights(model), False
+    try:
         yield masters
-    masters.link_states()  # the links would keep the fp32 moments in memory
+        completed = True
+    finally:
+        if is_8bit(optimizer):
+            remove_fp32_moments(optimizer, store=store and completed)
+            masters.link_states()  # the links would keep the fp32 moments in memory
 
 
 def optimizer_shares(model: TrainedModel) -> list[Tensor]:

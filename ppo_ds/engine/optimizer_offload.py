@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, UntypedStorage
 
-from ppo_ds.engine.adamw_8bit import moment_bytes
+from ppo_ds.engine.adamw_8bit import is_8bit
 from ppo_ds.engine.host_memory import aligned, lock_pages, unlock_pages
 from ppo_ds.engine.master_weights import optimizer_shares
 from ppo_ds.engine.trained import TrainedModel
@@ -41,13 +41,10 @@ class OptimizerOffload:
     @property
     def future_bytes(self) -> int:
         """Bytes of the moments that are not allocated on the device yet (before the first step)."""
-        optimizer = self._model.engine.basic_optimizer
+        optimizer, device = self._model.engine.basic_optimizer, self._model.world.device.type
         fresh = [share for share in optimizer_shares(self._model) if not optimizer.state.get(share)]
-        return sum(
-            moment_bytes(optimizer, share)
-            for share in fresh
-            if share.device.type == self._model.world.device.type
-        )
+        each = 2 if is_8bit(optimizer) else 8  # of both moments
+        return sum(each * share.numel() for share in fresh if share.device.type == device)
 
     @contextmanager
     def offloaded(self) -> Iterator[int]:

@@ -39,7 +39,7 @@ from ppo_ds.distributed.heartbeat import beat, counting
 from ppo_ds.distributed.memory import is_out_of_memory
 from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.errors import RunError, UserError, single_line
-from ppo_ds.models.lora import adapter_layers, checkpoint_names, tied_names
+from ppo_ds.models.lora import ADAPTER, adapter_layers, checkpoint_names, tied_names
 from ppo_ds.rollout.base import (
     Continuation,
     DecodeBackend,
@@ -49,8 +49,8 @@ from ppo_ds.rollout.base import (
     truncate_at_stop,
 )
 from ppo_ds.rollout.keys import VLLMConfig
-from ppo_ds.rollout.vllm_adapters import AdapterSlot, adapter_options, adapter_problem
-from ppo_ds.rollout.vllm_support import INSTALL
+from ppo_ds.rollout.vllm_adapters import AdapterSlot, adapter_problem
+from ppo_ds.rollout.vllm_support import INSTALL, slot_rank
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.types import Prompts, Rollout
 
@@ -104,15 +104,17 @@ class VLLMGenerator(DecodeBackend):
         adapters = adapter_layers(model)
         self.sleep = self.settings.sleep_level(on_gpu, lora=bool(adapters))
         self._asleep = self._has_base = False
-        self._slot: AdapterSlot | None = None
-        self.merges_because: str | None = None  # why vLLM cannot decode with the adapters, if so
+        self.adapter_slot: AdapterSlot | None = None  # with it, ``loaded`` needs the adapters by themselves
+        self.merges_because: str | None = None  # why the engine does not decode with the adapters
         self._names, self._tied = checkpoint_names(model), tied_names(model)
         options: dict[str, Any] = {}
         if adapters:
             with _process_unchanged():
                 _import_vllm()
                 self.merges_because = adapter_problem(model)
-            options = {} if self.merges_because else adapter_options(model)
+            if self.merges_because is None:
+                rank = slot_rank(model.peft_config[ADAPTER].r)
+                options = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         self._llm = start_engine(
             model,
             **options,
@@ -126,15 +128,10 @@ class VLLMGenerator(DecodeBackend):
         if self.group is not None and not on_gpu:
             remove_shared_names(self.group)
         if options:
-            self._slot = AdapterSlot(self._llm, model)
-            self.merges_because = self._slot.try_zeros()
-            self._slot = None if self.merges_because else self._slot
+            slot = AdapterSlot(self._llm, model)
+            self.merges_because = slot.try_zeros()
+            self.adapter_slot = None if self.merges_because else slot
         self._sleep()  # training, and what comes before the first generation, need the memory
-
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether ``loaded`` needs the adapters apart from the weights of the base."""
-        return self._slot is not None
 
     @contextmanager
     def loaded(
@@ -144,11 +141,22 @@ class VLLMGenerator(DecodeBackend):
         if self._asleep:
             self._wake_up("weights")
         if not self._has_base:
-            self._reload(weights)
-            self._has_base = self.takes_adapters
-        if self._slot is not None:
+            sent: set[str] = set()
+            self._llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": self._with_tied(weights, sent)}
+            )
+            for _ in weights:  # a collective, which every rank must complete
+                pass
+            if missing := sorted(self._names - sent):  # vLLM would generate with the earlier weights
+                raise UserError(
+                    f"rollout.backend=vllm: the engine did not receive {len(missing)} of {len(self._names)} "
+                    f"weights of the actor ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); "
+                    "use another rollout.backend and report the model"
+                )
+            self._has_base = self.adapter_slot is not None
+        if self.adapter_slot is not None:
             assert adapters is not None
-            self._slot.replace(dict(adapters))
+            self.adapter_slot.replace(dict(adapters))
         if self._asleep:
             self._wake_up("kv_cache")
             self._asleep = False
@@ -165,20 +173,6 @@ class VLLMGenerator(DecodeBackend):
             yield
         finally:
             self._sleep()
-
-    def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        sent: set[str] = set()
-        self._llm.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": self._with_tied(weights, sent)}
-        )
-        for _ in weights:  # a collective, which every rank must complete
-            pass
-        if missing := sorted(self._names - sent):  # vLLM would generate with the earlier weights
-            raise UserError(
-                f"rollout.backend=vllm: the engine did not receive {len(missing)} of {len(self._names)} "
-                f"weights of the actor ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); use "
-                "another rollout.backend and report the model"
-            )
 
     def _sleep(self) -> None:
         if self.sleep:
@@ -252,7 +246,7 @@ class VLLMGenerator(DecodeBackend):
         """
         assert not self._asleep, "the backend generates only inside HybridActor.generation_mode()"
         engine, stops = self._llm.llm_engine, StopStrings(sampling.stop_strings, self.tokenizer)
-        request = self._slot.request if self._slot is not None else None
+        request = self.adapter_slot and self.adapter_slot.request
         answers = {str(i): Answer([*row[3]], [0.0] * len(row[3])) for i, row in enumerate(rows)}
         ended: set[int] = set()  # responses, counted from this rank's first
         by_token = continuation is not None or bool(sampling.stop_strings)

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_ds.errors import single_line
 from ppo_ds.models.lora import ADAPTER, save_adapter
+from ppo_ds.models.quantized import whole_shape
 from ppo_ds.rollout.vllm_support import ADAPTER_RANKS, slot_rank
 
 
@@ -30,11 +32,6 @@ def adapter_problem(lm: PreTrainedModel) -> str | None:
     if known is None or not supports_lora(known.load_model_cls()):
         return f"vLLM has no adapters for {name}"
     return None
-
-
-def adapter_options(lm: PreTrainedModel) -> dict[str, Any]:
-    """Returns the options of an engine with memory for the adapters of ``lm``."""
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(lm.peft_config[ADAPTER].r)}
 
 
 class AdapterSlot:
@@ -63,14 +60,14 @@ class AdapterSlot:
         """Returns why vLLM does not apply all adapters of the model, or None. The values are not read."""
         trained = [(name, p) for name, p in self._lm.named_parameters() if p.requires_grad]
         try:
-            self.replace({name: torch.zeros(getattr(p, "ds_shape", p.shape)) for name, p in trained})
+            self.replace({name: torch.zeros(*whole_shape(p)) for name, p in trained})
         except ValueError as error:  # layers whose names vLLM does not know
-            return " ".join(str(error).split())[:300]
-        number = self._number
-
-        def ignored_layers(worker: Any) -> list[str]:
-            manager = worker.get_model().lora_manager
-            return sorted(set(manager.get_adapter(number).loras) - set(manager.modules))
-
-        ignored = self._llm.collective_rpc(ignored_layers)[0]
+            return single_line(str(error))
+        ignored = self._llm.collective_rpc(ignored_layers, args=(self._number,))[0]
         return f"it would ignore those of {ignored[0]} ({len(ignored)} layers)" if ignored else None
+
+
+def ignored_layers(worker: Any, number: int) -> list[str]:
+    """Returns the layers of an adapter that a worker of vLLM does not find in its model."""
+    manager = worker.get_model().lora_manager
+    return sorted(set(manager.get_adapter(number).loras) - set(manager.modules))

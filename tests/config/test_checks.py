@@ -119,11 +119,36 @@ def test_printed_answers_need_samples() -> None:
     assert found("tracker.samples=0", "tracker.print_answers=3") == line
 
 
+QUANTIZED = "quantization=nf4"
+
+
 def test_a_reference_with_settings_of_its_own_is_not_the_base_of_the_actors_adapters() -> None:
     assert not reference_is_base(compose(*MINIMAL))
     assert reference_is_base(compose(*MINIMAL, "actor.lora.rank=4"))
-    for own in ("path=org/other", "revision=v2", "dtype=fp32", "attn_implementation=eager"):
+    for own in ("path=org/other", "revision=v2", "dtype=fp32", "attn_implementation=eager", QUANTIZED):
         assert not reference_is_base(compose(*MINIMAL, "actor.lora.rank=4", f"reference.model.{own}")), own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "user"),
+    [
+        (("actor.optim.name=adamw_8bit",), "actor.optim.name=adamw_8bit"),
+        ((f"reference.model.{QUANTIZED}",), "reference.model.quantization=nf4"),
+    ],
+)
+def test_bitsandbytes_is_needed_only_where_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], user: str
+) -> None:
+    monkeypatch.setattr("ppo_ds.config.checks.models.find_spec", lambda name: None)
+    compose(*MINIMAL)
+    line = f"{user}: the package bitsandbytes is not installed; run: pip install -c constraints.txt -e "
+    assert found(*arguments).startswith(line)
+
+
+def test_the_reference_inherits_the_quantization_and_the_critic_does_not() -> None:
+    config = compose(*MINIMAL, "actor.lora.rank=4", f"actor.model.{QUANTIZED}")
+    assert config.reference.model.quantization == "nf4" and config.critic.model.quantization == "none"
+    assert reference_is_base(config)
 
 
 ADAPTIVE, SHARED, PAIRS = (
@@ -155,6 +180,24 @@ actor.lora.targets=[q_proj] ->
     actor.lora.targets=[q_proj]: needs actor.lora.rank above 0 (it is 0); otherwise set
     actor.lora.targets=null
 actor.lora.rank=-1 -> actor.lora.rank=-1: must be at least 0
+critic.optim.name=adamw_8bit critic.zero.offload_optimizer=true ->
+    critic.optim.name=adamw_8bit: needs critic.zero.offload_optimizer=false (it is true); otherwise set
+    critic.optim.name=adamw
+actor.model.quantization=nf4 reference.model.quantization=none ->
+    actor.lora.rank=0: weights of 4 bits are not trained; use LoRA, or actor.model.quantization=none
+critic.model.quantization=nf4 ->
+    critic.lora.rank=0: weights of 4 bits are not trained; use LoRA, or critic.model.quantization=none
+actor.lora.rank=4 actor.zero.stage=3 actor.model.quantization=nf4 ->
+    actor.zero.stage=3: weights of 4 bits are not sharded; use a lower one, or actor.model.quantization=none
+reference.model.quantization=nf4 reference.zero.offload_params=true ->
+    reference.zero.offload_params=true: is not supported for weights of 4 bits; use false, or
+    reference.model.quantization=none
+reward=model ~reward.path +reward.model={path:org/r,quantization:nf4} +reward.zero.stage=3 ->
+    reward.zero.stage=3: weights of 4 bits are not sharded; use a lower one, or
+    reward.model.quantization=none
+reward=model ~reward.path +reward.model={path:org/r,quantization:nf4,trust_remote_code:true} ->
+    reward.model.trust_remote_code=true: layers of a model's own code are not quantized; use a model without,
+    or reward.model.quantization=none
 critic.init=path -> critic.model.path is missing: critic.init=path loads the critic from it
 critic.model.path=org/critic ->
     critic.model.path=org/critic: needs critic.init=path (it is auto); otherwise set critic.model.path=null

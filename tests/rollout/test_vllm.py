@@ -325,7 +325,7 @@ def test_the_base_is_sent_again_only_if_sleep_has_freed_it(make, prompts, sampli
     lm, rows = adapted(), prompts([3, 4, 5], [6], [7, 8])
     generator = make(lm)
     generator.sleep = sleep
-    assert generator.takes_adapters and generator.merges_because is None
+    assert generator.adapter_slot and generator.merges_because is None
     arguments = generator._llm.llm_engine
     assert arguments.max_lora_rank == 8
     for seed in range(3):
@@ -374,7 +374,7 @@ def test_adapters_that_vllm_does_not_apply_are_merged(make, prompts, sampling, m
     elif case == "class":
         monkeypatch.setattr(fake_vllm, "supports_lora", lambda model: False)
     generator = make(lm)
-    assert not generator.takes_adapters and generator.merges_because.startswith(reason)
+    assert generator.adapter_slot is None and generator.merges_because.startswith(reason)
     for seed in range(2):
         change(lm, seed)
         merged = ((weight.name, weight.merged("cpu")) for weight in plain_weights(lm))

@@ -42,7 +42,7 @@ def start(world: World, actor: HybridActor, group: Subgroup | None, stop: list[b
             group=group,
             should_stop=lambda: bool(stop),
         )
-    actor.connect(generator.loaded, adapters=generator.takes_adapters)
+    actor.connect(generator.loaded, adapters=generator.adapter_slot is not None)
     return generator
 
 

@@ -23,6 +23,7 @@ ALLOWED = {
     ("ppo_ds/models/value.py", "save_pretrained"): "into a draft directory",
     ("ppo_ds/models/tokenizer.py", "save_pretrained"): "into a draft directory",
     ("ppo_ds/models/tiny.py", "save_pretrained"): "into a draft directory, or the new one of a dry run",
+    ("ppo_ds/rollout/vllm_adapters.py", "TemporaryDirectory"): "LoRA adapters until vLLM has read them",
     ("ppo_ds/tools/metrics_page.py", "write_text"): "docs/metrics.md; no file of a run",
     ("ppo_ds/tracking/curves.py", "savefig"): "to a draft",
 }

@@ -420,7 +420,7 @@ class LLM:
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         if callable(method):
-            return [method(SimpleNamespace(get_model=lambda: self.llm_engine))]
+            return [method(SimpleNamespace(get_model=lambda: self.llm_engine), *args)]
         if method != "reload_weights":
             raise NotImplementedError(f"Method {method!r} is not implemented.")
         self._reload(*args, **kwargs or {})

@@ -96,13 +96,13 @@ def test_the_engine_decodes_with_the_trained_weights(
 ) -> None:
     """Before and after three steps that change the policy, its log-probs are the trainer's up to 1e-5."""
     run_all(rank_server, tmp_path, ranks, {way: arguments(start, tmp_path / way, *ways[way]) for way in ways})
+    sent: list[float] = []
     for way in ways:
         lines = metrics(tmp_path / way)
         gaps = [line["parity/logp_abs_diff_max"] for line in lines]
         assert len(gaps) == STEPS and max(gaps) < 1e-5, (way, gaps)
-        sent = [line["perf/switch_gb"] for line in lines]
-        if "lora" in way:  # only the adapters, once the base has been sent
-            assert 0 < max(sent[1:]) < 0.3 * sent[0], (way, sent)
+        sent.append(lines[0]["perf/switch_gb"])  # with LoRA only the adapters: the base was sent before
+        assert "lora" not in way or 0 < sent[-1] < 0.2 * sent[0], (way, sent)
         drift = [line["kl/k3_token_mean"] for line in lines]
         assert drift[0] < 1e-6 and min(drift[1:]) > 1e-4, (way, drift)
 

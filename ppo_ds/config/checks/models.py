@@ -17,7 +17,7 @@ from ppo_ds.config.schema import (
     uses_reference,
 )
 from ppo_ds.config.text import show
-from ppo_ds.config.types import parts_of
+from ppo_ds.config.types import leaves, parts_of
 
 # DeepSpeed settings that the trainer sets itself -> the keys to use instead
 SET_BY_TRAINER = {
@@ -30,6 +30,13 @@ SET_BY_TRAINER = {
     "gradient_clipping": "{}.optim.grad_clip",
     "fp16": "{}.model.dtype",
     "bf16": "{}.model.dtype",
+}
+# Settings of a model that exclude model.quantization=nf4 -> the reason and the remedy
+NOT_WITH_NF4 = {
+    ("lora.rank", 0): "weights of 4 bits are not trained; use LoRA",
+    ("zero.stage", 3): "weights of 4 bits are not sharded; use a lower one",
+    ("zero.offload_params", True): "is not supported for weights of 4 bits; use false",
+    ("model.trust_remote_code", True): "layers of a model's own code are not quantized; use a model without",
 }
 
 
@@ -78,37 +85,23 @@ def check_raw_deepspeed(config: Config, ranks: int) -> Iterator[str]:
 def check_bitsandbytes(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each model that cannot be quantized, and if bitsandbytes is not installed."""
     trained = trained_models(config)
-    if isinstance(config, PPOConfig) and not has_critic(config):
-        del trained["critic"]
     users = [f"{name}.optim.name=adamw_8bit" for name in trained if trained[name].optim.name == "adamw_8bit"]
-    # the settings of all models that are loaded, by the key of their section
-    sections = {name: role.model_dump(include={"model", "zero", "lora"}) for name, role in trained.items()}
+    sections = {name: role.model_dump() for name, role in trained.items()}
     if isinstance(config, PPOConfig):
         if uses_reference(config) and not reference_is_base(config):
             sections["reference"] = config.reference.model_dump()
         for reward, whole in all_rewards(config).items():
             sections |= dict(parts_of(whole, reward))
     for key, section in sections.items():
-        model, zero, lora = (section.get(part) or {} for part in ("model", "zero", "lora"))
-        if not isinstance(model, dict) or model.get("quantization") != "nf4":
-            continue
-        users.append(f"{key}.model.quantization=nf4")
-        refused = {
-            f"{key}.lora.rank=0": lora.get("rank") == 0 and "weights of 4 bits are not trained; use LoRA",
-            f"{key}.zero.stage=3": zero.get("stage") == 3
-            and "weights of 4 bits are not sharded; use a lower one",
-            f"{key}.zero.offload_params=true": zero.get("offload_params") and "is not supported; use false",
-            f"{key}.model.trust_remote_code=true": model.get("trust_remote_code")
-            and "layers of a model's own code are not quantized; use a model without",
-        }
-        for setting, problem in refused.items():
-            if problem:
-                yield f"{setting}: {problem}, or {key}.model.quantization=none"
+        values = {".".join(map(str, path)): value for path, value in leaves(section)}
+        if values.get("model.quantization") == "nf4":
+            users.append(f"{key}.model.quantization=nf4")
+            for (name, value), problem in NOT_WITH_NF4.items():
+                if values.get(name) == value:
+                    yield f"{key}.{name}={show(value)}: {problem}, or {key}.model.quantization=none"
     if users and find_spec("bitsandbytes") is None:
-        yield (
-            f"{users[0]}: the package bitsandbytes is not installed; run: "
-            "pip install -c constraints.txt -e '.[bitsandbytes]'"
-        )
+        install = "run: pip install -c constraints.txt -e '.[bitsandbytes]'"
+        yield f"{users[0]}: the package bitsandbytes is not installed; {install}"
 
 
 def check_initial_critic(config: PPOConfig, ranks: int) -> Iterator[str]:
