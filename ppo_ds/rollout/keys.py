@@ -85,7 +85,7 @@ class PartialRollouts(RolloutConfig):
         "rollout.prompts_per_step.",
     )
     max_versions: Annotated[int, Ge(2)] = Field(
-        4,
+        8,
         description="With rollout.partial, limit on the versions of the policy that sample one response: the "
         "step of its last version waits for it.",
     )

@@ -1,0 +1,63 @@
+"""Tests whole runs with partial rollouts on two ranks: a resumed run, and one that continues on one rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launching import launch
+from tests.integration.test_multi_turn import numbers
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    *("+experiment=quickstart", "run.steps=4", "eval.every=2", "prepare.target_accuracy=0.05"),
+    *("rollout.backend=static", "rollout.partial=true", "algo.rollout_is.kind=truncate"),
+    *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=2", "algo.minibatch_size=8"),
+    *("actor.zero.stage=3", "critic.zero.stage=3", "actor.zero.generation_gather=layers"),
+    *(
+        f"+{role}.deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
+        for role in ("actor", "critic")
+    ),
+    "tracker.samples=-1",
+)
+
+
+def trained(launcher: str, folder: Path, *more: str) -> Path:
+    done = launch(launcher, *SMALL, f"run.dir={folder}", *more, cwd=folder.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def groups(folder: Path, step: int) -> list[dict]:
+    state = folder / "checkpoints" / f"step_{step:06d}" / "state.json"
+    return json.loads(state.read_text())["state"]["partial"]["groups"]
+
+
+def test_a_resumed_run_continues_the_carried_responses(tmp_path: Path) -> None:
+    whole = trained("torchrun", tmp_path / "whole")
+    parts = trained("torchrun", tmp_path / "parts", "run.stop_at_step=2")
+    carried = groups(parts, 2)
+    assert len(carried) == 8 and any(one["tokens"] for group in carried for one in group["responses"])
+    fewer = tmp_path / "fewer"
+    shutil.copytree(parts, fewer)
+    trained("torchrun", parts)
+    assert numbers(parts) == numbers(whole)
+    assert groups(parts, 4) == groups(whole, 4)
+    for step in (3, 4):
+        samples = Path("samples") / f"step_{step:06d}.jsonl"
+        assert (parts / samples).read_text() == (whole / samples).read_text()
+    steps = [line for line in numbers(whole) if "rollout/versions_max" in line]
+    assert len(steps) == 4 and steps[0]["rollout/stale_token_frac"] == 0
+    assert max(line["rollout/versions_max"] for line in steps) > 1
+    # log-probs of the current version are those of training
+    assert all(line["parity/logp_abs_diff_max"] < 1e-4 for line in steps)
+
+    trained("python", fewer)  # on one rank
+    rows = [json.loads(line) for line in (fewer / "samples" / "step_000003.jsonl").read_text().splitlines()]
+    assert len(rows) == 16 and numbers(fewer)[: len(numbers(fewer)) // 2]
+    left = {group["prompt"] for group in groups(fewer, 4)}
+    assert len(groups(fewer, 4)) == 8 and {group["prompt"] for group in carried} - left
