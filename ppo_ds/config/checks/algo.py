@@ -134,7 +134,7 @@ def check_partial(config: PPOConfig, ranks: int) -> Iterator[str]:
             "rollout.partial=true: responses have tokens of earlier versions of the policy, which need "
             "importance weights; set algo.rollout_is.kind, for example truncate (it is none)"
         )
-    path, estimator = config.rollout.environment.path, algo.advantage
+    path, estimator, floor = config.rollout.environment.path, algo.advantage, config.data.difficulty.floor
     for setting, found, why in (
         (f"rollout.environment.path={path}", path, "responses of several turns are not continued later"),
         (
@@ -147,6 +147,7 @@ def check_partial(config: PPOConfig, ranks: int) -> Iterator[str]:
             estimator.needs_greedy,
             "its greedy responses need the version of the policy that sampled the others",
         ),
+        (f"data.difficulty.floor={floor}", floor, "it learns the scores of a draw before the next draw"),
     ):
         if found:
             yield f"{setting}: {why}; change it, or set rollout.partial=false"
