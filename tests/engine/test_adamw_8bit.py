@@ -12,6 +12,8 @@ from ppo_ds.engine.adamw_8bit import add_fp32_moments, decoded, encoded, make_ad
 from tests.engine.test_checkpoint import assert_exact, launch
 from tests.support.ranks import RankServer
 
+pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not installed")
+
 SIGNED = torch.tensor([-0.75, -0.5, 0.0, 0.25, 1.0])  # like the real table: 1 is in it, -1 is not
 
 

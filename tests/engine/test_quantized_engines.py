@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.engine.test_checkpoint import launch
 from tests.engine.test_lora_engines import make_models
 from tests.support.ranks import RankServer
+
+pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not installed")
 
 
 def test_training_resume_and_export(tmp_path: Path, rank_server: RankServer) -> None:

@@ -18,6 +18,8 @@ from ppo_ds.models.quantized import is_quantized, plain_weight
 from ppo_ds.models.size import planned_shape, shape_of
 from ppo_ds.models.value import load_critic, load_reward_model
 
+pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not installed")
+
 V = 40
 IDS = torch.randint(4, V, (3, 7), generator=torch.Generator().manual_seed(1))
 # Dettmers et al. 2023, appendix E
