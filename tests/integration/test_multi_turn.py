@@ -88,5 +88,9 @@ def test_two_ranks_with_zero_3_whose_rows_do_not_wait_for_one_another(tmp_path: 
     assert [row["turns"] for row in found] == [row["turns"] for row in expected] and len(expected) == 16
     assert {len(row["turns"]) for row in expected} > {1}
     for before, after in zip(numbers(whole), numbers(parts), strict=True):
+        # a run that stops evaluates once more
+        after = {
+            name: value for name, value in after.items() if not name.startswith("eval/") or name in before
+        }
         assert after == pytest.approx(before, rel=1e-3, abs=1e-5, nan_ok=True)
         assert before.get("parity/logp_abs_diff_max", 0.0) < 1e-4
