@@ -103,6 +103,9 @@ class Sequences(_Rows):
     # [B,R] bool: True for attended tokens that an environment added between two turns of the policy; None
     # without an environment (environments/multi_turn.py)
     feedback_mask: Tensor | None = field(default=None, kw_only=True, metadata=_R)
+    # [B,R] long: the number of optimizer steps of the actor since each token was sampled; None unless
+    # responses are continued with newer weights (rollout.partial)
+    staleness: Tensor | None = field(default=None, kw_only=True, metadata=_R)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,9 +197,6 @@ class Rollout(Sequences):
     logprobs: Tensor = field(metadata=_R)
     metadata: tuple[Row, ...]  # B rows, the metadata of the prompts
 
-    # [B,R] long: the number of optimizer steps of the actor since each token was sampled; None unless
-    # responses are continued with newer weights (rollout.partial)
-    staleness: Tensor | None = field(default=None, kw_only=True, metadata=_R)
     # the rewards and the ends of the episodes of an environment; None without one
     # [B,R] float32: the reward of each turn, at the last token of the turn
     turn_rewards: Tensor | None = field(default=None, kw_only=True, metadata=_R)
@@ -264,7 +264,6 @@ class Experience(Sequences):
     decode_logprobs: Tensor = field(metadata=_R)  # [B,R] log pi(a|s) as computed by the decode backend
     # [B,R] importance weights that correct for the decode backend (algo.rollout_is); 1 = no correction
     weights: Tensor = field(metadata=_R)
-    staleness: Tensor | None = field(default=None, kw_only=True, metadata=_R)  # see Rollout
 
     # rewards and advantages
     scores: Tensor = field(metadata=_B)  # [B] as the reward returned them, per-token scores included
