@@ -49,18 +49,21 @@ def main(argv: list[str]) -> None:
     folder = Path(args.folder or f"outputs/benchmarks/{args.workload}{'_dry' if args.dry else ''}")
     prepare(workload, folder)
     lm = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    forwards: list[None] = []
+    lm.register_forward_pre_hook(lambda *_: forwards.append(None))
     tokenizer = load_tokenizer(str(folder / "model"))
     data = PPODataConfig(max_prompt_tokens=workload.prompt_tokens[1], apply_chat_template=False)
+    prompts = args.prompts or workload.prompts
     source = PromptSource(
         str(folder / "prompts.jsonl"), data=data, tokenizer=tokenizer, max_new_tokens=workload.new_tokens
     )
     world = SimpleNamespace(rank=0, size=1, sum=lambda numbers: numbers)
     sampling = SamplingParams(workload.new_tokens, 0, 1.0, 1.0, 0, tokenizer.stop_ids, ())
-    budget = int(args.oversample * workload.prompts + 1) * (workload.prompt_tokens[1] + workload.new_tokens)
+    budget = int(args.oversample * prompts + 1) * (workload.prompt_tokens[1] + workload.new_tokens)
 
     def collector(kind: type[RolloutCollector], **more: object) -> RolloutCollector:
         return kind(
-            prompts=PromptStream(source, prompts_per_step=workload.prompts),
+            prompts=PromptStream(source, prompts_per_step=prompts),
             actor=SimpleNamespace(generation_mode=nullcontext, steps=0),
             generator=StaticGenerator(lambda: lm, tokenizer=tokenizer, token_budget=budget),
             start_scoring=lambda rollout: Pending.of(None),
@@ -72,30 +75,34 @@ def main(argv: list[str]) -> None:
 
     section = RolloutConfig.read(
         {
-            **{"backend": "static", "prompts_per_step": workload.prompts, "environment": {}},
+            **{"backend": "static", "prompts_per_step": prompts, "environment": {}},
             **{"partial": True, "oversample": args.oversample, "max_versions": args.max_versions},
         }
     )
     partial = collector(PartialRolloutCollector, section=section, tokenizer=tokenizer, world=world)
-    plain = collector(RolloutCollector)
-    pairs: list[tuple[float, float]] = []
-    print(f"{'pair':<6}{'whole, s':>12}{'partial, s':>12}{'ratio':>8}{'stale':>8}", flush=True)
+    kinds, pairs = (collector(RolloutCollector), partial), list[list[float]]()
     measured(partial, WARM_UP)
+    print(f"{'':6}{'CPU seconds per step':>28}{'':8}{'forwards per step':>22}")
+    print(f"{'pair':6}{'whole':>14}{'partial':>14}{'ratio':>8}{'whole':>11}{'partial':>11}{'stale':>8}")
     for number in range(1, args.pairs + 1):
-        plain_seconds, _ = measured(plain, args.steps)
-        partial_seconds, stale = measured(partial, args.steps)
-        pairs.append((plain_seconds, partial_seconds))
-        ratio = plain_seconds / partial_seconds
-        line = f"{number:<6}{plain_seconds:>12.2f}{partial_seconds:>12.2f}{ratio:>8.2f}{stale:>8.0%}"
-        print(line, flush=True)
-    ratios = [one / other for one, other in pairs]
-    print(f"\nseconds per step: {mean([one for one, _ in pairs])}, partial {mean([two for _, two in pairs])}")
-    print(f"ratio of the pairs: median {median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}")
+        counts, pair = list[float](), list[float]()
+        for kind in kinds:
+            forwards.clear()
+            spent, stale = measured(kind, args.steps)
+            pair.append(spent)
+            counts.append(len(forwards) / args.steps)
+        pairs.append(pair)
+        seconds = f"{pair[0]:>14.2f}{pair[1]:>14.2f}{pair[0] / pair[1]:>8.2f}"
+        numbers = f"{seconds}{counts[0]:>11.0f}{counts[1]:>11.0f}"
+        print(f"{number:<6}{numbers}{stale:>8.0%}", flush=True)
+    ratios = [whole / partial for whole, partial in pairs]
+    print(f"\nratio of the pairs: median {median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}")
 
 
 def parsed(argv: list[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="benchmarks/partial_rollouts.py", allow_abbrev=False)
     p.add_argument("workload", choices=[name for name, one in WORKLOADS.items() if one.mean_tokens])
+    p.add_argument("--prompts", type=int, help="prompts per step; default: those of the workload")
     p.add_argument("--pairs", type=int, default=12, help="measured pairs; default 12")
     p.add_argument("--steps", type=int, default=4, help="steps of each kind in a pair; default 4")
     p.add_argument("--oversample", type=float, default=2.0, help="rollout.oversample; default 2")
@@ -117,10 +124,6 @@ def measured(collect: RolloutCollector, steps: int) -> tuple[float, float]:
         tokens += int(rollout.response_lengths.sum())
         stale += 0 if rollout.staleness is None else int((rollout.staleness > 0).sum())
     return seconds / steps, stale / tokens
-
-
-def mean(values: list[float]) -> str:
-    return f"mean {sum(values) / len(values):.2f}"
 
 
 if __name__ == "__main__":

@@ -66,21 +66,17 @@ class _Response:
     position: int  # position of its next token; can exceed ``end`` until the next check
 
 
-def group_prompts(prompts: Prompts, continuation: Continuation | None) -> list[_PromptGroup]:
-    """Groups rows with equal prompts and tokens so far, the longest first.
+def group_prompts(prompts: Prompts, begun: Sequence[Sequence[int]], in_order: bool) -> list[_PromptGroup]:
+    """Groups rows with equal prompts and ``begun`` tokens, the longest first unless ``in_order``.
 
-    Because of this order, prompts that are prefilled together have similar lengths. With a continuation,
-    which may interrupt the last rows, they keep their order.
+    Because of this order, prompts that are prefilled together have similar lengths.
     """
     groups: dict[tuple[int, ...], _PromptGroup] = {}
-    begun = [()] * len(prompts) if continuation is None else continuation.begun
     for row, (ids, mask, tokens) in enumerate(zip(prompts.ids, prompts.mask, begun, strict=True)):
         whole = [*ids[mask].tolist(), *tokens]
         group = _PromptGroup(torch.tensor(whole), len(tokens), deque())
         groups.setdefault((len(tokens), *whole), group).rows.append(row)
-    if continuation is not None:
-        return list(groups.values())
-    return sorted(groups.values(), key=lambda group: -len(group.ids))
+    return sorted(groups.values(), key=lambda group: 0 if in_order else -len(group.ids))
 
 
 def fast_batch_size(n: int) -> int:
@@ -113,7 +109,10 @@ class ContinuousBatch:
         self.device = self.decoder.device
         self.slots = Slots(self.total, self.limits, uniforms, sampling)
         self.live: list[_Response] = []  # the responses being decoded, in slots 0 to len(live) - 1
-        self.queue = deque(group_prompts(prompts, continuation))
+        begun = [()] * len(prompts) if continuation is None else continuation.begun
+        # rows that wait for a slot may not start before the others are interrupted
+        waits = continuation is not None and len(prompts) > self.total
+        self.queue = deque(group_prompts(prompts, begun, in_order=waits))
         self.not_started = len(prompts)
         # keys and values of the first prompt in the queue if some of its responses have already started
         self.kept_prefix: Prefix | None = None
@@ -134,7 +133,7 @@ class ContinuousBatch:
         self.enough = False  # the responses in progress are interrupted
         if continuation is not None:
             self.enough = continuation.enough(self.ended)
-            for row, tokens in enumerate(continuation.begun):
+            for row, tokens in enumerate(begun):
                 self.slots.responses[row, : len(tokens)] = self.tensor(tokens)
 
     def decode_all(self) -> None:

@@ -360,6 +360,19 @@ algo.old_logprobs=rollout health.max_parity=null ->
 algo.old_logprobs=rollout health.parity_action=warn ->
     algo.old_logprobs=rollout: needs health.parity_action=stop (it is warn); otherwise set
     algo.old_logprobs=recompute
+rollout.partial=true ->
+    rollout.partial=true: only used with rollout.backend=static or vllm (it is auto); set it to false
+rollout.backend=static rollout.partial=true ->
+    rollout.partial=true: responses have tokens of earlier versions of the policy, which need importance
+    weights; set algo.rollout_is.kind, for example truncate (it is none)
+rollout.backend=static rollout.max_versions=3 ->
+    rollout.max_versions=3: needs rollout.partial=true (it is false); otherwise set rollout.max_versions=8
+rollout.backend=static rollout.partial=true algo.rollout_is.kind=tis algo.advantage.estimator=remax ->
+    algo.advantage.estimator=remax: its greedy responses need the version of the policy that sampled the
+    others; change it, or set rollout.partial=false
+rollout.backend=static rollout.partial=true algo.rollout_is.kind=tis rollout.environment.path=a.py:Game ->
+    rollout.environment.path=a.py:Game: responses of several turns are not continued later; change it, or set
+    rollout.partial=false
 algo.rollout_is.kind=tis algo.rollout_is.low=3 ->
     algo.rollout_is.low=3: must be at most algo.rollout_is.high=2
 algo.reward_shaping.overlong_buffer=9 ->
