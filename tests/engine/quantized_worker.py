@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ppo_ds.assemble.roles import build_reference
+from ppo_ds.assemble.roles import build_reference, ppo_actor_module
 from ppo_ds.config.schema import PPOConfig
 from ppo_ds.config.types import replace
 from ppo_ds.distributed.world import World
+from ppo_ds.engine.checkpoint.reading import read_weights
 from ppo_ds.engine.checkpoint.state import consolidated, load_model, save_model
 from ppo_ds.engine.frozen import FrozenBase, FrozenModel
 from ppo_ds.engine.hybrid import HybridActor
@@ -52,6 +53,9 @@ def trained_actor(world: World, root: Path, stage: int, dtype: str) -> Case:
     before, start = codes(actor), logprobs(reference)
     train(actor, range(4))
     save_model(actor, directory)
+    saved, read = consolidated(actor), ppo_actor_module(settings)
+    with torch.no_grad():
+        read_weights(read, root, directory.name)
     whole = train(actor, range(4, 8))
     finished, last = consolidated(actor), logprobs(actor)
     again = actor_of(settings, world)
@@ -69,6 +73,7 @@ def trained_actor(world: World, root: Path, stage: int, dtype: str) -> Case:
         "shared": isinstance(reference, FrozenBase) and torch.equal(logprobs(reference), start),
         "codes": len(before) == 14 and all(map(torch.equal, before, codes(actor))),
         "resumed": whole == rest and same(finished, consolidated(again)),
+        "read": same(saved, saved and read.state_dict()),
         "adapters only": all(".lora_" in name for file in files for name in file),
         "moved": float((last - start).abs().max()),
         "exported gap": gap,

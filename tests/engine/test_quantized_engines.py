@@ -21,6 +21,7 @@ def test_training_resume_and_export(tmp_path: Path, rank_server: RankServer) -> 
     for case in cases:
         exact = 1e-4 if "fp32" in case["case"] else 0.1  # a merged weight is rounded to bf16
         assert case["shared"] and case["codes"] and case["resumed"] and case["adapters only"], case
+        assert case["read"], case  # as launch/export.py does
         assert case["moved"] > 0.1 and case["exported gap"] < exact, case
         assert case["decoded gap"] < exact, case
     assert {tuple(case["counts"]) for case in cases} == {(928, 928 + 4224)}

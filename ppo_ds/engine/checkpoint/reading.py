@@ -24,12 +24,13 @@ def read_weights(module: nn.Module, checkpoint: Path, role: str, *, weight_copy:
     if weight_copy is not None:
         shards = read_index(checkpoint / weight_copy / INDEX_OF_COPY, trained)["shards"]
     for parameter in module.parameters():
-        # engines cast all parameters, even those that a model would keep in fp32
-        parameter.data = parameter.data.to(getattr(torch, index["dtype"]))
+        # engines cast all parameters but codes of 4 bits, even those that a model would keep in fp32
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(getattr(torch, index["dtype"]))
     shapes = {name: parameter.shape for name, parameter in trained.items()}
     whole = {name: slice(0, parameter.numel()) for name, parameter in trained.items()}
     for name, _, values in read_shards(checkpoint / (weight_copy or role), shards, shapes, whole, [WEIGHT]):
         trained[name].copy_(values.view(shapes[name]))
-    state = module.state_dict()
+    state = module.state_dict(keep_vars=True)
     for name, value in load_file(checkpoint / role / "buffers.safetensors").items():
         state[name].copy_(value)
