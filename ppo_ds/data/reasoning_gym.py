@@ -28,10 +28,6 @@ from ppo_ds.errors import UserError
 
 # difference between the seeds of training and held-out rows; row i of a task has the seed of the task plus i
 HELD_OUT_SEED = 1_000_003
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from ppo_ds.data.reasoning_gym import main; "
-)
-_BOOT += "main()"
 
 
 @dataclass(frozen=True)
@@ -85,10 +81,11 @@ def task_rows(data: PPODataConfig) -> dict[str, TaskRows]:
 def rows_or_error(request: str) -> list[dict[str, Any]] | str:
     """Runs ``main`` in a process of its own. The rows are made once, although a start reads them twice."""
     made = subprocess.run(
-        [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
+        [sys.executable, "-P", "-m", __name__],
         input=request.encode(),
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
         check=True,
     )
     rows: list[dict[str, Any]] | str = pickle.loads(made.stdout)  # not JSON, which has no tuples
@@ -123,9 +120,8 @@ def make_rows(name: str, settings: dict[str, Any], max_rows: int | None = None) 
             f"{did_you_mean(key, keys)}"
         )
     try:
-        parts = [
-            {"weight": 1.0, "config": {}} | part for part in settings.get("datasets", [])
-        ]  # of composite
+        # the parts of the task "composite"
+        parts = [{"weight": 1.0, "config": {}} | part for part in settings.get("datasets", [])]
         own = settings | ({"datasets": [DatasetSpec(**part) for part in parts]} if parts else {})
         entries = list(islice(create_dataset(name, **own), max_rows))
     except Exception as error:  # of the task's code, which the user's values have caused
@@ -140,3 +136,7 @@ def make_rows(name: str, settings: dict[str, Any], max_rows: int | None = None) 
             {"prompt": entry["question"], "answer": entry["answer"], "task": task, "reasoning_gym": verified}
         )
     return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -6,9 +6,9 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError, validate_call
 
 from ppo_ds.background.pool import call_user
 from ppo_ds.background.values import described, quoted
@@ -57,26 +57,14 @@ class ToolEnvironment:
             function = tools[call.name]
             if isinstance(function, dict) or "self" in inspect.signature(function).parameters:
                 function = getattr(self, call.name)
-            result = await call_user(partial(function, **read_arguments(function, call.arguments)))
+            result = await call_user(partial(validate_call(function), **call.arguments))
         except ToolError as error:
             result = f"error: {error}"
+        except ValidationError as error:  # of the arguments
+            first = error.errors()[0]
+            result = f"error: {call.name}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         return {"role": "tool", "name": call.name, "content": content}
-
-
-def read_arguments(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Converts the arguments of a call to the types of the parameters; raises ToolError if one is wrong."""
-    types, arguments = get_type_hints(function), {}
-    try:
-        inspect.signature(function).bind(**given)
-    except TypeError as error:
-        raise ToolError(f"{function.__name__}: {error}") from error
-    for name, value in given.items():
-        try:
-            arguments[name] = TypeAdapter(types.get(name, Any)).validate_python(value)
-        except ValidationError as error:
-            raise ToolError(f"{function.__name__}: {name}: {error.errors()[0]['msg']}") from error
-    return arguments
 
 
 def name_of(tool: Tool) -> str:

@@ -173,11 +173,8 @@ def test_calls_and_their_results(turn, results):
         (hermes("[]"), OBJECT),
         (hermes('{"name": "add", "arguments": "a"}'), OBJECT),
         (hermes('{"name": "sub\\ud800"}'), "there is no tool 'sub\\ud800'; the tools are add, double, look"),
-        (hermes('{"name": "add"}'), "add: missing a required argument: 'a'"),
-        (
-            hermes('{"name": "add", "arguments": {"a": 1, "c": 2}}'),
-            "add: got an unexpected keyword argument 'c'",
-        ),
+        (hermes('{"name": "add"}'), "add: a: Missing required argument"),
+        (hermes('{"name": "add", "arguments": {"a": 1, "c": 2}}'), "add: c: Unexpected keyword argument"),
         (hermes('{"name": "add", "arguments": {"a": "x"}}'), f"add: a: {INTEGER}"),
         (hermes('{"name": "add", "arguments": {"a": 91}}'), "too large"),
     ],
