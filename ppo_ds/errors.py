@@ -19,6 +19,11 @@ class RunError(RuntimeError):
     """Ends a run with exit code 1 for a reason that its line explains, on the rank that found the problem."""
 
 
+def not_installed(package: str, extra: str) -> str:
+    """Describes a package that is missing, and the extra that installs it."""
+    return f"the package {package} is not installed; run: pip install -c constraints.txt -e '.[{extra}]'"
+
+
 def single_line(text: str) -> str:
     """Replaces line breaks and control characters by escapes; shortens a long text in the middle."""
     if len(text) > _MAX_CHARACTERS:  # the key is at the beginning and the remedy at the end: cut the middle

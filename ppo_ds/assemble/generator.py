@@ -107,10 +107,8 @@ def build_generator(
     ``note`` receives banner lines that name the backend and the reason for its choice. A collective that also
     draws random numbers.
     """
-    asked, backends = (
-        config.rollout.backend,
-        Backends(config, world, inputs, actor, sampling, should_stop, note),
-    )
+    asked = config.rollout.backend
+    backends = Backends(config, world, inputs, actor, sampling, should_stop, note)
     auto = [name for name, backend in BACKENDS.items() if backend.in_auto]
     choice = choose_backend(
         auto if asked == "auto" else (asked,),

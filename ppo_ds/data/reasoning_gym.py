@@ -115,10 +115,8 @@ def make_rows(name: str, settings: dict[str, Any], max_rows: int | None = None) 
         raise UserError(f"$PATH: reasoning-gym has no such task{did_you_mean(name, DATASETS)}")
     keys = [field.name for field in fields(DATASETS[name][1])]
     for key in settings.keys() - set(keys):
-        raise UserError(
-            f"$KEY.{key}={show(settings[key])}: the keys of {name} are {', '.join(keys)}"
-            f"{did_you_mean(key, keys)}"
-        )
+        known = f"the keys of {name} are {', '.join(keys)}"
+        raise UserError(f"$KEY.{key}={show(settings[key])}: {known}{did_you_mean(key, keys)}")
     try:
         # the parts of the task "composite"
         parts = [{"weight": 1.0, "config": {}} | part for part in settings.get("datasets", [])]

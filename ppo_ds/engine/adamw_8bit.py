@@ -59,9 +59,8 @@ def decoded(codes: Tensor, table: Tensor, scales: Tensor) -> Tensor:
 def encoded(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Returns codes and scales of ``values``, which decode to exactly these values if any do.
 
-    The scale of a block is the number that the largest magnitude was divided by. The table has 1 as its
-    largest number, but -0.993 as its smallest, so that a scale that is computed from a negative value may be
-    wrong in the last bits. Its neighbours are therefore tried too.
+    The largest magnitude of a block was divided by its scale. The table reaches from -0.993 to 1, so that a
+    scale that is computed from a negative value may be wrong in the last bits: its neighbours are tried too.
     """
     blocks = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     largest = torch.maximum(blocks.amax(1), blocks.amin(1) / table[0] if table[0] < 0 else blocks.amax(1))

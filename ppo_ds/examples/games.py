@@ -14,19 +14,13 @@ from threading import Lock
 from typing import Any
 
 from ppo_ds.config.text import did_you_mean, show
-from ppo_ds.errors import UserError, single_line
+from ppo_ds.errors import UserError, not_installed, single_line
 from ppo_ds.types import Row
 
-_state = random.getstate()
 try:
-    import textarena  # draws random numbers
+    import textarena
 except ImportError as error:
-    raise ImportError(
-        f"{error.name}, which games need, is not installed; run: pip install -c constraints.txt -e "
-        "'.[textarena]'"
-    ) from error
-finally:
-    random.setstate(_state)
+    raise ImportError(not_installed(str(error.name), "textarena")) from error
 
 EXAMPLE = "GuessTheNumber-v0"
 CHOOSE = f"choose a game for one player, such as {EXAMPLE}"
@@ -40,11 +34,8 @@ class Game:
     """
 
     def __init__(self, name: str = EXAMPLE, **options: Any):
-        self.key, self.name, self.options = (
-            f"rollout.environment.arguments.name={name}",
-            f"{name}-raw",
-            options,
-        )
+        self.key = f"rollout.environment.arguments.name={name}"
+        self.name, self.options = f"{name}-raw", options
         names = textarena.envs.registration.ENV_REGISTRY
         if self.name not in names:
             meant = did_you_mean(name, (one.removesuffix("-raw") for one in names if one.endswith("-raw")))

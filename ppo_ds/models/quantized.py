@@ -1,9 +1,8 @@
 """Frozen weights in 4 bits: NF4 with double quantization (QLoRA, Dettmers et al. 2023), from bitsandbytes.
 
-transformers quantizes the linear layers of the trunk as it loads them, on the CPU, so that every rank and
-every later export have the same codes. Embeddings, norms and heads keep the model's dtype, in which each
-layer also computes with its dequantized weight. All other modules see a model in this dtype: state dicts,
-names and shapes are those of the model without quantization.
+transformers quantizes the linear layers of the trunk as it loads them, on the CPU, so that all ranks and
+exports have the same codes. Embeddings, norms and heads keep the model's dtype, in which each layer also
+computes. State dicts, names and shapes are those of the model without quantization.
 """
 
 from __future__ import annotations

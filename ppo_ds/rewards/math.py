@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ppo_ds.errors import not_installed
+
 try:
     from math_verify import parse, verify
 except ImportError as error:
-    raise ImportError(
-        "the package math-verify is not installed; run: pip install -c constraints.txt -e '.[math]'"
-    ) from error
+    raise ImportError(not_installed("math-verify", "math")) from error
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # its warnings print whole responses
 

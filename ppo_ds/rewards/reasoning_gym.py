@@ -13,15 +13,13 @@ from functools import cache
 from typing import Any
 
 from ppo_ds.background.values import NoResult, is_float32
+from ppo_ds.errors import not_installed
 
 try:
     from reasoning_gym.dataset import ProceduralDataset
     from reasoning_gym.factory import create_dataset
 except ImportError as error:
-    raise ImportError(
-        "the package reasoning-gym is not installed; run: pip install -c constraints.txt -e "
-        "'.[reasoning_gym]'"
-    ) from error
+    raise ImportError(not_installed("reasoning-gym", "reasoning_gym")) from error
 
 
 def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:

@@ -77,9 +77,9 @@ class Generator(Protocol):
         ``truncate_at_stop`` makes the Rollout from generated tokens [B,R] and their log-probs [B,R]: it
         applies the limits, stop tokens and stop strings. The log-probs are computed from the full
         distribution at ``sampling.temperature``, regardless of top_k and top_p. Rows with ``prompts.seeds``
-        draw no number from torch's random state, only with their seeds. All ranks call the backend the same
-        number of times, each with its own prompts. The backend calls ``distributed.heartbeat.beat``
-        in the main thread whenever tokens are done; calls without progress would hide a hang.
+        draw with their seeds, except by hf, and not from torch's random state. All ranks call the backend the
+        same number of times, each with its own prompts. The backend calls ``distributed.heartbeat.beat`` in
+        the main thread whenever tokens are done; calls without progress would hide a hang.
         """
 
 
@@ -118,10 +118,7 @@ def max_new_tokens(prompts: Prompts, sampling: SamplingParams) -> Tensor:
 
 
 def draw_uniforms(prompts: Prompts, limits: Tensor, device: torch.device) -> Tensor:
-    """Draws a number for each row and position, [B,R] float64 in [0,1), with the seeds of the rows if given.
-
-    With a seed, the numbers of a row do not depend on the other rows.
-    """
+    """Draws numbers [B,R] float64 in [0,1); with seeds, those of a row do not depend on the other rows."""
     shape = (len(prompts), int(limits.max()))
     if prompts.seeds is None:
         return torch.rand(*shape, dtype=torch.float64, device=device)

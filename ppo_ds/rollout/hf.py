@@ -21,15 +21,7 @@ from ppo_ds.compute.batching import plan_microbatches
 from ppo_ds.distributed.faults import fault
 from ppo_ds.distributed.heartbeat import beat, counting
 from ppo_ds.ops.logprobs import logprobs_and_entropy_from_logits
-from ppo_ds.ops.token_sampling import draw
-from ppo_ds.rollout.base import (
-    DecodeBackend,
-    SamplingParams,
-    StopStrings,
-    draw_uniforms,
-    max_new_tokens,
-    truncate_at_stop,
-)
+from ppo_ds.rollout.base import DecodeBackend, SamplingParams, StopStrings, max_new_tokens, truncate_at_stop
 from ppo_ds.types import Prompts, Rollout, to_device
 
 
@@ -63,7 +55,6 @@ class HFGenerator(DecodeBackend):
                     limits[rows],
                     sampling,
                     tokenizer=self.tokenizer,
-                    uniforms=None if chunk.seeds is None else draw_uniforms(chunk, limits[rows], device),
                     lockstep=self.lockstep_max is not None,
                     should_stop=self.should_stop,
                 )
@@ -84,7 +75,6 @@ def generate(
     sampling: SamplingParams,
     *,
     tokenizer: Any,
-    uniforms: Tensor | None = None,
     lockstep: bool = False,
     should_stop: Callable[[], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -95,7 +85,6 @@ def generate(
 
     Args:
         limits: Maximum number of new tokens of each row [B]. It takes precedence over ``min_new_tokens``.
-        uniforms: Random numbers [B,R] in [0,1) with which the tokens are drawn; None: torch's random state.
         lockstep: Whether to run forwards until all ranks are done, as a sharded model requires.
         should_stop: Function that ends generation with the next token once it returns True (with
             ``lockstep``: once it returns True on all ranks), even if responses are incomplete.
@@ -108,9 +97,6 @@ def generate(
         processors.append(
             MinNewTokensLengthLogitsProcessor(width, sampling.min_new_tokens, stop_ids, device=ids.device)
         )
-    if uniforms is not None and sampling.top_k != 1:
-        processors.append(DrawnToken(width, uniforms, sampling))
-        sampling = sampling.as_greedy()
     criteria: list[StoppingCriteria] = []
     if limits.min() < limits.max():
         criteria.append(_RowLimits(width, to_device(limits, ids.device)))
@@ -181,20 +167,6 @@ class LogprobRecorder(LogitsProcessor):
         if len(self.logprobs) < responses.shape[1]:
             self.take(responses[:, -1])
         return torch.stack(self.logprobs, dim=1)
-
-
-@dataclass(eq=False)
-class DrawnToken(LogitsProcessor):
-    """Draws the next token of each row with given random numbers, and bars all other tokens."""
-
-    prompt_width: int
-    uniforms: Tensor  # [B,R] float64 in [0,1)
-    sampling: SamplingParams
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        s, numbers = self.sampling, self.uniforms[:, input_ids.shape[1] - self.prompt_width]
-        tokens, _ = draw(scores, numbers, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p)
-        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 
 @dataclass(eq=False)

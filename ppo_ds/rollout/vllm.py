@@ -113,8 +113,8 @@ class VLLMGenerator(DecodeBackend):
                 _import_vllm()
                 self.merges_because = adapter_problem(model)
             if self.merges_because is None:
-                rank = slot_rank(model.peft_config[ADAPTER].r)
-                options = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+                rank = model.peft_config[ADAPTER].r
+                options = {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(rank)}
         self._llm = start_engine(
             model,
             **options,

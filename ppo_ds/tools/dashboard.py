@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ppo_ds.errors import UserError
+from ppo_ds.errors import UserError, not_installed
 from ppo_ds.tools.metrics_page import in_words
 from ppo_ds.tracking.catalogue import PANELS, SECTIONS, Metric, Panel, find, matches
 
@@ -34,9 +34,7 @@ def save_workspace(entity: str, project: str, name: str, view: str | None = None
     try:
         from wandb_workspaces import workspaces as ws
     except ModuleNotFoundError:
-        raise UserError(
-            "wandb-workspaces is not installed; run: pip install -c constraints.txt -e '.[dashboards]'"
-        ) from None
+        raise UserError(not_installed("wandb-workspaces", "dashboards")) from None
     if view is None:
         workspace = ws.Workspace(entity=entity, project=project, name=name)
     else:

@@ -368,8 +368,11 @@ rollout.backend=static rollout.partial=true ->
 rollout.backend=static rollout.max_versions=3 ->
     rollout.max_versions=3: needs rollout.partial=true (it is false); otherwise set rollout.max_versions=8
 rollout.backend=static rollout.partial=true algo.rollout_is.kind=tis algo.advantage.estimator=remax ->
-    algo.advantage.estimator=remax: its greedy responses need the version of the policy that sampled the
-    others; change it, or set rollout.partial=false
+    algo.advantage.estimator=remax: greedy responses are not continued; change it, or set
+    rollout.partial=false
+rollout.backend=static rollout.partial=true algo.rollout_is.kind=tis data.difficulty.floor=0.2 ->
+    data.difficulty.floor=0.2: it learns the scores of a draw before the next draw; change it, or set
+    rollout.partial=false
 rollout.backend=static rollout.partial=true algo.rollout_is.kind=tis rollout.environment.path=a.py:Game ->
     rollout.environment.path=a.py:Game: responses of several turns are not continued later; change it, or set
     rollout.partial=false

@@ -84,7 +84,7 @@ def test_async_methods_make_rows_independent(tmp_path):
     assert [is_asynchronous(kind) for kind in kinds] == [True, False]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "hf"])
 def test_the_timing_of_tools_changes_no_token(decode, prompts_of, name):  # noqa: F811
     """Four rows are generated together, or the first one last; both leave the same random state."""
 

@@ -87,6 +87,6 @@ def test_without_the_extra_one_line_names_the_remedy(monkeypatch):
         load_object(PATH, "rollout.environment.path", "class")
     (line,) = caught.value.problems
     assert line == (
-        f"rollout.environment.path={PATH}: cannot import ppo_ds.examples.games: ImportError: textarena, "
-        "which games need, is not installed; run: pip install -c constraints.txt -e '.[textarena]'"
+        f"rollout.environment.path={PATH}: cannot import ppo_ds.examples.games: ImportError: the "
+        "package textarena is not installed; run: pip install -c constraints.txt -e '.[textarena]'"
     )

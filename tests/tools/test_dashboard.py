@@ -99,7 +99,8 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     assert main(["me/p"]) == 2
     assert capsys.readouterr().err == (
-        "error: wandb-workspaces is not installed; run: pip install -c constraints.txt -e '.[dashboards]'\n"
+        "error: the package wandb-workspaces is not installed; run: pip install -c constraints.txt -e "
+        "'.[dashboards]'\n"
     )
 
 

@@ -135,18 +135,11 @@ def check_partial(config: PPOConfig, ranks: int) -> Iterator[str]:
             "importance weights; set algo.rollout_is.kind, for example truncate (it is none)"
         )
     path, estimator, floor = config.rollout.environment.path, algo.advantage, config.data.difficulty.floor
+    dynamic, name = algo.dynamic_sampling.enabled, estimator.estimator
     for setting, found, why in (
         (f"rollout.environment.path={path}", path, "responses of several turns are not continued later"),
-        (
-            "algo.dynamic_sampling.enabled=true",
-            algo.dynamic_sampling.enabled,
-            "each of its rounds waits for all responses",
-        ),
-        (
-            f"algo.advantage.estimator={estimator.estimator}",
-            estimator.needs_greedy,
-            "its greedy responses need the version of the policy that sampled the others",
-        ),
+        ("algo.dynamic_sampling.enabled=true", dynamic, "each of its rounds waits for all responses"),
+        (f"algo.advantage.estimator={name}", estimator.needs_greedy, "greedy responses are not continued"),
         (f"data.difficulty.floor={floor}", floor, "it learns the scores of a draw before the next draw"),
     ):
         if found:

@@ -26,6 +26,7 @@ from ppo_ds.config.similar_paths import (
     model_sibling,
 )
 from ppo_ds.config.text import show
+from ppo_ds.errors import not_installed
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
 # stage -> name of its rows in error messages
@@ -73,10 +74,7 @@ def check_tasks(config: TextConfig, ranks: int) -> Iterator[str]:
         if not isinstance(data, PPODataConfig) or key == "data.ptx_path":
             yield f"{key}={paths[key]}: makes prompts, which only stage=ppo uses, in data.path or data.mix"
     if made and find_spec("reasoning_gym") is None:
-        yield (
-            f"{made[0]}={paths[made[0]]}: the package reasoning-gym is not installed; run: pip install "
-            "-c constraints.txt -e '.[reasoning_gym]'"
-        )
+        yield f"{made[0]}={paths[made[0]]}: {not_installed('reasoning-gym', 'reasoning_gym')}"
     if not isinstance(data, PPODataConfig):
         return
     settings = {"data.task": data.task, "data.eval_task": data.eval_task}
@@ -131,11 +129,8 @@ def hub_names(config: Config) -> list[str]:
     paths = [*_model_paths(config).values()]
     if isinstance(config, TextConfig):
         paths += _data_paths(config).values()
-    return [
-        path
-        for path in paths
-        if path and not looks_local(path) and not is_task(path) and not is_prepared(path, config)
-    ]
+    named = (path for path in paths if path and not is_task(path) and not looks_local(path))
+    return [path for path in named if not is_prepared(path, config)]
 
 
 def looks_local(path: str) -> bool:

@@ -18,6 +18,7 @@ from ppo_ds.config.schema import (
 )
 from ppo_ds.config.text import show
 from ppo_ds.config.types import leaves, parts_of
+from ppo_ds.errors import not_installed
 
 # DeepSpeed settings that the trainer sets itself -> the keys to use instead
 SET_BY_TRAINER = {
@@ -100,8 +101,7 @@ def check_bitsandbytes(config: Config, ranks: int) -> Iterator[str]:
                 if values.get(name) == value:
                     yield f"{key}.{name}={show(value)}: {problem}, or {key}.model.quantization=none"
     if users and find_spec("bitsandbytes") is None:
-        install = "run: pip install -c constraints.txt -e '.[bitsandbytes]'"
-        yield f"{users[0]}: the package bitsandbytes is not installed; {install}"
+        yield f"{users[0]}: {not_installed('bitsandbytes', 'bitsandbytes')}"
 
 
 def check_initial_critic(config: PPOConfig, ranks: int) -> Iterator[str]:
