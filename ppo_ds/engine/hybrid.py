@@ -140,7 +140,7 @@ class HybridActor(TrainedModel):
 
     @torch.no_grad()
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the value of each matrix of the adapters. With ZeRO-3 all ranks must read all."""
+        """Yields the name and value of each matrix of the adapters; with ZeRO-3 all ranks must read all."""
         matrices = [item for item in self.module.lm.named_parameters() if item[1].requires_grad]
         for chunk in chunked(matrices, lambda item: whole_numel(item[1]), self._gather_elements):
             sharded = [parameter for _, parameter in chunk]

@@ -1,9 +1,9 @@
 """Partial rollouts: responses that have not ended in a step are continued in later steps, with newer weights.
 
 A rank has the responses to ``rollout.oversample`` times its share of the prompts in progress. Generation ends
-once all responses to its share of the prompts have ended (Kimi k1.5, 2025; AReaL, Fu et al. 2025). Nothing is
-dropped: each prompt that was started is learned from in some step, so that the lengths of the responses are
-those of the policy. Only the responses that are in progress when the run ends, mostly long ones, are missing.
+once all responses to its share of the prompts have ended (Kimi k1.5, 2025; AReaL, Fu et al. 2025). Each
+prompt that was started is learned from in some step, so that the lengths of the responses are those of the
+policy, except that those in progress when the run ends, mostly long ones, are missing.
 
 The log-probs of a token are those of the version of the policy that sampled it. The old log-probs of the
 ratio are those of the current policy, and ``algo.rollout_is`` weights each token by the quotient of the two
@@ -47,10 +47,6 @@ class Group:
     prompt: int  # index in the data set
     responses: list[Response]
 
-    @property
-    def ended(self) -> bool:
-        return all(response.ended for response in self.responses)
-
 
 @dataclass(kw_only=True)
 class PartialRolloutCollector(RolloutCollector):
@@ -75,7 +71,7 @@ class PartialRolloutCollector(RolloutCollector):
             new = self.prompts.next_indices()[::size]
             self.groups += [Group(prompt, [Response() for _ in range(size)]) for prompt in new]
         self.generate(self.groups[:started], share, version)
-        done = [group for group in self.groups if group.ended][:share]
+        done = [group for group in self.groups if all(one.ended for one in group.responses)][:share]
         self.groups = [group for group in self.groups if group not in done]
         rollout = self.rollout(done, version)
         carried = sum(bool(response.tokens) for group in self.groups for response in group.responses)
