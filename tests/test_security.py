@@ -410,6 +410,8 @@ ALLOWED = {
     ("ppo_ds/background/user_code.py", "exec_module"): "the same",
     ("ppo_ds/rewards/processes.py", "subprocess"): "its worker processes: a list of arguments, no shell",
     ("ppo_ds/rewards/processes.py", "multiprocessing"): "sends calls to them; their replies are read as JSON",
+    ("ppo_ds/data/reasoning_gym.py", "subprocess"): "runs itself: a list of arguments, no shell",
+    ("ppo_ds/data/reasoning_gym.py", "pickle"): "the rows that this process has made",
     ("ppo_ds/rewards/worker.py", "multiprocessing"): "unpickles calls, which the rank has sent",
     (
         "ppo_ds/distributed/child_groups.py",

@@ -48,6 +48,7 @@ class RolloutCollector:
 
     def score(self, rollout: Rollout) -> Pending[Scores]:
         """Starts to score a rollout. A collective."""
+        assert int(rollout.response_lengths.min()) > 0, "a response has at least one token"
         with self.timer("reward"):
             fault("reward")
             scores = self.start_scoring(rollout)  # r(x, y)

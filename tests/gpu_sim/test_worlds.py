@@ -48,6 +48,8 @@ WORLDS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
 # With few layers under ZeRO-3, the doctor's sum of a layer's activations and the whole LM head is too high in
 # forwards, because these are not in memory at the same time.
 FEW_LAYERS = 0.4
+NIGHTLY = ("7b on 8", "70b on 8")  # minutes each, since they have many layers
+NAMES = [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in WORLDS]
 COMPARED = ("7b on 8", "70b on 8", "zero2", "zero2 offload", "zero0 fp32")
 
 
@@ -75,7 +77,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
     return run
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_runs_all_phases_on_one_device(simulated: Callable[[str], dict[str, Any]], name: str) -> None:
     world = simulated(name)
     assert not world["mixed"], listed(Counter(world["mixed"]))
@@ -84,7 +86,7 @@ def test_a_step_runs_all_phases_on_one_device(simulated: Callable[[str], dict[st
     assert set(world["packed"].values()) == {"fp32" not in name}  # packed; the kernel needs 16 bits
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_doctor_counts_the_bytes_between_phases(
     simulated: Callable[[str], dict[str, Any]], name: str
 ) -> None:
@@ -97,7 +99,7 @@ def test_the_doctor_counts_the_bytes_between_phases(
     assert world["moments"] == pytest.approx(sum(world["doctor"]["moments"].values()), rel=0.01)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_doctor_is_within_ten_percent_of_the_counted_bytes(
     simulated: Callable[[str], dict[str, Any]], name: str
 ) -> None:
@@ -112,7 +114,7 @@ def test_the_doctor_is_within_ten_percent_of_the_counted_bytes(
     assert len(gaps) > 6 and all(-0.1 < gap < highest for gap in gaps.values()), gaps
 
 
-@pytest.mark.parametrize("name", [name for name in WORLDS if "lora" not in name])
+@pytest.mark.parametrize("name", [name for name in NAMES if "lora" not in str(name)])
 def test_no_forward_or_backward_synchronizes_the_device(
     simulated: Callable[[str], dict[str, Any]], name: str
 ) -> None:

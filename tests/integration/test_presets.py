@@ -170,7 +170,8 @@ LEARNING = {
 
 
 def test_every_preset_is_trained_over_night():
-    assert set(LEARNING) == set(PRESETS) - {"sums", "zysnlp_strict"}  # sums is the quickstart itself
+    # sums is the quickstart itself; test_teacher.py trains with distill
+    assert set(LEARNING) == set(PRESETS) - {"sums", "zysnlp_strict", "distill"}
 
 
 @pytest.mark.slow

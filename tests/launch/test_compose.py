@@ -77,6 +77,7 @@ def test_every_option_of_every_group_sets_its_keys(option: str) -> None:
         "reward=environment": ["rollout.environment.path=pkg.mod:Game"],
         "reward=model": ["reward.model.path=org/reward"],
         "reward=get_score": ["reward.model.path=org/reward"],
+        "reward=teacher": ["reward.model.path=org/teacher"],
         "reward=function": ["reward.path=pkg.mod:score"],
         "reward=regex": ["reward.pattern=x"],
         "reward=remote": ["reward.url=http://localhost"],
@@ -269,7 +270,7 @@ def test_values_that_hydra_cannot_read_are_text(text: str) -> None:
             "+experiment=rhlf",
             "+experiment=rhlf: no such experiment; available: calculator, deepspeed_chat, grpo,",
         ),
-        ("algo=standart", "algo=standart: no such algo; available: cispo, dapo, deepspeed_chat, dppo,"),
+        ("algo=standart", "algo=standart: no such algo; available: cispo, dapo, deepspeed_chat, distill,"),
         (
             "reward={path:x}",
             "reward={path:x}: no such reward; available: deberta_v3_large, environment, exact_match,",

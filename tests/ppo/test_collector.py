@@ -5,6 +5,7 @@ signal.
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -192,6 +193,14 @@ def test_a_greedy_response_to_each_prompt_is_generated_and_scored_too(on_ranks, 
 def greedy_lengths(ranks):
     """Returns the lengths that ``generate`` gives the greedy responses to the prompts 1 to 4."""
     return [1 + (n + i % (4 // ranks) % SAMPLES) % 4 for i, n in enumerate([1, 2, 3, 4])]
+
+
+def test_a_response_without_tokens_is_an_error(world):
+    collect = RolloutCollector(**parts({2}) | dict(prompts=iter([prompts_of([1])])))
+    rollout = generate(prompts_of([1]), SAMPLING)
+    empty = replace(rollout, attention_mask=rollout.attention_mask & False)
+    with pytest.raises(AssertionError, match="at least one token"):
+        collect.score(empty)
 
 
 class Observer:

@@ -31,9 +31,9 @@ def main() -> int:
         vllm_support.version = lambda package: fake_vllm.__version__
     weights, with_tied, steps = HybridActor.weights, VLLMGenerator._with_tied, [0]
 
-    def sent(actor: HybridActor) -> Iterator[tuple[str, Tensor]]:
+    def sent(actor: HybridActor, **options: bool) -> Iterator[tuple[str, Tensor]]:
         steps.append(actor.engine.global_steps)
-        return weights(actor)
+        return weights(actor, **options)
 
     def received(*arguments: Any) -> Iterator[tuple[str, Tensor]]:
         ignored = when == "always" or steps[-1] > 0
