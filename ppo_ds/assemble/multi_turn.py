@@ -28,11 +28,10 @@ def with_environment(
         return backend
     make = load_environment(settings.path, settings.arguments)
     tokenizer, read_calls = equip(tokenizer, make.func, settings.path)
-    independent = settings.independent
     return MultiTurnGenerator(
         backend=backend,
         make_environment=make,
-        independent=is_asynchronous(make.func) if independent is None else independent,
+        independent=is_asynchronous(make.func),
         read_calls=read_calls,
         max_turns=settings.max_turns,
         max_prompt_tokens=config.data.max_prompt_tokens,

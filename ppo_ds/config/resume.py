@@ -40,7 +40,7 @@ IMMUTABLE = tuple(
     actor.zero.stage critic.zero.stage scorer.zero.stage *.lora.rank *.lora.alpha *.lora.targets *.ema.decay
     critic.init critic.share_trunk
     rollout.prompts_per_step rollout.samples_per_prompt rollout.partial rollout.environment.arguments*
-    rollout.environment.max_turns rollout.environment.path rollout.environment.independent data.*
+    rollout.environment.max_turns rollout.environment.path data.*
     prepare.* algo.action_level
     algo.old_policy algo.old_logprobs algo.epochs algo.minibatch_size algo.train_on_eos algo.advantage.*
     algo.policy.loss algo.loss.agg algo.rollout_is.kind algo.rollout_is.level algo.kl.place

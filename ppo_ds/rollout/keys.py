@@ -27,12 +27,6 @@ class EnvironmentConfig(Section):
     max_turns: Count = Field(8, description="Limit on the turns of the policy in one response.")
     timeout_seconds: Positive = Field(60.0, description="Time limit of one call of reset or step.")
     workers: Count = Field(8, description="Simultaneous calls of environments on each rank.")
-    independent: bool | None = Field(
-        None,
-        description="true: a response goes on once its own calls have ended, so that a slow call delays no "
-        "other response; false: the responses take their turns together, and repeats are equal to the bit; "
-        "null: true if reset or step is async.",
-    )
     trial: bool = Field(
         True, description="Tries the environment on one row of the data before models are loaded."
     )
