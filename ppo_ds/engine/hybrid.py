@@ -34,8 +34,9 @@ from ppo_ds.engine.gather import GATHER_ELEMENTS, chunked
 from ppo_ds.engine.layerwise_generation import layer_by_layer
 from ppo_ds.engine.memory_budget import GIB, MemoryBudget, describe_plan, free_bytes, plan_generation
 from ppo_ds.engine.optimizer_offload import OptimizerOffload
-from ppo_ds.engine.trained import TrainedModel, whole_numel
+from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.models.lora import PlainWeight, checkpoint_tensors, plain_weights
+from ppo_ds.models.quantized import whole_numel
 
 # A context in which an inference engine generates with the given weights, by their names in a checkpoint. A
 # second iterator yields adapters, by their names in the causal LM; the weights are then those of the base.

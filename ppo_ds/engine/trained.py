@@ -17,7 +17,7 @@ from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.adamw_8bit import make_adamw_8bit
 from ppo_ds.engine.gradients import local_squared_norm, loss_scale_can_decrease, skip_step
-from ppo_ds.models.quantized import whole_shape
+from ppo_ds.models.quantized import whole_numel
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,6 @@ def parameter_groups(
         {"params": parameters, "weight_decay": weight_decay if decays else 0.0, "lr_factor": factor}
         for (decays, factor), parameters in sorted(groups.items(), key=lambda item: item[0], reverse=True)
     ]
-
-
-def whole_numel(parameter: nn.Parameter) -> int:
-    """Returns the number of elements of the whole parameter, even if it is sharded or quantized."""
-    return math.prod(whole_shape(parameter))
 
 
 def parameter_counts(module: nn.Module) -> tuple[int, int]:

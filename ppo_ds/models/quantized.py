@@ -7,6 +7,7 @@ computes. State dicts, names and shapes are those of the model without quantizat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +61,11 @@ def plain_weight(weight: Tensor) -> Tensor:
 def whole_shape(weight: Tensor) -> Sequence[int]:
     """Returns the shape of a weight that may be sharded by ZeRO-3 or quantized."""
     return weight.quant_state.shape if is_quantized(weight) else getattr(weight, "ds_shape", weight.shape)
+
+
+def whole_numel(parameter: Tensor) -> int:
+    """Returns the number of elements of the whole parameter, even if it is sharded or quantized."""
+    return math.prod(whole_shape(parameter))
 
 
 def _dequantize_state(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:

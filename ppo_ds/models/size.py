@@ -23,7 +23,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.download import cached_folder
 from ppo_ds.models.loading import attention, code_arguments, config_of, user_errors
 from ppo_ds.models.lora import add_adapters, plain_modules
-from ppo_ds.models.quantized import is_quantized, whole_shape
+from ppo_ds.models.quantized import is_quantized, whole_numel
 
 # settings that change the logits after the head
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -53,7 +53,7 @@ def size_of(model: nn.Module) -> Size:
     config: Any = model.config.get_text_config()
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     head = output.weight if output is not None else None
-    body = sum(_numel(p) for p in model.parameters() if p is not embedding and p is not head)
+    body = sum(whole_numel(p) for p in model.parameters() if p is not embedding and p is not head)
     # a state-space model has no attention heads and keeps no keys and values
     heads = getattr(config, "num_attention_heads", None) or 0
     head_dim = head_size(config)
@@ -61,11 +61,11 @@ def size_of(model: nn.Module) -> Size:
     experts, active = expert_counts(config)
     idle = 0  # parameters of the experts that a token does not use; all tokens use the shared experts
     if experts:
-        routed = sum(_numel(p) for name, p in model.named_parameters() if ".experts." in name)
+        routed = sum(whole_numel(p) for name, p in model.named_parameters() if ".experts." in name)
         idle = routed * (experts - active) // experts
     return Size(
         body=body,
-        head=_numel(head) if head is not None else 0,
+        head=whole_numel(head) if head is not None else 0,
         layers=config.num_hidden_layers,
         width=heads * head_dim,
         kv_width=kv_heads * head_dim,
@@ -86,11 +86,6 @@ def expert_counts(config: Any) -> tuple[int, int]:
     return (experts, active) if experts and active else (0, 0)
 
 
-def _numel(parameter: nn.Parameter) -> int:
-    """Returns the number of elements of the full parameter, which may be sharded or quantized."""
-    return math.prod(whole_shape(parameter))
-
-
 def shape_of(model: PreTrainedModel) -> Shape:
     """Returns the shape of a transformers model, which may be on the meta device."""
     config: Any = model.config.get_text_config()
@@ -104,10 +99,10 @@ def shape_of(model: PreTrainedModel) -> Shape:
         inner = active * (getattr(config, "moe_intermediate_size", None) or inner) + shared
     return Shape(
         **vars(size),
-        parameters=sum(_numel(p) for p in parameters),
-        trained=sum(_numel(p) for p in trained),
-        largest_trained=max((_numel(p) for p in trained), default=0),
-        largest_tensor=max(_numel(p) for p in parameters),
+        parameters=sum(whole_numel(p) for p in parameters),
+        trained=sum(whole_numel(p) for p in trained),
+        largest_trained=max((whole_numel(p) for p in trained), default=0),
+        largest_tensor=max(whole_numel(p) for p in parameters),
         vocabulary=config.vocab_size,
         hidden=config.hidden_size,
         inner=inner,
@@ -116,8 +111,8 @@ def shape_of(model: PreTrainedModel) -> Shape:
         fused=config._attn_implementation != "eager",
         head_norms=any("q_norm" in name for name in names),
         makes_logits=any(getattr(config, name, None) not in (None, 1.0) for name in _LOGIT_CHANGES),
-        quantized=sum(_numel(p) for p in parameters if is_quantized(p)),
-        linear=sum(_numel(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)),
+        quantized=sum(whole_numel(p) for p in parameters if is_quantized(p)),
+        linear=sum(whole_numel(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)),
     )
 
 

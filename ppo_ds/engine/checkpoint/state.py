@@ -28,10 +28,10 @@ from ppo_ds.engine.checkpoint.shards import (
 )
 from ppo_ds.engine.gather import GATHER_ELEMENTS, chunked
 from ppo_ds.engine.master_weights import PARTS, WEIGHT, MasterWeights, opened_masters
-from ppo_ds.engine.trained import TrainedModel, parameter_counts, whole_numel
+from ppo_ds.engine.trained import TrainedModel, parameter_counts
 from ppo_ds.engine.weight_copy import WeightCopy
 from ppo_ds.errors import UserError
-from ppo_ds.models.quantized import plain_weight
+from ppo_ds.models.quantized import plain_weight, whole_numel
 
 KEY = "run.resume: "  # prefix of error messages while loading
 
