@@ -56,7 +56,7 @@ test: $(STAMP)
 # half of their speed to a second busy process. pytest exits with 5 if ARGS select no test.
 test-all: $(STAMP)
 	$(PARALLEL) -m "not ranks and not nightly" $(ARGS) || [ $$? -eq 5 ]
-	$(VENV)/bin/python -m pytest -q -m "ranks and not nightly" $(ARGS) || [ $$? -eq 5 ]
+	$(VENV)/bin/python -m pytest -q --durations=120 --durations-min=6 -m "ranks and not nightly" $(ARGS) || [ $$? -eq 5 ]
 
 test-nightly: $(STAMP)
 	mkdir -p outputs

@@ -19,7 +19,7 @@ try:
     from reasoning_gym.dataset import ProceduralDataset
     from reasoning_gym.factory import create_dataset
 except ImportError as error:
-    raise ImportError(not_installed("reasoning-gym", "reasoning_gym")) from error
+    raise ImportError(not_installed("reasoning-gym", "reasoning-gym")) from error
 
 
 def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:

@@ -16,7 +16,7 @@ from tests.config.commands import MINIMAL, complaints, compose
 from tests.data.conftest import make_tokenizer
 from tests.ppo.conftest import run_ranks
 
-pytest.importorskip("reasoning_gym", reason="the extra reasoning_gym is not installed")
+pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
 SUMS, DIGITS = "reasoning_gym:chain_sum", {"min_terms": 2, "max_terms": 2, "max_digits": 1, "size": 60}
 
 
@@ -181,5 +181,5 @@ def test_a_command_without_the_extra_names_it(monkeypatch):
     monkeypatch.setitem(reasoning_gym.sys.modules, "reasoning_gym", None)
     assert complaints(*MINIMAL, OF_SUMS) == [
         f"{OF_SUMS}: the package reasoning-gym is not installed; run: pip install -c constraints.txt -e "
-        "'.[reasoning_gym]'"
+        "'.[reasoning-gym]'"
     ]

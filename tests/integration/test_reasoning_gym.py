@@ -10,7 +10,7 @@ import pytest
 from ppo_ds.examples.sums import prepare_stages
 from tests.integration.launching import launch
 
-pytest.importorskip("reasoning_gym", reason="the extra reasoning_gym is not installed")
+pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
 pytestmark = pytest.mark.slow
 
 ARGUMENTS = (

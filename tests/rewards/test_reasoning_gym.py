@@ -15,7 +15,7 @@ from ppo_ds.rewards.function import FunctionReward
 from tests.config.commands import MINIMAL, problems
 from tests.rewards.reward_cases import make_rollout
 
-pytest.importorskip("reasoning_gym", reason="the extra reasoning_gym is not installed")
+pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
 PATH = "ppo_ds.rewards.reasoning_gym:score"
 SHIPPED = yaml.safe_load(Path("conf/reward/reasoning_gym.yaml").read_text())
 
@@ -97,7 +97,7 @@ def test_without_the_extra_one_line_names_the_remedy(monkeypatch):
         load_object(PATH, "reward.path", "function")
     assert caught.value.problems == [
         f"reward.path={PATH}: cannot import ppo_ds.rewards.reasoning_gym: ImportError: the package "
-        "reasoning-gym is not installed; run: pip install -c constraints.txt -e '.[reasoning_gym]'"
+        "reasoning-gym is not installed; run: pip install -c constraints.txt -e '.[reasoning-gym]'"
     ]
 
 

@@ -20,7 +20,7 @@ from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.teacher import TeacherReward
 from tests.ppo.conftest import run_ranks
 from tests.rewards.model_cases import TINY, save_model
-from tests.rewards.reward_cases import make_rollout, save_tokenizer
+from tests.rewards.reward_cases import loaded, make_rollout, save_tokenizer
 
 LLAMA = LlamaConfig(**{name: value for name, value in TINY.items() if name != "num_labels"})
 PAIRS = [("what is it", "an answer"), ("and", "no"), ("a longer question", "yes, it is"), ("x", "")]
@@ -58,7 +58,7 @@ def made(tokenizer):
 
     def make(path, forward=None, temperature=1.0, score_tokens=10_000, all_reduce_max=lambda n: n):
         def load_frozen(load, model, zero, key):
-            module = load(model, key=key).eval()
+            module = loaded(load, model, key).eval()  # in one thread at a time
             make.placed = Resident(forward or module)
             return module, make.placed
 

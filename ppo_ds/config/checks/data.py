@@ -74,7 +74,7 @@ def check_tasks(config: TextConfig, ranks: int) -> Iterator[str]:
         if not isinstance(data, PPODataConfig) or key == "data.ptx_path":
             yield f"{key}={paths[key]}: makes prompts, which only stage=ppo uses, in data.path or data.mix"
     if made and find_spec("reasoning_gym") is None:
-        yield f"{made[0]}={paths[made[0]]}: {not_installed('reasoning-gym', 'reasoning_gym')}"
+        yield f"{made[0]}={paths[made[0]]}: {not_installed('reasoning-gym', 'reasoning-gym')}"
     if not isinstance(data, PPODataConfig):
         return
     settings = {"data.task": data.task, "data.eval_task": data.eval_task}
