@@ -1,13 +1,17 @@
-"""Compares what this trainer and TRL's learn with equal settings: PPO and GRPO on the sums of the quickstart.
+"""Compares what this trainer and TRL's learn with equal settings.
 
     python benchmarks/equal_learning.py --trl-python TRL_ENV/bin/python
+    python benchmarks/equal_learning.py --trl-python TRL_ENV/bin/python --model FOLDER
 
-Both trainers start from the same weights, on the same prompts, with the settings in ``PPO`` and ``GRPO``
-below. They save the policy every few steps, with the seconds of training so far. Then one program measures
-all policies on held-out prompts: the mean score, and the KL to the initial policy. Each run is a process of
-its own with one thread. An interrupted command continues. The tables, results.json and the plots have all
-complete runs of the folder that have these settings. Without --trl-python, only this trainer runs.
-docs/equal_learning.md has the settings of both trainers side by side, and the results.
+The first command compares PPO and GRPO on the sums of the quickstart; the second one GRPO on additions and
+subtractions of reasoning-gym, starting from the chat model in FOLDER.
+
+Both trainers start from the same weights, on the same prompts, with the settings in ``SUMS`` or
+``CHAIN_SUM`` below. They save the policy every few steps, with the seconds of training so far. Then one
+program measures all policies on held-out prompts: the mean score, and the KL to the initial policy. Each run
+is a process of its own with one thread. An interrupted command continues. The tables, results.json and the
+plots have all complete runs of the folder that have these settings. Without --trl-python, only this trainer
+runs. docs/equal_learning.md has the settings of both trainers side by side, and the results.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
+from benchmarks.equal_learning_trl import last_number
 from benchmarks.options import count, trl_problem
 
 NAMES = {"ours": "ppo_ds", "trl": "TRL"}
@@ -48,6 +53,8 @@ class Settings:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     new_tokens: int = 8
+    dtype: str = "fp32"  # of forwards and generation; optimizer states and the weights it updates are fp32
+    reward: str = "sums"  # or numeric: 1 if the last number of the response is the answer
     seed: int = 0
 
 
@@ -56,22 +63,46 @@ PPO = Settings("ppo", steps=60, save_every=5, prompts=256, samples=1, epochs=4, 
 GRPO = Settings(
     "grpo", steps=200, save_every=10, prompts=32, samples=8, epochs=1, kl_coef=0.04, grad_clip=1.0
 )
-TASK: dict[str, Any] = {}  # arguments of ppo_ds.examples.sums.prepare: its defaults
-QUICK = {"steps": 2, "save_every": 1, "prompts": 4, "samples": 2}
-QUICK_TASK = {
-    "max_operand": 9,
-    "heldout": 10,
-    "validation": 10,
-    "hidden_size": 16,
-    "heads": 2,
-    "layers": 1,
-    "target_accuracy": 0.001,
-}
+REAL = Settings(
+    "grpo", steps=20, save_every=5, prompts=8, samples=8, epochs=1, kl_coef=0.04, grad_clip=1.0, lr=2e-5,
+    new_tokens=32, dtype="bf16", reward="numeric",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Describes the runs of one command: their settings, with arguments of the task."""
+
+    folder: str  # in outputs/
+    settings: tuple[Settings, ...]
+    task: dict[str, Any]  # of ppo_ds.examples.sums.prepare; with --model, of reasoning-gym's chain_sum
+
+
+SUMS = Comparison("equal_learning", (PPO, GRPO), {})
+CHAIN_SUM = Comparison(
+    "equal_learning_chain_sum",
+    (REAL,),
+    {"size": 100, "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "heldout": 400},
+)
+QUICK = Comparison(
+    "equal_learning_quick",
+    tuple(replace(settings, steps=2, save_every=1, prompts=4, samples=2) for settings in SUMS.settings),
+    {
+        "max_operand": 9,
+        "heldout": 10,
+        "validation": 10,
+        "hidden_size": 16,
+        "heads": 2,
+        "layers": 1,
+        "target_accuracy": 0.001,
+    },
+)
 
 
 def main(argv: list[str]) -> int:
     args = parsed(argv)
-    start, task = args.folder / "start", QUICK_TASK if args.quick else TASK
+    comparison: Comparison = args.comparison
+    start, task = args.folder / "start", comparison.task
     asked = [
         (args.folder / f"{settings.algorithm}_{trainer}_{settings.seed}", settings, trainer)
         for settings in chosen(args)
@@ -82,11 +113,14 @@ def main(argv: list[str]) -> int:
             raise SystemExit(
                 f"error: {run_dir} has a run with other settings; remove it, or choose another --folder"
             )
-    prepare_start(start, task)
+    if args.model:
+        prepare_chain_sum(start, args.model, **task)
+    else:
+        prepare_start(start, task)
     for run_dir, settings, trainer in asked:
         train(run_dir, start, settings, task, args.trl_python if trainer == "trl" else None)
     runs = []
-    for run_dir, settings, trainer in complete(args.folder, args.quick):
+    for run_dir, settings, trainer in complete(args.folder, comparison):
         points = evaluated(run_dir, start, settings, samples=args.samples)
         runs.append(
             {
@@ -120,6 +154,9 @@ def parsed(argv: list[str]) -> argparse.Namespace:
         "--algorithms", nargs="+", choices=("ppo", "grpo"), default=["ppo", "grpo"], help="default: both"
     )
     p.add_argument(
+        "--model", type=Path, help="folder of a chat model for chain_sum; default: a tiny model and sums"
+    )
+    p.add_argument(
         "--samples", type=count, default=4, help="sampled responses per held-out prompt (default %(default)s)"
     )
     p.add_argument("--quick", action="store_true", help="tiny sizes, to test that it runs")
@@ -127,14 +164,14 @@ def parsed(argv: list[str]) -> argparse.Namespace:
         "--folder",
         type=Path,
         help="folder of models, runs, results.json and plots; default: outputs/equal_learning, with --quick "
-        "outputs/equal_learning_quick",
+        "outputs/equal_learning_quick, with --model outputs/equal_learning_chain_sum",
     )
     p.add_argument("--plots", type=Path, help="folder of the plots; default: the same")
     args = p.parse_args(argv)
     if args.trl_python and (problem := trl_problem(args.trl_python)):
         p.error(problem)
-    default = Path("outputs") / ("equal_learning_quick" if args.quick else "equal_learning")
-    args.folder = (args.folder or default).resolve()
+    args.comparison = CHAIN_SUM if args.model else QUICK if args.quick else SUMS
+    args.folder = (args.folder or Path("outputs") / args.comparison.folder).resolve()
     return args
 
 
@@ -145,17 +182,17 @@ def has_settings(run_dir: Path, settings: Settings, task: dict[str, Any]) -> boo
     return own == json.loads(json.dumps(asdict(settings) | task))
 
 
-def complete(folder: Path, quick: bool) -> list[tuple[Path, Settings, str]]:
-    """Returns folder, settings and trainer of all complete runs with the settings of this program."""
+def complete(folder: Path, comparison: Comparison) -> list[tuple[Path, Settings, str]]:
+    """Returns folder, settings and trainer of all complete runs of the comparison."""
     found = []
-    for settings in (PPO, GRPO):
+    for settings in comparison.settings:
         for trainer in NAMES:
             prefix = f"{settings.algorithm}_{trainer}_"
             names = [file.parent.name.removeprefix(prefix) for file in folder.glob(f"{prefix}*/clock.json")]
             for seed in sorted(int(name) for name in names if name.isdigit()):
                 run_dir = folder / f"{prefix}{seed}"
-                own = replace(settings, seed=seed, **(QUICK if quick else {}))
-                if has_settings(run_dir, own, QUICK_TASK if quick else TASK):
+                own = replace(settings, seed=seed)
+                if has_settings(run_dir, own, comparison.task):
                     found.append((run_dir, own, trainer))
     return found
 
@@ -163,8 +200,8 @@ def complete(folder: Path, quick: bool) -> list[tuple[Path, Settings, str]]:
 def chosen(args: argparse.Namespace) -> list[Settings]:
     """Returns the settings of all pairs of runs."""
     return [
-        replace(settings, seed=seed, **(QUICK if args.quick else {}))
-        for settings in (PPO, GRPO)
+        replace(settings, seed=seed)
+        for settings in args.comparison.settings
         if settings.algorithm in args.algorithms
         for seed in args.seeds
     ]
@@ -189,6 +226,25 @@ def prepare_start(folder: Path, task: dict[str, Any]) -> None:
     critic.save_pretrained(folder / "critic")
     for file in (folder / "model").glob("tokenizer*"):
         (folder / "critic" / file.name).write_bytes(file.read_bytes())
+
+
+def prepare_chain_sum(folder: Path, model: Path, heldout: int, **task: Any) -> None:
+    """Writes ``model``, which is a link, and questions as rendered chats: train.jsonl and heldout.jsonl."""
+    from ppo_ds.data.reasoning_gym import HELD_OUT_SEED, TaskRows
+    from ppo_ds.models.tokenizer import load_tokenizer
+
+    tokenizer, path = load_tokenizer(str(model)), "reasoning_gym:chain_sum"
+    training = TaskRows(path, {"seed": 0} | task, "data.task")
+    held_out = TaskRows(
+        path, {**task, "seed": HELD_OUT_SEED, "size": heldout}, "data.eval_task", excluded=(training,)
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model").unlink(missing_ok=True)
+    (folder / "model").symlink_to(model.resolve())
+    for name, rows in (("train", training.make()), ("heldout", held_out.make())):
+        chats = [([{"role": "user", "content": row["prompt"]}], row["answer"]) for row in rows]
+        lines = [{"prompt": tokenizer.render_chat(chat), "answer": answer} for chat, answer in chats]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def train(
@@ -235,9 +291,27 @@ def evaluated(run_dir: Path, start: Path, settings: Settings, samples: int) -> l
         if time["step"]:
             policy.load_state_dict(load_file(run_dir / f"step_{time['step']}.safetensors"))
         torch.manual_seed(0)
-        kl, length = kl_and_length(policy, initial, tokenizer, rows, samples, settings.new_tokens)
-        points.append({**time, "score": expected_score(policy, tokenizer, rows), "kl": kl, "length": length})
+        parts = [rows[i : i + 50] for i in range(0, len(rows), 50)]
+        found = [
+            (*kl_and_length(policy, initial, tokenizer, part, samples, settings.new_tokens), len(part))
+            for part in parts
+        ]
+        kl, length = (sum(each[i] * each[2] for each in found) / len(rows) for i in (0, 1))
+        score = (
+            expected_score(policy, tokenizer, rows)
+            if settings.reward == "sums"
+            else sum(correct(policy, tokenizer, part, settings.new_tokens) for part in parts) / len(rows)
+        )
+        points.append({**time, "score": score, "kl": kl, "length": length})
     return points
+
+
+def correct(policy: Any, tokenizer: Any, rows: list[dict[str, str]], new_tokens: int) -> int:
+    """Returns the number of greedy responses whose last number is the answer."""
+    prompts = [row["prompt"] for row in rows]
+    ids, _, width = generated(policy, tokenizer, prompts, new_tokens, do_sample=False)
+    texts = tokenizer.hf.batch_decode(ids[:, width:], skip_special_tokens=True)
+    return sum(last_number(text) == int(row["answer"]) for text, row in zip(texts, rows, strict=True))
 
 
 def expected_score(policy: Any, tokenizer: Any, rows: list[dict[str, str]]) -> float:
@@ -267,25 +341,12 @@ def kl_and_length(
     """
     import torch
 
-    pad, stop = tokenizer.pad_id, tokenizer.stop_ids[0]
-    prompts = [
-        ids for ids in tokenizer.encode_many([row["prompt"] for row in rows], True) for _ in range(samples)
-    ]
-    width = max(map(len, prompts))
-    prefix = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts])
-    real = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    stop = tokenizer.stop_ids[0]
+    prompts = [row["prompt"] for row in rows for _ in range(samples)]
+    ids, real, width = generated(
+        policy, tokenizer, prompts, new_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
+    )
     with torch.no_grad():
-        ids = policy.generate(
-            input_ids=prefix,
-            attention_mask=real,
-            max_new_tokens=new_tokens,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=stop,
-            pad_token_id=pad,
-        )
         response = ids[:, width:]
         stops = (response == stop).long()
         kept = stops.cumsum(1) - stops == 0  # up to the end token and with it
@@ -296,6 +357,28 @@ def kl_and_length(
         )
     kl = (logp.exp() * (logp - logq)).sum(-1).masked_fill(~kept, 0).sum(1)
     return kl.mean().item(), kept.sum(1).float().mean().item()
+
+
+def generated(
+    policy: Any, tokenizer: Any, prompts: list[str], new_tokens: int, **sampling: Any
+) -> tuple[Any, Any, int]:
+    """Returns ids of prompts and responses, the mask of the prompts, and the width of the prompts."""
+    import torch
+
+    pad, encoded = tokenizer.pad_id, tokenizer.encode_many(prompts, True)
+    width = max(map(len, encoded))
+    prefix = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded])
+    real = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded])
+    with torch.no_grad():
+        ids = policy.generate(
+            input_ids=prefix,
+            attention_mask=real,
+            max_new_tokens=new_tokens,
+            eos_token_id=tokenizer.stop_ids[0],
+            pad_token_id=pad,
+            **sampling,
+        )
+    return ids, real, width
 
 
 # -- results ------------------------------------------------------------------------------------------

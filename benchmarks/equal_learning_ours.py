@@ -47,11 +47,12 @@ def overrides(settings: dict[str, Any]) -> list[str]:
         "run.steps": settings["steps"],
         "run.threads": 1,
         "zero": "stage0",
-        "reward": "sums",
+        "reward": settings["reward"],
         "actor.model.path": start / "model",
-        "actor.model.dtype": "fp32",
+        "actor.model.dtype": settings["dtype"],
         "data.path": start / "train.jsonl",
-        "data.max_prompt_tokens": 32,
+        "data.apply_chat_template": False,
+        "data.max_prompt_tokens": 128,
         "rollout.prompts_per_step": settings["prompts"],
         "rollout.samples_per_prompt": settings["samples"],
         "sampling.max_new_tokens": settings["new_tokens"],
@@ -61,6 +62,8 @@ def overrides(settings: dict[str, Any]) -> list[str]:
         "eval.train_prompts": 0,
         "tracker.samples": 0,
     }
+    if settings["reward"] == "numeric":
+        keys["reward.column"] = "answer"
     if settings["algorithm"] == "ppo":
         keys |= {"algo": "trl", "critic.init": "path", "critic.model.path": start / "critic"}
     else:

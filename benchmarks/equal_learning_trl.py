@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -52,7 +53,7 @@ def common(settings: dict, scratch: str) -> dict:
         "temperature": 1.0,
         # none of these changes the result
         "gradient_checkpointing": False,
-        "bf16": False,
+        "bf16": settings["dtype"] == "bf16",  # autocast, with fp32 weights
         "report_to": "none",
         "disable_tqdm": True,
         "logging_strategy": "no",
@@ -115,7 +116,11 @@ def grpo_trainer(settings: dict, scratch: str, clock):
     from trl import GRPOConfig, GRPOTrainer
 
     def reward(prompts, completions, answer, **_others):
-        return [float(text.strip() == expected) for text, expected in zip(completions, answer, strict=True)]
+        stated = str.strip if settings["reward"] == "sums" else last_number
+        return [
+            float(stated(text) == stated(expected))
+            for text, expected in zip(completions, answer, strict=True)
+        ]
 
     return GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(Path(settings["folder"]) / "model"),
@@ -142,6 +147,12 @@ def score(text: str) -> float:
     """Returns 1 if the text, "12+34=46", has the correct answer after the first "=", else 0."""
     problem, _, response = text.partition("=")
     return float(response.strip() == str(sum(map(int, problem.split("+")))))
+
+
+def last_number(text: str) -> int | None:
+    """Returns the last whole number of a text."""
+    found = re.findall(r"-?\d+", text)
+    return int(found[-1]) if found else None
 
 
 def reward_model(tokenizer):

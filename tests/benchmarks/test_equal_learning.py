@@ -13,21 +13,25 @@ import pytest
 import torch
 
 from benchmarks.equal_learning import (
+    CHAIN_SUM,
     GRPO,
     PPO,
     QUICK,
-    QUICK_TASK,
+    REAL,
     best_score,
     complete,
+    correct,
     expected_score,
     kl_and_length,
+    prepare_chain_sum,
     table,
 )
 from benchmarks.equal_learning_ours import overrides
-from benchmarks.equal_learning_trl import grpo_arguments, ppo_arguments, reward_model, score
+from benchmarks.equal_learning_trl import grpo_arguments, last_number, ppo_arguments, reward_model, score
 from launch.cli import load_config
 from ppo_ds.examples import sums
 from ppo_ds.models import tiny
+from ppo_ds.rewards.rules import NumericReward
 from tests.support.environment import ROOT, run_python
 
 ROWS = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "12+30=", "answer": "42"}]
@@ -107,7 +111,7 @@ def test_trl_gets_the_reward_of_the_quickstart(response: str, tokenizer) -> None
     assert logits.shape == (*ids.shape, 1) and logits[0, -2, 0] == expected
 
 
-@pytest.mark.parametrize("settings", [PPO, GRPO], ids=["ppo", "grpo"])
+@pytest.mark.parametrize("settings", [PPO, GRPO, REAL], ids=["ppo", "grpo", "chat model"])
 def test_this_trainer_gets_the_settings(settings, models, tokenizer, tmp_path: Path) -> None:
     for name in ("model", "critic"):
         tiny.save(models[1], tokenizer, tmp_path / name)
@@ -116,8 +120,10 @@ def test_this_trainer_gets_the_settings(settings, models, tokenizer, tmp_path: P
     values = json.loads(json.dumps(folders | vars(settings) | {"seed": 3}))
     config = load_config(overrides(values))
     assert (config.run.seed, config.run.steps, config.algo.epochs) == (3, settings.steps, settings.epochs)
-    assert config.rollout.prompts_per_step * config.rollout.samples_per_prompt == 256
-    assert config.algo.minibatch_size == 256  # one optimizer step per pass, as TRL has by default
+    responses = settings.prompts * settings.samples
+    assert config.rollout.prompts_per_step * config.rollout.samples_per_prompt == responses
+    assert config.algo.minibatch_size == responses  # one optimizer step per pass, as TRL has by default
+    assert config.actor.model.dtype == settings.dtype
     optimizers = [config.actor.optim] + ([config.critic.optim] if settings.algorithm == "ppo" else [])
     for optim in optimizers:
         assert (optim.lr, tuple(optim.betas), optim.eps) == (settings.lr, settings.betas, settings.eps)
@@ -170,11 +176,51 @@ def test_trl_gets_the_settings() -> None:
     }
 
 
+def test_trl_gets_the_dtype_of_a_chat_model() -> None:
+    assert grpo_arguments(vars(REAL), "scratch")["bf16"] is True
+
+
+@pytest.mark.parametrize("response", ["It is -3.", "8 - 5 = 3", "", "no", "-3", "3 and -3!", "It is 3"])
+def test_trl_gets_the_numeric_reward(response: str) -> None:
+    reward = NumericReward(tokenizer=None)
+    assert (last_number(response) == -3) == reward.matches(response, {"answer": "-3"})
+
+
+def test_greedy_responses_are_judged_by_their_last_number(models, tokenizer) -> None:
+    prompt = tokenizer.encode_many(["1+2="], True)[0]
+    drawn = [tokenizer.encode_many([text], False)[0] for text in ("1+3", "4+2")]
+    policy = Fixed(models[0], torch.tensor([[*prompt, *ids] for ids in drawn]))
+    rows = [{"prompt": "1+2=", "answer": answer} for answer in ("3", "3")]
+    assert correct(policy, tokenizer, rows, new_tokens=3) == 1
+
+
+def test_the_questions_of_a_chat_model_are_rendered_and_held_out(tokenizer, models, tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
+    tokenizer.hf.chat_template = "{{ messages[0]['content'] }}!"
+    tiny.save(models[1], tokenizer, tmp_path / "model")
+    tokenizer.hf.chat_template = None
+    prepare_chain_sum(tmp_path / "start", tmp_path / "model", **CHAIN_SUM.task)
+    train, heldout = (
+        [json.loads(line) for line in (tmp_path / "start" / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "heldout")
+    )
+    assert len(train) == 100 and not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
+    for row in train + heldout:
+        assert eval(row["prompt"].partition(": ")[2].removesuffix(" =!")) == int(row["answer"])
+    assert (tmp_path / "start" / "model" / "config.json").exists()
+
+
 def write_run(folder: Path, trainer: str, seed: int, **changed) -> Path:
     """Writes the files by which a complete run of --quick is known."""
     run_dir = folder / f"ppo_{trainer}_{seed}"
     run_dir.mkdir(parents=True)
-    values = {"folder": "start", "run_dir": str(run_dir), **vars(PPO), **QUICK, "seed": seed, **QUICK_TASK}
+    values = {
+        "folder": "start",
+        "run_dir": str(run_dir),
+        **vars(QUICK.settings[0]),
+        "seed": seed,
+        **QUICK.task,
+    }
     (run_dir / "settings.json").write_text(json.dumps(values | changed))
     (run_dir / "clock.json").write_text("{}")
     return run_dir
@@ -185,7 +231,7 @@ def test_results_have_all_complete_runs_with_equal_settings(tmp_path: Path) -> N
         write_run(tmp_path, trainer, seed)
     write_run(tmp_path, "ours", 3, steps=60)
     (write_run(tmp_path, "ours", 4) / "clock.json").unlink()
-    found = complete(tmp_path, quick=True)
+    found = complete(tmp_path, QUICK)
     assert [run_dir.name for run_dir, _, _ in found] == ["ppo_ours_2", "ppo_ours_10", "ppo_trl_1"]
     assert [(settings.seed, settings.steps) for _, settings, _ in found] == [(2, 2), (10, 2), (1, 2)]
 
