@@ -5,6 +5,7 @@ Nothing here imports torch before ``prepare_environment`` has set the variables 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -169,6 +170,7 @@ def prepare_environment(verbose: bool, trains: bool = False, fixed_segments: boo
             os.environ.setdefault(name, value)
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a package that is not needed
     import torch
 
     if not torch.cuda.is_available():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
 from collections.abc import Callable
 from typing import Any
 
@@ -71,20 +70,16 @@ class Difficulty:
         due[drawn] = (due[drawn] + 1 + skipped).floor() + moment
 
     def state_dict(self) -> dict[str, Any]:
-        columns = {
-            name: b64encode(column.numpy().tobytes()).decode() for name, column in self._columns.items()
-        }
-        return {"observed": self._observed, **columns}
+        return {"observed": self._observed, **self._columns}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, column in self._columns.items():
-            saved = torch.frombuffer(bytearray(b64decode(state[name])), dtype=column.dtype)
-            if len(saved) != len(column):
+            if len(state[name]) != len(column):
                 raise UserError(
-                    f"data.difficulty: the checkpoint remembers {len(saved)} prompts, but the data has "
+                    f"data.difficulty: the checkpoint remembers {len(state[name])} prompts, but the data has "
                     f"{len(column)}; restore the data, or begin anew with run.resume=restart"
                 )
-            self._columns[name] = saved
+            self._columns[name] = state[name]
         self._observed = state["observed"]
 
     def _uniform(self, count: int) -> Tensor:

@@ -44,11 +44,6 @@ def encode_prompt(
     return ids[-limit:], row | {"prompt_text": text} | ({"messages": list(messages)} if is_chat else {})
 
 
-def encode_text(tokenizer: Tokenizer, feedback: tuple[Message, ...]) -> list[int]:
-    """Returns the tokens of the messages' contents, for a row without a chat template."""
-    return _encode(tokenizer, "".join(message["content"] for message in feedback))
-
-
 def encode_chat(tokenizer: Tokenizer, feedback: tuple[Message, ...], last_id: int) -> list[int]:
     """Returns the tokens that follow a turn of the policy whose last token is ``last_id``.
 

@@ -30,7 +30,7 @@ from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.world import World
 from ppo_ds.environments.base import Environment, InvalidResult, Step
 from ppo_ds.environments.calls import CallPool, begin, describe_error, take_step
-from ppo_ds.environments.feedback import encode_chat, encode_prompt, encode_text
+from ppo_ds.environments.feedback import encode_chat, encode_prompt
 from ppo_ds.environments.tool_calls import CallReader
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
@@ -63,10 +63,6 @@ class Episode:
         self.logprobs += logprobs
         self.rewards += [0.0] * len(ids)
         self.is_feedback += [is_feedback] * len(ids)
-
-    def next_prompt(self) -> tuple[list[int], int, Row]:
-        """Returns the tokens so far, the number of tokens that may follow, and the row."""
-        return self.prompt + self.ids, self.limit - len(self.ids), self.row
 
 
 @dataclass(kw_only=True)
@@ -160,7 +156,8 @@ class MultiTurnGenerator:
 
     def generate(self, ready: Sequence[Episode], any_row: Episode, sampling: SamplingParams) -> Rollout:
         """Generates a turn of each ready episode, or one token of ``any_row`` without one. A collective."""
-        rows = [episode.next_prompt() for episode in ready] or [(any_row.prompt, 1, any_row.row)]
+        rows = [(one.prompt + one.ids, one.limit - len(one.ids), one.row) for one in ready]
+        rows = rows or [(any_row.prompt, 1, any_row.row)]
         prompts = collate_prompts(rows, self.tokenizer.pad_id)
         if self.independent:
             seeds = [episode.seeds[episode.turns] for episode in ready] or [0]
@@ -198,7 +195,8 @@ class MultiTurnGenerator:
         if "messages" in episode.row:
             ids = encode_chat(self.tokenizer, step.feedback, episode.ids[-1])
         else:
-            ids = encode_text(self.tokenizer, step.feedback)
+            text = "".join(message["content"] for message in step.feedback)
+            (ids,) = self.tokenizer.encode_many([text], special_tokens=False)
         if not ids:
             raise InvalidResult("returned feedback without tokens")
         episode.rewards[-1] = step.reward  # not before: a turn with an error has no reward

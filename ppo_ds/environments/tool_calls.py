@@ -47,10 +47,7 @@ def read_hermes(text: str) -> list[ToolCall]:
 
 
 def read_llama(text: str) -> list[ToolCall]:
-    """Reads calls ``{"name": ..., "parameters": {...}}``, as Llama 3 writes them.
-
-    The turn begins with the first call or with ``<|python_tag|>``; ``;`` separates calls.
-    """
+    """Reads calls ``{"name": ..., "parameters": {...}}``, separated by ``;``, as Llama 3 writes them."""
     body = text.rpartition(THOUGHT_END)[2].strip()
     is_call = body.startswith(("{", PYTHON_TAG))
     return _read_objects(body.removeprefix(PYTHON_TAG), "parameters") if is_call else []

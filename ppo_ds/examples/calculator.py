@@ -71,7 +71,10 @@ def prepare(
             f"and calls={calls:g} define no task; raise problems or digits, and set calls above 0 and up to 1"
         )
     begin(folder)
-    rows = draw_problems(digits, problems, seed)
+    numbers = range(10 ** (digits - 1), 10**digits)
+    pairs = random.Random(seed).sample(range(len(numbers) ** 2), problems)
+    operands = [(numbers[pair // len(numbers)], numbers[pair % len(numbers)]) for pair in pairs]
+    rows: list[Row] = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in operands]
     write_jsonl(folder / "heldout.jsonl", rows[:heldout])
     write_jsonl(folder / "train.jsonl", rows[heldout:])
     checked, demonstrated = rows[heldout : heldout + validation], rows[heldout + validation :]
@@ -83,14 +86,6 @@ def prepare(
         encode(demonstrated, tokenizer, [random_calls.random() < calls for _ in demonstrated]),
         without_choice(encode(checked, tokenizer, [True] * len(checked))),
     )
-
-
-def draw_problems(digits: int, count: int, seed: int) -> list[Row]:
-    """Draws ``count`` different sums of two numbers of ``digits`` digits, in a seeded order."""
-    generator, numbers = random.Random(seed), range(10 ** (digits - 1), 10**digits)
-    pairs = generator.sample(range(len(numbers) ** 2), count)
-    operands = [(numbers[pair // len(numbers)], numbers[pair % len(numbers)]) for pair in pairs]
-    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in operands]
 
 
 def encode(rows: list[Row], tokenizer: Tokenizer, uses_calculator: list[bool]) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,8 @@ def add_adapters(
     the same values on every rank, and the engine shards them. Errors name ``key``, the section in the config.
     """
     kind = "CAUSAL_LM" if model.can_generate() else None
-    head = [] if kind else classification_head(model)
+    trunk = {id(module) for module in model.base_model.modules()} | {id(model)}
+    head = [] if kind else [pair for pair in model.named_modules() if id(pair[1]) not in trunk]
     heads = [id(model.get_output_embeddings()), *(id(module) for _, module in head)]
     layers = [
         name
@@ -72,12 +73,6 @@ def add_adapters(
             layer.to(model.dtype)
     for _, module in head:
         module.requires_grad_(True)
-
-
-def classification_head(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """Returns the modules of a sequence classifier outside of its trunk by name, such as ``score``."""
-    trunk = {id(module) for module in model.base_model.modules()}
-    return [(name, module) for name, module in model.named_modules() if name and id(module) not in trunk]
 
 
 def _target_names(targets: list[str] | None, layers: list[str], key: str) -> list[str]:

@@ -39,10 +39,11 @@ def noisy_embeddings(lm: PreTrainedModel, layout: Layout, noise: EmbeddingNoise 
     alpha, seeds = noise.alpha, noise.seeds.tolist()
 
     def add_noise(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
-        rows = [
-            row_noise(length, embedded.shape[-1], alpha, seed, embedded.device)
-            for length, seed in zip(layout.lengths, seeds, strict=True)
-        ]
+        rows, width, device = [], embedded.shape[-1], embedded.device
+        for length, seed in zip(layout.lengths, seeds, strict=True):
+            generator = torch.Generator(device).manual_seed(seed)
+            uniform = torch.rand(length, width, generator=generator, device=device)
+            rows.append((2 * uniform - 1) * (alpha / math.sqrt(length * width)))
         added = torch.cat(rows)[None] if layout.packing else pad_sequence(rows, batch_first=True)
         return embedded + added.to(embedded.dtype)
 
@@ -51,10 +52,3 @@ def noisy_embeddings(lm: PreTrainedModel, layout: Layout, noise: EmbeddingNoise 
         yield
     finally:
         hook.remove()
-
-
-def row_noise(length: int, width: int, alpha: float, seed: int, device: torch.device) -> Tensor:
-    """Returns the noise [length,width] of one row."""
-    generator = torch.Generator(device).manual_seed(seed)
-    uniform = torch.rand(length, width, generator=generator, device=device)
-    return (2 * uniform - 1) * (alpha / math.sqrt(length * width))

@@ -1,8 +1,8 @@
 """Frozen weights in 4 bits: NF4 with double quantization (QLoRA, Dettmers et al. 2023), from bitsandbytes.
 
 transformers quantizes the linear layers of the trunk as it loads them, on the CPU, so that all ranks and
-exports have the same codes. Embeddings, norms and heads keep the model's dtype, in which each layer also
-computes. State dicts, names and shapes are those of the model without quantization.
+exports have the same codes. Embeddings, norms, heads and layers whose inputs are no multiple of 64 keep the
+model's dtype, in which each layer also computes. State dicts have the names and shapes without quantization.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
+# weights with a scale of their own; on some CPUs bitsandbytes misreads blocks that continue in the next row
+BLOCK = 64
 # what transformers leaves on a model that it has quantized
 _MARKS = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_4bit")
 
 
 def nf4_arguments(skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the arguments of from_pretrained; ``skeleton`` is the model without weights."""
-    trunk = {id(module) for module in skeleton.base_model.modules()}
-    heads = [name for name, module in skeleton.named_modules() if name and id(module) not in trunk]
+    modules = skeleton.base_model.modules()
+    in_blocks = {id(module) for module in modules if getattr(module, "in_features", 0) % BLOCK == 0}
+    plain = [name for name, module in skeleton.named_modules() if name and id(module) not in in_blocks]
     settings = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=heads,
+        llm_int8_skip_modules=plain,
     )
     return {"quantization_config": settings, "device_map": {"": "cpu"}}
 

@@ -23,7 +23,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.download import cached_folder
 from ppo_ds.models.loading import attention, code_arguments, config_of, user_errors
 from ppo_ds.models.lora import add_adapters, plain_modules
-from ppo_ds.models.quantized import is_quantized, whole_numel
+from ppo_ds.models.quantized import BLOCK, is_quantized, whole_numel
 
 # settings that change the logits after the head
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -150,8 +150,9 @@ def planned_shape(
         model.requires_grad_(False)
     shape = shape_of(model)
     if section.quantization == "nf4":
-        layers = [module for module in plain_modules(model.base_model) if isinstance(module, nn.Linear)]
-        shape = replace(shape, quantized=sum(layer.weight.numel() for layer in layers))
+        linear = [module for module in plain_modules(model.base_model) if isinstance(module, nn.Linear)]
+        sizes = [layer.weight.numel() for layer in linear if layer.in_features % BLOCK == 0]
+        shape = replace(shape, quantized=sum(sizes))
     return with_value_head(shape) if value_head else shape
 
 

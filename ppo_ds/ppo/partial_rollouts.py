@@ -29,6 +29,9 @@ from ppo_ds.rollout.base import Continuation, PartialGenerator, truncate_at_stop
 from ppo_ds.rollout.keys import PartialRollouts
 from ppo_ds.types import Metrics, Rollout, Scores
 
+# fields of Response with one entry per token
+COLUMNS = ("tokens", "logprobs", "versions")
+
 
 @dataclass(eq=False)
 class Response:
@@ -110,7 +113,7 @@ class PartialRolloutCollector(RolloutCollector):
         rows = [(group.prompt, response) for group in groups for response in group.responses]
         ids, logprobs, versions = (
             pad_sequence([torch.tensor(getattr(response, name)) for _, response in rows], batch_first=True)
-            for name in ("tokens", "logprobs", "versions")
+            for name in COLUMNS
         )
         rollout = truncate_at_stop(
             self.prompts.source.batch([prompt for prompt, _ in rows]),
@@ -123,12 +126,22 @@ class PartialRolloutCollector(RolloutCollector):
         return replace(rollout, staleness=(version - versions) * rollout.response_mask).trimmed()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the responses in progress of all ranks. A collective."""
-        own = [{"prompt": one.prompt, "responses": [vars(r) for r in one.responses]} for one in self.groups]
-        return {"groups": [group for groups in self.world.gather_objects(own) for group in groups]}
+        """Returns the responses in progress of all ranks, their tokens one after another. A collective."""
+        rows = [response for group in self.groups for response in group.responses]
+        own: dict[str, list[Any]] = {
+            "prompts": [group.prompt for group in self.groups],
+            "ended": [response.ended for response in rows],
+            "lengths": [len(response.tokens) for response in rows],
+            **{name: [x for response in rows for x in getattr(response, name)] for name in COLUMNS},
+        }
+        ranks = self.world.gather_objects(own)
+        return {name: torch.tensor([x for rank in ranks for x in rank[name]]) for name in own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes this rank's part of the responses in progress."""
-        share = len(state["groups"]) // self.world.size
-        mine = state["groups"][self.world.rank * share : (self.world.rank + 1) * share]
-        self.groups = [Group(one["prompt"], [Response(**r) for r in one["responses"]]) for one in mine]
+        lengths, ended = state["lengths"].tolist(), state["ended"].tolist()
+        columns = [[part.tolist() for part in state[name].split(lengths)] for name in COLUMNS]
+        rows = [Response(*row) for row in zip(*columns, ended, strict=True)]
+        size, share = self.section.samples_per_prompt, len(state["prompts"]) // self.world.size
+        groups = [Group(int(p), rows[i * size : (i + 1) * size]) for i, p in enumerate(state["prompts"])]
+        self.groups = groups[self.world.rank * share :][:share]

@@ -135,7 +135,7 @@ class Run:
                 self.reason = "done"
             elif self.config.stop_at_step is not None and step >= self.config.stop_at_step:
                 self.reason = "stop_at_step"
-            elif self.saver.selection.is_exhausted(self.state.evals_without_improvement):
+            elif self.state.evals_without_improvement >= (self.saver.selection.patience or math.inf):
                 self.reason = "early_stop"
             else:
                 yield step

@@ -58,9 +58,6 @@ class Selection:
         """The rule in words, such as "lowest eval/loss"; scores of different rules cannot be compared."""
         return f"{'lowest' if self.lower_is_better else 'highest'} {self.metric}"
 
-    def is_exhausted(self, evals_without_improvement: int) -> bool:
-        return self.patience is not None and evals_without_improvement >= self.patience
-
     def score(self, metrics: Metrics) -> float:
         """Returns the metric as a score, of which the highest is the best.
 

@@ -50,8 +50,17 @@ class LiveView:
         self.step, self._logged = step, self.clock()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield self.run_line()
-        yield self.phase_line()
+        left = self.seconds_left()
+        times = f"{format_duration(self.clock() - self._started, whole=True)}, "
+        times += "time left not known yet" if left is None else f"{format_duration(left, whole=True)} left"
+        end = f"step {self.step}/{self.total}  {times}"
+        yield bar_line(Text(self.stage, "bold"), self.step / max(self.total, 1), end)
+        activity = self.activity()
+        phase = phase_in_words(activity.phase)
+        counts = [f"{work.done}/{work.total} {work.unit}" for work in activity.work if work.total > 1]
+        end = "  ".join([*counts, format_duration(max(self.clock() - activity.since, 0.0), whole=True)])
+        line = bar_line(Text(phase, "dim"), fraction(activity.work), end)
+        yield line if counts else Text(f"{phase}  {end}", "dim")
         if self._alarm is not None and self.step - self._alarm[0] < ALARM_STEPS:
             text = f"alarm at step {self._alarm[0]}: {self._alarm[1]}"
             yield Text(text, "bold yellow", no_wrap=True, overflow="ellipsis")
@@ -62,22 +71,6 @@ class LiveView:
             return None
         each, steps = fmean(self._durations), self.total - self.step
         return max(each * steps - (self.clock() - self._logged), each * (steps - 1), 0.0)
-
-    def run_line(self) -> Table:
-        left = self.seconds_left()
-        times = f"{format_duration(self.clock() - self._started, whole=True)}, "
-        times += "time left not known yet" if left is None else f"{format_duration(left, whole=True)} left"
-        end = f"step {self.step}/{self.total}  {times}"
-        return bar_line(Text(self.stage, "bold"), self.step / max(self.total, 1), end)
-
-    def phase_line(self) -> RenderableType:
-        activity = self.activity()
-        phase = phase_in_words(activity.phase)
-        counts = [f"{work.done}/{work.total} {work.unit}" for work in activity.work if work.total > 1]
-        end = "  ".join([*counts, format_duration(max(self.clock() - activity.since, 0.0), whole=True)])
-        if not counts:
-            return Text(f"{phase}  {end}", "dim")
-        return bar_line(Text(phase, "dim"), fraction(activity.work), end)
 
 
 def bar_line(start: Text, done: float, end: str) -> Table:

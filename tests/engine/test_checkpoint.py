@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ppo_ds.engine import rng as rng_module
 from ppo_ds.engine.checkpoint import checkpoints as checkpoint_module
@@ -135,6 +136,41 @@ def test_state_is_restored(checkpoints: Checkpoints) -> None:
     state = {"kl": 0.1 + 0.2, "best": None, "tiny": 5e-324, "infinite": math.inf, "order": [3, 1, 2]}
     path = checkpoints.save(7, {}, state)
     assert checkpoints.load(path, {}) == state
+
+
+def test_tensors_of_the_state_are_restored(checkpoints: Checkpoints) -> None:
+    tokens = torch.arange(10**6)
+    part = {"seen": 3, "tokens": tokens, "due": torch.tensor([0.1, math.inf], dtype=torch.float64)}
+    path = checkpoints.save(1, {}, {"part": part | {"none": torch.tensor([], dtype=torch.bool)}, "other": 1})
+    assert (path / "state.json").stat().st_size < 2000
+    loaded = checkpoints.load(path, {})
+    assert loaded["other"] == 1 and loaded["part"]["seen"] == 3
+    assert torch.equal(loaded["part"]["tokens"], tokens) and torch.equal(loaded["part"]["due"], part["due"])
+    assert loaded["part"]["none"].shape == (0,) and loaded["part"]["none"].dtype == torch.bool
+    assert json.loads((path / "state.json").read_text())["state"]["part"]["tokens"] == "torch.LongTensor"
+    with pytest.raises(AttributeError):
+        checkpoints.save(2, {}, {"part": {"when": object()}})
+
+
+def test_checkpoints_without_tensors_of_the_state_are_read(checkpoints: Checkpoints) -> None:
+    path = checkpoints.save(1, {}, {"part": {"seen": 3}})
+    (path / "state.safetensors").unlink()
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["state.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoints.load(path, {}) == {"part": {"seen": 3}}
+
+
+@pytest.mark.parametrize("name", ["other.tokens", "part", "flat.x"])
+def test_tensors_of_no_part_are_one_line(checkpoints: Checkpoints, name: str) -> None:
+    path = checkpoints.save(1, {}, {"part": {}, "flat": 1})
+    if name == "part":
+        (path / "state.safetensors").write_bytes(b"no tensors")
+    else:
+        save_file({name: torch.zeros(1)}, path / "state.safetensors")
+    checkpoints.verified.add(path)
+    with pytest.raises(CheckpointError, match=r"state.safetensors: is damaged: .*; use another checkpoint$"):
+        checkpoints.load(path, {})
 
 
 @pytest.mark.parametrize(

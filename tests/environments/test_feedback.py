@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppo_ds.environments.feedback import encode_chat, encode_text
+from ppo_ds.environments.feedback import encode_chat
 from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import character_tokenizer
 from ppo_ds.models.tokenizer import Tokenizer
@@ -80,9 +80,3 @@ def test_a_template_that_refuses_a_role_is_named():
         UserError, match="^the chat template refuses a chat with the roles user, assistant, tool"
     ):
         text_after(chat_tokenizer(STRICT), "<|im_end|>", ({"role": "tool", "content": "1"},))
-
-
-def test_without_a_template_the_texts_are_encoded_as_they_are():
-    tokenizer = character_tokenizer("ab")
-    texts = ({"role": "user", "content": "ab"}, {"role": "user", "content": "b"})
-    assert encode_text(tokenizer, texts) == [3, 4, 4]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.integration.launching import launch
 from tests.integration.test_multi_turn import numbers
@@ -27,9 +29,10 @@ def trained(folder: Path, *more: str) -> Path:
     return folder
 
 
-def remembered(folder: Path, step: int) -> dict[str, str]:
-    state = json.loads((folder / "checkpoints" / f"step_{step:06d}" / "state.json").read_text())
-    return state["state"]["difficulty"]
+def remembered(folder: Path, step: int) -> dict[str, Any]:
+    checkpoint = folder / "checkpoints" / f"step_{step:06d}"
+    tensors = {name: tensor.tolist() for name, tensor in load_file(checkpoint / "state.safetensors").items()}
+    return json.loads((checkpoint / "state.json").read_text())["state"]["difficulty"] | tensors
 
 
 def test_a_resumed_run_draws_the_same_prompts(tmp_path: Path) -> None:

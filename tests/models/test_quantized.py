@@ -80,15 +80,18 @@ def test_weights_are_rounded_to_the_table_times_the_largest_of_64(folder: Path) 
     assert len(layers) == 15
     for name, layer in layers.items():
         weight = quantized.lm.get_submodule(name).weight
-        assert is_quantized(weight) == (name != "lm_head")
+        assert is_quantized(weight) == (name != "lm_head" and layer.in_features == 64)
         blocks = layer.weight.detach().view(-1, 64)
         scale = blocks.abs().amax(1, keepdim=True)
+        if not is_quantized(weight):
+            assert torch.equal(weight, layer.weight)
+            continue
         codes = (blocks / scale)[..., None].sub(torch.tensor(NF4)).abs().argmin(-1)
-        expected = torch.tensor(NF4)[codes] * scale if name != "lm_head" else blocks
+        expected = torch.tensor(NF4)[codes] * scale
         found = plain_weight(weight).view(-1, 64)
         assert ((found - expected).abs() <= 0.02 * scale).all()
         ratios = (found / expected)[codes != 7].view(-1)
-        assert name == "lm_head" or 0 < (ratios - 1).abs().max() < 0.02
+        assert 0 < (ratios - 1).abs().max() < 0.02
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -108,7 +111,7 @@ def test_forward_gradients_and_decoding_are_those_of_dequantized_weights(folder:
     with torch.no_grad():  # a forward on the CPU must not repack the codes
         outputs(quantized.eval())
     now = dict(quantized.lm.named_parameters())
-    assert len(codes) == 14 and all(torch.equal(now[name], value) for name, value in codes.items())
+    assert len(codes) == 12 and all(torch.equal(now[name], value) for name, value in codes.items())
 
 
 def test_state_dicts_and_names_are_those_of_the_plain_model(folder: Path) -> None:
@@ -138,22 +141,25 @@ def test_critics_and_reward_models_keep_their_head(folder: Path) -> None:
     assert torch.equal(reward.model.score.weight, original.score.weight)
     assert not is_quantized(critic.model.score.weight)
     for model in (critic, reward):
-        assert sum(is_quantized(p) for p in model.parameters()) == 14
+        assert sum(is_quantized(p) for p in model.parameters()) == 12
     scores = reward(IDS, torch.ones_like(IDS))
     states = original.base_model(IDS).last_hidden_state[:, -1]
     assert 0 < (scores - original.score(states)[:, 0]).abs().max() < 2.0
 
 
 def test_memory_by_hand(folder: Path) -> None:
-    """Each layer has 64 x 64 for q and o, 32 x 64 for k and v, and three matrices of 64 x 96."""
+    """Each layer has 64 x 64 for q and o, 32 x 64 for k and v, and three matrices of 64 x 96.
+
+    The last one of them has 96 inputs, which is no multiple of 64, and is not quantized.
+    """
     lora = LoraConfig(rank=4)
     planned = planned_shape(
         section(folder), classifier=False, trained=True, lora=lora, key="actor.model.path"
     )
     assert planned == shape_of(adapt(policy_of(folder)).lm)
-    quantized = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
+    quantized = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 2 * 64 * 96)
     adapters = 2 * 4 * (2 * 128 + 2 * 96 + 3 * 160)
-    rest = 2 * V * 64 + 5 * 64
+    rest = 2 * V * 64 + 5 * 64 + 2 * 64 * 96
     assert planned.quantized == quantized and planned.trained == adapters
     assert planned.parameters == quantized + adapters + rest
     assert NF4_BITS == 4.126953125

@@ -1,6 +1,5 @@
 """Tests the collection of responses that are continued in later steps (rollout.partial)."""
 
-import json
 import math
 from collections import Counter
 from copy import deepcopy
@@ -177,10 +176,15 @@ def test_metrics_of_the_versions(rows_of_versions):
 @pytest.fixture
 def rows_of_versions(world, tokenizer):
     made = collector(world, tokenizer, model(), share=3)
-    state = {"tokens": [5, 5, 5, EOS], "logprobs": [0.0] * 4, "versions": [0, 1, 1, 2], "ended": True}
-    rows = [state] + [{k: v if k == "ended" else v[-n:] for k, v in state.items()} for n in (1, 2)]
-    rows[2]["versions"] = [1, 1]
-    made.load_state_dict({"groups": [{"prompt": i, "responses": [row]} for i, row in enumerate(rows)]})
+    columns = {
+        "prompts": [0, 1, 2],
+        "ended": [True] * 3,
+        "lengths": [4, 1, 2],
+        "tokens": [5, 5, 5, EOS, EOS, 5, EOS],
+        "logprobs": [0.0] * 7,
+        "versions": [0, 1, 1, 2, 2, 1, 1],
+    }
+    made.load_state_dict({name: torch.tensor(column) for name, column in columns.items()})
     return made.rollout(made.groups, version=2)
 
 
@@ -198,10 +202,10 @@ def test_a_resumed_run_continues_the_same_responses_to_the_bit(world, tokenizer)
     lm = model()
     whole = collector(world, tokenizer, lm, samples=2)
     collected(whole, 3)
-    state, draws = json.dumps([whole.state_dict(), whole.prompts.state_dict()]), torch.get_rng_state()
+    state, draws = deepcopy([whole.state_dict(), whole.prompts.state_dict()]), torch.get_rng_state()
     expected = collected(whole, 3)
     resumed = collector(world, tokenizer, lm, samples=2)
-    for component, part in zip((resumed, resumed.prompts), json.loads(state), strict=True):
+    for component, part in zip((resumed, resumed.prompts), state, strict=True):
         component.load_state_dict(part)
     resumed.actor.steps = 3
     torch.set_rng_state(draws)
@@ -219,7 +223,7 @@ def test_carried_responses_are_divided_among_the_ranks(on_ranks, tokenizer, befo
 
     saved = on_ranks(before, save)
     assert (
-        all(state == saved[0][0] for state, _, _ in saved)
+        all(torch.equal(state[name], saved[0][0][name]) for state, _, _ in saved for name in state)
         and [n for _, _, n in saved] == [16 // before] * before
     )
 
@@ -244,7 +248,7 @@ def test_carried_responses_are_divided_among_the_ranks(on_ranks, tokenizer, befo
 def test_a_stop_request_leaves_the_responses_as_they_were(world, tokenizer):
     made = collector(world, tokenizer, model())
     collected(made, 1)
-    before = deepcopy(made.state_dict())
+    before = {group.prompt: deepcopy([vars(one) for one in group.responses]) for group in made.groups}
 
     class Stopped(Exception):
         pass
@@ -258,5 +262,5 @@ def test_a_stop_request_leaves_the_responses_as_they_were(world, tokenizer):
     with pytest.raises(Stopped):
         made()
     carried = {group.prompt: group for group in made.groups}
-    for group in before["groups"]:
-        assert [vars(one) for one in carried[group["prompt"]].responses] == group["responses"]
+    for prompt, responses in before.items():
+        assert [vars(one) for one in carried[prompt].responses] == responses

@@ -178,7 +178,10 @@ def test_kernels_of_the_hub_need_trust(tmp_path, witness):
         "def __getattr__(name):\n"
         "    if name.startswith('__'): raise AttributeError(name)\n"
         "    return Anything\n"
-        f"def get_kernel(*a, **k):\n    open({str(witness)!r}, 'w').close()\n    raise OSError('stub')\n"
+        "def get_kernel(name, **k):\n"
+        "    if name != 'kernels-community/quantization-bitsandbytes':\n"  # which bitsandbytes itself loads
+        f"        open({str(witness)!r}, 'w').close()\n"
+        "    raise OSError('stub')\n"
     )
     run = write_run(tmp_path / "run", attn_implementation="nobody/attention")
     done = subprocess.run(

@@ -4,6 +4,7 @@
                             {ema,lagged}/...          weight copies, if the run keeps them
                             rng_rank_00000.safetensors
                             state.json                the state of the loop and the settings of the run
+                            state.safetensors         the tensors of that state, by "part.key"
                             manifest.json             size and SHA-256 of every other file
     checkpoints/latest, checkpoints/best              files that contain the name of a folder
 
@@ -22,6 +23,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
 from ppo_ds.config.text import show
 from ppo_ds.distributed.faults import fault
@@ -33,6 +37,7 @@ from ppo_ds.engine.checkpoint.files import (
     on_main_rank,
     sha256,
     write_json,
+    write_tensors,
 )
 from ppo_ds.engine.checkpoint.shards import FORMAT
 from ppo_ds.engine.checkpoint.state import (
@@ -54,7 +59,7 @@ log = logging.getLogger(__name__)
 # weight copy -> config key that switches it on; {} is the first of the trained models
 COPY_KEYS = {"ema": "{}.ema.decay", "lagged": "algo.old_policy"}
 NO_COPIES: Mapping[str, WeightCopy] = {}
-STATE = "state.json"
+STATE, TENSORS = "state.json", "state.safetensors"
 OTHER_BYTES = 1024**2  # upper bound for all files except models and copies: random states and JSON
 
 
@@ -83,9 +88,10 @@ class Checkpoints:
     ) -> Path:
         """Saves a checkpoint, forces it to the disk and then deletes old checkpoints.
 
-        Only rank 0's ``state`` (JSON) is saved. ``copies`` are the weight copies of COPY_KEYS that the run
-        keeps. Checkpoints of later steps are deleted too: they exist only if the run was rolled back. Raises
-        CheckpointError on all ranks if any rank could not write; the new checkpoint is then removed entirely.
+        Only rank 0's ``state`` is saved: JSON, and tensors as values of its parts. ``copies`` are the weight
+        copies of COPY_KEYS that the run keeps. Checkpoints of later steps are deleted too: they exist only if
+        the run was rolled back. Raises CheckpointError on all ranks if any rank could not write; the new
+        checkpoint is then removed entirely.
         """
         fault("checkpoint.before")
         final = self.root / f"step_{step:06d}"
@@ -108,8 +114,9 @@ class Checkpoints:
             for name, copy in copies.items():
                 written += save_weight_copy(copy, draft / name)
             written.append(on_all_ranks(self.world, lambda: save_rng(draft, self.world)))
+            on_main_rank(self.world, lambda: write_tensors(draft / TENSORS, state_tensors(state)))
             on_main_rank(self.world, lambda: write_json(draft / STATE, metadata))
-            written += [draft / STATE] if self.world.is_main else []
+            written += [draft / TENSORS, draft / STATE] if self.world.is_main else []
             self._commit(draft, final, written)
         except CheckpointError as error:
             if self.world.is_main:
@@ -213,7 +220,7 @@ class Checkpoints:
         # smaller
         if path.parent.resolve() == self.root.resolve():
             on_main_rank(self.world, lambda: self._prune(newest=path))
-        return metadata["state"]
+        return on_all_ranks(self.world, lambda: with_tensors(metadata["state"], path / TENSORS))
 
     def _metadata(self, path: Path) -> dict[str, Any]:
         return on_all_ranks(self.world, lambda: read_state(path))
@@ -356,6 +363,24 @@ class _State(BaseModel):  # other keys are not checked
 def read_state(path: Path) -> dict[str, Any]:
     """Returns state.json of the checkpoint ``path``. Raises UserError for wrong types and values."""
     return read_checked(path / STATE, _State)
+
+
+def state_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Returns the tensors in the parts of a state by their names in the file, such as "difficulty.due"."""
+    parts = {part: values for part, values in state.items() if isinstance(values, dict)}
+    values = {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def with_tensors(state: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Puts the tensors of ``file``, if it exists, into ``state``. Raises OSError for invalid ones."""
+    try:
+        for name, tensor in load_file(file).items() if file.exists() else ():
+            part, _, key = name.partition(".")
+            state[part][key] = tensor
+    except (SafetensorError, LookupError, TypeError) as error:
+        raise OSError(f"{file}: is damaged: {error!r}; use another checkpoint") from error
+    return state
 
 
 def step_folders(root: Path) -> list[Path]:

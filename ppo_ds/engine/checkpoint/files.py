@@ -67,8 +67,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file and forces it to the disk."""
-    write_file(path, json.dumps(content, indent=1))
+    """Writes a JSON file, with its type in place of a tensor, and forces it to the disk."""
+    write_file(path, json.dumps(content, indent=1, default=lambda tensor: tensor.type()))
 
 
 def is_inside(name: Any) -> bool:
