@@ -8,7 +8,7 @@ One trainer is started for each setting. They take their steps in turn, so that 
 machine affect all settings. The steps are repeated beside each number of ``--busy`` processes, which are
 endless loops that compete for the cores. Medians and ranges are shown, and the ratio of each setting to the
 first one, which is the median over rounds. Without ``--setting``, the defaults of the OpenMP runtime are
-compared with those of ppo_ds. See docs/performance.md, "Threads on a busy machine".
+compared with those of ppo_ds. See docs/dev/performance.md, "Threads on a busy machine".
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Both trainers start from the same weights, on the same prompts, with the setting
 program measures all policies on held-out prompts: the mean score, and the KL to the initial policy. Each run
 is a process of its own with one thread. An interrupted command continues. The tables, results.json and the
 plots have all complete runs of the folder that have these settings. Without --trl-python, only this trainer
-runs. docs/equal_learning.md has the settings of both trainers side by side, and the results.
+runs. docs/dev/equal_learning.md has the settings of both trainers side by side, and the results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KLS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)  # at which the table compares the scores
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a run, which both trainers read; docs/equal_learning.md has their names in each trainer."""
+    """Settings of a run, which both trainers read; docs/dev/equal_learning.md has their names in each trainer."""
 
     algorithm: str  # ppo or grpo
     steps: int  # rollouts

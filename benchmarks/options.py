@@ -27,7 +27,7 @@ def count(text: str) -> int:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="benchmarks/ppo_step.py",
-        description="Measures the time of a PPO step by phase. See docs/performance.md.",
+        description="Measures the time of a PPO step by phase. See docs/dev/performance.md.",
         allow_abbrev=False,
     )
     p.add_argument("workload", choices=sorted(WORKLOADS))
@@ -132,7 +132,7 @@ def _problem(args: argparse.Namespace) -> str | None:
     if args.against == "trl" and not args.trl_python:
         return (
             "--against trl needs --trl-python, the Python of an environment with trl==1.10.0 "
-            "(docs/performance.md)"
+            "(docs/dev/performance.md)"
         )
     if args.cpu_seconds:
         return "--cpu-seconds cannot be used with --against, which reports CPU seconds too; remove it"

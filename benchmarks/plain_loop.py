@@ -1,6 +1,6 @@
 """Runs PPO steps of a plain PyTorch loop on a prepared folder, with the options of trl_step.py.
 
-See docs/performance.md. The loop is one that a user would write with torch and transformers alone, in one
+See docs/dev/performance.md. The loop is one that a user would write with torch and transformers alone, in one
 process: transformers' ``generate``, whole forwards with logits at every position, ``log_softmax`` and
 ``gather``, generalized advantage estimation, clipped losses, and torch's AdamW on weights of the run's dtype,
 with separate models for policy, reference, values and rewards. It imports nothing from ppo_ds.

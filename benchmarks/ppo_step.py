@@ -1,6 +1,6 @@
 """Measures the time of a PPO step by phase, and the fractions of the machine's limits that it reaches.
 
-See docs/performance.md.
+See docs/dev/performance.md.
 
     python benchmarks/ppo_step.py W1 --threads 1
     deepspeed --num_gpus 2 benchmarks/ppo_step.py W2 --set rollout.backend=hf --json w2.json

@@ -1,6 +1,6 @@
 """Compares published times of DeepSpeed-Chat and OpenRLHF with the doctor's estimate of time.
 
-    python benchmarks/published.py      # prints the tables of docs/scaling.md
+    python benchmarks/published.py      # prints the tables of docs/dev/scaling.md
 
 The estimate is that of this trainer on the same GPUs, models, batch sizes and lengths. It reads no weights
 and needs no GPU.

@@ -1,4 +1,4 @@
-"""Tests that what the requirements in docs/requirements.md name exists: keys, files, functions, metrics."""
+"""Tests that what docs/dev/requirements.md names exists: keys, files, functions, metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ppo_ds.config.schema import Config
 from ppo_ds.tracking.catalogue import SECTIONS, find
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "dev" / "requirements.md").read_text(encoding="utf-8")
 KEYS = set(dotted_keys(Config))
 GROUPS = {"algo", "reward", "zero", "tracker", "debug", "+experiment", "+pipeline"}
 OPTIONS = {path.stem for path in (ROOT / "conf").glob("*/*.yaml")}

@@ -6,7 +6,7 @@
 # be before they have saved a checkpoint. Five minutes before the time limit, the ranks save and end, and the
 # job is queued again. The same happens on preemption, if the partition has PreemptMode=REQUEUE and a
 # GraceTime that is long enough for a checkpoint. The next start resumes from the last checkpoint. `scancel`
-# ends the job without queueing it again. docs/scaling.md describes signals and time limits.
+# ends the job without queueing it again. docs/several_nodes.md describes signals and time limits.
 #SBATCH --job-name=ppo_ds
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8

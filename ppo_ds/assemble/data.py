@@ -104,7 +104,7 @@ def describe_rows(report: dict[str, int], noun: str) -> str:
 
 
 def read_inputs(config: PPOConfig, world: World) -> Inputs:
-    """Loads the tokenizer and the data, of which each rank tokenizes a share. A collective."""
+    """Loads the tokenizer and the data, of which each rank tokenizes a share. All ranks must call this."""
     tokenizer = build_tokenizer(config)
     source = build_prompts(config, tokenizer, world)
     held_out = build_held_out(config, tokenizer, world)

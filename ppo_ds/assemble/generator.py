@@ -43,7 +43,7 @@ class Backends:
         return self.inputs.longest_prompt + self.sampling.max_new_tokens
 
     def refusal(self, name: str) -> str | None:
-        """Returns the reason why a backend cannot decode the actor on some rank, or None. A collective."""
+        """Returns why a backend cannot decode the actor on some rank, or None. All ranks must call this."""
         target = BACKENDS[name].refusal
         if target is None:
             return None
@@ -127,9 +127,9 @@ def build_generator(
 def connected_engine(
     config: PPOConfig, world: World, actor: HybridActor, longest: int, start: Callable[..., Any]
 ) -> Any:
-    """Starts the decode backend with weights of its own and connects the actor to it. A collective.
+    """Starts the decode backend with weights of its own and connects the actor to it.
 
-    ``start`` constructs it; ``longest`` is the number of tokens of the longest sequence.
+    All ranks must call this. ``start`` constructs it; ``longest`` is the length of the longest sequence.
     """
     lm, on_gpu = actor.module.lm, world.device.type == "cuda"
     memory = engine_memory(config, shape_of(lm), lm.dtype.itemsize, longest, on_gpu)

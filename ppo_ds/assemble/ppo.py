@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ RANK_SEED_OFFSET = 100_003
 
 
 def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
-    """Loads data and models and builds the PPO stage from them. May raise UserError. A collective."""
+    """Loads data and models and builds the PPO stage. May raise UserError. All ranks must call this."""
     world, banner = context.world, context.banner
 
     # data and models
@@ -79,7 +80,7 @@ def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
     )
     learn = learner(
         config,
-        context,
+        replace(context, report=make_experience.print_step) if config.tracker.print_updates else context,
         actor=models.actor,
         critic=models.critic,
         parity=parity_monitor(config),
@@ -109,7 +110,7 @@ def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
 def generation(
     config: PPOConfig, context: RunContext, inputs: Inputs, models: Models, sampling: SamplingParams
 ) -> tuple[Generator, Gap]:
-    """Builds generation by the decode backend, and returns it with the gap of its log-probs. A collective."""
+    """Builds the decode backend; returns it with the gap of its log-probs. All ranks must call this."""
     world, stop, budgets = context.world, context.stop, context.budgets
     context.banner.starting("comparing the log-probs of generation and training")
     backend, gap, make_backend = build_generator(

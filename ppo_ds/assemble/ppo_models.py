@@ -50,7 +50,7 @@ class Models:
 
 
 def load_models(config: PPOConfig, context: RunContext, inputs: Inputs, length: Horizon) -> Models:
-    """Loads the models, the reward last because it may share the critic's weights. A collective."""
+    """Loads the models, the reward last: it may share the critic's weights. All ranks must call this."""
     world, banner = context.world, context.banner
     needs = ppo_needs(inputs.tokenizer.id_bound, inputs.longest_row(config.sampling.max_new_tokens))
     download_weights(models_to_download(config), world)
@@ -125,7 +125,7 @@ def choose_layouts(
 ) -> list[str]:
     """Lets each model choose the layout of its forwards and returns lines for the start-up banner.
 
-    Raises UserError if memory.sequence_parallel cannot divide the rows of a model. A collective.
+    Raises UserError if memory.sequence_parallel cannot divide the rows of a model. All ranks must call this.
     """
     group, device = config.memory.sequence_parallel, actor.world.device
     layout = "packed" if group > 1 else config.memory.layout

@@ -53,7 +53,7 @@ def check_inputs(config: PPOConfig, world: World, *, prepared: bool) -> None:
     """Raises UserError for mistakes in data and rewards, before a start is refused or moves files.
 
     If `prepare` has yet to create files (``prepared`` is False), only the functions of rewards and the class
-    of the environment are checked. The data is read for this check only. A collective.
+    of the environment are checked. The data is read for this check only. All ranks must call this.
     """
     for reward, whole in all_rewards(config).items():
         for key, section in function_rewards(whole, reward):

@@ -39,7 +39,7 @@ KEY = "scorer.model.path"
 
 
 def build_reward_model(config: RewardModelStageConfig, context: RunContext) -> RewardModelTrainer:
-    """Loads data and model and builds the stage from them. May raise UserError. A collective."""
+    """Loads data and model and builds the stage from them. May raise UserError. All ranks must call this."""
     world, banner, section, role = context.world, context.banner, config.reward_model, config.scorer
     banner.starting("reading and tokenizing the data")
     tokenizer, train, held_out = read_preferences(config, world)
@@ -94,7 +94,7 @@ def build_reward_model(config: RewardModelStageConfig, context: RunContext) -> R
 def read_preferences(
     config: RewardModelStageConfig, world: World | None = None
 ) -> tuple[Tokenizer, PreferenceSource, PreferenceSource | None]:
-    """Loads the tokenizer, the training and the held-out pairs; may raise UserError. A collective."""
+    """Loads the tokenizer, training and held-out pairs; may raise UserError. All ranks must call this."""
     data, tokenizer = config.data, build_tokenizer(config, "scorer")
     load = partial(
         PreferenceSource,
@@ -134,7 +134,7 @@ def scorer_module(config: RewardModelStageConfig, name: str, tokenizer: Tokenize
 def build_scorer(
     config: RewardModelStageConfig, world: World, tokenizer: Tokenizer, longest: int, steps: int
 ) -> TrainedModel:
-    """Builds the engine of the model, which reads texts of at most ``longest`` tokens. A collective."""
+    """Builds the model's engine for texts of at most ``longest`` tokens. All ranks must call this."""
     role = config.scorer
     needs = Needs(
         tokenizer.id_bound,
@@ -156,7 +156,7 @@ def notes(
     train: PreferenceSource,
     held_out: PreferenceSource | None,
 ) -> list[str]:
-    """Chooses the layout of forwards; returns lines for the banner. A collective."""
+    """Chooses the layout of forwards; returns lines for the banner. All ranks must call this."""
     lines = [
         *training_notes("reward_model", "scorer", config.scorer, scorer),
         *slow_dtypes(config, scorer.world),

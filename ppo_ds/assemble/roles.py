@@ -76,7 +76,7 @@ def build_actor(
     optimizer_steps: int,
     timed: Callable[[str], AbstractContextManager[None]],
 ) -> HybridActor:
-    """Builds the engine of PPO's actor, which also generates. A collective."""
+    """Builds the engine of PPO's actor, which also generates. All ranks must call this."""
     load = needs.checked(partial(ppo_actor_module, config), config.actor.model.path, "actor.model.path")
     copy = None if config.rollout.own_weights else unsharded_twin
     make = partial(HybridActor, make_inference_copy=copy, timer=timed)
@@ -134,7 +134,7 @@ def critic_module(config: PPOConfig, start: CriticStart) -> ScoreModel:
 def build_critic(
     config: PPOConfig, start: CriticStart, world: World, needs: Needs, optimizer_steps: int
 ) -> TrainedModel:
-    """Builds the critic's engine. A collective."""
+    """Builds the critic's engine. All ranks must call this."""
     load = needs.checked(partial(critic_module, config, start), start.model.path, start.key)
     return trained_engine(load, TrainedModel, config.critic, "critic", world, optimizer_steps)
 

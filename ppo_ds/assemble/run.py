@@ -43,7 +43,7 @@ from ppo_ds.run.stopping import StopRequest
 from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.run.token_budgets import TokenBudgets
 from ppo_ds.tracking.background import BackgroundTracker, Dashboard
-from ppo_ds.tracking.banner import Banner
+from ppo_ds.tracking.banner import Banner, titled
 from ppo_ds.tracking.console import ConsoleTracker
 from ppo_ds.tracking.html.live import ReportTracker
 from ppo_ds.tracking.jsonl import JsonlTracker
@@ -63,9 +63,9 @@ def build_run(
 ) -> Run:
     """Connects the ranks, builds the stage of ``config.stage`` and resumes from the last checkpoint.
 
-    A collective. ``watchdog`` is started once the ranks are connected. ``mark_ending`` is called when
-    the run starts to shut down. ``screen`` shows the progress; only rank 0 has it. ``trackers`` are added to
-    those of the config. Raises UserError for mistakes in config, data and models.
+    All ranks must call this. ``watchdog`` is started once the ranks are connected. ``mark_ending`` is called
+    when the run starts to shut down. ``screen`` shows the progress; only rank 0 has it. ``trackers`` are
+    added to those of the config. Raises UserError for mistakes in config, data and models.
     """
     settings, banner = resolved(config), Banner(screen.say) if screen else Banner()
     # bound here to check the arguments, so that errors are reported before ranks are connected
@@ -105,6 +105,8 @@ def build_run(
         steps, done = run.stage.total_steps, run.saver.state.step
         times = checkpoint_times(config.checkpoint)
         banner.summarize(length(config.run, steps), times, *resumed(str(run_dir), start, done, steps))
+        if config.run.note:
+            banner.note(titled("note", config.run.note))
         run.track(start_trackers(config, settings, steps, done, banner.render(), screen, trackers))
     return run
 
@@ -112,7 +114,7 @@ def build_run(
 def connect_ranks(
     config: Config, watchdog: Watchdog | None, mark_ending: Callable[[], None]
 ) -> tuple[World, StopRequest]:
-    """Connects the ranks, or raises UserError if the machine lacks what the config needs. A collective."""
+    """Connects the ranks and checks the machine. May raise UserError. All ranks must call this."""
     run = config.run
     group = config.memory.sequence_parallel if isinstance(config, PPOConfig) else 1
     world = connect(run.timeout_minutes, run.verbose, run.threads, run.deterministic, group)
@@ -140,10 +142,10 @@ def open_budgets(
     start: Path | None,
     banner: Banner,
 ) -> tuple[ConfigT, TokenBudgets]:
-    """Makes the token budgets, with the numbers that an earlier start has determined. A collective.
+    """Makes the token budgets, with the numbers that an earlier start has determined.
 
-    Also returns the config with these numbers. ``start`` is the checkpoint to resume from. ``settings`` are
-    those that checkpoints and config.yaml save; each change of a budget is added to them.
+    All ranks must call this. Also returns the config with these numbers. ``start`` is the checkpoint to
+    resume from. ``settings`` are saved in checkpoints and config.yaml; changes of budgets are added to them.
     """
     run_dir, checkpoint = Path(config.run.dir or ""), None
 
@@ -168,7 +170,7 @@ def open_budgets(
 def build_loop(
     config: Config, context: RunContext, checkpoints: Checkpoints, mark_ending: Callable[[], None]
 ) -> Run:
-    """Builds the stage of ``config.stage`` and the loop that trains it. A collective."""
+    """Builds the stage of ``config.stage`` and the loop that trains it. All ranks must call this."""
     entry = STAGES[config.stage]
     stage = import_target(entry.target)(config, context)
     saver = Saver(

@@ -48,7 +48,7 @@ LEARNED = {
 
 
 def build_sft(config: SFTStageConfig, context: RunContext) -> SFTTrainer:
-    """Loads data and model and builds the stage from them. May raise UserError. A collective."""
+    """Loads data and model and builds the stage from them. May raise UserError. All ranks must call this."""
     world, section, role = context.world, config.sft, config.actor
     context.banner.starting("reading and tokenizing the data")
     tokenizer, train, held_out = read_demonstrations(config, world)
@@ -116,7 +116,7 @@ def build_generator(context: RunContext, actor: HybridActor, tokenizer: Tokenize
 def read_demonstrations(
     config: SFTStageConfig, world: World | None = None
 ) -> tuple[Tokenizer, DemonstrationSource, DemonstrationSource | None]:
-    """Loads the tokenizer, the training and the held-out rows; may raise UserError. A collective."""
+    """Loads the tokenizer, training and held-out rows; may raise UserError. All ranks must call this."""
     data, tokenizer = config.data, build_tokenizer(config)
     load = partial(
         DemonstrationSource,
@@ -141,7 +141,7 @@ def check_demonstrations(config: SFTStageConfig, world: World, *, prepared: bool
 
 
 def build_actor(config: SFTStageConfig, context: RunContext, needs: Needs, steps: int) -> HybridActor:
-    """Builds the engine of the model that is trained. A collective."""
+    """Builds the engine of the model that is trained. All ranks must call this."""
     actor = partial(actor_module, config.actor, config.run.seed)
     load = needs.checked(actor, config.actor.model.path, "actor.model.path")
     make = partial(HybridActor, make_inference_copy=unsharded_twin, timer=context.timer)
@@ -176,7 +176,7 @@ def notes(
     held_out: DemonstrationSource | None,
     prompts: Prompts | None,
 ) -> list[str]:
-    """Chooses the layout and how the evaluation generates; returns lines for the banner. A collective."""
+    """Chooses layout and generation of the evaluation; returns banner lines. All ranks must call this."""
     world = actor.world
     lines = [
         *training_notes("sft", "actor", config.actor, actor),

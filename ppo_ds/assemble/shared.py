@@ -51,7 +51,7 @@ def choose_layout(
 ) -> list[str]:
     """Sets the layout of a model's forwards (memory.layout) and returns lines for the banner.
 
-    ``name`` is the name of the model in the lines. A collective.
+    ``name`` is the name of the model in the lines. All ranks must call this.
     """
     choice = model.module.choose_layout(layout, device, model)
     on_gpu = device.type == "cuda"

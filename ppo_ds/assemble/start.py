@@ -29,7 +29,7 @@ from ppo_ds.tracking.banner import Banner
 def open_start(
     config: Config, settings: dict[str, Any], world: World, checkpoints: Checkpoints, banner: Banner
 ) -> Path | None:
-    """Opens the run directory and returns the checkpoint to resume from, if any. A collective.
+    """Opens the run directory and returns the checkpoint to resume from, if any. All ranks must call this.
 
     Raises UserError if the run cannot resume from the checkpoint with these ``settings``. In this case, and
     if the record of an earlier run must be moved, mistakes in data and rewards are reported first,
@@ -69,9 +69,9 @@ def open_start(
 
 
 def check_shared(run_dir: Path, world: World) -> None:
-    """Raises UserError unless every rank sees what rank 0 writes to the run directory. A collective.
+    """Raises UserError unless every rank sees what rank 0 writes to the run directory.
 
-    Otherwise the checkpoints would lack the files of other nodes, which only a resume would notice.
+    All ranks must call this. Otherwise checkpoints would lack the files of other nodes without a message.
     """
     if world.size == 1:
         return
@@ -109,7 +109,7 @@ def check_new_inputs(config: Config, before: Settings | None, settings: Settings
 
 
 def on_main(world: World, action: Callable[[], Any]) -> Any:
-    """Runs ``action`` on rank 0 only; every rank gets its result or its UserError. A collective."""
+    """Runs ``action`` on rank 0; every rank gets its result or UserError. All ranks must call this."""
     result, problems = None, []
     if world.is_main:
         try:

@@ -99,11 +99,11 @@ def start_all(starting: Iterable[Pending[T]]) -> list[Pending[T]]:
 
 
 def wait_on_all_ranks(pending: Pending[T], world: World, check: Callable[[], None]) -> T:
-    """Waits until the results of all ranks are known, and returns that of this rank. A collective.
+    """Waits until the results of all ranks are known, and returns that of this rank.
 
-    ``check`` is a collective that raises Abandoned on all ranks after a stop request. Each task that is
-    completed on any rank counts as progress on all ranks, so that slow tasks are not taken for a hang. If a
-    task of one rank fails, all ranks raise: that rank its error, or all the error of ``pending.agree``.
+    All ranks must call this. ``check`` is a collective that raises Abandoned on all ranks after a stop
+    request. Each completed task counts as progress on all ranks, so that slow tasks are not taken for a hang.
+    If a task fails, all ranks raise: its rank the task's error, or all the error of ``pending.agree``.
     """
 
     def raise_for_peer() -> T:

@@ -1,7 +1,7 @@
 """Products of fp32 matrices on a CPU, computed by oneDNN where it is faster than torch's default library.
 
 PyTorch uses Intel MKL, which does not use AVX-512 on processors of other vendors. On an AMD EPYC (Zen 5)
-oneDNN was 1.6 to 2.3 times as fast (docs/performance.md). All other products are left to torch.
+oneDNN was 1.6 to 2.3 times as fast (docs/dev/performance.md). All other products are left to torch.
 """
 
 from __future__ import annotations

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.resources import files
+from os.path import commonprefix
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
@@ -288,8 +291,8 @@ def bounds(metadata: list[Any]) -> str:
 def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:
     """Returns the error line for ``leaf``, which is an unknown key or a key below one.
 
-    The line suggests the same name in an inner section, a similar name in the same section, or the same name
-    elsewhere.
+    The line suggests the same name in an inner section, the key for a setting of another system, a similar
+    name in the same section, or the same name elsewhere.
     """
     shown = "..." if _SECRET.search(leaf) else show(value)
     name, siblings = place.name, place.holder.all_fields()
@@ -301,10 +304,30 @@ def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:
     near = [section + sibling for sibling in get_close_matches(name, list(siblings), n=1, cutoff=0.6)]
     typo = [section + sibling for sibling in get_close_matches(name, list(siblings), n=1, cutoff=0.85)]
     exact = [k for k in known if k.startswith(section) and k[len(section) :].replace(".", "_") == name]
-    best = exact or typo or inside or (not section and elsewhere) or near or elsewhere
+    best = exact or typo or inside
+    if not best and (lines := other_systems(leaf, known)):
+        return f"{leaf}={shown}: no such key; {'; '.join(lines)}"
+    best = best or (not section and elsewhere) or near or elsewhere
     if below := leaf.removeprefix(place.key):
         best = [key for k in best for key in get_close_matches(k + below, known, n=1)] or best
     if best:
         return f"{leaf}={shown}: no such key; did you mean {' or '.join(best[:3])}?"
     holder = section.rstrip(".") or "the config"
     return f"{leaf}={shown}: no such key; the keys of {holder} are {', '.join(siblings)}"
+
+
+def other_systems(name: str, known: Sequence[str]) -> list[str]:
+    """Returns a line for each key, in ``known`` sections, that corresponds to the setting ``name`` elsewhere.
+
+    The settings of other_systems.toml that share the most last parts with ``name`` fit; one part is not
+    enough if a ``known`` key shares it too.
+    """
+    ours = name.rpartition(".")[2] in {key.rpartition(".")[2] for key in known}
+    found: dict[int, dict[str, str]] = {0: {}}  # number of common parts -> key -> line
+    source = files(__package__).joinpath("other_systems.toml").read_text("utf-8")
+    for system, settings in tomllib.loads(source).items():
+        for setting, key in settings.items():
+            common = len(commonprefix([part.split(".")[::-1] for part in (setting, name)]))
+            if (common > ours or setting == name) and key.split(".")[0] in known:
+                found.setdefault(common, {}).setdefault(key, f"{system}'s {setting} is {key}")
+    return list(found[max(found)].values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin
@@ -26,11 +27,11 @@ _ENTRIES: dict[str, Mapping[str, Entry]] = {"stage": STAGES, "algo.kl.estimator"
 _HEAD = """\
 # Configuration reference
 
-Every key with its type, default and meaning. This page is generated from `ppo_ds/config/sections/` by
-`python -m ppo_ds.config.reference`; `python launch/train.py --help SECTION` prints a part of it.
-The keys of `reward` and `prepare` are the arguments of the chosen `_target_`: see [rewards](rewards.md).
+Every key as `key=default`, or without a default if it is required. Keys of several models stand here once:
+`actor.optim.lr` stands for `critic.optim.lr` and `scorer.optim.lr`. The keys of `reward` and `prepare` are
+the arguments of their `_target_` ([rewards](rewards.md)). `python launch/train.py --help SECTION` prints a
+part of this page, and `python -m ppo_ds.config.reference` generates it.
 """
-
 
 # name and description of an argument in a docstring; the following lines are indented further
 _ARGUMENTS = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
@@ -50,28 +51,22 @@ def keys_of(section: type[Section], prefix: str) -> Iterator[Key]:
     """Yields the keys of a section, without the keys of its inner sections."""
     for name, field in section.all_fields().items():
         if section_of(field) is None:
-            default = (
-                "required" if field.is_required() else show(field.get_default(call_default_factory=True))
-            )
-            full = f"{prefix}.{name}" if prefix else name
-            text = meaning(field)
+            text, default = meaning(field), show(field.get_default(call_default_factory=True))
             if issubclass(section, Variants) and name not in section.model_fields:
                 text += f" Only with {section.tag} {', '.join(section.users(name))}."
             hint, metadata, nullable = unwrapped(field.annotation)
-            words = _words(hint, [*metadata, *field.metadata])
-            yield Key(full, f"{words} or null" if nullable else words, default, text)
+            kind = _words(hint, [*metadata, *field.metadata]) + (" or null" if nullable else "")
+            default = "required" if field.is_required() else default
+            yield Key(f"{prefix}.{name}".lstrip("."), kind, default, text)
 
 
 def values() -> dict[str, dict[str, str]]:
     """Returns the values of each key that chooses a part or a variant, with their descriptions."""
-    tables = {
-        key: {name: one.description for name, one in entries.items()} for key, entries in _ENTRIES.items()
-    }
+    tables = {key: {name: one.description for name, one in table.items()} for key, table in _ENTRIES.items()}
     for key, section in sections_of(Config):
         if issubclass(section, Variants):
-            tables[f"{key}.{section.tag}"] = {
-                name: " ".join((variant.__doc__ or "").split()) for name, variant in section.variants.items()
-            }
+            variants = {name: " ".join((one.__doc__ or "").split()) for name, one in section.variants.items()}
+            tables[f"{key}.{section.tag}"] = variants
     return tables
 
 
@@ -99,7 +94,7 @@ def _words(hint: Any, metadata: list[Any]) -> str:
         return f"list of {len(args)}: {_words(*unwrapped(args[0])[:2])}"
     if isinstance(hint, type) and issubclass(hint, Section):
         return f"sections with keys {', '.join(hint.model_fields)}"
-    names = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+    names = {int: "integer", float: "number", bool: "true or false", str: "text"}
     return f"{names.get(hint, 'mapping')} {bounds(metadata)}".rstrip()
 
 
@@ -117,24 +112,17 @@ def help_on(topic: str) -> str:
             table = values().get(topic, {})
             return _entry(key) + "".join(f"    {name:12}{text}\n" for name, text in table.items())
     known = dotted_keys(Config)
-    hint = (
-        did_you_mean(topic, known)
-        or f"; the sections are {', '.join(k for k in known if k in sections and '.' not in k)}"
-    )
-    raise UserError(f"--help {topic}: no such section or key{hint}")
+    top = f"; the sections are {', '.join(key for key in known if key in sections and '.' not in key)}"
+    raise UserError(f"--help {topic}: no such section or key{did_you_mean(topic, known) or top}")
 
 
 def help_on_part(name: str, target: str | None) -> str:
     """Describes the open part ``name`` (`reward` or `prepare`), or the arguments of ``target`` if given."""
     (key,) = (key for key in keys_of(Config, "") if key.name == name)
     if target is None:
-        example = (
-            f"+experiment=quickstart --help {name}" if name == "prepare" else "--help reward reward=numeric"
-        )
-        return (
-            f"{_entry(key)}\nIts keys are the arguments of its _target_, which is not set. To list them:\n"
-            f"  python launch/train.py {example}\n"
-        )
+        args = {"prepare": "+experiment=quickstart --help prepare"}.get(name, "--help reward reward=numeric")
+        text = "Its keys are the arguments of its _target_, which is not set. To list them:"
+        return f"{_entry(key)}\n{text}\n  python launch/train.py {args}\n"
     try:
         section = arguments_of(import_target(target))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
@@ -158,27 +146,39 @@ def first_line(section: type[Section]) -> str:
 
 
 def page() -> str:
-    parts = [_HEAD, "\n## Top level\n\n", *_table(keys_of(Config, ""))]
+    shared = ("model", "zero", "optim", "lora", "ema")  # sections of several models, described together
+    groups: dict[str, dict[str, type[Section]]] = {"": {"": Config}}
     for name, section in sections_of(Config):
-        text = " ".join((section.__doc__ or "").split())
-        rows = _table(keys_of(section, name))
-        parts += [f"\n## {name}\n\n{text}\n", *(["\n", *rows] if rows else [])]
-    for key, table in values().items():
-        parts += [f"\n## Values of {key}\n\n| value | meaning |\n|---|---|\n"]
-        parts += [f"| `{name}` | {_cell(text)} |\n" for name, text in table.items()]
-    return "".join(parts)
+        last = name.rpartition(".")[2]
+        groups.setdefault(last if last in shared else name, {})[name] = section
+    return _HEAD + "".join(map(_section_text, groups.values()))
 
 
-def _table(keys: Iterator[Key]) -> list[str]:
-    rows = [
-        f"| `{key.name}` | {_cell(key.type)} | {_cell(key.default)} | {_cell(key.description)} |\n"
-        for key in keys
-    ]
-    return ["| key | type | default | meaning |\n|---|---|---|---|\n", *rows] if rows else []
+def _section_text(members: Mapping[str, type[Section]]) -> str:
+    """Describes a section, or the sections of several models that have the same keys."""
+    about, found = defaultdict(list), defaultdict(list)  # description -> names; key -> that of each member
+    for name, section in members.items():
+        about[" ".join((section.__doc__ or "").split())].append(f"`{name}`")
+        for key in keys_of(section, name):
+            found[key.name.rpartition(".")[2]].append(key)
+    texts = [f"{', '.join(names)}: {text}" if len(members) > 1 else text for text, names in about.items()]
+    items = [_item(keys, len(keys) < len(members)) for keys in found.values()]
+    parts = [f"## {', '.join(members) or 'Top level'}", *texts, "\n".join(items)]
+    return "\n" + "\n\n".join(parts).rstrip().replace("<", "\\<") + "\n"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "\\<")
+def _item(keys: list[Key], some: bool) -> str:
+    """Describes a key and its values. ``keys`` are those of all models that have it, ``some`` of several."""
+    key, defaults = keys[0], {one.name.partition(".")[0]: one.default for one in keys}
+    kind = key.type.removesuffix(" or null") if key.default == "null" else key.type
+    for words, sign in {"at least": "≥", "at most": "≤", "above": ">", "below": "<", "number ": ""}.items():
+        kind = kind.replace(words, sign)
+    table, only = values().get(key.name, {}), f" Only of {', '.join(defaults)}." if some else ""
+    facts = [] if table or kind in ("true or false", "text", "mapping") else [kind]
+    facts += [f"{model}: {one}" for model, one in defaults.items() if one not in (key.default, "null")]
+    shown = f" ({'; '.join(facts)})" if facts else ""
+    text = f"- `{key.name}={key.default}`{shown}: ".replace("=required`", "`") + key.description + only
+    return "\n".join([text, *(f"    - `{value}`: {meant}" for value, meant in table.items())])
 
 
 if __name__ == "__main__":

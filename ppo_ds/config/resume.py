@@ -26,7 +26,7 @@ from ppo_ds.errors import UserError
 
 MUTABLE = tuple(
     """
-    run.name run.dir run.resume run.resume_allow_changes run.dry_run run.stop_at_step run.max_minutes
+    run.name run.dir run.note run.resume run.resume_allow_changes run.dry_run run.stop_at_step run.max_minutes
     run.timeout_minutes run.threads run.matmul run.verbose run.profile rollout.environment.trial
     rollout.environment.workers memory.* checkpoint.* health.* tracker.* eval.* data.eval_* *.ema.evaluate
     sft.samples sft.sample_tokens *.model.trust_remote_code *.model.gradient_checkpointing

@@ -57,7 +57,7 @@ class Difficulty:
         return self._drawn.tolist()
 
     def observe(self, scores: Tensor) -> None:
-        """Learns the scores of this rank's share of the last draw, equally many per prompt. A collective."""
+        """Learns the scores of this rank's share, equally many per prompt. All ranks must call this."""
         (due, last, equal), drawn = self._columns.values(), self._drawn
         for column in self._gather(scores).cpu().float().view(len(drawn), -1).T:
             repeated = (column == last[drawn]) & (equal[drawn] > 0)

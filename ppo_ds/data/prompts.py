@@ -18,7 +18,7 @@ from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.data.messages import Prompt, parse_max_new_tokens, parse_prompt, prompt_format
 from ppo_ds.data.order import Order, Passes
 from ppo_ds.data.reasoning_gym import task_rows
-from ppo_ds.data.rows import load_rows, map_rows, parse_rows
+from ppo_ds.data.rows import existing_file, load_rows, map_rows, parse_rows
 from ppo_ds.data.sharing import encode_rows
 from ppo_ds.data.stream import Stream, StreamSource
 from ppo_ds.data.token_rows import Piece, TokenRows, num_characters
@@ -76,8 +76,8 @@ class PromptSource:
         key: str = "data.path",
         world: World | None = None,
     ):
-        self.path, self.key = path, key
-        self.pad_id, self._tokenizer = tokenizer.pad_id, tokenizer
+        self.path = path = existing_file(path, data.revision, world)
+        self.key, self.pad_id, self._tokenizer = key, tokenizer.pad_id, tokenizer
         self._format = prompt_format(tokenizer, data, key)
         self._rows = load_rows(
             path,

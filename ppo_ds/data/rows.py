@@ -16,7 +16,7 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
@@ -186,9 +186,9 @@ def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | 
 def parse_rows(
     world: World | None, rows: Rows, parse: Callable[[Row], T], key: str, path: str
 ) -> tuple[list[T], Fingerprint]:
-    """Parses all rows on every rank and returns the results and the fingerprint of the rows. A collective.
+    """Parses all rows on every rank and returns the results and the fingerprint of the rows.
 
-    Raises the UserErrors of ``map_rows`` on every rank, and UserError if the ranks have read different rows.
+    All ranks must call this. Raises the UserErrors of ``map_rows`` on every rank, and for different rows.
     """
     digest = hashlib.blake2b(digest_size=16)
 
@@ -199,6 +199,24 @@ def parse_rows(
     parsed = on_all(world, lambda: map_rows(rows, parse_one))
     refuse_different(world, digest.hexdigest(), f"{key}={path}")
     return parsed, Fingerprint(key, path, len(rows), digest.hexdigest())
+
+
+def existing_file(path: str, revision: str | None, world: World | None) -> str:
+    """Resolves hf://datasets/OWNER/NAME/FILE|FILE to the first file that exists, or else to the last.
+
+    All ranks must call this.
+    """
+    folder, _, names = path.rpartition("/")
+    *first, last = names.split("|") if path.startswith("hf://datasets/") else [names]
+
+    def find() -> str:
+        for name in first:
+            with suppress(OSError):  # if the Hub cannot be reached, loading the last file reports it
+                datasets.load_dataset_builder(folder[14:], revision=revision, data_files=name)
+                return f"{folder}/{name}"
+        return f"{folder}/{last}"
+
+    return on_all(world, find) if first else path
 
 
 def _data_files(path: str, key: str) -> list[Path] | None:

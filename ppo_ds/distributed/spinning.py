@@ -9,7 +9,7 @@ The runtime cannot see other processes. It spins only 100 times while its proces
 there are cores (GOMP_SPINCOUNT in the manual of libgomp). This module therefore measures how long the threads
 wait for a core, and adds idle OpenMP threads while that is too long. Variables that libgomp reads when it is
 loaded would fix one number for the whole run: small numbers cost time on a quiet machine, and large ones on a
-busy machine. Figures: docs/performance.md, "Threads on a busy machine".
+busy machine. Figures: docs/dev/performance.md, "Threads on a busy machine".
 """
 
 from __future__ import annotations

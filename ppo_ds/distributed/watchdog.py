@@ -104,13 +104,13 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self, world: World, store: RankStore) -> None:
-        """Connects to the other ranks and starts the thread. A collective."""
+        """Connects to the other ranks and starts the thread. All ranks must call this."""
         self.connect(world, store)
         self.started = True
         self._thread.start()
 
     def connect(self, world: World, store: RankStore) -> None:
-        """Sets the ranks to watch without starting the thread. A collective."""
+        """Sets the ranks to watch without starting the thread. All ranks must call this."""
         self._rank, self._size, self._store = world.rank, world.size, store
         self._peers = local_peers(world)
         # not select.select(), which accepts no descriptor above 1023, as sockets have with many ranks
@@ -332,7 +332,7 @@ def _no_progress(who: str, limit: float) -> str:
 
 
 def local_peers(world: World) -> dict[int, int]:
-    """Maps the pidfds of the other ranks' processes on this machine to the ranks. A collective.
+    """Maps the pidfds of the other ranks' processes on this machine to the ranks. All ranks must call this.
 
     A pidfd becomes readable once its process has ended. A machine is identified by the boot id of its
     kernel and its namespace of process ids, so containers count as machines.

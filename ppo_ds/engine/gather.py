@@ -31,8 +31,8 @@ def chunked(items: Iterable[T], numel: Callable[[T], int], limit: int) -> Iterat
 
 
 def gathered(trained: TrainedModel, module: nn.Module) -> AbstractContextManager[None]:
-    """Returns a context in which the parameters of ``module`` are whole on every rank. A collective.
+    """Returns a context in which the parameters of ``module`` are whole on every rank.
 
-    ``module`` is a part of the model ``trained``.
+    All ranks must call this. ``module`` is a part of the model ``trained``.
     """
     return deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=trained.zero_stage == 3)

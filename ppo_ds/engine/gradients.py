@@ -50,7 +50,7 @@ def local_squared_norm(engine: Any) -> Tensor:
 def skip_step(engine: Any, *, lower_scale: bool) -> None:
     """Discards the accumulated gradients: no weight, moment or counter of the optimizer changes.
 
-    A collective. ``lower_scale`` lowers a dynamic loss scale as an overflow does, but not below its minimum.
+    All ranks must call this. ``lower_scale`` lowers a dynamic loss scale as an overflow does.
     """
     wrapper = engine.optimizer
     if wrapper is engine.basic_optimizer:

@@ -80,9 +80,9 @@ class MasterWeights:
         return list(getattr(parameter, "ds_shape", parameter.shape))
 
     def get(self, name: str, part: str) -> Tensor:
-        """Returns ``part``, one of PARTS, of a parameter: whole, in fp32 and on every rank. A collective.
+        """Returns ``part``, one of PARTS, of a parameter: whole, in fp32 and on every rank.
 
-        Callers must not change the tensor.
+        All ranks must call this. Callers must not change the tensor.
         """
         if self._whole is not None:
             return self._whole_part(name, part)
@@ -115,7 +115,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Computes the module's weights from the fp32 weights, as a step does at its end. A collective."""
+        """Computes the module's weights from the fp32 weights, as a step does. All ranks must call this."""
         if self._whole is not None:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self._whole[name])

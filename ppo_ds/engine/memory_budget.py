@@ -95,7 +95,7 @@ def free_bytes(world: World) -> int:
 
 
 def tensor_memory(world: World, resident: int) -> int:
-    """Returns the bytes that all tensors of a rank may take together. A collective.
+    """Returns the bytes that all tensors of a rank may take together. All ranks must call this.
 
     The result is that of the rank with the least memory. On a GPU, it is the memory of the tensors of this
     process and the free memory, without LAZY. ``resident`` is the estimate of what is resident between two

@@ -232,7 +232,7 @@ class TrainedModel:
     def skip(self, *, overflow: bool) -> StepInfo:
         """Discards the accumulated gradient; weights, moments, their counters and the schedule do not change.
 
-        A collective. ``overflow``: the gradient was not finite, and a dynamic loss scale is lowered.
+        All ranks must call this. With ``overflow``, a dynamic loss scale is lowered.
         """
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         skip_step(self.engine, lower_scale=overflow)

@@ -47,9 +47,9 @@ class WeightCopy:
     def swapped(self) -> Iterator[None]:
         """Gives the engine the copy's weights inside the block, for forwards, generation and export.
 
-        A collective. Training inside the block is forbidden. After it, the engine's weights are bit-identical
-        to those before it. After an exception, the master weights are exchanged back at once, the module's
-        weights at the next use of the model (see ``TrainedModel.replaced_weights``).
+        All ranks must call this. Training inside the block is forbidden. After it, the engine's weights are
+        bit-identical to those before it. After an exception, the master weights are exchanged back at once,
+        the module's weights at the next use of the model (see ``TrainedModel.replaced_weights``).
         """
         assert self.model.module.training, (
             "swapped() inside generation_mode(), which has the weights of its start"

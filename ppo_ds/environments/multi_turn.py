@@ -113,7 +113,7 @@ class MultiTurnGenerator:
             raise
 
     def wait_for_calls(self, episodes: Sequence[Episode]) -> int:
-        """Waits for the calls of all ranks, and returns how many of them still run. A collective.
+        """Waits for the calls of all ranks, and returns how many of them still run. All ranks must call this.
 
         Independent rows wait half a second for one another, since a larger batch decodes faster, and then
         until any call has ended. Each call that has ended on any rank counts as progress on all ranks.
@@ -155,7 +155,7 @@ class MultiTurnGenerator:
             episode.prompt, episode.row = prompt
 
     def generate(self, ready: Sequence[Episode], any_row: Episode, sampling: SamplingParams) -> Rollout:
-        """Generates a turn of each ready episode, or one token of ``any_row`` without one. A collective."""
+        """Generates a turn of each ready episode, else a token of ``any_row``. All ranks must call this."""
         rows = [(one.prompt + one.ids, one.limit - len(one.ids), one.row) for one in ready]
         rows = rows or [(any_row.prompt, 1, any_row.row)]
         prompts = collate_prompts(rows, self.tokenizer.pad_id)

@@ -54,7 +54,7 @@ class OptimizerStep:
     def __call__(
         self, batch: Any, micros: Sequence[Micro], compute_loss: Callable[[Micro], tuple[Tensor, Parts]]
     ) -> Metrics:
-        """Makes one optimizer step and returns its metrics over all ranks. A collective.
+        """Makes one optimizer step and returns its metrics over all ranks. All ranks must call this.
 
         DeepSpeed averages gradients over ranks. The losses of the micro-batches of all ranks must therefore
         add up to the loss of the optimizer step times the number of ranks. So the loss of a micro-batch is a
@@ -95,7 +95,7 @@ class OptimizerStep:
     def performance(
         self, lengths: Sequence[int], times: Metrics, *, head_positions: int, samples: int
     ) -> Metrics:
-        """Computes perf/* and mem/* of a step on rows of ``lengths`` tokens. A collective.
+        """Computes perf/* and mem/* of a step on rows of ``lengths`` tokens. All ranks must call this.
 
         Args:
             lengths: The tokens of each row of all ranks.

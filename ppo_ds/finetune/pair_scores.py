@@ -106,7 +106,7 @@ def score_source(
     packed: bool,
     check: Callable[[], None],
 ) -> PairScores:
-    """Scores the first ``most`` pairs of a source (None: all). A collective.
+    """Scores the first ``most`` pairs of a source (None: all). All ranks must call this.
 
     ``check`` is a collective that raises Abandoned after a stop request. It is called between chunks.
     """

@@ -104,9 +104,9 @@ class RewardModelTrainer(FinetuneStage[PreferenceSource, PreferencePairs]):
         return Evaluation(found.metrics(), self.sample_rows(found, self.held_out))
 
     def measure(self, *, averaged: bool, check: Callable[[], None] = lambda: None) -> PairScores:
-        """Returns the scores of the held-out pairs, or of training pairs if there are none. A collective.
+        """Returns the scores of the held-out pairs, or of training pairs if there are none.
 
-        ``check`` may raise Abandoned after a stop request; an export is not interrupted.
+        All ranks must call this. ``check`` may raise Abandoned after a stop request, but not in an export.
         """
         key = (averaged, self.scorer.steps)
         if key not in self.measured:

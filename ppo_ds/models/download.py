@@ -131,7 +131,7 @@ def cached_folder(path: str, revision: str | None) -> Path | None:
 
 
 def download_files(models: Sequence[HubModel], world: World) -> None:
-    """Downloads all files of the models except for their weights. A collective.
+    """Downloads all files of the models except for their weights. All ranks must call this.
 
     From then on, this process loads these models without asking the Hub. Local folders, and paths that are
     no Hub ids, are ignored. Raises UserError if a model is neither in the cache nor on the Hub.
@@ -153,7 +153,7 @@ def download_files(models: Sequence[HubModel], world: World) -> None:
 
 
 def download_weights(models: Sequence[HubModel], world: World) -> None:
-    """Downloads the weights of models for which ``download_files`` was called. A collective."""
+    """Downloads the weights of models for which ``download_files`` was called. All ranks must call this."""
     keys = dict.fromkeys((model.path, model.revision) for model in models)
     wanted = [_downloaded[key] for key in keys if key in _downloaded]
 

@@ -158,7 +158,7 @@ def largest(limit: int, row_tokens: int, fits: Callable[[int], bool]) -> int:
 def largest_decoding(config: PPOConfig, world: World, policy: Shape, row_tokens: int, rows: int) -> int:
     """Returns the token budget for decoding ``rows`` responses at a time with a policy that is in memory.
 
-    A collective.
+    All ranks must call this.
     """
     each, on_gpu = BYTES[config.actor.model.dtype], world.device.type == "cuda"
     weights = policy.weight_bytes(each)
@@ -179,7 +179,7 @@ def largest_decoding(config: PPOConfig, world: World, policy: Shape, row_tokens:
 
 
 def largest_scoring(world: World, models: Sequence[tuple[Shape | None, str]], row_tokens: int) -> int:
-    """Returns the token budget for scoring with reward models that are in memory. A collective.
+    """Returns the token budget for scoring with reward models that are in memory. All ranks must call this.
 
     ``models`` are shapes and dtypes; a shape that is None is not counted.
     """
@@ -204,9 +204,9 @@ def largest_scoring(world: World, models: Sequence[tuple[Shape | None, str]], ro
 def settle(
     config: ConfigT, context: RunContext, estimate: Callable[[ConfigT, Hardware], Estimate]
 ) -> ConfigT:
-    """Resolves the budgets of a run that are auto, and returns the config with the numbers. A collective.
+    """Resolves the budgets of a run that are auto, and returns the config with the numbers.
 
-    All models must be in memory. ``estimate`` estimates the memory of the run.
+    All ranks must call this. All models must be in memory. ``estimate`` estimates the memory of the run.
     """
     if not automatic(config):
         return config

@@ -2,7 +2,7 @@
 
 The persistent and temporary buffers of DeepSpeed (0.19.8) were read from its code. Activations are those that
 autograd keeps for a decoder of the transformers library: norms in fp32, fused attention, a gated MLP. Other
-families are treated like such a decoder, without the gate if they have none. docs/scaling.md compares the
+families are treated like such a decoder, without the gate if they have none. docs/dev/scaling.md compares the
 sums with measured runs.
 """
 

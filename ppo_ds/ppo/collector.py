@@ -36,18 +36,18 @@ class RolloutCollector:
     difficulty: Difficulty | None = None  # draws the prompts by their last scores
 
     def __call__(self) -> tuple[Rollout, Pending[Scores], Metrics]:
-        """Collects a rollout for the next prompts; returns it with its scores and metrics. A collective."""
+        """Collects a rollout for the next prompts, its scores and metrics. All ranks must call this."""
         return *self.collect(next(self.prompts)), self.drawing
 
     def collect(self, prompts: Prompts) -> tuple[Rollout, Pending[Scores]]:
-        """Generates one round and starts to score it. A collective."""
+        """Generates one round and starts to score it. All ranks must call this."""
         with self.actor.generation_mode(), self.timer("generate"):
             rollout = self.generator(prompts, self.sampling)
         self.check()
         return rollout, self.score(rollout).then(self.observed)
 
     def score(self, rollout: Rollout) -> Pending[Scores]:
-        """Starts to score a rollout. A collective."""
+        """Starts to score a rollout. All ranks must call this."""
         assert int(rollout.response_lengths.min()) > 0, "a response has at least one token"
         with self.timer("reward"):
             fault("reward")
@@ -75,7 +75,7 @@ class GreedyRolloutCollector(RolloutCollector):
     world: World
 
     def __call__(self) -> tuple[Rollout, Pending[Scores], Metrics]:
-        """Collects a rollout; the scores have the greedy responses in ``Scores.greedy``. A collective."""
+        """Collects a rollout, with greedy responses in ``Scores.greedy``. All ranks must call this."""
         rows = next(self.prompts)
         with self.actor.generation_mode(), self.timer("generate"):
             rollout = self.generator(rows, self.sampling)
@@ -103,7 +103,7 @@ class DynamicRolloutCollector(RolloutCollector):
     world: World
 
     def __call__(self) -> tuple[Rollout, Pending[Scores], Metrics]:
-        """Collects a rollout in rounds; returns this rank's equal share of the chosen rows. A collective."""
+        """Collects a rollout in rounds; returns this rank's share of the rows. All ranks must call this."""
         first = self.collect_scored(next(self.prompts))
         rounds, wanted = [first], len(first) // self.group_size
         useful = int(self._scores_differ(first).sum())
@@ -124,7 +124,7 @@ class DynamicRolloutCollector(RolloutCollector):
         return mine, Pending.of(scores_of(mine)), self.drawing | metrics
 
     def collect_scored(self, prompts: Prompts) -> ScoredRollout:
-        """Generates one round, waits for its scores and returns the rows of all ranks. A collective."""
+        """Generates and scores one round and returns the rows of all ranks. All ranks must call this."""
         rollout, pending = self.collect(prompts)
         with self.timer("reward"):
             scores = wait_for_scores(pending, self.world, self.check)

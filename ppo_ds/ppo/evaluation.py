@@ -50,7 +50,7 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self) -> Evaluation:
-        """Runs one evaluation, then restores the random states of training. A collective."""
+        """Runs one evaluation, then restores the random states of training. All ranks must call this."""
         before = heartbeat.enter(PHASE)
         with fork_rng(self.world):
             sums, rows = MetricSums(), []
@@ -92,7 +92,7 @@ class Evaluator:
         return rollouts
 
     def reference_rows(self, own: list[dict[str, Any]]) -> Rows | None:
-        """Returns the reference's rows for the policy's, None if unknown. A collective."""
+        """Returns the reference's rows for the policy's, None if unknown. All ranks must call this."""
         reference = self.reference
         assert reference is not None
         if reference.is_initial_actor and self.actor.steps == 0:
@@ -111,7 +111,7 @@ class Evaluator:
         return reference.keep(self.gathered(rows))
 
     def gathered(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the rows of all ranks, in the order of the prompts. A collective."""
+        """Returns the rows of all ranks, in the order of the prompts. All ranks must call this."""
         return [row for part in self.world.gather_objects(rows) for row in part]
 
     def score(self, rollout: Rollout, start_scoring: StartScoring) -> Scores:

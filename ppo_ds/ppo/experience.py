@@ -57,7 +57,7 @@ class ExperienceMaker:
     def __call__(
         self, rollout: Rollout, pending_scores: Pending[Scores], kl_coef: float, critic_only: bool = False
     ) -> tuple[Experience, Metrics]:
-        """Makes the experience of all ranks from the rollout of this rank, with metrics. A collective."""
+        """Makes the experience of all ranks from this rank's rollout. All ranks must call this."""
         if self.masked_stop_ids:
             rollout = mask_stops(rollout, self.masked_stop_ids)
         mask = rollout.response_mask
@@ -135,7 +135,7 @@ class ExperienceMaker:
         advantages: Tensor,
         clipped: Tensor,
     ) -> Metrics:
-        """Computes the metrics of rewards and of ``advantages`` [B,R] before whitening. A collective."""
+        """Computes the metrics of rewards and unwhitened ``advantages`` [B,R]. All ranks must call this."""
         states, sums = self.score_position.states(rollout), MetricSums()
         sums.add_mean("reward/clipped_frac", clipped)
         # a score added outside the states has no effect, as in zysNLP's code
@@ -154,7 +154,7 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def measure_kl(self, experience: Experience) -> Metrics:
-        """Measures the KL to the reference (k1 per token) before and after the update. A collective."""
+        """Measures the KL to the reference (k1) before and after the update. All ranks must call this."""
         mine = experience.select(
             torch.arange(len(experience)).chunk(self.world.size)[self.world.rank]
         ).trimmed()
@@ -165,6 +165,18 @@ class ExperienceMaker:
         sums.add_mean("kl/before_update", mine.logprobs - mine.ref_logprobs, mine.response_mask)
         sums.add_mean("kl/after_update", logprobs - mine.ref_logprobs, mine.response_mask)
         return sums.reduced(self.world)
+
+    def print_step(self, number: int, rows: Experience, losses: dict[str, Tensor]) -> None:
+        """Prints the losses of an optimizer step, and the KL (k1 per token) before and after it.
+
+        All ranks must call this. ``rows`` have the log-probs before the step, if it trained the actor.
+        """
+        means = self.world.sum(torch.stack([*losses.values()])) / self.world.size
+        parts = [f"{name} loss {mean:.4f}" for name, mean in zip(losses, means.tolist(), strict=True)]
+        if rows.logprobs is not None and rows.ref_logprobs is not None:
+            parts.append(f"KL {' -> '.join(f'{kl:.4f}' for kl in self.measure_kl(rows).values())}")
+        if self.world.is_main:
+            print(f"  optimizer step {number}:", ", ".join(parts), flush=True)
 
 
 def add_weight_metrics(sums: MetricSums, experience: Experience, section: Bounded) -> None:

@@ -51,7 +51,7 @@ class Dump:
 def dump_failure(
     folder: Path, step: int, skipped: NonFiniteStep, learner: Learner, tokenizer: Tokenizer, config: Path
 ) -> str:
-    """Locates the first non-finite tensor, writes the dump and returns the error message. A collective."""
+    """Locates the first non-finite tensor; returns the message of the dump. All ranks must call this."""
     if skipped.row is None:
         replayed = locate_nonfinite(learner, skipped.minibatch, skipped.kl_coef, skipped.critic_only)
     else:
@@ -79,7 +79,7 @@ def dump_failure(
 def locate_nonfinite(
     learner: Learner, minibatch: Experience, kl_coef: float, critic_only: bool
 ) -> list[ReplayedRow]:
-    """Replays every row of ``minibatch`` and returns the results in their order. A collective.
+    """Replays every row of ``minibatch`` and returns the results in their order. All ranks must call this.
 
     Weights, optimizers and counters do not change. Rows are not divided among ranks.
     """

@@ -92,7 +92,7 @@ class ParityError(UserError):
 def parity_gap(
     prompts: Prompts, *, actor: HybridActor, generator: Generator, sampling: SamplingParams, token_budget: int
 ) -> Gap:
-    """Measures the gap between the log-probs of a few tokens in generation and in training. A collective."""
+    """Measures the gap between log-probs of generation and of training. All ranks must call this."""
     few = prompts.select(torch.arange(min(PARITY_ROWS, len(prompts))))
     short = replace(sampling, max_new_tokens=min(PARITY_TOKENS, sampling.max_new_tokens), min_new_tokens=0)
     with actor.generation_mode():

@@ -46,9 +46,9 @@ class KeptForwards:
 
     @contextmanager
     def of_rollout(self, rollout: Sequences, plan: list[Tensor], critic_only: bool) -> Iterator[None]:
-        """Allows forwards of ``rollout`` to be kept inside the block if ``plan`` permits it. A collective.
+        """Allows forwards of ``rollout`` to be kept inside the block if ``plan`` permits it.
 
-        An exception that leaves the block drops the outputs.
+        All ranks must call this. An exception that leaves the block drops the outputs.
         """
         self.kept = KeptOutputs(None, {})
         names = tuple(name for name in self.options if name != "actor" or not critic_only)

@@ -76,7 +76,7 @@ class RatioCounts:
         self.counts = counts if self.counts is None else self.counts + counts
 
     def take(self) -> Histogram | None:
-        """Returns the ratios of all steps since the last call, None if there were none. A collective."""
+        """Returns the ratios of all steps since the last call, if any. All ranks must call this."""
         counts, self.counts = self.counts, None
         return None if counts is None else Histogram(self.world.sum_of_shares(counts).tolist(), RATIO_EDGES)
 
@@ -123,10 +123,10 @@ class Learner:
     def __call__(
         self, experience: Experience, kl_coef: float, seed: int, critic_only: bool = False
     ) -> tuple[Experience, Metrics]:
-        """Trains the models on ``experience``; returns it with the metrics of the update. A collective.
+        """Trains the models on ``experience``; returns it with the metrics of the update.
 
-        ``seed`` is the same on every rank. Without old log-probs, the update must be a single optimizer step,
-        whose forward computes them. May raise StepRefused before any weight has changed.
+        All ranks must call this, with the same ``seed``. Without old log-probs, the update must be a single
+        optimizer step, whose forward computes them. May raise StepRefused before any weight has changed.
         """
         shuffle, schedule = torch.Generator().manual_seed(seed), self.schedule
         kept = KeptOutputs(None, {}) if self.kept is None else self.kept.take()
@@ -136,9 +136,7 @@ class Learner:
             return experience, self.skip_rollout(experience, *found, shuffle, kl_coef, critic_only)
         fault("update")
         first_forward = experience.old_logprobs is None and not critic_only
-        assert not first_forward or schedule.steps(len(experience)) == 1, (
-            "the log-probs of a second optimizer step are no longer those of the old policy"
-        )
+        assert not first_forward or schedule.steps(len(experience)) == 1, "a second step needs old log-probs"
         draws = torch.Generator().manual_seed(seed)  # selected tokens do not change the order of the rows
         metrics, approx_kl, steps_done = MetricSums(), 0.0, 0
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
@@ -174,12 +172,19 @@ class Learner:
                 steps[ROLES[name]].append(info)
             skipped = NonFiniteStep(done.nonfinite, minibatch, rows, None, None, kl_coef, critic_only)
             self.record(done, skipped)
+            if self.context.report is not None:
+                self.context.report(steps_done, self.with_logprobs(minibatch, actor, plan), losses)
 
         passes = {
             "policy/epochs_run": steps_done / (len(experience) // schedule.minibatch_size),
             "policy/early_stopped": float(steps_done < schedule.steps(len(experience))),
         }
         return experience, metrics.reduced(self.world) | step_metrics(steps) | passes
+
+    def with_logprobs(self, rows: Experience, actor: ActorBackward | None, plan: list[Tensor]) -> Experience:
+        """Returns the rows of an optimizer step with the log-probs before it; None without the actor."""
+        logprobs = actor and self.world.sum_of_shares(scatter_tokens(actor.logprobs, rows, plan))
+        return replace(rows, logprobs=logprobs)
 
     def record(self, done: LockstepResult, step: NonFiniteStep) -> None:
         """Counts an optimizer step that was done or skipped, and updates the averaged weights."""

@@ -23,7 +23,7 @@ class Meter:
     weight_bytes: int  # bytes of one weight of the decoding model, and of one number in its KV cache
 
     def __call__(self, experience: Experience, times: Metrics, metrics: Metrics) -> Metrics:
-        """Computes perf/* and mem/* from the experience of all ranks and the other metrics. A collective."""
+        """Computes perf/* and mem/* from the experience and other metrics. All ranks must call this."""
         tokens, lengths = int(experience.attention_mask.sum()), experience.generated_lengths
         more = ("rollout/dropped_tokens", "rollout/greedy_tokens")
         generated = float(lengths.sum()) + sum(metrics.get(name, 0.0) for name in more)
@@ -68,7 +68,7 @@ class Meter:
 
 
 def build_meter(world: World, actor: HybridActor, critic: TrainedModel | None) -> Meter:
-    """Measures the machine and returns the meter of a run. A collective."""
+    """Measures the machine and returns the meter of a run. All ranks must call this."""
     lm = actor.module.lm
     return Meter(
         world=world,

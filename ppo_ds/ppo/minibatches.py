@@ -22,7 +22,7 @@ S = TypeVar("S", bound=Sequences)
 
 
 def all_gather_rows(rows: S, world: World) -> S:
-    """Returns the rows of all ranks, in the order of the ranks, on every rank. A collective."""
+    """Returns the rows of all ranks, in the order of the ranks, on every rank. All ranks must call this."""
     widest = rows.resized(world.max_int(rows.prompt_width), world.max_int(rows.response_width))
     tensors = {
         name: world.concat(to_device(column, world.device)).to(column.device)

@@ -88,7 +88,7 @@ class ModelForwards:
         return self.own_rows(logprobs, sequences, rows)
 
     def group_rows(self, sequences: Sequences) -> Sequences:
-        """Returns the rows of all ranks that divide tokens, or ``sequences`` without such. A collective."""
+        """Returns the rows of all ranks with which this rank divides tokens. All ranks must call this."""
         if self.world.sequence is None:
             return sequences
         plain = Sequences(sequences.ids, sequences.attention_mask, sequences.response_mask)
@@ -111,7 +111,7 @@ class ModelForwards:
         return forward_rows(model, rows, plan, **self.world.sequence_argument, **options)
 
     def plan(self, sequences: Sequences) -> list[Tensor]:
-        """Returns the row indices of each forward. A collective."""
+        """Returns the row indices of each forward. All ranks must call this."""
         return scoring_plan(sequences, int(self.token_budget), self.world, self.packed)
 
     def forward_actor(

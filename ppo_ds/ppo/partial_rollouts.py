@@ -67,7 +67,7 @@ class PartialRolloutCollector(RolloutCollector):
     groups: list[Group] = field(init=False, default_factory=list)  # not learned from yet, oldest first
 
     def __call__(self) -> tuple[Rollout, Pending[Scores], Metrics]:
-        """Collects this rank's share of the prompts whose responses have ended. A collective."""
+        """Collects this rank's share of the prompts whose responses have ended. All ranks must call this."""
         share, size = self.section.prompts_per_step // self.world.size, self.section.samples_per_prompt
         started, version = ceil(self.section.oversample * share), self.actor.steps
         while len(self.groups) < started:
@@ -82,9 +82,9 @@ class PartialRolloutCollector(RolloutCollector):
         return rollout, self.score(rollout), {"rollout/carried": float(total)}
 
     def generate(self, groups: list[Group], share: int, version: int) -> None:
-        """Continues the responses of ``groups`` until all those of ``share`` groups have ended. A collective.
+        """Continues the responses of ``groups`` until all those of ``share`` groups have ended.
 
-        A response for which this is the last version that max_versions allows is never interrupted.
+        All ranks must call this. No response is interrupted in its last version of max_versions.
         """
         rows = [(group, one) for group in groups for one in group.responses if not one.ended]
         versions = [len({*response.versions, version}) for _, response in rows]
@@ -126,7 +126,7 @@ class PartialRolloutCollector(RolloutCollector):
         return replace(rollout, staleness=(version - versions) * rollout.response_mask).trimmed()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the responses in progress of all ranks, their tokens one after another. A collective."""
+        """Returns the tokens of all responses in progress, concatenated. All ranks must call this."""
         rows = [response for group in self.groups for response in group.responses]
         own: dict[str, list[Any]] = {
             "prompts": [group.prompt for group in self.groups],

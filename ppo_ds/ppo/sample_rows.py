@@ -117,7 +117,7 @@ def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
 def prompt_notes(rollout: Rollout, limit: int, group_size: int, world: World) -> dict[int, dict[str, Any]]:
     """Returns the rows of all ranks to log, ``limit`` or all (-1), with their columns on the prompt.
 
-    They are one response to each prompt, then a second one to each, and so on. A collective.
+    They are one response to each prompt, then a second one to each, and so on. All ranks must call this.
     """
     count, first = len(rollout.metadata), world.rank * len(rollout.metadata)
     spread = sorted(range(world.size * count), key=lambda i: i % group_size)

@@ -148,7 +148,7 @@ class PPOTrainer:
         )
 
     def histograms(self, experience: Experience) -> dict[str, Histogram]:
-        """Returns the histograms of a step on rank 0, and {} on other ranks. A collective."""
+        """Returns the histograms of a step on rank 0, and {} on other ranks. All ranks must call this."""
         ratios = None if self.learn.ratios is None else self.learn.ratios.take()
         if not self.context.world.is_main:
             return {}

@@ -41,7 +41,7 @@ class ReferenceResponses:
     warned: bool = field(init=False, default=False)
 
     def find(self, prompts: Sequence[str]) -> Rows | None:
-        """Returns the rows if they are known and belong to ``prompts``, else None. A collective."""
+        """Returns the known rows if they belong to ``prompts``, else None. All ranks must call this."""
         if self.rows is None:
             self.rows = self.world.gather_objects(self._read() if self.world.is_main else None)[0]
         if self.rows is None or [row["prompt"] for row in self.rows] != list(prompts):

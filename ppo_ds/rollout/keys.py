@@ -33,7 +33,7 @@ class EnvironmentConfig(Section):
 
 
 class RolloutConfig(Variants):
-    """Number of responses in a PPO step, and the decode backend that generates them."""
+    """Responses of a PPO step, and the decode backend that generates them."""
 
     tag = "backend"
     variants = BACKENDS
@@ -52,15 +52,13 @@ class RolloutConfig(Variants):
     prompts_per_step: Count = Field(description="Number of prompts in one PPO step, over all ranks.")
     samples_per_prompt: Count = Field(1, description="Responses to each prompt.")
     backend: Annotated[str, OneOf(BACKENDS)] = Field(
-        "auto",
-        description="Decode backend, or package.module.Name of your own; auto: the fastest that supports the "
-        "model and agrees with training.",
+        "auto", description="Decode backend, or package.module.Name of your own."
     )
     environment: EnvironmentConfig
 
 
 class Auto(RolloutConfig):
-    """The first of the next two that can decode the model and agrees with training."""
+    """The first of static and hf that can decode the model and agrees with training."""
 
     backend: Literal["auto"] = "auto"
 
@@ -70,18 +68,16 @@ class PartialRollouts(RolloutConfig):
 
     partial: bool = Field(
         False,
-        description="Generates responses to more prompts than a step needs, and continues in later steps, "
-        "with newer weights, those that have not ended when the step has its responses.",
+        description="Generates responses to more prompts than a step needs; the unfinished ones continue in "
+        "later steps, with newer weights.",
     )
     oversample: Annotated[Number, Gt(1)] = Field(
-        2.0,
-        description="With rollout.partial, the prompts whose responses are in progress, relative to "
-        "rollout.prompts_per_step.",
+        2.0, description="With rollout.partial, prompts in progress, relative to rollout.prompts_per_step."
     )
     max_versions: Annotated[int, Ge(2)] = Field(
         8,
-        description="With rollout.partial, limit on the versions of the policy that sample one response: the "
-        "step of its last version waits for it.",
+        description="With rollout.partial, most versions of the policy that sample one response; the step of "
+        "the last version waits for it.",
     )
 
 
@@ -106,7 +102,7 @@ class VLLMConfig(Section):
     """Settings of rollout.backend=vllm."""
 
     tensor_parallel: Count = Field(
-        1, description="Ranks that share one copy of the weights; they generate their responses together."
+        1, description="Ranks that share one copy of the weights and generate together."
     )
     kv_cache_gb: Positive | None = Field(
         None, description="GiB of the KV cache on each rank; null: enough for memory.rollout_tokens."

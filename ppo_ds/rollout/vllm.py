@@ -309,7 +309,7 @@ def request_params(sampling: SamplingParams, limit: int, seed: int, begun: int, 
 
 
 def start_engine(lm: PreTrainedModel, **options: Any) -> Any:
-    """Starts an engine with random weights for the architecture of ``lm``. A collective.
+    """Starts an engine with random weights for the architecture of ``lm``. All ranks must call this.
 
     Raises UserError, with vLLM's reason, for a model or options that vLLM does not support.
     """

@@ -26,7 +26,7 @@ MARKER = ".step_export"  # file in each folder that export_step has written
 
 
 def export_actor(run_dir: Path, actor: TrainedModel, ema: WeightCopy | None, tokenizer: Tokenizer) -> None:
-    """Writes model/, model_ema/ if ``ema`` is given, and adapter/ if the policy has one. A collective."""
+    """Writes model/, with ``ema`` model_ema/, and adapter/ if there is one. All ranks must call this."""
     policy = actor.module
 
     def save_policy(folder: Path, weights: dict[str, Tensor]) -> None:
@@ -46,9 +46,9 @@ def export_model(
     save: Callable[[Path, dict[str, Tensor]], None],
     tokenizer: Tokenizer,
 ) -> None:
-    """Writes the weights of ``model`` and the tokenizer to ``folder``, which is replaced. A collective.
+    """Writes the weights of ``model`` and the tokenizer to ``folder``, which is replaced.
 
-    ``save`` runs on rank 0 and receives the weights below ``prefix``, without it. Nothing else holds them.
+    All ranks must call this. Rank 0 calls ``save`` with the only copy of the weights below ``prefix``.
     """
     weights = consolidated(model)
     if weights is not None:
@@ -60,11 +60,11 @@ def export_model(
 
 
 def export_step(step: int, stage: Stage, context: RunContext, keep: int | None) -> None:
-    """Writes the export of a step to step_models/step_NNNNNN, complete or not at all. A collective.
+    """Writes the export of a step to step_models/step_NNNNNN, complete or not at all.
 
-    Then deletes those of later steps, which a resumed or rolled back run repeats, and all but the newest
-    ``keep``. A folder without MARKER is neither replaced nor deleted, since the run has not written it.
-    Raises RunError on rank 0 if the export cannot be written.
+    All ranks must call this. Then deletes those of later steps, which a resumed or rolled back run repeats,
+    and all but the newest ``keep``. A folder without MARKER is neither replaced nor deleted, since the run
+    has not written it. Raises RunError on rank 0 if the export cannot be written.
     """
     root, world = context.run_dir / "step_models", context.world
     final = root / f"step_{step:06d}"

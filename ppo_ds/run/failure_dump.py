@@ -40,7 +40,7 @@ def dump_failure(
     about: Mapping[str, Any] | None = None,
     hint: str = "",
 ) -> str:
-    """Writes the dump and returns the error message. A collective.
+    """Writes the dump and returns the error message. All ranks must call this.
 
     ``what`` names the tensors that the run itself found not finite, ``replayed`` has the results of a replay.
     ``rows`` are those of the optimizer step as text, of which the message shows "prompt"; ``place`` is the
@@ -73,7 +73,7 @@ def write_dump(
     models: Mapping[str, TrainedModel],
     config: Path,
 ) -> None:
-    """Writes the dump; ``contents`` is update.json. Raises CheckpointError on all ranks. A collective."""
+    """Writes the dump; ``contents`` is update.json. May raise CheckpointError. All ranks must call this."""
     world = next(iter(models.values())).world
     draft = world.gather_objects(draft_path(folder))[0]  # every rank uses the path of rank 0
 

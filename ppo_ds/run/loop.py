@@ -229,7 +229,7 @@ class Run:
             self.tracker.event(self.state.step, "alarm", text)
 
     def costs(self) -> Metrics:
-        """Returns the seconds (time/*) and the counters of the stage since the last call. A collective."""
+        """Returns time/* and the stage's counters since the last call. All ranks must call this."""
         times = self.context.timer.take()
         spread, self.clock = compare_times(self.world, times["time/step"])
         return times | spread | {name: take() for name, take in self.stage.counters.items()}

@@ -35,8 +35,8 @@ def replay_rows(
 ) -> list[ReplayedRow]:
     """Runs forward and backward of the models on one row at a time; returns the rows of all ranks in order.
 
-    A collective. ``plan`` has the positions of this rank's rows in the minibatch, ``micros`` the rows.
-    Gradients are dropped, so that weights, optimizers and counters do not change.
+    All ranks must call this. ``plan`` has the positions of this rank's rows in the minibatch, ``micros`` the
+    rows. Gradients are dropped, so that weights, optimizers and counters do not change.
     """
     rows = [ReplayedRow(int(position), world.rank) for position in plan]
     for name, (model, compute_loss) in models.items():

@@ -29,7 +29,7 @@ class Capacity:
 
 
 def measured_capacity(world: World, dtype: torch.dtype) -> Capacity:
-    """Measures the peak capacity in half a second, on all ranks at once. A collective."""
+    """Measures the peak capacity in half a second, on all ranks at once. All ranks must call this."""
     world.barrier()
     size = CPU_BUFFER if world.device.type == "cpu" else None
     mine = [gemm_flops_per_s(world.device, dtype, seconds=0.2), bytes_per_s(world.device, size, seconds=0.2)]
@@ -76,7 +76,7 @@ def host_peak() -> int:
 
 
 def memory(world: World) -> Metrics:
-    """Returns mem/*: peak memory since the start in GB, the maximum over ranks. A collective."""
+    """Returns mem/*: peak memory since the start in GB, the maximum over ranks. All ranks must call this."""
     peaks = {"mem/host_rss_gb": host_peak() / 2**20}
     if world.device.type == "cuda":
         peaks["mem/alloc_peak_gb"] = torch.cuda.max_memory_allocated() / 2**30

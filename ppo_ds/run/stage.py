@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
+
 from ppo_ds.data.fingerprint import Fingerprint
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
@@ -17,7 +19,7 @@ from ppo_ds.run.stopping import StopRequest
 from ppo_ds.run.timing import PhaseTimer
 from ppo_ds.run.token_budgets import TokenBudgets
 from ppo_ds.tracking.banner import Banner
-from ppo_ds.types import Histogram, Metrics
+from ppo_ds.types import Experience, Histogram, Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class StepContext:
     world: World
     timer: PhaseTimer
     health: Health  # counts skipped optimizer steps
+    # prints an optimizer step of PPO: its number in the update, its rows and its losses
+    report: Callable[[int, Experience, dict[str, Tensor]], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

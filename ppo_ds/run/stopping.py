@@ -78,13 +78,13 @@ class StopRequest:
         return self._request is not None
 
     def agreed_reason(self) -> Reason | None:
-        """Returns the reason with the highest precedence on any rank, or None. A collective."""
+        """Returns the reason with the highest precedence on any rank, or None. All ranks must call this."""
         late = self.deadline is not None and time.monotonic() > self.deadline - self.reserved
         mine = "signal" if self.should_stop() else "time_limit" if late else None
         return REASONS[self.world.max_int(REASONS.index(mine))]
 
     def raise_if_stopped(self) -> None:
-        """Raises Abandoned on all ranks if any rank knows of a request. A collective."""
+        """Raises Abandoned on all ranks if any rank knows of a request. All ranks must call this."""
         if self.world.max_int(int(self.should_stop())):
             raise Abandoned
 

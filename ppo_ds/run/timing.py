@@ -71,9 +71,9 @@ class PhaseTimer:
 
     @contextmanager
     def trace(self, folder: Path, world: World) -> Iterator[None]:
-        """Writes a trace of the block on rank 0 by torch.profiler to ``folder``/trace.json.gz. A collective.
+        """Writes a trace of the block on rank 0 by torch.profiler to ``folder``/trace.json.gz.
 
-        Each phase is a span with the name of its metric. Nothing is written if the block raises an exception.
+        All ranks must call this. Each phase is a span with the name of its metric. An exception writes none.
         """
         with torch.profiler.profile() if world.is_main else nullcontext() as profiler:
             self._span = torch.profiler.record_function
@@ -105,7 +105,7 @@ def write_trace(profiler: Any, folder: Path) -> None:
 
 
 def compare_times(world: World, step_seconds: float) -> tuple[Metrics, float]:
-    """Returns health/rank_time_spread_s, and the clock of rank 0 in seconds. A collective.
+    """Returns health/rank_time_spread_s, and the clock of rank 0 in seconds. All ranks must call this.
 
     The spread is the longest busy time of a rank minus the shortest. Busy is the step without the waits in
     collectives of World; waits in ZeRO's own collectives count as busy.

@@ -147,9 +147,9 @@ class TokenBudgets:
         economize: Callable[[], str | None],
         refuse: Refuse | None,
     ) -> T:
-        """Runs a phase and repeats it with less memory if a rank runs out of memory. A collective.
+        """Runs a phase and repeats it with less memory if a rank runs out of memory.
 
-        All ranks either ``economize`` or halve the budget.
+        All ranks must call this. All ranks either ``economize`` or halve the budget.
         """
         while True:
             restore_rng = rng_snapshot(self.world)
@@ -195,7 +195,7 @@ class TokenBudgets:
             restore_rng()
 
     def _any_failed(self, failure: int) -> int:
-        """Returns the failure with the highest precedence on any rank. A collective."""
+        """Returns the failure with the highest precedence on any rank. All ranks must call this."""
         return self.world.max_int(failure)
 
     @contextmanager

@@ -61,7 +61,7 @@ def evaluate(
     judge: PairwiseJudge | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
-    """Compares ``models`` on the prompts of ``config``. A collective.
+    """Compares ``models`` on the prompts of ``config``. All ranks must call this.
 
     All models are compared with the first one. actor.model gives all of their settings but the paths.
     ``rewards`` maps names to sections. ``samples`` is the number of sampled responses to each prompt; None:
@@ -103,7 +103,7 @@ def check_functions(
     rewards: Mapping[str, dict[str, Any]],
     judge: PairwiseJudge | None,
 ) -> None:
-    """Raises UserError if a reward or the judge fails in a call with trial responses. A collective."""
+    """Raises UserError if a reward or the judge fails on trial responses. All ranks must call this."""
     sections = {reward_key(name): section for name, section in rewards.items()}
 
     def check() -> None:
@@ -128,7 +128,7 @@ def score_responses(
     rewards: Mapping[str, dict[str, Any]],
     note: Callable[[str], None],
 ) -> dict[str, ScoreLists]:
-    """Scores all responses; returns model -> reward -> scores of each batch. A collective.
+    """Scores all responses; returns model -> reward -> scores of each batch. All ranks must call this.
 
     Rewards get the tokenizer of the model that they score, and share their own models.
     """
@@ -334,7 +334,7 @@ def judge_statistics(rows: Sequence[dict[str, Any]], names: Sequence[str], path:
 
 
 def speeds(world: World, found: Mapping[str, Responses]) -> dict[str, float]:
-    """Returns the generated tokens per second of each model. A collective."""
+    """Returns the generated tokens per second of each model. All ranks must call this."""
     mine = {}
     for name, responses in found.items():
         counted = zip(responses.reader.batches, responses.rollouts, strict=True)

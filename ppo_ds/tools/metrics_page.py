@@ -1,35 +1,43 @@
-"""Renews the tables of docs/metrics.md from tracking/metrics.toml and the rules of the alarms.
+"""Renews the generated parts of docs/metrics.md from tracking/metrics.toml and the rules of the alarms.
 
 `python -m ppo_ds.tools.metrics_page docs/metrics.md` replaces the text between its two pairs of comments.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from ppo_ds.run.alarms import ALARMS, condition
-from ppo_ds.tracking.catalogue import SECTIONS, Range, Section
+from ppo_ds.tracking.catalogue import SECTIONS, Metric, Range, Section
 
 
 def renewed(page: str) -> str:
-    """Returns the text of docs/metrics.md with its tables of metrics and of alarms renewed."""
-    tables = {"metrics": "\n".join(map(section_text, SECTIONS)), "alarms": alarms_text()}
-    for name, table in tables.items():
+    """Returns the text of docs/metrics.md with its parts about metrics and alarms renewed."""
+    for name, text in {"metrics": "\n".join(map(section_text, SECTIONS)), "alarms": alarms_text()}.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = page.partition(begin)
-        page = f"{before}{begin}{table}{end}{rest.partition(end)[2]}"
+        page = f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
     return page
 
 
 def section_text(section: Section) -> str:
-    title = f"{section.title}: `{section.prefix}/`" if section.prefix else section.title
-    lines = [f"## {title}", "", "| metric | unit | meaning | healthy | what to do |", "|---|---|---|---|---|"]
-    for metric in section.metrics:
-        healthy = "" if metric.healthy is None else f"{in_words(metric.healthy)}; {metric.reason}"
-        lines.append(table_row((f"`{metric.name}`", metric.unit, metric.meaning, healthy, metric.remedy)))
+    """Returns a heading for each metric with a range or a remedy, below a list of the others."""
+    lines = [f"## {section.title}: `{section.prefix}/`" if section.prefix else f"## {section.title}", ""]
+    advised = [one for one in section.metrics if one.healthy is not None or one.remedy]
+    lines += [f"- `{one.name}`: {described(one)}" for one in section.metrics if one not in advised]
+    lines += [f"\n### `{one.name}`\n\n{described(one)}" for one in advised]
     return "\n".join(lines) + "\n"
+
+
+def described(metric: Metric) -> str:
+    unit = f" ({metric.unit})" if metric.unit in ("nats", "nats per response", "tokens/s") else ""
+    text = f"{metric.meaning.removesuffix('.')}{unit}."
+    if metric.healthy is not None:
+        text += f" **Healthy: {in_words(metric.healthy)}**; {metric.reason}. **Otherwise:**"
+        text = re.sub(r"(; rule of thumb)?(; by definition(?=\.))?", "", text)
+    return f"{text} {metric.remedy}".rstrip()
 
 
 def in_words(healthy: Range) -> str:
@@ -41,16 +49,8 @@ def in_words(healthy: Range) -> str:
 
 
 def alarms_text() -> str:
-    rows = ["| metric | condition | steps | problem | what to change |", "|---|---|---|---|---|"]
-    rows += [
-        table_row((f"`{name}`", condition(alarm), str(alarm.steps), alarm.problem, alarm.advice))
-        for name, alarm in ALARMS.items()
-    ]
-    return "\n".join(rows) + "\n"
-
-
-def table_row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    items = ((f"[`{name}`](#{re.sub('[^a-z0-9_]', '', name)})", alarm) for name, alarm in ALARMS.items())
+    return "\n" + "".join(f"- {link} {condition(one)} ({one.steps}): {one.problem}.\n" for link, one in items)
 
 
 if __name__ == "__main__":

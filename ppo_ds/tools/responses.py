@@ -104,7 +104,7 @@ def respond(
     samples: int | None,
     note: Callable[[str], None],
 ) -> dict[str, Responses]:
-    """Returns this rank's responses of each model, in the order of ``models``. A collective.
+    """Returns this rank's responses of each model, in the order of ``models``. All ranks must call this.
 
     The log-ratios are computed for the models that have the vocabulary of the first one, at the sampling
     temperature. The first model is loaded last, so that it is loaded only once.
@@ -138,7 +138,7 @@ def respond(
 def read_prompts(
     config: PPOConfig, world: World, models: Sequence[NamedModel], samples: int | None
 ) -> dict[str, Reader]:
-    """Downloads and reads the tokenizer and the prompts of each model. A collective."""
+    """Downloads and reads the tokenizer and the prompts of each model. All ranks must call this."""
     download_files(hub_models(config, models), world)
     readers: dict[str, Reader] = {}
     for model in models:

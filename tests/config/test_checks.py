@@ -749,3 +749,39 @@ def test_an_estimator_of_several_rewards_refuses_what_changes_their_total(settin
     assert line.startswith(f"{setting}: cannot be combined with algo.advantage.estimator=gdpo, which uses")
     (line,) = complaints(*plain, *PARTS, "reward.parts.b.weight=0")
     assert line.startswith("algo.advantage.estimator=gdpo: normalizes the parts of a reward one by one")
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("kl_coef=0.05", "TRL's kl_coef is algo.kl.coef"),
+        ("num_ppo_epochs=4", "TRL's num_ppo_epochs is algo.epochs"),
+        ("lam=0.95", "TRL's lam is algo.gae.lam"),
+        ("learning_rate=1e-6", "TRL's learning_rate is actor.optim.lr and critic.optim.lr"),
+        (
+            "actor.kl_loss_coef=0.1",
+            "verl's actor_rollout_ref.actor.kl_loss_coef is algo.kl.coef with algo.kl.place=loss",
+        ),
+        ("kl_loss_type=k1", "verl's actor_rollout_ref.actor.kl_loss_type is algo.kl.estimator"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "verl's algorithm.kl_ctrl.kl_coef is algo.kl.coef"),
+        ("rollout.n=4", "verl's actor_rollout_ref.rollout.n is rollout.samples_per_prompt"),
+        ("rollout.batch_size=4", "OpenRLHF's rollout.batch_size is rollout.prompts_per_step"),
+        (
+            "train_batch_size=4",
+            "verl's data.train_batch_size is rollout.prompts_per_step; OpenRLHF's train_batch_size is "
+            "algo.minibatch_size",
+        ),
+        ("max_answer_seq_len=9", "DeepSpeed-Chat's max_answer_seq_len is sampling.max_new_tokens"),
+        # names of this package, and keys that are nearly right
+        ("seed=1", "did you mean run.seed?"),
+        ("algo.lam=0.9", "did you mean algo.gae.lam?"),
+        ("algo.kl.coeff=1", "did you mean algo.kl.coef?"),
+    ],
+)
+def test_a_setting_of_another_system_gets_the_key_that_corresponds_to_it(argument: str, hint: str) -> None:
+    assert found(argument) == f"{argument.replace('1e-6', '1e-06')}: no such key; {hint}"
+
+
+def test_arguments_of_a_reward_are_not_compared_with_other_systems() -> None:
+    (line,) = complaints(*MINIMAL, "reward.kl_coef=1")
+    assert "TRL" not in line

@@ -79,7 +79,7 @@ def test_help_on_the_reward_lists_the_arguments_of_the_chosen_one(capsys: pytest
     shown = capsys.readouterr().out
     assert shown == help_on_part("reward", "tests.config.test_targets.Machine")
     assert "  reward.path\n    Type: text. Default: required.\n" in shown
-    assert "  reward.batch\n    Type: whole number at least 1. Default: 8.\n" in shown
+    assert "  reward.batch\n    Type: integer at least 1. Default: 8.\n" in shown
     assert "tokenizer" not in shown
 
 

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ppo_ds.data.rows import load_rows, parse_rows
+from ppo_ds.data.rows import existing_file, load_rows, parse_rows
 from ppo_ds.errors import UserError
 
 ROWS = [
@@ -224,6 +224,24 @@ def test_a_file_of_a_hub_data_set(hub_folder):
         UserError, match="hf://org/name/test.jsonl: .* the form hf://datasets/OWNER/NAME/FILE"
     ):
         load_rows("hf://org/name/test.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("on_hub", "found"),
+    [("ab", "a"), ("a", "a"), ("b", "b"), ("", "b")],
+    ids=["both", "first", "last", "none"],
+)
+def test_the_first_of_two_files_that_exists(monkeypatch, on_hub, found):
+    def builder(name, revision, data_files):
+        assert (name, revision) == ("org/name", "v1")
+        if data_files.removesuffix(".jsonl") not in on_hub:
+            raise datasets.exceptions.DataFilesNotFoundError(data_files)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    path = "hf://datasets/org/name/a.jsonl|b.jsonl"
+    assert existing_file(path, "v1", None) == f"hf://datasets/org/name/{found}.jsonl"
+    for other in ("hf://datasets/org/name/b.jsonl", "org/name", "x|y.jsonl", "dir/x|y.jsonl"):
+        assert existing_file(other, "v1", None) == other
 
 
 def test_unknown_split_lists_the_valid_ones(hub_folder):

@@ -33,6 +33,13 @@ def test_the_experiment_finds_its_prompts_from_any_directory(tmp_path: Path, mon
     assert len(prompts) == config.rollout.prompts_per_step == 8 and len(set(prompts)) == 6
 
 
+def test_the_banner_says_that_the_tutorials_log_is_shorter() -> None:
+    note = compose("+experiment=zysnlp").run.note
+    assert note == (
+        "the tutorial's formula gives 120 optimizer steps, 3 x 5 x 16 / 2, as here; its printed log has 60"
+    )
+
+
 def test_preferences_have_the_shape_of_the_tutorials_record() -> None:
     for row in rows("zysnlp_preferences.jsonl"):
         assert set(row) == {"prompt", "response_A", "response_B", "preference", "score_A", "score_B"}

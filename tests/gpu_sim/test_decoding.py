@@ -32,7 +32,7 @@ def test_all_but_the_first_steps_are_replays_and_a_capture_neither_waits_nor_upl
 
 
 def test_a_step_launches_few_kernels_and_none_for_stop_strings_or_waves(report_of):
-    """Qwen2 with one layer launches 133 kernels per token with all filters; see docs/performance.md."""
+    """Qwen2 with one layer launches 133 kernels per token with all filters; see docs/dev/performance.md."""
     kernels = {case: report_of("decoding", case).facts["kernels"] for case in CASES["decoding"]}
     assert kernels["stop strings"] == kernels["two waves"] == kernels["qwen2"]
     assert 100 < kernels["qwen2"] <= 140

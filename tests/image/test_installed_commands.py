@@ -1,4 +1,4 @@
-"""Tests the commands of an installed wheel, away from the repository."""
+"""Tests the commands of a wheel that is built from the source distribution, away from the repository."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ppo_ds.models import tiny
 from tests.support.environment import ROOT, environment
@@ -30,8 +31,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     copy.mkdir()
     for name in ("ppo_ds", "launch", "conf", "setup.py", "setup.cfg", "pyproject.toml", "LICENSE"):
         (copy / name).symlink_to(ROOT / name)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    subprocess.run(
+        [sys.executable, "-c", build], cwd=copy, check=True, env=environment(), capture_output=True
+    )
+    (source,) = folder.glob("*.tar.gz")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps"]
-    wheel = [*pip, "--no-build-isolation", "-w", str(folder), str(copy)]
+    wheel = [*pip, "--no-build-isolation", "-w", str(folder), str(source)]
     subprocess.run(wheel, check=True, env=environment(), capture_output=True, text=True)
     packages = create_environment(folder / "venv", with_pip=True)
     spec = importlib.util.find_spec("torch")
@@ -69,6 +75,17 @@ def test_every_command_has_an_entry_point() -> None:
     given = dict(map(str.strip, line.split("=")) for line in entries if line)
     modules = {path.stem for path in (ROOT / "launch").glob("*.py")} - NOT_COMMANDS
     assert given == {f"ppo-ds-{name}": "ppo_ds.commands.entry_points:main" for name in modules}
+
+
+@pytest.mark.slow
+def test_the_help_of_an_installed_command_and_the_version(installed: Path, tmp_path: Path) -> None:
+    assert "ppo-ds-train" in run(installed, tmp_path, "ppo-ds-train", "--help")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    source = f"ppo_ds-{cited['version']}"
+    assert {file.name for file in installed.parents[1].glob("ppo_ds-*")} == {
+        f"{source}.tar.gz",
+        f"{source}-py3-none-any.whl",
+    }
 
 
 @pytest.mark.slow

@@ -103,6 +103,14 @@ def test_the_experiment_runs_with_its_own_numbers(runs, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_zysnlp_prints_its_optimizer_steps_and_the_difference_from_the_tutorials_log(runs) -> None:
+    output = section(runs[1], "zysnlp")
+    lines = re.findall(r"^  optimizer step (\d+): actor loss .*, critic loss .*, KL .* -> .*$", output, re.M)
+    assert lines == [str(number) for number in range(1, 41)] * 3
+    assert "note       the tutorial's formula gives 120 optimizer steps" in output
+
+
+@pytest.mark.slow
 def test_minimind_renews_its_old_policy_at_the_tutorials_steps(runs) -> None:
     ratios = [line["parity/ratio_first_minibatch_max"] for line in metrics(runs[0] / "minimind")]
     # The copy is made at the end of step 3, so the ratio is 1 in steps 1 and 4 only.

@@ -283,3 +283,19 @@ def test_the_kl_after_an_update(on_ranks, ranks):
 
     for seen in on_ranks(ranks, work):
         assert seen == pytest.approx({"kl/before_update": 0.2, "kl/after_update": -0.2}, abs=1e-6)
+
+
+def test_the_line_of_an_optimizer_step(world, capsys):
+    """Takes the models of the last test: log pi doubles in the step."""
+    make = maker(world)
+    rows, _ = make(answers([2, 1], tokens=[[1, 2], [6]]), 0.5)
+    make.forwards.actor = lambda *args: PolicyOutput(2 * Stub()(*args).logprobs, None, None, None)
+    losses = {"actor": torch.tensor(0.25), "critic": torch.tensor(1.5)}
+    make.print_step(3, rows, losses)
+    make.print_step(4, replace(rows, ref_logprobs=None), losses)
+    make.print_step(5, replace(rows, logprobs=None), {"critic": torch.tensor(1.5)})
+    assert capsys.readouterr().out.splitlines() == [
+        "  optimizer step 3: actor loss 0.2500, critic loss 1.5000, KL 0.2000 -> -0.1000",
+        "  optimizer step 4: actor loss 0.2500, critic loss 1.5000",
+        "  optimizer step 5: critic loss 1.5000",
+    ]

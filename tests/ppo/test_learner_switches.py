@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ppo.algo_cases import AS_IT_IS, without_critic
+from ppo_ds.run.health import Health
+from ppo_ds.run.stage import StepContext
+from tests.ppo.algo_cases import AS_IT_IS, timer, without_critic
 from tests.ppo.learner_cases import (
     ANSWERS,
     LR,
@@ -99,6 +101,37 @@ def test_the_critic_alone(world, rows):
     }
     _, seen = learn(rows, 0.0, 3)  # then trains both models
     assert actor.steps > 0 and "policy/loss" in seen
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 10_000), (2, 20)])
+def test_each_optimizer_step_is_reported_with_the_log_probs_before_it(on_ranks, rows, ranks, budget):
+    def work(world):
+        actor, critic = Engine(TinyPolicy(V, 1), world), Engine(TinyCritic(1, 2), world)
+        seen = []
+
+        def report(number, part, losses):
+            now = actor.module(part.ids, part.attention_mask, part.response_width).logprobs.detach()
+            means = {name: float(world.sum(loss)) / world.size for name, loss in losses.items()}
+            seen.append((number, part, now, means))
+
+        context = StepContext(world=world, timer=timer, health=Health(1000), report=report)
+        learn = learner(world, actor, critic, budget=budget, context=context)
+        learn(rows, 0.0, 3)
+        learn(rows, 0.0, 3, critic_only=True)
+        return seen
+
+    for seen in on_ranks(ranks, work):
+        assert [number for number, *_ in seen] == [1, 2, 3, 4] * 2
+        fresh = TinyPolicy(V, 1)
+        part = seen[0][1]
+        before = fresh(part.ids, part.attention_mask, part.response_width).logprobs.detach()
+        mask = part.response_mask
+        torch.testing.assert_close(part.logprobs[mask].double(), before[mask], rtol=0, atol=1e-6)
+        for _, part, after, losses in seen[:4]:
+            mask = part.response_mask
+            assert not torch.allclose(part.logprobs[mask].double(), after[mask], atol=1e-4)
+            assert losses.keys() == {"actor", "critic"}
+        assert all(part.logprobs is None and list(losses) == ["critic"] for _, part, _, losses in seen[4:])
 
 
 def test_without_a_critic(world, rows):

@@ -1,4 +1,4 @@
-"""Tests that the pages on security and reliability name a test for each promise, and that it exists."""
+"""Tests that the dev pages on security and reliability name a test for each promise, and that it exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 def promise_rows() -> list[str]:
     """Returns the rows of all tables of the pages whose last column names a test."""
     rows, in_table = [], False
-    pages = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("security", "reliability")]
+    pages = [(ROOT / "docs" / "dev" / f"{name}.md").read_text() for name in ("security", "reliability")]
     for line in "\n\n".join(pages).splitlines():
         if not line.startswith("|"):
             in_table = False
@@ -32,7 +32,7 @@ def test_the_pages_have_promises():
 
 def test_all_tests_that_the_pages_name_exist():
     for page in ("security", "reliability"):
-        for file in re.findall(r"`(tests/[\w/]+\.py)", (ROOT / "docs" / f"{page}.md").read_text()):
+        for file in re.findall(r"`(tests/[\w/]+\.py)", (ROOT / "docs" / "dev" / f"{page}.md").read_text()):
             assert (ROOT / file).is_file(), file
 
 

@@ -1,4 +1,4 @@
-"""Computes the table of docs/scaling.md: python -m tests.tools.scaling_rows prints it.
+"""Computes the table of docs/dev/scaling.md: python -m tests.tools.scaling_rows prints it.
 
 The models are folders with the sizes of those on the Hub (tests/support/hub_models.py), so that no network is
 needed; with network, launch/doctor.py prints the same numbers for the same command line.

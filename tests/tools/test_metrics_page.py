@@ -1,12 +1,15 @@
-"""Tests the tables of docs/metrics.md, which are generated."""
+"""Tests the parts of docs/metrics.md that are generated."""
 
+import re
 from pathlib import Path
 
 from ppo_ds.run.alarms import ALARMS, WINDOW
 from ppo_ds.tools.metrics_page import in_words, renewed
 from ppo_ds.tracking.catalogue import METRICS
+from tests.docs.pages import anchors
 
-PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+FILE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = FILE.read_text(encoding="utf-8")
 
 
 def test_the_page_is_up_to_date():
@@ -15,14 +18,22 @@ def test_the_page_is_up_to_date():
     assert expected in PAGE and f"the mean of the first {WINDOW} steps" in PAGE
 
 
-def test_every_metric_has_one_row():
-    rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
+def test_every_metric_has_one_heading_or_list_item():
+    lines = PAGE.partition("<!-- end of metrics -->")[0].splitlines()
     for name, metric in METRICS.items():
-        cells = [row.split(" | ") for row in rows if row.startswith(f"| `{name}` | {metric.unit} |")]
-        assert len(cells) == 1 and len(cells[0]) == 5, name
+        advised = metric.healthy is not None or metric.remedy
+        assert lines.count(f"### `{name}`") == bool(advised), name
+        assert sum(line.startswith(f"- `{name}`: ") for line in lines) == (not advised), name
+        assert metric.meaning.removesuffix(".") in PAGE and metric.remedy in PAGE, name
     problems = [alarm.problem for alarm in ALARMS.values()]
     for problem in problems:
-        assert sum(problem in row for row in rows) == problems.count(problem)
+        assert PAGE.count(f"): {problem}.\n") == problems.count(problem)
+
+
+def test_the_alarms_link_to_their_metrics():
+    linked = re.findall(r"^- \[`(.+)`\]\(#(.+?)\) ", PAGE, re.MULTILINE)
+    assert [name for name, _ in linked] == list(ALARMS)
+    assert all(anchor in anchors(FILE) for _, anchor in linked)
 
 
 def test_ranges_in_words():

@@ -1,4 +1,7 @@
-"""Tests that docs/scaling.md has the numbers of the doctor, and that experiments quote its seconds."""
+"""Tests that docs/dev/scaling.md and docs/fit_and_speed.md have the numbers of the doctor.
+
+Experiments quote its seconds.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from ppo_ds.tools.doctor.step_time import phase_lines
 from tests.support.hub_models import hub_folders
 from tests.tools.scaling_rows import phases_of, planned, rows
 
-SCALING = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+SCALING = (DOCS / "dev" / "scaling.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +27,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_the_page_has_the_table_of_sizes(folders: dict[str, str]) -> None:
     missing = [line for line in rows(folders) if line not in SCALING]
     assert not missing, "python -m tests.tools.scaling_rows prints the table\n" + "\n".join(missing)
+
+
+def test_the_short_table_has_the_numbers_of_the_long_one() -> None:
+    def tables(page: str) -> list[list[str]]:
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
+
+    short = tables((DOCS / "fit_and_speed.md").read_text())
+    found = {(row[1], row[2].split()[0]): row[3] for row in short if row[0].startswith(("0.5B", "7B", "72B"))}
+    long = {(row[0], row[1]): row[3] for row in tables(SCALING) if row[0].startswith("`rlhf")}
+    common = found.keys() & long.keys()
+    assert len(common) == 5 and {key: found[key] for key in common} == {key: long[key] for key in common}
 
 
 def test_the_page_has_the_published_times() -> None:

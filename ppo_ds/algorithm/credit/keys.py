@@ -32,8 +32,8 @@ class GAEConfig(Section):
     """Lambda of the returns; null: algo.gae.lam."""
 
     length_alpha: Positive | None = None
-    """Alpha of VAPO's lambda of the advantages, 1 - 1 / (alpha x number of tokens of the response), at least
-    0; null: algo.gae.lam."""
+    """Alpha of VAPO's lambda of the advantages, 1 - 1 / (alpha x length of the response), at least 0; null:
+    algo.gae.lam."""
 
     bootstrap_truncated: bool = False
     """Adds the value of the last state to a response cut at the length limit, instead of 0."""

@@ -72,8 +72,8 @@ class KLConfig(Variants):
     """Coefficient of the penalty, or its initial value."""
 
     clamp: Positive | None = None
-    """Limits the KL of each token to [-clamp, clamp]; beyond it the KL has no gradient, except for k1+ and
-    k3+; null: off."""
+    """Limits the KL of each token to [-clamp, clamp], beyond which only k1+ and k3+ have a gradient; null:
+    off."""
 
     controller: Annotated[str, OneOf(KL_CONTROLLERS)] = "fixed"
     """How the coefficient changes with the measured KL."""
@@ -140,7 +140,7 @@ class AdaptiveKL(ControlledKL):
     function = f"{_HERE}.controllers.AdaptiveKLController"
     takes = ("target", "horizon", "min_coef", "max_coef")
     horizon: Positive = 10000.0
-    """Samples in which the controller changes the coefficient by about 20 % at most."""
+    """Samples in which the controller changes the coefficient by at most about 20 %."""
 
     def problems(self, samples: int) -> Iterator[str]:
         yield from super().problems(samples)

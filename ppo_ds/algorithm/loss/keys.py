@@ -24,8 +24,8 @@ class LossConfig(Variants):
     """How the losses of tokens become one number."""
 
     mask_truncated: bool = False
-    """Excludes responses cut at the length limit from all losses (DAPO's overlong filtering); their scores
-    still count in baselines and in whitening."""
+    """Excludes responses cut at the length limit from all losses (DAPO's overlong filtering), but not from
+    baselines and whitening."""
 
 
 class TokenMean(LossConfig):

@@ -44,7 +44,7 @@ class PolicyConfig(Variants):
     """Policy loss, or package.module.name of your own."""
 
     off_policy_limit: Positive | None = None
-    """Mean log-ratio of the sampling to the current policy, in nats, beyond which the tokens of a response
+    """Mean log-ratio of the sampling to the current policy, in nats, above which the tokens of a response
     with a negative advantage leave the loss (DeepSeek-V3.2); null: off."""
 
     top_entropy: Annotated[Number, Gt(0), Lt(1)] | None = None
@@ -74,8 +74,8 @@ class Clipped(PolicyConfig):
     """A loss that clips the ratio."""
 
     clip_low: Positive | None = 0.2
-    """Lower clip range: the ratio is clipped to 1 - clip_low, so it is at most 1 (gmpo: exp(-clip_low), any
-    number above 0); null or 1: no lower bound, for cispo and clip_cov only."""
+    """Lower clip range, below 1: the ratio is at least 1 - clip_low (gmpo: exp(-clip_low), any number); null
+    or 1: no lower bound, for cispo and clip_cov only."""
 
     clip_high: Positive | None = None
     """Upper clip range; null: algo.policy.clip_low."""
@@ -114,7 +114,7 @@ class DualClipped(Clipped):
     """A clipped surrogate with an optional bound of the loss for negative advantages."""
 
     dual_clip: Annotated[Number, Gt(1)] | None = None
-    """Bound of the loss for negative advantages, above 1 (dual-clip PPO); null: off."""
+    """Bound of the loss for negative advantages (dual-clip PPO); null: off."""
 
 
 class PPO(DualClipped):
@@ -167,8 +167,8 @@ class DPPO(PolicyConfig):
 
     own_ratio = True
     delta: Positive | None = None
-    """Distance from the old policy beyond which dppo_tv (in probability) and dppo_kl (in nats) mask a token;
-    null: 0.15 and 0.05."""
+    """Distance from the old policy beyond which a token is masked, in probability (dppo_tv) or nats
+    (dppo_kl); null: 0.15 and 0.05."""
 
 
 class DPPOTV(DPPO):

@@ -69,8 +69,8 @@ class RewardShapingConfig(Section):
     """Clips scores to [-clip, clip]; null: off."""
 
     normalize: Literal["none", "running", "first"] = "none"
-    """Normalizes scores, before the clip, by the mean and standard deviation of all scores so far (running)
-    or of the first rollout (first)."""
+    """Normalizes scores, before the clip, by mean and standard deviation of all scores so far (running) or of
+    the first rollout (first)."""
 
     normalize_std: bool = True
     """Divides by the standard deviation; false: only subtracts the mean."""
@@ -92,18 +92,13 @@ class RewardShapingConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Resamples prompts whose responses all have the same score, since they give a group baseline no signal
-    (DAPO).
-
-    The reward's own scores decide, before any penalty.
-    """
+    """Resampling of prompts that give a group baseline no signal (DAPO)."""
 
     enabled: bool = False
-    """Replaces prompts whose responses all have the same score by others."""
+    """Replaces prompts whose responses all have the same score, before any penalty, by others."""
 
     max_rounds: Count = 10
-    """Rounds of generation in one step; after these, prompts with equal scores fill the rest of the
-    rollout."""
+    """Rounds of generation in one step; then prompts with equal scores fill the rollout."""
 
 
 class PtxConfig(Section):
@@ -143,12 +138,11 @@ class AlgoConfig(Section):
     """Policy of the old log-probs: the one that generated, or a copy from up to algo.lag steps ago."""
 
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """Source of the old log-probs: a forward of the actor, or the decode backend, which saves that forward;
-    health.max_parity limits the difference."""
+    """Source of the old log-probs: a forward of the actor, or the decode backend, which saves that
+    forward."""
 
     lag: Count = 4
-    """PPO steps between two copies of the lagged policy, the first of which is made after lag - 1 steps, as
-    in MiniMind."""
+    """PPO steps between copies of the lagged policy; the first copy is made after lag - 1 steps."""
 
     aux_coef: NonNegative | None = 0.0
     """Coefficient of a mixture of experts' load-balancing loss; null: the model's own, 0 without experts."""
@@ -157,8 +151,8 @@ class AlgoConfig(Section):
     """Passes over one rollout."""
 
     target_kl: Positive | None = None
-    """Ends the passes once the policy is this far from the old one, in nats per token (or per response at
-    algo.action_level=sequence); null: off."""
+    """Ends the passes once the policy is this far from the old one, in nats per token (at
+    algo.action_level=sequence per response); null: off."""
 
     minibatch_size: Count | None = None
     """Samples per optimizer step, over all ranks; null: the whole rollout."""

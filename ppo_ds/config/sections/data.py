@@ -81,7 +81,7 @@ class DataConfig(Section):
 
     apply_chat_template: bool | None = None
     """Treats a text prompt as a user message and applies the chat template; null: if the tokenizer has a
-    template; false: uses the text as it is."""
+    template."""
 
     max_samples: Count | None = None
     """Rows to use of each data set; null: all of them."""
@@ -103,10 +103,10 @@ class DataConfig(Section):
 
 
 class DifficultyConfig(Section):
-    """Draws prompts less often while all of their responses have the same score and so teach nothing."""
+    """Draws prompts less often while all of their responses have the same score."""
 
     floor: Annotated[Number, Gt(0), Le(1)] | None = None
-    """How often a settled prompt is drawn, as a share of how often the others are; null: off."""
+    """Frequency of a settled prompt, as a share of that of the others; null: off."""
 
     responses: Annotated[int, Ge(2)] = 8
     """A prompt is settled while its last responses, at least this many and those of one step, have the same
@@ -116,8 +116,7 @@ class DifficultyConfig(Section):
 class PPODataConfig(DataConfig):
     """Rows for training and evaluation: prompts (stage=ppo), demonstrations (sft) or pairs (reward_model).
 
-    Only stage=ppo uses mix, difficulty, max_prompt_tokens, long_prompts and the texts of the PTX loss
-    (ptx_*).
+    Only stage=ppo uses mix, difficulty, task, eval_task, max_prompt_tokens, long_prompts and ptx_*.
     """
 
     mix: list[MixtureConfig] = []
@@ -129,8 +128,8 @@ class PPODataConfig(DataConfig):
     """Keys of the task if data.path is reasoning_gym:TASK, such as size, the number of rows."""
 
     eval_task: dict[Any, Any] = {}
-    """Keys of the task if data.eval_path is reasoning_gym:TASK; others have the values of the same task in
-    the training data, except for the seed."""
+    """Keys of the task if data.eval_path is reasoning_gym:TASK; others take the values of the training task,
+    except for the seed."""
 
     max_prompt_tokens: Count = 512
     """Longest prompt, in tokens."""

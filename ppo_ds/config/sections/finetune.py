@@ -8,7 +8,7 @@ from ppo_ds.config.types import Count, Natural, NonNegative, Number, Section, Te
 
 
 class SFTConfig(Section):
-    """Supervised fine-tuning of the actor on demonstrations. One step is one optimizer step."""
+    """Supervised fine-tuning of the actor on demonstrations."""
 
     batch_size: Count = 64
     """Rows of one optimizer step, over all ranks."""
@@ -33,7 +33,7 @@ class SFTConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """Training of a reward model on pairs of answers. One step is one optimizer step."""
+    """Training of a reward model on pairs of answers."""
 
     batch_size: Count = 64
     """Pairs of one optimizer step, over all ranks."""
@@ -42,8 +42,8 @@ class RewardModelConfig(Section):
     """Longest text, prompt and answer together, in tokens."""
 
     joint: Text | None = None
-    """Text between a prompt and an answer that are texts and have no white space there; null: a space, or
-    nothing if the tokenizer has no space. The model keeps it for its use as a reward."""
+    """Text between a prompt and an answer without white space there; null: a space, or nothing if the
+    tokenizer has no space."""
 
     centering: NonNegative = 0.01
     """Coefficient of the squared sum of a pair's scores, which keeps them around 0."""
@@ -55,5 +55,4 @@ class RewardModelConfig(Section):
     """Requires a difference of scores of at least the row's margin, where it has one."""
 
     head_init: Literal["zero", "normal"] = "normal"
-    """Initial weights of a new score head: zero, or normal with standard deviation 1/sqrt(hidden size +
-    1)."""
+    """Initial weights of a new score head; normal: with standard deviation 1/sqrt(hidden size + 1)."""

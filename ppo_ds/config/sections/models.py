@@ -46,7 +46,9 @@ class ModelConfig(Section):
 
 
 class InheritedModelConfig(Section):
-    """A model whose null keys take the actor's values."""
+    """A model whose null keys take the actor's values: trust_remote_code only if the path is the actor's,
+    quantization only for the reference; critic.init chooses the critic's weights.
+    """
 
     path: Text | None = None
     """A Hub id or a model folder."""
@@ -85,18 +87,18 @@ class ZeroConfig(Section):
 
 
 class ActorZeroConfig(ZeroConfig):
-    """DeepSpeed ZeRO of the actor, and how its weights are gathered for generation."""
+    """DeepSpeed ZeRO of a trained model."""
 
     generation_gather: Literal["auto", "whole", "layers"] = "auto"
-    """At stage 3, gathers the weights once for a generation phase (whole) or layer by layer in each forward
-    (layers); auto: whole where memory allows."""
+    """At stage 3, gathers the weights for generation once (whole) or layer by layer in each forward (layers);
+    auto: whole where memory allows."""
 
     offload_states: Literal["auto", "always", "never"] = "auto"
     """Moves optimizer states to CPU memory during generation; auto: where GPU memory is short."""
 
 
 class FrozenZeroConfig(Section):
-    """DeepSpeed ZeRO of a model that is not trained."""
+    """DeepSpeed ZeRO of a model that is not trained: stage 0 (a replica per rank) or 3 (sharded weights)."""
 
     stage: Annotated[int, OneOf((0, 3))] = 0
     """Keeps a replica on each rank (0) or shards the weights (3)."""
@@ -106,7 +108,7 @@ class FrozenZeroConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW and its learning rate schedule, which covers the actual number of optimizer steps."""
+    """AdamW and its learning rate schedule."""
 
     name: Literal["adamw", "adamw_8bit"] = "adamw"
     """Keeps each moment in fp32, or in 8 bits with bitsandbytes (adamw_8bit)."""
@@ -125,23 +127,23 @@ class OptimConfig(Section):
 
     schedule: Literal["cosine", "cosine_annealing", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up; cosine and linear reach the final rate in the last step,
-    cosine_annealing (torch's CosineAnnealingLR) would reach it one step later."""
+    cosine_annealing (torch's CosineAnnealingLR) one step later."""
 
     warmup_ratio: Fraction = 0.03
     """Share of all optimizer steps in which the rate rises from 0."""
 
     warmup_steps: Natural | None = None
-    """Optimizer steps in which the rate rises from 0, however long the run is; null: warmup_ratio."""
+    """Optimizer steps in which the rate rises from 0; null: by warmup_ratio."""
 
     min_lr_ratio: Fraction = 0.1
-    """Final learning rate of all schedules but constant, as a share of lr."""
+    """Final learning rate as a share of lr, except for constant."""
 
     grad_clip: NonNegative = 1.0
     """Clips the global gradient norm to this value; 0: off."""
 
 
 class CriticOptimConfig(OptimConfig):
-    """AdamW of the critic."""
+    """AdamW and its learning rate schedule."""
 
     lr: Positive = 5e-6
     """Learning rate after the warm-up."""
@@ -160,16 +162,14 @@ class LoraConfig(Section):
     """Names of the linear layers to adapt, such as q_proj; null: all but the LM head."""
 
     lr: Positive | Literal["auto"] | None = "auto"
-    """Learning rate of the adapters; auto: 10 times optim.lr, which is the rate for training all weights;
-    null: optim.lr."""
+    """Learning rate of the adapters; auto: 10 times optim.lr; null: optim.lr."""
 
 
 class EmaConfig(Section):
     """Exponential moving average of the weights in fp32, updated after each optimizer step."""
 
     decay: Annotated[Number, Ge(0), Lt(1)] | None = None
-    """Decay of the average, which is also written to model_ema/; 1 would never change it; null: no
-    average."""
+    """Decay of the average, which is also written to model_ema/; null: no average."""
 
     evaluate: bool = False
     """Evaluates the averaged weights, which then also decide the best checkpoint."""
@@ -207,15 +207,14 @@ class CriticConfig(Section):
     it is a decoder with the actor's tokenizer, else the actor."""
 
     share_trunk: bool = False
-    """Uses a value head on the actor instead of a separate model; optim, zero and lora are then the
-    actor's."""
+    """Uses a value head on the actor instead of a separate model; optim, zero and lora are the actor's."""
 
     deepspeed: dict[Any, Any] = {}
     """Raw DeepSpeed settings, merged last."""
 
 
 class ScorerOptimConfig(OptimConfig):
-    """AdamW of the reward model."""
+    """AdamW and its learning rate schedule."""
 
     lr: Positive = 1e-5
     """Learning rate after the warm-up."""

@@ -11,32 +11,35 @@ class RunConfig(Section):
     """Name, length, seed, directory and resumption of a run."""
 
     name: Text | None = None
-    """Name of the run, and of its directory below outputs/; null: the stage."""
+    """Name of the run and of its directory below outputs/; null: the stage."""
 
     dir: Text | None = None
-    """Run directory, where everything is written; null: outputs/<run.name>."""
+    """Run directory, which holds all files of the run; null: outputs/<run.name>."""
+
+    note: Text | None = None
+    """A sentence on the run, which the banner shows."""
 
     seed: Natural = 0
     """Seed of all random number generators."""
 
     steps: Count | None = None
-    """Number of training steps. A step of stage=ppo collects and trains on one rollout; a step of the other
-    stages is one optimizer step."""
+    """Training steps. A step of stage=ppo is one rollout and the training on it; with other stages, one
+    optimizer step."""
 
     epochs: Positive | None = None
-    """Passes over the rows of training, instead of run.steps. One pass over a mixture has as many prompts as
-    its data sets together."""
+    """Passes over the training rows, instead of run.steps. One pass over a mixture has as many prompts as its
+    data sets together."""
 
     resume: Text = "auto"
-    """auto: continue from the newest checkpoint, or start; never: refuse a used run directory; restart: move
-    the earlier run in the directory to earlier_N/ and begin anew; or the path of a checkpoint folder."""
+    """auto: continues from the newest checkpoint, or starts; never: refuses a used run directory; restart:
+    moves the earlier run to earlier_N/ and starts; or the path of a checkpoint folder."""
 
     resume_allow_changes: list[Text] = []
     """Keys or sections that may differ from the checkpoint although they change the result."""
 
     dry_run: bool | Literal["keep"] = False
-    """Runs two steps of the same loop on the CPU, with tiny random models of the same architectures, in
-    <run.dir>_dry; keep: does not delete that folder at the end."""
+    """Runs two steps on the CPU in <run.dir>_dry, with tiny random models of the same architectures; keep:
+    does not delete that folder at the end."""
 
     stop_at_step: Count | None = None
     """Stops early at this step, with the schedules of the whole run."""
@@ -45,41 +48,37 @@ class RunConfig(Section):
     """Saves a checkpoint and stops after this time."""
 
     deterministic: bool = False
-    """Uses deterministic algorithms in backward passes on GPUs, which are slower; on a CPU backward passes
-    are deterministic without it."""
+    """Uses deterministic backward passes on GPUs, which are slower; on a CPU they always are
+    deterministic."""
 
     threads: Count | None = None
     """CPU threads of each rank; null: the machine's cores divided by its ranks."""
 
     matmul: Literal["auto", "torch", "onednn"] = "auto"
-    """Library that multiplies large fp32 matrices on a CPU: torch (its default, Intel MKL) or onednn; auto:
-    onednn on processors of AMD with AVX-512, where it is faster, and torch on others."""
+    """Library of large fp32 matrix products on a CPU; auto: onednn on AMD processors with AVX-512, else torch
+    (Intel MKL)."""
 
     profile: Count | None = None
-    """Step whose trace by torch.profiler rank 0 writes to profile/step_NNNNNN/trace.json.gz; null: none."""
+    """Step whose torch.profiler trace rank 0 writes to profile/step_NNNNNN/trace.json.gz; null: none."""
 
     timeout_minutes: Positive = 30.0
-    """A phase without a heartbeat for this time counts as a hang and ends the run."""
+    """A phase without a heartbeat for this time ends the run as a hang."""
 
     verbose: bool = False
     """Shows the log output of the libraries."""
 
 
 class MemoryConfig(Section):
-    """Token budgets of one forward on one rank, padding included. They change speed and memory, not results.
-
-    Generation counts each prompt with the longest response that it may get; every other forward counts the
-    actual rows.
-    """
+    """Token budgets of one forward on one rank, padding included. They change speed, not results."""
 
     # A run replaces auto by a number before it uses a budget (planning/budgets.py).
 
     score_tokens: Count | Literal["auto"] = "auto"
-    """Most tokens in one forward without gradients on one rank, such as for log-probs, values, rewards and
-    losses on held-out rows; auto: as for rollout_tokens."""
+    """Most tokens in one forward without gradients (log-probs, values, rewards, held-out losses); auto: as
+    for rollout_tokens."""
 
     train_tokens: Count | Literal["auto"] = "auto"
-    """Most tokens in one micro-batch of training on one rank; auto: as for rollout_tokens."""
+    """Most tokens in one micro-batch of training; auto: as for rollout_tokens."""
 
     layout: Literal["auto", "packed", "padded"] = "auto"
     """Layout of the rows of a forward; auto: packed where the model's attention supports it and it is
@@ -90,63 +89,57 @@ class GenerationMemoryConfig(MemoryConfig):
     """Token budgets of a stage that generates."""
 
     rollout_tokens: Count | Literal["auto"] = "auto"
-    """Most tokens in one batch of generation on one rank; auto: as many as fit into memory, up to a limit
-    beyond which larger batches are not faster."""
+    """Most tokens in one batch of generation; auto: as many as fit into memory and make generation faster."""
 
 
 class PPOMemoryConfig(GenerationMemoryConfig):
-    """Token budgets of one forward on one rank, padding included. They change speed and memory, not results.
+    """Token budgets of one forward on one rank, padding included; generation counts the longest possible
+    responses.
 
-    Only reuse_forwards and sequence_parallel also change the last digits of results.
-
-    Generation counts each prompt with the longest response that it may get; every other forward counts the
-    actual rows.
+    They change speed and memory. Only reuse_forwards and sequence_parallel change results, in the last
+    digits.
     """
 
     reuse_forwards: Literal["auto", "all", "off"] = "auto"
-    """With one optimizer step per rollout, trains on the graphs of the forwards that compute log-probs or
-    values, without a second forward; auto: of the actor, which needs no more memory; all: of actor and
-    critic. Last digits of the results change, since the rows of an optimizer step are summed in another
-    order. If memory runs out in such a forward, the run keeps no further graphs."""
+    """With one optimizer step per rollout, trains on the forwards that compute log-probs or values, without a
+    second one; auto: of the actor; all: of actor and critic, which needs more memory."""
 
     sequence_parallel: Count = 1
-    """Number of ranks that divide the tokens of a forward or backward of actor, critic and reference
-    (DeepSpeed-Ulysses). It must divide the ranks and the attention heads and key-value heads of these models,
-    whose rows are packed. Generation and reward models do not divide rows."""
+    """Ranks that divide the tokens of a forward of actor, critic and reference (DeepSpeed-Ulysses). Must
+    divide the ranks and the attention and key-value heads of these models; needs packed rows."""
 
 
 class CheckpointConfig(Section):
-    """Frequency of checkpoints, and the number of checkpoints to keep."""
+    """Frequency and number of checkpoints."""
 
     every: Natural | None = None
-    """Steps between two checkpoints; null: by time and at the end only; 0: no checkpoints."""
+    """Steps between checkpoints; null: by time and at the end only; 0: no checkpoints."""
 
     minutes: Positive | None = 15.0
-    """Minutes after which the next step ends with a checkpoint, also between those of checkpoint.every; null:
-    by steps only."""
+    """Minutes after which the next step ends with a checkpoint, besides checkpoint.every; null: by steps
+    only."""
 
     keep_last: Count = 2
     """Number of most recent checkpoints to keep."""
 
     export_every: Count | None = None
-    """Steps between two exports of the models to step_models/step_NNNNNN/ in the run directory, in the same
-    form as at the end of the run; null: only at the end."""
+    """Steps between exports of the models to step_models/step_NNNNNN/, in the form of the final export; null:
+    only at the end."""
 
     keep_exports: Count | None = None
-    """Number of most recent exports of checkpoint.export_every to keep; null: all."""
+    """Number of most recent exports to keep; null: all."""
 
     keep_best: bool = False
     """Also keeps the checkpoint of the best evaluation, by checkpoint.best_by; eval.patience sets it to
     true."""
 
     best_by: Text | None = None
-    """Metric of the evaluation that selects the best checkpoint, such as eval/win_rate_vs_ref; null:
-    eval/score_mean, with stage=sft eval/loss, with stage=reward_model eval/accuracy."""
+    """Metric of the evaluation that selects the best checkpoint; null: eval/score_mean, with stage=sft
+    eval/loss, with stage=reward_model eval/accuracy."""
 
     best_mode: Literal["auto", "max", "min"] = "auto"
-    """Whether the highest or the lowest value of checkpoint.best_by is the best; auto: the lowest of
-    eval/loss, eval/perplexity, eval/ties, eval/calibration_error and standard deviations, the highest of any
-    other metric."""
+    """Whether the highest or the lowest value of checkpoint.best_by is best; auto: the lowest of eval/loss,
+    eval/perplexity, eval/ties, eval/calibration_error and standard deviations, the highest of others."""
 
 
 class HealthConfig(Section):
@@ -165,7 +158,7 @@ class PPOHealthConfig(HealthConfig):
     training.
 
     Optimizer steps with a non-finite loss, gradient, score or log-prob are always skipped, on all ranks. Only
-    stage=ppo uses max_kl, kl_action, max_parity and parity_action.
+    stage=ppo uses keys other than max_skips.
     """
 
     max_kl: Positive | None = None
@@ -175,9 +168,8 @@ class PPOHealthConfig(HealthConfig):
     """Reaction to a KL above health.max_kl; stop: save, then end with exit code 1."""
 
     max_parity: Positive | Literal["auto"] | None = "auto"
-    """Upper limit of parity/logp_abs_diff_mean, the mean difference between the log-probs of generation and
-    training, in nats per token; auto: as at the start, 0.001 in fp32, 0.02 in fp16, 0.1 in bf16; null: no
-    limit."""
+    """Upper limit of parity/logp_abs_diff_mean, in nats per token; auto: 0.001 in fp32, 0.02 in fp16, 0.1 in
+    bf16; null: no limit."""
 
     parity_action: Literal["warn", "stop"] = "stop"
     """Reaction to a difference above health.max_parity; stop: leave out the update, save the step before, end
@@ -188,7 +180,7 @@ class WandbConfig(Section):
     """Logging to Weights & Biases."""
 
     mode: Literal["online", "offline", "disabled"] = "disabled"
-    """online: log to wandb.ai; offline: log to a local wandb folder; disabled: do not log."""
+    """online: logs to wandb.ai; offline: to a local wandb folder."""
 
     project: Text = "ppo_ds"
     """wandb project."""
@@ -203,11 +195,11 @@ class WandbConfig(Section):
     """Tags of the wandb run."""
 
     log_report: Literal["never", "end"] = "never"
-    """end: upload report.html as an artifact when the run ends."""
+    """end: uploads report.html as an artifact when the run ends."""
 
     log_model: Literal["never", "end"] = "never"
-    """end: upload the exported model as an artifact when the run ends. The run waits for the upload: 60 s,
-    and 1 s more for every 10 MB."""
+    """end: uploads the exported model as an artifact when the run ends, and waits at most 60 s and 1 s for
+    every 10 MB."""
 
 
 class TensorBoardConfig(Section):
@@ -221,18 +213,17 @@ class TrackioConfig(Section):
     """Logging to Trackio."""
 
     enabled: bool = False
-    """Logs to the local database of Trackio, in ~/.cache/huggingface/trackio or $TRACKIO_DIR; needs the extra
+    """Logs to Trackio's local database, in ~/.cache/huggingface/trackio or $TRACKIO_DIR; needs the extra
     trackio."""
 
     project: Text = "ppo_ds"
     """Trackio project."""
 
     name: Text | None = None
-    """Name of the Trackio run, to which the id in trackio.id is appended; null: run.name."""
+    """Name of the Trackio run, followed by the id in trackio.id; null: run.name."""
 
     space: Text | None = None
-    """Hugging Face Space, ORG/NAME, to log to instead of the local database; null: $TRACKIO_SPACE_ID, if it
-    is set."""
+    """Hugging Face Space, ORG/NAME, instead of the local database; null: $TRACKIO_SPACE_ID, if it is set."""
 
 
 class TrackerConfig(Section):
@@ -246,12 +237,15 @@ class TrackerConfig(Section):
     """Rows of samples/ written per step; -1: all rows."""
 
     sample_tokens: Natural = 0
-    """With stage=ppo, the most response tokens per row of samples/ for which log-probs, values, advantages
-    and rewards are written, about 60 bytes per token; 0: none."""
+    """With stage=ppo, response tokens per row of samples/ with their log-probs, values, advantages and
+    rewards, about 60 bytes per token; 0: none."""
 
     print_answers: Annotated[int, Ge(0)] = 0
-    """Steps from one printed prompt with its answer to the next; 0: none. It is the first row of samples/.
-    Control characters are shown as escapes."""
+    """Steps between printed answers, each with its prompt (the first row of samples/); 0: none."""
+
+    print_updates: bool = False
+    """With stage=ppo, prints a line for each optimizer step: its losses, and the KL to the reference of its
+    rows before and after it (k1 per token), for which each optimizer step needs one more forward."""
 
     @property
     def logs_histograms(self) -> bool:
@@ -262,22 +256,22 @@ class EvalConfig(Section):
     """Evaluation on held-out data: the loss and the accuracy on the rows of data.eval_path."""
 
     every: Count | None = None
-    """Steps between two evaluations; null: only before the first step and after the last."""
+    """Steps between evaluations; null: only before the first step and after the last."""
 
     max_prompts: Count | None = None
     """Prompts, rows or pairs of an evaluation; null: all of them."""
 
     patience: Count | None = None
-    """Ends the run after this many evaluations in a row without a new best value of checkpoint.best_by, with
-    exit code 0; null: no early stop."""
+    """Ends the run, with exit code 0, after this many evaluations in a row without a new best value of
+    checkpoint.best_by; null: never."""
 
 
 class PPOEvalConfig(EvalConfig):
     """Evaluation on held-out data.
 
-    With stage=ppo, the policy responds to the prompts of data.eval_path, and the responses are scored. With
-    stage=sft and stage=reward_model, the loss and the accuracy on the rows of data.eval_path are measured.
-    Only stage=ppo uses greedy, correct_above, rewards, win_rate and train_prompts.
+    With stage=ppo, the policy's responses to the prompts of data.eval_path are scored. With other stages,
+    loss and accuracy on its rows are measured. Only stage=ppo uses greedy, correct_above, rewards, by,
+    win_rate and train_prompts.
     """
 
     greedy: bool = True
@@ -288,18 +282,17 @@ class PPOEvalConfig(EvalConfig):
     accuracy."""
 
     rewards: dict[str, dict[Any, Any]] = {}
-    """More rewards of the held-out responses, by name, each measured as eval/<name>_mean. They do not enter
-    training. +reward@eval.rewards.NAME=GROUP adds one of conf/reward/."""
+    """More rewards of the held-out responses, by name, measured as eval/<name>_mean and not trained on.
+    +reward@eval.rewards.NAME=GROUP adds one of conf/reward/."""
 
     by: Text | None = None
-    """A column of the held-out rows with at most 50 values: eval/score_mean/<value> is the mean score of the
-    rows with that value."""
+    """Column of the held-out rows, with at most 50 values, for each of which eval/score_mean/<value> is
+    measured."""
 
     win_rate: bool = True
-    """Measures eval/win_rate_vs_ref: the share of held-out prompts to which the policy's response has a
-    higher score than the reference's, ties counted half. A reference with other weights than the initial
-    actor responds to the prompts once, at the start."""
+    """Measures eval/win_rate_vs_ref, the share of held-out prompts on which the policy scores higher than the
+    reference, ties counted half."""
 
     train_prompts: Natural = 8
-    """Without data.eval_path, prompts of the training data that are answered before the first step and after
-    the last, for the final report; they never select a checkpoint. 0: none."""
+    """Without data.eval_path, training prompts answered before the first step and after the last, for the
+    report; they never select a checkpoint. 0: none."""

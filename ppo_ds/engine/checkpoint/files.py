@@ -27,7 +27,7 @@ class CheckpointError(RunError):
 
 
 def raise_on_all_ranks(world: World, error: Exception | None) -> None:
-    """Raises CheckpointError on every rank if any rank has an error. A collective.
+    """Raises CheckpointError on every rank if any rank has an error. All ranks must call this.
 
     If only one rank raised an error, the other ranks would wait for it in their next collective.
     """
@@ -38,9 +38,9 @@ def raise_on_all_ranks(world: World, error: Exception | None) -> None:
 
 
 def on_all_ranks(world: World, work: Callable[[], T]) -> T:
-    """Runs ``work`` on each rank and returns this rank's result when all ranks have finished. A collective.
+    """Runs ``work`` on each rank and returns this rank's result when all ranks have finished.
 
-    An OSError on any rank becomes a CheckpointError on all ranks.
+    All ranks must call this. An OSError on any rank becomes a CheckpointError on all ranks.
     """
     error = None
     try:
@@ -52,7 +52,7 @@ def on_all_ranks(world: World, work: Callable[[], T]) -> T:
 
 
 def on_main_rank(world: World, work: Callable[[], object]) -> None:
-    """Runs ``work`` on rank 0 only; otherwise like ``on_all_ranks``. A collective."""
+    """Runs ``work`` on rank 0 only; otherwise like ``on_all_ranks``. All ranks must call this."""
     on_all_ranks(world, lambda: work() if world.is_main else None)
 
 

@@ -54,7 +54,7 @@ def exported_bytes(models: Mapping[str, TrainedModel], copies: Mapping[str, Weig
 
 
 def save_model(model: TrainedModel, directory: Path) -> list[Path]:
-    """Saves a model to the disk and returns the files that this rank wrote. A collective."""
+    """Saves a model to the disk and returns the files that this rank wrote. All ranks must call this."""
     world = model.world
     with opened_masters(model) as masters:
         shards, written = write_shards(masters, directory, world, PARTS)
@@ -77,7 +77,7 @@ def save_model(model: TrainedModel, directory: Path) -> list[Path]:
 
 
 def save_weight_copy(copy: WeightCopy, directory: Path) -> list[Path]:
-    """Saves a weight copy; otherwise like ``save_model``. A collective."""
+    """Saves a weight copy; otherwise like ``save_model``. All ranks must call this."""
     world = copy.model.world
     with copy.exchanged() as masters:
         shards, written = write_shards(masters, directory, world, [WEIGHT])
@@ -113,7 +113,7 @@ def load_model(model: TrainedModel, directory: Path) -> None:
 
 
 def load_weight_copy(copy: WeightCopy, directory: Path) -> None:
-    """Restores a weight copy; the weights of the model do not change. A collective."""
+    """Restores a weight copy; the weights of the model do not change. All ranks must call this."""
     world, parameters = copy.model.world, copy.masters.parameters
     index = on_all_ranks(world, lambda: read_index(directory / INDEX_OF_COPY, parameters, key=KEY))
     with copy.exchanged() as masters:
@@ -141,7 +141,7 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 def consolidated(model: TrainedModel, gather_elements: int = GATHER_ELEMENTS) -> dict[str, Tensor] | None:
     """Returns the whole ``module.state_dict()`` on the CPU of rank 0, and None on other ranks.
 
-    A collective. Tensors have the model's dtype. Only tied weights share memory: one tensor under two names.
+    All ranks must call this. Tensors have the model's dtype. Only tied weights share memory.
     """
     model.restore_weights()
     copies: dict[int, Tensor] = {}

@@ -4,7 +4,7 @@ Phases have the names of the trainer's time/* metrics. The estimate is that of t
 response, for which the others wait. A phase is bound by the resource that would take longest by itself.
 
 The efficiencies assumed for GPUs were never measured on one. Those for CPUs were calibrated with the
-workloads W1 and W2 (docs/scaling.md). Reward functions, models with their own code, texts of algo.ptx,
+workloads W1 and W2 (docs/dev/scaling.md). Reward functions, models with their own code, texts of algo.ptx,
 averaged weights, the exchange of experience and the recording of CUDA graphs are left out.
 """
 
