@@ -39,7 +39,7 @@ KLS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)  # at which the table compares the scores
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a run, which both trainers read; docs/dev/equal_learning.md has their names in each trainer."""
+    """Settings of a run, which both trainers read, with names of their own: docs/dev/equal_learning.md."""
 
     algorithm: str  # ppo or grpo
     steps: int  # rollouts

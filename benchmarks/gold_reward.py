@@ -9,8 +9,8 @@ KL penalty. The plot shows the mean proxy and gold reward of the sampled respons
 square root of the KL to the SFT model.
 
 All models are trained by launch/train.py on one rank with one thread: SFT once, then a reward model and a PPO
-run for each number of pairs. An interrupted command continues where it stopped. docs/dev/gold_reward.md has the
-results.
+run for each number of pairs. An interrupted command continues where it stopped. The results are in
+docs/dev/gold_reward.md.
 """
 
 from __future__ import annotations

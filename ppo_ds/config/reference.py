@@ -151,10 +151,10 @@ def page() -> str:
     for name, section in sections_of(Config):
         last = name.rpartition(".")[2]
         groups.setdefault(last if last in shared else name, {})[name] = section
-    return _HEAD + "".join(map(_section_text, groups.values()))
+    return _HEAD + "".join(map(section_text, groups.values()))
 
 
-def _section_text(members: Mapping[str, type[Section]]) -> str:
+def section_text(members: Mapping[str, type[Section]]) -> str:
     """Describes a section, or the sections of several models that have the same keys."""
     about, found = defaultdict(list), defaultdict(list)  # description -> names; key -> that of each member
     for name, section in members.items():
@@ -162,12 +162,12 @@ def _section_text(members: Mapping[str, type[Section]]) -> str:
         for key in keys_of(section, name):
             found[key.name.rpartition(".")[2]].append(key)
     texts = [f"{', '.join(names)}: {text}" if len(members) > 1 else text for text, names in about.items()]
-    items = [_item(keys, len(keys) < len(members)) for keys in found.values()]
+    items = [describe_key(keys, len(keys) < len(members)) for keys in found.values()]
     parts = [f"## {', '.join(members) or 'Top level'}", *texts, "\n".join(items)]
     return "\n" + "\n\n".join(parts).rstrip().replace("<", "\\<") + "\n"
 
 
-def _item(keys: list[Key], some: bool) -> str:
+def describe_key(keys: list[Key], some: bool) -> str:
     """Describes a key and its values. ``keys`` are those of all models that have it, ``some`` of several."""
     key, defaults = keys[0], {one.name.partition(".")[0]: one.default for one in keys}
     kind = key.type.removesuffix(" or null") if key.default == "null" else key.type
