@@ -1,10 +1,10 @@
 """Runs PPO steps of TRL's experimental PPOTrainer on a prepared folder, in a separate environment.
 
 See docs/dev/performance.md. The script imports nothing from ppo_ds. Its settings are the fastest that TRL
-offers for this work: the largest rollout batch, no gradient checkpointing, no sample generations, no saving.
-TRL's accelerator accumulates gradients over the micro-batches of a whole rollout, or steps at every micro-batch if
-the data set holds only one rollout. The script sets the accumulation to the micro-batches of one minibatch,
-so that both trainers make the same optimizer steps.
+offers for this work: the largest rollout batch, no gradient checkpointing, no sample generations, no
+saving. TRL's accelerator accumulates gradients over the micro-batches of a whole rollout, or steps at every
+micro-batch if the data set holds only one rollout. The script sets the accumulation to the micro-batches of
+one minibatch, so that both trainers make the same optimizer steps.
 """
 
 from __future__ import annotations
