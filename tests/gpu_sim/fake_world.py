@@ -340,7 +340,9 @@ def step(config: PPOConfig, world: World, device: CountingCuda, rows: int) -> di
     plan = plan_generation(config, actor, critic)
     stop = SimpleNamespace(raise_if_stopped=lambda: None)
     budgets = token_budgets(config, world, Path(tempfile.gettempdir()), {}, lambda numbers: None)
-    context = SimpleNamespace(world=world, timer=phases, health=Health(10**6), budgets=budgets, stop=stop)
+    context = SimpleNamespace(
+        world=world, timer=phases, health=Health(10**6), budgets=budgets, stop=stop, report=None
+    )
     common = {"actor": actor, "critic": critic}
     trained = {role: model for role, model in common.items() if model is not None}
     maker = experience_maker(config, context, reference=reference, lagged=None, masked_stop_ids=(), **common)
