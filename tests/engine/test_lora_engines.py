@@ -19,11 +19,11 @@ from tests.support.ranks import RankServer
 Case = dict[str, Any]
 
 
-def make_models(root: Path) -> None:
+def make_models(root: Path, width: int = 16) -> None:
     """Writes models with tied embeddings and weights so large that a small change has an effect."""
     sizes = dict(
-        hidden_size=16,
-        intermediate_size=24,
+        hidden_size=width,
+        intermediate_size=width * 3 // 2,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,

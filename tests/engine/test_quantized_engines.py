@@ -14,8 +14,8 @@ pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not instal
 
 
 def test_training_resume_and_export(tmp_path: Path, rank_server: RankServer) -> None:
-    """The counts are those of a model without quantization: 928 in adapters, 4,224 in the base."""
-    make_models(tmp_path)
+    """The counts are those of a model without quantization: 3,712 in adapters, 62,976 in the base."""
+    make_models(tmp_path, width=64)  # blocks have 64 weights
     *cases, others = launch(rank_server, 2, tmp_path, "all", "quantized_worker")
     assert len(cases) == 5
     for case in cases:
@@ -24,5 +24,5 @@ def test_training_resume_and_export(tmp_path: Path, rank_server: RankServer) -> 
         assert case["read"], case  # as launch/export.py does
         assert case["moved"] > 0.1 and case["exported gap"] < exact, case
         assert case["decoded gap"] < exact, case
-    assert {tuple(case["counts"]) for case in cases} == {(928, 928 + 4224)}
+    assert {tuple(case["counts"]) for case in cases} == {(3712, 3712 + 62976)}
     assert others["learns"] and others["values"] and others["frozen"] and others["gap"] < 1e-5, others
