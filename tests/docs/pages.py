@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".", "docs", "docs/recipes", "docs/smollm2")
+FOLDERS = (".", "docs", "docs/recipes", "docs/smollm2", "docs/dev")
 
 # The comment above a code block that tests/docs/test_running.py executes.
 RUNS = "<!-- runs -->"
