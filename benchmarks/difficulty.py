@@ -25,7 +25,7 @@ SETS = ("plain", "mixed")
 KINDS = {"uniform": [], "difficulty": ["data.difficulty.floor=0.1"]}
 SETTINGS = (
     *("+experiment=quickstart", "algo=grpo", "algo.minibatch_size=128", "prepare=null"),
-    *("rollout.prompts_per_step=64", "rollout.samples_per_prompt=8", "tracker.samples=0"),
+    *("rollout.prompts_per_step=64", "rollout.samples_per_prompt=8", "tracker.samples=0", "run.threads=1"),
 )
 SOLVABLE, UNSOLVABLE = 200, 600
 

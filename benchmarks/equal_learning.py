@@ -8,7 +8,8 @@ subtractions of reasoning-gym, starting from the chat model in FOLDER.
 
 Both trainers start from the same weights, on the same prompts, with the settings in ``SUMS`` or
 ``CHAIN_SUM`` below. They save the policy every few steps, with the seconds of training so far. Then one
-program measures all policies on held-out prompts: the mean score, and the KL to the initial policy. Each run
+program measures all policies on held-out prompts, in the dtype of the run: the mean score, and the KL to the
+initial policy. Each run
 is a process of its own with one thread. An interrupted command continues. The tables, results.json and the
 plots have all complete runs of the folder that have these settings. Without --trl-python, only this trainer
 runs. docs/dev/equal_learning.md has the settings of both trainers side by side, and the results.
@@ -283,7 +284,10 @@ def evaluated(run_dir: Path, start: Path, settings: Settings, samples: int) -> l
 
     rows = [json.loads(line) for line in (start / "heldout.jsonl").read_text().splitlines()]
     tokenizer = load_tokenizer(start / "model")
-    initial, policy = (AutoModelForCausalLM.from_pretrained(start / "model").eval() for _ in range(2))
+    dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
+    initial, policy = (
+        AutoModelForCausalLM.from_pretrained(start / "model", dtype=dtype).eval() for _ in range(2)
+    )
     times = json.loads((run_dir / "clock.json").read_text())["times"]
     points = []
     torch.set_num_threads(1)
@@ -352,7 +356,7 @@ def kl_and_length(
         kept = stops.cumsum(1) - stops == 0  # up to the end token and with it
         mask = torch.cat([real, kept.long()], dim=1)
         logp, logq = (
-            model(input_ids=ids, attention_mask=mask).logits[:, width - 1 : -1].log_softmax(-1)
+            model(input_ids=ids, attention_mask=mask).logits[:, width - 1 : -1].float().log_softmax(-1)
             for model in (policy, initial)
         )
     kl = (logp.exp() * (logp - logq)).sum(-1).masked_fill(~kept, 0).sum(1)
