@@ -1,7 +1,8 @@
 """Products of fp32 matrices on a CPU, computed by oneDNN where it is faster than torch's default library.
 
-PyTorch uses Intel MKL, which does not use AVX-512 on processors of other vendors. On an AMD EPYC (Zen 5)
-oneDNN was 1.6 to 2.3 times as fast (docs/dev/performance.md). All other products are left to torch.
+PyTorch uses Intel MKL, which does not use AVX-512 on processors of other vendors. On an AMD EPYC of the Zen 5
+generation oneDNN was 1.6 to 2.3 times as fast, on one of Zen 4 about as fast (docs/dev/performance.md). All
+other products are left to torch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ Library = Literal["torch", "onednn"]
 # Smaller products, in multiplications, are faster with torch: a call of oneDNN takes about 15 microseconds
 # longer.
 SMALLEST = 2**21
+ZEN_5 = 26  # "cpu family" of /proc/cpuinfo
 
 
 def has_onednn() -> bool:
@@ -33,8 +35,8 @@ def faster_library(cpuinfo: Path = Path("/proc/cpuinfo")) -> Library:
     except OSError:  # not Linux
         return "torch"
     fields = {name.strip(): value.split() for name, _, value in (x.partition(":") for x in text.splitlines())}
-    amd = fields.get("vendor_id") == ["AuthenticAMD"]
-    return "onednn" if amd and "avx512f" in fields.get("flags", []) else "torch"
+    amd = fields.get("vendor_id") == ["AuthenticAMD"] and "avx512f" in fields.get("flags", [])
+    return "onednn" if amd and int(fields.get("cpu family", ["0"])[0]) >= ZEN_5 else "torch"
 
 
 _library: Library = faster_library()

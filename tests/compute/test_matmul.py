@@ -15,7 +15,8 @@ from ppo_ds.compute import matmul
 from ppo_ds.models.linear import Linear, install_linears
 
 AMD = (
-    "processor : 0\nvendor_id\t: AuthenticAMD\nmodel name : AMD EPYC\nflags\t\t: fpu avx2 avx512f avx512bw\n"
+    "processor : 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel name : AMD EPYC\n"
+    "flags\t\t: fpu avx2 avx512f avx512bw\n"
 )
 INTEL = AMD.replace("AuthenticAMD", "GenuineIntel")
 
@@ -41,15 +42,14 @@ def rows_and_weight(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[to
     ("cpuinfo", "expected"),
     [
         (AMD, "onednn"),
+        (AMD.replace("26", "25"), "torch"),  # Zen 4
         (INTEL, "torch"),
         (AMD.replace(" avx512f avx512bw", ""), "torch"),
         ("processor : 0\nFeatures : fp asimd bf16\n", "torch"),  # ARM
         ("", "torch"),
     ],
 )
-def test_onednn_is_chosen_on_processors_of_amd_with_avx512(
-    tmp_path: Path, cpuinfo: str, expected: str
-) -> None:
+def test_onednn_is_chosen_on_amd_since_zen_5(tmp_path: Path, cpuinfo: str, expected: str) -> None:
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     assert matmul.faster_library(tmp_path / "cpuinfo") == expected
 

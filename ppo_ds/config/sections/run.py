@@ -55,7 +55,7 @@ class RunConfig(Section):
     """CPU threads of each rank; null: the machine's cores divided by its ranks."""
 
     matmul: Literal["auto", "torch", "onednn"] = "auto"
-    """Library of large fp32 matrix products on a CPU; auto: onednn on AMD processors with AVX-512, else torch
+    """Library of large fp32 matrix products on a CPU; auto: onednn on AMD processors since Zen 5, else torch
     (Intel MKL)."""
 
     profile: Count | None = None
