@@ -19,6 +19,7 @@ DEFAULT_GPU_MEM = GPUS["h100"].memory_gib
 DEFAULT_PER_NODE = 8
 # sizes with which the rates of a CPU are measured
 ROWS = 2048  # tokens of a product
+WIDEST = 2048  # a product of more inputs and outputs takes longer, at the same rate
 BUFFER = 2**26  # bytes of each of the two buffers that measure the memory
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -93,7 +94,8 @@ def cpu_device(
     torch.set_num_threads(share(0, [own_cores()] * ranks, threads, user_limit(os.environ)).each)
     try:
         cpu = torch.device("cpu")
-        sizes = [(ROWS, shape.hidden, shape.inner), (ROWS, shape.inner, shape.hidden)]
+        hidden, inner = (min(width, WIDEST) for width in (shape.hidden, shape.inner))
+        sizes = [(ROWS, hidden, inner), (ROWS, inner, hidden)]
         flops = gemm_flops_per_s(cpu, DTYPES[dtype], sizes, clock=clock) / 1e12
         memory = bytes_per_s(cpu, BUFFER, clock=clock) / 1e9
     finally:
