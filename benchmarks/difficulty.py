@@ -3,8 +3,8 @@
     python benchmarks/difficulty.py --seeds 0 1 2
 
 The runs of a seed start from the same weights, on one of two sets of prompts: ``plain`` has all sums of the
-quickstart, ``mixed`` 200 of them and 600 whose expected answer cannot be written with the tokens of the
-model. The table has the greedy accuracy on held-out sums. A run that is complete is not repeated.
+quickstart; in ``mixed`` two thirds of 1,200 sums have an expected answer that cannot be written with the
+tokens of the model. The table has the greedy accuracy on held-out sums. A complete run is not repeated.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ SETTINGS = (
     *("+experiment=quickstart", "algo=grpo", "algo.minibatch_size=128", "prepare=null"),
     *("rollout.prompts_per_step=64", "rollout.samples_per_prompt=8", "tracker.samples=0", "run.threads=1"),
 )
-SOLVABLE, UNSOLVABLE = 200, 600
 
 
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser(prog="benchmarks/difficulty.py", description=__doc__.split("\n")[0])
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     p.add_argument("--sets", nargs="+", choices=SETS, default=SETS, help="default: both")
+    p.add_argument("--solvable", type=int, default=400, help="of the mixed set (default %(default)s)")
+    p.add_argument("--unsolvable", type=int, default=800, help="of the mixed set (default %(default)s)")
     p.add_argument("--steps", type=int, default=60, help="steps of a run (default %(default)s)")
     p.add_argument("--folder", type=Path, default=Path("outputs/difficulty"), help="default: %(default)s")
     args = p.parse_args(argv)
@@ -52,8 +53,9 @@ def train(args: argparse.Namespace, name: str, kind: str, seed: int) -> dict[int
     start, run_dir = (args.folder / part for part in (f"start_{seed}", f"{name}_{kind}_{seed}"))
     prepare(str(start), seed=seed)
     rows = [json.loads(line) for line in (start / "train.jsonl").read_text().splitlines()]
-    wrong = [row | {"answer": "none"} for row in rows[SOLVABLE : SOLVABLE + UNSOLVABLE]]
-    write_jsonl(start / "mixed.jsonl", rows[:SOLVABLE] + wrong)
+    unsolvable = rows[args.solvable : args.solvable + args.unsolvable]
+    wrong = [row | {"answer": "none"} for row in unsolvable]
+    write_jsonl(start / "mixed.jsonl", rows[: args.solvable] + wrong)
     paths = {
         "run.dir": run_dir,
         "actor.model.path": start / "model",
