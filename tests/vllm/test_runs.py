@@ -29,6 +29,7 @@ ONE_RANK = {
     "untied": (),
     "tied": ("actor.model.path={start}/tied",),
     "lora": LORA,
+    "lora_nf4": (*LORA, "actor.model.quantization=nf4"),
     "temperature": ("sampling.temperature=0.7",),
 }
 TWO_RANKS = {
