@@ -39,7 +39,7 @@ _TOKEN = re.compile(
     r"|(?:nvapi|pplx|xai|pypi|csk|tvly)-[\w-]{20,}"  # NVIDIA, Perplexity, xAI, PyPI, Cerebras, Tavily
     r"|(?:tgp_v1|lsv2_[a-z]{2}|dckr_pat)_[\w-]{20,}"  # Together, LangSmith, Docker
     r"|dapi[0-9a-f]{32}|SG(?:\.[\w-]{16,}){2}|hvs\.[A-Za-z0-9]{20,}"  # Databricks, SendGrid, Vault
-    r"|wandb_v1_[\w-]{16,}"
+    r"|wandb_v1_[\w-]{16,}|[A-Z_]{1,40}_(?:KEY|TOKEN|SECRET)=[\w+/-]{16,}"  # WANDB_API_KEY=...
     r"|xox[abeprs]-[\w-]{16,}|hooks\.slack\.com/services/[\w/]{16,}"  # Slack
     r"|eyJ[\w-]{8,2000}+\.eyJ[\w-]{8,}\.[\w-]*"  # JSON web token
     r"|Bearer\s+[\w.~+/=-]{8,}|Authorization\W{1,4}Basic\s+[\w+/=-]{8,}"

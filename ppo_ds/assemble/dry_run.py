@@ -56,7 +56,8 @@ def dry_run_config(config: PPOConfig, ranks: int) -> Config:
         tree["rollout"]["backend"] = "static" if is_partial(config) else "auto"
     tree["memory"]["sequence_parallel"] = 1  # tiny models may have a single key-value head
     sampling |= {"max_new_tokens": new_tokens, "min_new_tokens": min(sampling["min_new_tokens"], new_tokens)}
-    if data["long_prompts"] != "drop":  # a lower limit would drop more prompts than the real run does
+    # with a lower limit, more prompts would be dropped than in the real run, and tools might not fit
+    if data["long_prompts"] != "drop" and config.rollout.environment.path is None:
         data["max_prompt_tokens"] = min(data["max_prompt_tokens"], MAX_PROMPT_TOKENS)
     algo |= {"minibatch_size": rollout // 2 if halved else rollout, "lag": min(algo["lag"], STEPS)}
     value["warmup_steps"] = min(value["warmup_steps"], STEPS - 1)

@@ -64,8 +64,9 @@ def _read_objects(text: str, key: str) -> list[ToolCall]:
             return [*calls, ToolCall("", {}, f"the call is not valid JSON: {error}")]
         rest = rest[end:].strip().removeprefix(";").strip()
         is_call = isinstance(value, dict) and isinstance(value.get("name"), str)
-        if is_call and isinstance(value.get(key, {}), dict):
-            calls.append(ToolCall(value["name"], value.get(key, {})))
+        arguments = value.get(key, {} if len(value) == 1 else None) if is_call else None
+        if isinstance(arguments, dict):
+            calls.append(ToolCall(value["name"], arguments))
         else:
             problem = f'a call is a JSON object with a text "name" and an object "{key}"'
             calls.append(ToolCall("", {}, problem))

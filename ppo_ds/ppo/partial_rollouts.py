@@ -16,13 +16,16 @@ from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
+from zlib import crc32
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ppo_ds.background.pending import Pending
 from ppo_ds.data.prompts import PromptStream
 from ppo_ds.distributed.world import World
+from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.collector import RolloutCollector
 from ppo_ds.rollout.base import Continuation, PartialGenerator, truncate_at_stop
@@ -135,13 +138,35 @@ class PartialRolloutCollector(RolloutCollector):
             **{name: [x for response in rows for x in getattr(response, name)] for name in COLUMNS},
         }
         ranks = self.world.gather_objects(own)
-        return {name: torch.tensor([x for rank in ranks for x in rank[name]]) for name in own}
+        state = {name: torch.tensor([x for rank in ranks for x in rank[name]]) for name in own}
+        return {**state, "checksums": self.checksums(state["prompts"].tolist())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes this rank's part of the responses in progress."""
-        lengths, ended = state["lengths"].tolist(), state["ended"].tolist()
+        """Takes this rank's part of the responses in progress; a UserError says why they cannot continue."""
+        indices, lengths = state["prompts"].tolist(), state["lengths"].tolist()
+        size, share = self.section.samples_per_prompt, len(indices) // self.world.size
+        limit, longest = self.sampling.max_new_tokens, max(lengths, default=0)
+        changed = ""
+        if len(lengths) != size * len(indices):
+            changed = f"rollout.samples_per_prompt={size}: it was {len(lengths) // len(indices)}"
+        elif longest > limit:
+            changed = f"sampling.max_new_tokens={limit}: one of them has {longest} tokens"
+        elif max(indices, default=0) >= len(self.prompts.source) or not torch.equal(
+            self.checksums(indices), state["checksums"]
+        ):
+            changed = f"data.path={self.prompts.source.path}: its rows have changed"
+        if changed:
+            raise UserError(
+                f"{changed}, so the responses in progress in the checkpoint cannot be continued; undo the "
+                "change, or begin anew with run.resume=restart"
+            )
+        ended = (state["ended"].bool() | (state["lengths"] >= limit)).tolist()
         columns = [[part.tolist() for part in state[name].split(lengths)] for name in COLUMNS]
         rows = [Response(*row) for row in zip(*columns, ended, strict=True)]
-        size, share = self.section.samples_per_prompt, len(state["prompts"]) // self.world.size
-        groups = [Group(int(p), rows[i * size : (i + 1) * size]) for i, p in enumerate(state["prompts"])]
+        groups = [Group(prompt, rows[i * size : (i + 1) * size]) for i, prompt in enumerate(indices)]
         self.groups = groups[self.world.rank * share :][:share]
+
+    def checksums(self, indices: list[int]) -> Tensor:
+        """Returns a checksum of the tokens of each prompt, [len(indices)] long."""
+        batches = (self.prompts.source.batch([index]) for index in indices)
+        return torch.tensor([crc32(batch.ids[batch.mask].numpy().tobytes()) for batch in batches])

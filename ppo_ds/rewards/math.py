@@ -22,13 +22,23 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # its warnings prin
 def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
     """Returns 1 for a response whose result equals the reference in the column ``answer``, else 0.
 
-    The reference is a formula, or a solution that ends with one ("#### 42", \\boxed{42}).
+    The reference is a formula, a solution that ends with one ("#### 42", \\boxed{42}), or a list of these, of
+    which one must match. Raises ValueError for a missing reference.
     """
     scores = []
     for response, row in zip(responses, rows, strict=True):
-        text = str(row["answer"]).rpartition("####")[2].strip()
-        reference = parse(text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}")
-        if not reference:
-            raise ValueError(f"the reference {text[:80]!r} is no mathematical expression")
-        scores.append(float(verify(reference, parse(response))))
+        answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+        accepted = [form for answer in answers for form in forms(answer)]
+        found = parse(response)
+        scores.append(float(any(verify(form, found) for form in accepted)))
     return scores
+
+
+def forms(answer: Any) -> list[Any]:
+    """Returns what math-verify reads in a reference; for a percentage also what it reads outside a box."""
+    text = "" if answer is None else str(answer).rpartition("####")[2].strip()
+    boxed = text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
+    read = [parse(form) for form in ([boxed, text.replace("\\%", "%")] if text.endswith("%") else [boxed])]
+    if not all(read):
+        raise ValueError(f"the reference {text[:80]!r} is no mathematical expression")
+    return read

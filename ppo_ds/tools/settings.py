@@ -33,7 +33,10 @@ def config_of_settings(
         raise UserError(f"{file}: holds no settings, which are nested mappings with text as keys")
     for key, section, name in own_code(settings):  # code that was not named on this machine is not imported
         if not with_template:
-            raise UserError(f"{file}: {key}={name}: is code of that run, which is not imported for a replay")
+            raise UserError(
+                f"{file}: {key}={name}: is code of that run, which is not imported for a replay; "
+                "update.json beside it names the first tensor that was not finite"
+            )
         if key.startswith("algo."):  # not needed to load a model
             section.clear()
         else:

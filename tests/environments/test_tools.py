@@ -195,6 +195,8 @@ def test_llama_separates_calls_by_semicolons():
     two = '{"name": "a", "parameters": {}}; {"name": "b"}'
     assert read_llama(two) == read_llama("<|python_tag|>" + two) == [ToolCall("a", {}), ToolCall("b", {})]
     assert read_llama('The answer is {"name": "a"}') == read_hermes("no call") == []
+    (other,) = read_llama('{"name": "a", "arguments": {"x": 1}}')
+    assert other.name == "" and other.problem.endswith('and an object "parameters"')
     assert read_llama("<|python_tag|>look.call(x)")[0].problem.startswith("the call is not valid JSON: ")
 
 

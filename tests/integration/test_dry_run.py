@@ -147,6 +147,14 @@ def test_a_dry_run_does_not_divide_rows_since_its_models_may_have_one_key_value_
     assert small.memory.sequence_parallel == 1
 
 
+@pytest.mark.parametrize(("more", "expected"), [([], 128), (["+experiment=calculator"], 1024)])
+def test_prompts_keep_their_limit_with_an_environment_whose_tools_are_part_of_them(
+    more: list[str], expected: int
+) -> None:
+    given = [*(more or ["+experiment=quickstart"]), "data.max_prompt_tokens=1024"]
+    assert dry_run_config(load_config(given), 1).data.max_prompt_tokens == expected
+
+
 def test_what_no_dry_run_has_made_is_not_touched(tmp_path: Path) -> None:
     config = composed(f"run.dir={tmp_path}/run")
     folder = dry_run_dir(config)

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_ds.data.order import Passes
 from ppo_ds.data.prompts import PromptStream, collate_prompts
+from ppo_ds.errors import UserError
 from ppo_ds.ppo.experience_metrics import version_metrics
 from ppo_ds.ppo.partial_rollouts import PartialRolloutCollector
 from ppo_ds.rewards.base import start_scoring
@@ -184,7 +186,8 @@ def rows_of_versions(world, tokenizer):
         "logprobs": [0.0] * 7,
         "versions": [0, 1, 1, 2, 2, 1, 1],
     }
-    made.load_state_dict({name: torch.tensor(column) for name, column in columns.items()})
+    state = {name: torch.tensor(column) for name, column in columns.items()}
+    made.load_state_dict(state | {"checksums": made.checksums([0, 1, 2])})
     return made.rollout(made.groups, version=2)
 
 
@@ -212,6 +215,37 @@ def test_a_resumed_run_continues_the_same_responses_to_the_bit(world, tokenizer)
     for one, other in zip(expected, collected(resumed, 3), strict=True):
         same(one, other)
     assert any(rollout.staleness.any() for rollout in expected)
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"samples": 1}, "rollout.samples_per_prompt=1: it was 2"),
+        ({"limit": 1}, r"sampling.max_new_tokens=1: one of them has \d+ tokens"),
+        ({"shift": 1}, "data.path=memory: its rows have changed"),
+        ({"shift": PROMPTS}, "data.path=memory: its rows have changed"),
+    ],
+)
+def test_responses_in_progress_are_not_given_to_other_prompts(world, tokenizer, changed, line):
+    lm = model()
+    before = collector(world, tokenizer, lm, samples=2)
+    collected(before, 2)
+    state = before.state_dict()
+    state["prompts"] = state["prompts"] + changed.pop("shift", 0)
+    resumed = collector(world, tokenizer, lm, **{"samples": 2} | changed)
+    with pytest.raises(UserError, match=f"^{line}, so the responses in progress in the checkpoint cannot be"):
+        resumed.load_state_dict(state)
+
+
+def test_a_response_as_long_as_a_lower_limit_has_ended(world, tokenizer):
+    made = collector(world, tokenizer, model())
+    collected(made, 2)
+    state = made.state_dict()
+    longest = int(state["lengths"].max())
+    made.sampling = replace(made.sampling, max_new_tokens=longest)
+    made.load_state_dict(state | {"ended": torch.zeros_like(state["ended"])})
+    lengths = [(len(one.tokens), one.ended) for group in made.groups for one in group.responses]
+    assert longest > 0 and all(ended == (length == longest) for length, ended in lengths)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 4)])

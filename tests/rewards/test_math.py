@@ -33,6 +33,11 @@ def module(monkeypatch):
         ("answer 42", "40 + 2\n#### 42", 1),
         ("\\boxed{1,234}", 1234, 1),
         ("\\boxed{\\frac{3}{4}}", "that is \\boxed{0.75}", 1),
+        ("The answer is 50%.", "50%", 1),
+        ("so \\boxed{50%}", "50%", 1),
+        ("0.5", "50\\%", 1),
+        ("6", ["5", "6"], 1),
+        ("7", ["5", "6"], 0),
         ("43", "42", 0),
         ("I do not know.", "\\frac12", 0),
         ("", "42", 0),
@@ -43,10 +48,11 @@ def test_results_are_compared_as_mathematics(module, response, reference, score)
     assert load_object(PATH, "reward.path", "function")(["p"], [response], [{"answer": reference}]) == [score]
 
 
-def test_an_empty_reference_ends_the_run(module):
+@pytest.mark.parametrize("answer", ["", None, ["5", None]])
+def test_an_empty_reference_ends_the_run(module, answer):
     pytest.importorskip("math_verify", reason="the extra math is not installed")
     with pytest.raises(ValueError, match="^the reference '' is no mathematical expression$"):
-        load_object(PATH, "reward.path", "function")(["p"], ["1"], [{"answer": ""}])
+        load_object(PATH, "reward.path", "function")(["p"], ["1"], [{"answer": answer}])
 
 
 def test_without_the_extra_one_line_names_the_remedy(module, monkeypatch):

@@ -98,6 +98,7 @@ SECRETS = {
     "sendgrid": "SG.abcdefghij0123456789.abcdefghij0123456789",
     "vault": "hvs.abcdefghij0123456789abcdef",
     "docker": "dckr_pat_abcdefghij0123456789",
+    "note": "WANDB_API_KEY=" + "0123456789abcdef" * 2,
     "azure": "DefaultEndpointsProtocol=https;AccountKey=abcdefghij0123456789==",
     "hook": "https://hooks.slack.com/services/T00000000/B00000000/abcdefghij",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from ppo_ds.assemble.data import (
     Inputs,
@@ -22,7 +23,7 @@ from ppo_ds.data.prompts import PromptStream
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.planning.ppo_memory import Models, estimate
 from ppo_ds.planning.run_memory import BYTES, Hardware
-from ppo_ds.tools.doctor.model_shapes import plan_models
+from ppo_ds.tools.doctor.model_shapes import SHAPES, plan_models
 from ppo_ds.tools.doctor.report import Report
 from ppo_ds.tools.doctor.step_time import STATE_BYTES, Plan, PPOTime
 
@@ -91,6 +92,9 @@ class CheckedInputs:
 
 def check_inputs(config: PPOConfig, on_gpu: bool, report: Report) -> CheckedInputs:
     """Checks tokenizer, data and reward, and whether vLLM can decode the actor."""
+    if Path(str(config.actor.model.path)).parent == SHAPES:
+        report.add("tokenizer", "not in the Hub's cache; data and rewards were not checked either", ok=False)
+        return CheckedInputs(None)
     tokenizer = report.attempt(
         "tokenizer", lambda: build_tokenizer(config), lambda t: f"{t.vocab_size} tokens"
     )
