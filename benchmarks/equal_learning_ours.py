@@ -63,7 +63,7 @@ def overrides(settings: dict[str, Any]) -> list[str]:
         "tracker.samples": 0,
     }
     if settings["reward"] == "numeric":
-        keys["reward.column"] = "answer"
+        keys |= {"reward.column": "answer", "memory.train_tokens": 4096}  # 5 GB, beside other programs
     if settings["algorithm"] == "ppo":
         keys |= {"algo": "trl", "critic.init": "path", "critic.model.path": start / "critic"}
     else:
