@@ -159,7 +159,7 @@ class Learner:
             done = self.step_or_skip(self.models(critic_only), losses, actor, first=steps_done == 0)
             if actor is not None and steps_done == 0:
                 metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
-                for gap in actor.gaps if self.parity.old_from_rollout else []:  # otherwise measured on all rows
+                for gap in actor.gaps if self.parity.old_from_rollout else []:  # else describe() measures it
                     metrics.add_parts(gap)
             if first_forward and actor is not None:  # this is the only optimizer step of the update
                 parts = scatter_tokens(actor.logprobs, experience, [rows[part] for part in plan])
