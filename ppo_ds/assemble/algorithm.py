@@ -65,7 +65,7 @@ def experience_maker(
     kept: KeptForwards | None = None,
 ) -> ExperienceMaker:
     algo, world, budgets = config.algo, context.world, context.budgets
-    # ZeRO-3 gathers weights in a forward, ranks that divide tokens exchange tokens, and the lagged weights are
+    # ZeRO-3 gathers weights in a forward, ranks that divide tokens exchange data, and the lagged weights are
     # swapped in between two forwards
     sections = (config.actor, config.critic, config.reference)
     collective = lagged is not None or any(section.zero.stage == 3 for section in sections)
@@ -163,8 +163,7 @@ def _whitening(algo: AlgoConfig) -> Whitening:
 def _checked(section: PolicyConfig | AdvantageConfig, result: type, field: str) -> Callable[..., Any]:
     """Returns the function of a section, which may be the user's, with a check of its results.
 
-    The check ends the run with one line if the type is not ``result``, or the shape of ``field`` not the
-    mask's.
+    The check ends the run with one line if the type is not ``result``, or ``field`` has not the mask's shape.
     """
     function, name = import_target(section.function), getattr(section, section.tag)
 

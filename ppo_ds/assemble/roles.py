@@ -154,8 +154,7 @@ def sft_model(config: PPOConfig, name: str, tokenizer: Tokenizer) -> Policy:
 
 
 def build_reference(config: PPOConfig, world: World, needs: Needs, actor: TrainedModel) -> FrozenModel:
-    """Builds the reference, or returns the actor's base if it has the same weights. All ranks must call this.
-    """
+    """Builds the reference, which is the actor's base if weights are equal. All ranks must call this."""
     if reference_is_base(config):
         return FrozenBase(actor, base_weights=without_adapters)
     zero = config.reference.zero

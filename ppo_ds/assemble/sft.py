@@ -176,8 +176,7 @@ def notes(
     held_out: DemonstrationSource | None,
     prompts: Prompts | None,
 ) -> list[str]:
-    """Chooses the forward layout and the evaluation decoding; returns banner lines. All ranks must call this.
-    """
+    """Chooses forward layout and evaluation decoding; returns banner lines. All ranks must call this."""
     world = actor.world
     lines = [
         *training_notes("sft", "actor", config.actor, actor),

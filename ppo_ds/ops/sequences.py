@@ -19,11 +19,10 @@ def response_mask(
     lengths: Tensor | None = None,
     include_eos: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the action mask [B,T], the lengths [B] up to the first stop token, and whether there is one
-    [B].
+    """Returns the action mask [B,T], the lengths [B] up to the first stop token, and whether one exists [B].
 
-    ``lengths`` [B] are the numbers of generated tokens, if the backend knows them. Without ``include_eos``
-    the stop token is no action, but counts in the lengths.
+    ``lengths`` [B] are the numbers of generated tokens, if known to the backend. Without ``include_eos``, the
+    stop token is no action, but counts in the lengths.
     """
     width = response_ids.shape[1]
     positions = torch.arange(width, device=response_ids.device)

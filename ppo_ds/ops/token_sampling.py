@@ -45,9 +45,7 @@ def draw(
 
 
 def filter_logits(scores: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Sets scores [n,V] to -inf below the ``top_k`` largest (ties stay) and in the tail of mass 1 -
-    ``top_p``.
-    """
+    """Sets scores [n,V] to -inf below the ``top_k`` largest (ties stay) and in the 1 - ``top_p`` tail."""
     if 0 < top_k < scores.shape[1]:
         scores = scores.masked_fill(scores < scores.topk(top_k, dim=-1).values[:, -1:], -torch.inf)
     if top_p < 1.0:

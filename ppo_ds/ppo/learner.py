@@ -336,8 +336,7 @@ class Learner:
     ) -> tuple[Tensor, Parts, Tensor]:
         """Computes a micro-batch's part of the actor's loss, its metrics and its detached log-probs [b,R'].
 
-        With a shared trunk, the loss includes the value loss. ``out`` is the actor's output, if known
-        already.
+        With a shared trunk, the loss includes the value loss. ``out`` is the actor's output, if known.
         """
         if out is None:
             out = self.actor(

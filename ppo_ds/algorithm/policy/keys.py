@@ -48,7 +48,7 @@ class PolicyConfig(Variants):
     above this, in nats (DeepSeek-V3.2); null: off."""
 
     top_entropy: Annotated[Number, Gt(0), Lt(1)] | None = None
-    """Share of the tokens that have a policy loss, by highest entropy; null: all."""
+    """Share of the tokens that have a policy loss: those with the highest entropy; null: all."""
 
     def problems(self, action_level: str) -> Iterator[str]:
         """Yields an error line for each conflict between the keys."""
