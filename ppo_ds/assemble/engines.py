@@ -45,7 +45,7 @@ class Needs:
         self.check_positions(module.trunk.config, module.max_tokens, path, key)
 
     def check_positions(self, config: Any, limit: int | None, path: str, key: str) -> None:
-        """Raises UserError if the longest row exceeds ``limit``, or the positions after which a RoPE changes.
+        """Raises UserError if the longest row exceeds ``limit``, or the length above which the RoPE changes.
 
         ``config`` is the Hugging Face config of the model.
         """

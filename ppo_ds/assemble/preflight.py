@@ -50,7 +50,7 @@ class ScoredInputs(Protocol):
 
 
 def check_inputs(config: PPOConfig, world: World, *, prepared: bool) -> None:
-    """Raises UserError for mistakes in data and rewards, before a start is refused or moves files.
+    """Raises UserError for mistakes in data and rewards. Runs before a start is refused or moves files.
 
     If `prepare` has yet to create files (``prepared`` is False), only reward functions and the environment's
     class are checked. The data read here is not used for training. All ranks must call this.

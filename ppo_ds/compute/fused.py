@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Computes x / sqrt(mean(x^2) + eps) in fp32, rounds it to the dtype of ``weight``, times weight [H]."""
+    """Computes x / sqrt(mean(x^2) + eps) in fp32, rounded to the dtype of ``weight``, times weight [H]."""
     if not torch.is_grad_enabled():
         states = x.float()
         return _normalized(states, _inverse_rms(states, eps), weight)

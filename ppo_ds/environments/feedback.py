@@ -24,8 +24,7 @@ def encode_prompt(
 ) -> tuple[list[int], Row] | None:
     """Returns the tokens of the prompt and the row with the prompt; None to use the data's prompt unchanged.
 
-    If a prompt has more than ``limit`` tokens, it is truncated on the left, or with tools, raises
-    InvalidResult.
+    A prompt of more than ``limit`` tokens is truncated on the left; with tools, it raises InvalidResult.
     """
     if messages is None and has_tools:
         messages = row.get("messages")
@@ -47,8 +46,8 @@ def encode_prompt(
 def encode_chat(tokenizer: Tokenizer, feedback: tuple[Message, ...], last_id: int) -> list[int]:
     """Returns the tokens that follow a turn of the policy whose last token is ``last_id``.
 
-    Raises UserError if the chat template refuses the messages, or if the feedback changes the rendering of
-    the conversation before it: the tokens so far would then differ.
+    Raises UserError if the chat template refuses the messages, or if feedback changes the rendering of the
+    earlier conversation, whose tokens would then differ.
     """
     for thought in _THOUGHTS:
         chat = [

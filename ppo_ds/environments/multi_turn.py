@@ -168,7 +168,7 @@ class MultiTurnGenerator:
         return answers
 
     def append_turns(self, ready: Sequence[Episode], answers: Rollout) -> None:
-        """Appends a turn of the policy to each episode. If it is complete, starts the environment's step.
+        """Appends a policy turn to each episode. If the turn is complete, starts the environment's step.
 
         A turn that reached the token limit is incomplete and ends its episode.
         """

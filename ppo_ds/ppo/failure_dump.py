@@ -44,7 +44,7 @@ class Dump:
     minibatch: Experience
 
     def row(self, place: int) -> int:
-        """Returns the index in the rollout, as in the messages of the run, of row ``place`` of the dump."""
+        """Converts ``place``, a row of the dump, to the index in the rollout that the run's messages use."""
         return self.rows[place]["row_of_the_rollout"]
 
 

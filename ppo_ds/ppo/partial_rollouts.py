@@ -142,7 +142,7 @@ class PartialRolloutCollector(RolloutCollector):
         return {**state, "checksums": self.checksums(state["prompts"].tolist())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores this rank's part of the responses in progress; raises UserError if they cannot continue."""
+        """Restores this rank's responses in progress; raises UserError if they cannot be continued."""
         indices, lengths = state["prompts"].tolist(), state["lengths"].tolist()
         size, share = self.section.samples_per_prompt, len(indices) // self.world.size
         limit, longest = self.sampling.max_new_tokens, max(lengths, default=0)

@@ -22,8 +22,8 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # its warnings prin
 def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
     """Returns 1 for a response whose result equals the one in the column ``answer``, else 0.
 
-    ``answer`` is a formula, a solution that ends with one ("#### 42", \\boxed{42}), or a list of these, one of
-    which must match. Raises ValueError for a missing answer.
+    ``answer`` is a formula, a solution that ends with one ("#### 42", \\boxed{42}), or a list of these, one
+    of which must match. Raises ValueError for a missing answer.
     """
     scores = []
     for response, row in zip(responses, rows, strict=True):
