@@ -65,7 +65,7 @@ def experience_maker(
     kept: KeptForwards | None = None,
 ) -> ExperienceMaker:
     algo, world, budgets = config.algo, context.world, context.budgets
-    # ZeRO-3 gathers weights in a forward, ranks that divide tokens exchange them, and the lagged weights are
+    # ZeRO-3 gathers weights in a forward, ranks that divide tokens exchange data, and the lagged weights are
     # swapped in between two forwards
     sections = (config.actor, config.critic, config.reference)
     collective = lagged is not None or any(section.zero.stage == 3 for section in sections)
@@ -143,8 +143,7 @@ def masked_stop_ids(
 ) -> tuple[int, ...]:
     """Returns the end tokens that are not actions.
 
-    With ``train_on_eos`` True there are none, and with False these are all end tokens. With None it is only
-    the pad token, if that is an end token.
+    ``train_on_eos`` True: none. False: all end tokens. None: only the pad token, if it is an end token.
     """
     if train_on_eos is None:
         return tuple(stop for stop in stop_token_ids if stop == pad_id)
@@ -152,7 +151,7 @@ def masked_stop_ids(
 
 
 def _kl_estimator(kl: KLConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns the estimator of algo.kl, which takes the log-probs of the policy and of the reference."""
+    """Returns the estimator of algo.kl, a function of the log-probs of the policy and of the reference."""
     estimator = import_target(KL_ESTIMATORS[kl.estimator].target)
     return estimator if kl.clamp is None else partial(estimator, clamp=kl.clamp)
 
@@ -162,9 +161,9 @@ def _whitening(algo: AlgoConfig) -> Whitening:
 
 
 def _checked(section: PolicyConfig | AdvantageConfig, result: type, field: str) -> Callable[..., Any]:
-    """Returns the function of a section, which may be a user's.
+    """Returns the function of a section, which may be the user's, with a check of its results.
 
-    It ends the run with one line if it returns another type or another shape of ``field`` than its mask's.
+    The check ends the run with one line if the type is not ``result``, or ``field`` has not the mask's shape.
     """
     function, name = import_target(section.function), getattr(section, section.tag)
 
@@ -186,7 +185,7 @@ class Horizon:
     """Length of a run, in PPO steps and in optimizer steps."""
 
     steps: int  # PPO steps
-    # maximum numbers of optimizer steps of each model; algo.target_kl may end the epochs of a PPO step early
+    # maximum number of optimizer steps per model; algo.target_kl may end the epochs of a PPO step early
     actor: int
     critic: int
 
@@ -256,8 +255,8 @@ def transforms(algo: AlgoConfig) -> tuple[Transform, ...]:
 def policy_terms(config: PPOConfig, actor: TrainedModel) -> tuple[Term, ...]:
     """Returns the terms of the actor's loss.
 
-    At action level sequence the KL and the entropy of a response are sums over its tokens, and so is its
-    policy loss unless each of its tokens has the loss of the whole response.
+    At action level sequence, the KL and the entropy of a response are sums over its tokens. So is the policy
+    loss, unless every token of a response has the loss of the whole response.
     """
     algo, policy = config.algo, config.algo.policy
     agg = policy_agg = import_target(algo.loss.function)

@@ -26,7 +26,7 @@ def summary(
     """Returns the summary of a PPO run: devices, models, data and batch sizes.
 
     ``critic_start`` is the path of the critic's initial weights, or None without a separate critic. ``gap``
-    is the mean and the maximum difference of log-probs that the parity check measured.
+    is the mean and the maximum difference of log-probs in the parity check.
     """
     actor, critic, reference, algo = config.actor, config.critic, config.reference, config.algo
     kl = (
@@ -79,7 +79,7 @@ def checkpoint_times(checkpoint: CheckpointConfig) -> str:
 
 
 def resumed(run_dir: str, checkpoint: Path | None, done: int, steps: int) -> list[str]:
-    """Returns a line on the ``done`` steps of earlier starts, or no line if ``done`` is 0.
+    """Returns a line about the ``done`` steps of earlier starts, or no line if ``done`` is 0.
 
     ``checkpoint`` is the checkpoint from which the run resumes.
     """
@@ -96,7 +96,7 @@ def resumed(run_dir: str, checkpoint: Path | None, done: int, steps: int) -> lis
 
 
 def batch_equation(config: PPOConfig, ranks: int, total: str = "") -> list[str]:
-    """Returns lines on the samples and optimizer steps of a PPO step; ``total``, on the run, is appended."""
+    """Returns lines on the samples and optimizer steps per PPO step; appends ``total``, a text on the run."""
     rollout, epochs, size = config.rollout, config.algo.epochs, rollout_size(config)
     minibatch = config.algo.minibatch_size or size
     return [

@@ -20,7 +20,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.types import Row, Sequences
 
-CHANGES = {  # names in a source's report -> how the banner describes them
+CHANGES = {  # names in a source's report -> their descriptions in the banner
     "truncated": "truncated",
     "dropped": "dropped",
     "lowered": "limited to sampling.max_new_tokens",
@@ -38,7 +38,7 @@ class Inputs:
     held_out: PromptSource | None
     prompts: PromptStream  # this rank's share of each step
     ptx: Stream[DemonstrationSource, Sequences] | None
-    environment_prompt: int = 0  # limit on the tokens of a prompt that an environment gives; 0 without one
+    environment_prompt: int = 0  # maximum tokens of an environment's prompt; 0 without an environment
 
     @property
     def _sources(self) -> list[Source]:
@@ -55,23 +55,23 @@ class Inputs:
 
     @property
     def longest_text(self) -> int:
-        """Tokens of the longest text of the language-modelling loss; 0 without that loss."""
+        """Number of tokens of the longest text of the PTX loss; 0 without that loss."""
         return self.ptx.source.longest if self.ptx else 0
 
     def longest_row(self, max_new_tokens: int) -> int:
-        """Returns the tokens of the longest row that actor, reference and critic may receive."""
+        """Returns the number of tokens of the longest row for the actor, the reference and the critic."""
         return max(self.longest_prompt + max_new_tokens, self.longest_text)
 
     def examples(self) -> list[tuple[str, Row]]:
-        """Returns location and metadata of one prompt for each order of roles in the data."""
+        """Returns location and metadata of one prompt for each sequence of roles in the data."""
         return [example for source in self._sources for example in source.examples()]
 
     def check_rows(self, check: Callable[[Row], object]) -> None:
-        """Runs ``check`` on each row of prompts; raises UserError with the locations of rows that fail."""
+        """Runs ``check`` on each row of prompts; raises UserError with the locations of failing rows."""
         collect_user_errors([partial(source.check_rows, check) for source in self._sources])
 
     def notes(self, max_prompts: int | None) -> list[str]:
-        """Returns banner lines on all data but the training prompts; ``max_prompts`` is eval.max_prompts."""
+        """Returns banner lines on all data but the training prompts; ``max_prompts``: eval.max_prompts."""
         lines = unknown_characters(*self._sources, self.ptx and self.ptx.source)
         if self.held_out is not None:
             rows = describe_rows(self.held_out.report, "prompts")
@@ -83,12 +83,12 @@ class Inputs:
 
 
 def evaluated(held_out: Sized, limit: int | None) -> str:
-    """Describes how many rows an evaluation uses if eval.max_prompts limits them."""
+    """Describes how many of the ``held_out`` rows are evaluated with ``limit`` = eval.max_prompts."""
     return f"; the first {limit} are evaluated (eval.max_prompts)" if limit and limit < len(held_out) else ""
 
 
 def unknown_characters(*sources: Any) -> list[str]:
-    """Returns a warning for each source with characters that its tokenizer does not know."""
+    """Returns a warning for each source with characters that are unknown to the tokenizer."""
     return [
         f"warning    {source.path}: {count} texts have characters that the tokenizer does not know, which "
         "become its unknown token; correct the data, or use a model with another tokenizer"
@@ -104,7 +104,7 @@ def describe_rows(report: dict[str, int], noun: str) -> str:
 
 
 def read_inputs(config: PPOConfig, world: World) -> Inputs:
-    """Loads the tokenizer and the data, of which each rank tokenizes a share. All ranks must call this."""
+    """Loads the tokenizer and the data; each rank tokenizes a share of the rows. All ranks must call this."""
     tokenizer = build_tokenizer(config)
     source = build_prompts(config, tokenizer, world)
     held_out = build_held_out(config, tokenizer, world)
@@ -142,7 +142,7 @@ def build_tokenizer(config: TextConfig, name: str = "actor") -> Tokenizer:
 
 
 def stop_ids(config: PPOConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the tokens that end a response: ``sampling.stop_token_ids``, or the tokenizer's own."""
+    """Returns the tokens that end a response: ``sampling.stop_token_ids``, or else those of the tokenizer."""
     given = config.sampling.stop_token_ids
     if given is None:
         if not tokenizer.stop_ids and not config.sampling.stop:
@@ -152,7 +152,7 @@ def stop_ids(config: PPOConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
                 "sampling.stop_token_ids or sampling.stop, or sampling.stop_token_ids=[] if that is intended"
             )
         return tokenizer.stop_ids
-    # a vocabulary may have gaps, so ids above its size can be valid
+    # a vocabulary may have gaps, so ids above the number of tokens can be valid
     unknown = [i for i in given if i >= tokenizer.vocab_size and i not in tokenizer.hf.get_vocab().values()]
     if unknown:
         raise UserError(
@@ -163,7 +163,7 @@ def stop_ids(config: PPOConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def build_prompts(config: PPOConfig, tokenizer: Tokenizer, world: World | None = None) -> Source:
-    """Loads ``data.path``, or the sets of ``data.mix``; ``data.max_samples`` limits each set."""
+    """Loads ``data.path`` or the data sets of ``data.mix``; ``data.max_samples`` limits each data set."""
     data = config.data
     if not data.mix:
         return _prompts_of_path(config, tokenizer, world)
@@ -192,7 +192,7 @@ def build_held_out(
 
 
 def build_compared(config: PPOConfig, tokenizer: Tokenizer, world: World | None = None) -> PromptSource:
-    """Loads the prompts on which launch/evaluate.py compares models: the held-out ones, or ``data.path``."""
+    """Loads the prompts for launch/evaluate.py: the held-out prompts, or else those of ``data.path``."""
     if (held_out := build_held_out(config, tokenizer, world)) is not None:
         return held_out
     if config.data.path is None:
@@ -201,7 +201,7 @@ def build_compared(config: PPOConfig, tokenizer: Tokenizer, world: World | None 
 
 
 def _grouped(config: PPOConfig, source: PromptSource) -> PromptSource:
-    """Returns the source; raises UserError if its rows cannot be grouped by eval.by."""
+    """Returns ``source``; raises UserError if its rows cannot be grouped by eval.by."""
     if config.eval.by:
         source.check_column(config.eval.by, "eval.by")
     return source
@@ -226,7 +226,7 @@ def build_ptx(
         return None
     source = DemonstrationSource(
         data.ptx_path,
-        data=replace(data, revision=None, prompt_column=None),  # these belong to the prompts
+        data=replace(data, revision=None, prompt_column=None),  # these keys describe the prompts
         tokenizer=tokenizer,
         split=data.ptx_split,
         max_tokens=data.ptx_max_tokens,

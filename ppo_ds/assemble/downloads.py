@@ -1,4 +1,4 @@
-"""Finds the Hub models of a config, which are downloaded before they are loaded (models/download.py)."""
+"""Lists the Hub models of a config, so that they can be downloaded before loading (models/download.py)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ppo_ds.models.download import HubModel
 
 
 def models_to_download(config: Config) -> list[HubModel]:
-    """Returns the models that a run loads, except for those of rewards of other packages."""
+    """Returns the models that a run loads, without those of rewards from other packages."""
     roles: dict[str, ModelConfig | InheritedModelConfig] = {
         name: section.model for name, section in trained_models(config).items()
     }
     if isinstance(config, PPOConfig):
         if not (has_critic(config) and config.critic.init == "path"):
-            del roles["critic"]  # it starts from another role's model, or there is none
+            del roles["critic"]  # its weights are those of another role, or there is no critic
         if uses_reference(config):
             roles["reference"] = config.reference.model
     models = [

@@ -1,8 +1,8 @@
 """Dry run (run.dry_run): two steps on tiny random models, to test that the parts of a run work together.
 
 A dry run is an ordinary run of a modified config: model paths point to tiny models of the same architectures,
-batches are small, and run.dir is another folder. The modified config's ``prepare`` creates the tiny models;
-rank 0 runs it before anything is loaded.
+batches are small, and run.dir is another folder. Before anything is loaded, rank 0 runs ``prepare`` of the
+modified config, which creates the tiny models.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Model = tuple[str, str | None]  # path, revision
 
 
 def dry_run_dir(config: Config) -> Path:
-    """Returns the folder that the dry run writes to; run.dir itself is not touched."""
+    """Returns the output folder of the dry run; run.dir does not change."""
     return dry_run_directory(str(config.run.dir))
 
 
@@ -46,13 +46,13 @@ def dry_run_config(config: PPOConfig, ranks: int) -> Config:
     samples = min(config.rollout.samples_per_prompt, MAX_SAMPLES)
     prompts = ranks * -(-MIN_ROWS // ranks)
     rollout = prompts * samples
-    # the minibatch is the whole rollout if this is so in ``config``, otherwise half of the rollout
+    # if the minibatch is the whole rollout in ``config``, it is here too; otherwise it is half the rollout
     full = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     halved = (config.algo.minibatch_size or full) < full and rollout % 2 == 0
     new_tokens = min(sampling["max_new_tokens"], MAX_NEW_TOKENS)
 
     tree["rollout"] |= {"prompts_per_step": prompts, "samples_per_prompt": samples}
-    if tree["rollout"].pop("vllm", None):  # a dry run uses the CPU, for which vLLM may not be built
+    if tree["rollout"].pop("vllm", None):  # a dry run uses the CPU, which the installed vLLM may not support
         tree["rollout"]["backend"] = "static" if is_partial(config) else "auto"
     tree["memory"]["sequence_parallel"] = 1  # tiny models may have a single key-value head
     sampling |= {"max_new_tokens": new_tokens, "min_new_tokens": min(sampling["min_new_tokens"], new_tokens)}
@@ -73,7 +73,7 @@ def dry_run_config(config: PPOConfig, ranks: int) -> Config:
 def sft_dry_run_config(config: Config, ranks: int) -> Config:
     tree = _small_run(config)
     sft = tree["sft"]
-    # max_tokens is kept, since a lower limit would drop more rows than the real run does
+    # max_tokens does not change, since a lower limit would drop more rows than in the real run
     sft |= {"batch_size": ranks * -(-MIN_ROWS // ranks), "samples": min(sft["samples"], 1)}
     sft["sample_tokens"] = min(sft["sample_tokens"], MAX_NEW_TOKENS)
     return _checked(tree)
@@ -88,7 +88,7 @@ def reward_model_dry_run_config(config: Config, ranks: int) -> Config:
 def _small_run(config: Config) -> dict[str, Any]:
     """Returns the settings of ``config`` with tiny models, few rows and two steps in the dry run's folder."""
     folder = dry_run_dir(config)
-    # the config's own ``prepare`` must create its files in the dry run's folder instead of run.dir
+    # ``prepare`` of the config must create its files in the dry run's folder instead of run.dir
     tree = _moved(resolved(config), str(config.run.dir), str(folder))
     models = distinct_models(tree)
     tiny = {model: str(folder / "models" / f"{i}") for i, model in enumerate(models)}
@@ -117,9 +117,9 @@ def _checked(tree: dict[str, Any]) -> Config:
 
 
 def distinct_models(tree: dict[str, Any]) -> dict[Model, dict[str, Any]]:
-    """Maps each distinct model of the run to the arguments of save_shrunk for it.
+    """Maps each distinct model of the run to the arguments of save_shrunk for this model.
 
-    The argument ``key``, which errors name, is the first config key that refers to the model.
+    The argument ``key``, for errors, is the first config key that refers to the model.
     """
     roles = [role for role in ("actor", "critic", "reference", "scorer") if role in tree]
     sections = [(f"{role}.model", tree[role]["model"]) for role in roles]
@@ -180,7 +180,7 @@ def start_dry_run(config: Config, ranks: int, is_main: bool) -> Config:
 
 
 def prepare(models: list[dict[str, Any]], first: dict[str, Any] | None) -> None:
-    """Runs the config's own ``prepare``, given as ``first``, then creates the tiny models."""
+    """Calls ``first``, the ``prepare`` of the original config, if any; then creates the tiny models."""
     if first:
         bind(first, "prepare")()
     for model in models:

@@ -24,18 +24,18 @@ M = TypeVar("M")
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of the data on a model that receives the token ids of one tokenizer."""
+    """Requirements for a model that reads the data, given as token ids of one tokenizer."""
 
-    vocabulary: int  # upper bound (exclusive) of the ids of the tokenizer
-    positions: int  # tokens of the longest row
+    vocabulary: int  # upper bound (exclusive) of the tokenizer's ids
+    positions: int  # number of tokens of the longest row
     longest: str  # describes the longest row in errors
-    remedy: str  # names in errors the config keys to lower if the longest row is too long
-    tokenizer_of: str = "actor"  # the model that the tokenizer comes with, for errors
+    remedy: str  # for errors: the config keys to lower if the longest row is too long
+    tokenizer_of: str = "actor"  # for errors: the model that provides the tokenizer
 
     def check(self, module: Any, path: str, key: str) -> None:
-        """Raises UserError, which names ``key``, if the model cannot read the data.
+        """Raises UserError about the config key ``key`` if the model cannot read the data.
 
-        Without this check, an out-of-range index on a GPU would end the run without naming its cause.
+        Otherwise an out-of-range index on a GPU would end the run with an error that hides the cause.
         """
         if self.vocabulary > module.vocab_size:
             raise UserError(
@@ -45,7 +45,7 @@ class Needs:
         self.check_positions(module.trunk.config, module.max_tokens, path, key)
 
     def check_positions(self, config: Any, limit: int | None, path: str, key: str) -> None:
-        """Raises UserError if the longest row exceeds ``limit`` or the positions of a RoPE that changes.
+        """Raises UserError if the longest row exceeds ``limit``, or the length above which the RoPE changes.
 
         ``config`` is the Hugging Face config of the model.
         """
@@ -82,10 +82,10 @@ def trained_engine(
     world: World,
     optimizer_steps: int,
 ) -> T:
-    """Loads the module of a role and calls ``make`` with it and the arguments of its engine.
+    """Loads the module of a role and calls ``make`` with it and the arguments of the engine.
 
-    With LoRA, the learning rate of the adapters determines the schedule and the metric ``lr``; a value head
-    is trained with optim.lr. Raises UserError if DeepSpeed rejects the user's own JSON.
+    With LoRA, the schedule and the metric ``lr`` use the learning rate of the adapters; a value head is
+    trained with optim.lr. Raises UserError if DeepSpeed rejects the user's JSON. All ranks must call this.
     """
     optim, zero = role.optim, role.zero
     assert role.model.dtype is not None, "inherited from the actor"
@@ -129,7 +129,7 @@ def trained_engine(
 def frozen_engine(
     load: Callable[[], nn.Module], zero: FrozenZeroConfig, dtype: str, world: World
 ) -> tuple[Any, FrozenModel]:
-    """Loads a module and returns it with the FrozenModel that runs it."""
+    """Loads a module and returns it with the FrozenModel that runs it. All ranks must call this."""
     engine_config = None
     if zero.stage == 3:
         engine_config = deepspeed_config(stage=3, dtype=dtype, offload_params=zero.offload_params, raw={})
@@ -138,7 +138,7 @@ def frozen_engine(
 
 
 def load_module(load: Callable[[], nn.Module], engine_config: dict[str, Any] | None) -> Any:
-    """Calls ``load``. Under ZeRO-3 each weight is sharded as it is read, so no rank holds a whole model."""
+    """Calls ``load``. Under ZeRO-3, each weight is sharded as it is read; no rank holds the whole model."""
     if engine_config is None or engine_config["zero_optimization"]["stage"] < 3:
         return load()
     new_node_groups()

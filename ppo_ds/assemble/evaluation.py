@@ -1,4 +1,4 @@
-"""Builds the held-out evaluation of PPO: its rewards, and the reference to compare with."""
+"""Builds the held-out evaluation of PPO: its rewards, and the reference of the win rate."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 def guarded_scoring(context: RunContext, models: Models, start: StartScoring) -> StartScoring:
-    """Wraps scoring: it is repeated if memory runs out, and any other error leaves the step on all ranks.
+    """Wraps ``start``: scoring is repeated if memory runs out; after other errors, all ranks leave the step.
 
-    The exception is a sharded reward model: the ranks wait for each other in its forwards, so that an error
-    before them on one rank ends the run at once.
+    This excludes sharded reward models: since their forwards are collectives, an error on one rank before a
+    forward ends the run at once.
     """
     world = context.world
 
@@ -49,7 +49,7 @@ def guarded_scoring(context: RunContext, models: Models, start: StartScoring) ->
     guarded = guard(
         start,
         repeatable=not models.reward_models.sharded,
-        # the repetition starts rewards in the background again
+        # the repetition starts background rewards again
         discard=lambda pending: pending.cancel(),
     )
     agree = guard(call, repeatable=True)
@@ -57,7 +57,7 @@ def guarded_scoring(context: RunContext, models: Models, start: StartScoring) ->
 
 
 def describe_failure(error: BaseException) -> str:
-    """Describes an error of a reward in one line, and logs the traceback of an exception in user code."""
+    """Describes an error of a reward in one line; logs the traceback if user code raised it."""
     if isinstance(error, RunError):
         return str(error)
     trace = error.trace if isinstance(error, FunctionRaised) else user_traceback(error)
@@ -74,7 +74,7 @@ def build_evaluator(
     generator: Generator,
     sampling: SamplingParams,
 ) -> Evaluator | None:
-    """Builds the evaluation on held-out prompts, or on some prompts of the training if there are none."""
+    """Builds the evaluation on held-out prompts, or without these, on some of the training prompts."""
     held_out, world = inputs.held_out is not None, context.world
     if not held_out and not config.eval.train_prompts:
         return None
@@ -114,17 +114,17 @@ def build_evaluator(
 def reference_responses(
     config: PPOConfig, context: RunContext, inputs: Inputs, models: Models, sampling: SamplingParams
 ) -> ReferenceResponses:
-    """Builds the source of the responses with which the win rate compares those of the policy.
+    """Builds the source of the reference's responses for the win rate.
 
-    Without a reference the policy is compared with the initial actor. The reference of an actor with adapters
-    is the initial actor too, and generates nothing by itself.
+    Without a reference, or if the actor has adapters on the reference, the policy is compared with the
+    initial actor, and no responses are generated for the reference.
     """
     actor, section, reference = config.actor.model, config.reference.model, models.reference
     loaded = uses_reference(config) and not reference_is_base(config)
     sharded, generate = config.reference.zero.stage == 3, None
 
     def rollouts(batches: Sequence[Prompts]) -> list[Rollout]:
-        """Generates responses. A collective if the reference is sharded, or with an environment."""
+        """Generates responses. All ranks must call this."""
         assert reference is not None
         with reference.decoding() as lm:
             backend = HFGenerator(

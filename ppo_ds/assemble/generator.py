@@ -1,4 +1,4 @@
-"""Builds the decode backend of ``rollout.backend``; auto is the fastest that agrees with training."""
+"""Builds the decode backend of ``rollout.backend``; auto is the fastest backend that agrees with training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ppo_ds.types import Prompts, Rollout
 
 @dataclass
 class Backends:
-    """Makes decode backends for the actor of a run, and compares their log-probs with training's."""
+    """Makes decode backends for the actor of a run, and compares their log-probs with those of training."""
 
     config: PPOConfig
     world: World
@@ -63,7 +63,7 @@ class Backends:
         if not isinstance(self.config.rollout, VLLM):
             generator: Generator = make(**arguments)
             return generator
-        if name not in self.made:  # an engine takes long to start; its cache does not change with the budget
+        if name not in self.made:  # an engine starts slowly; its cache does not depend on the budget
             arguments |= {"longest": self.longest, "temperature": self.sampling.temperature}
             start = partial(make, **arguments, settings=self.config.rollout.vllm)
             engine = connected_engine(self.config, self.world, self.actor, self.longest, start)
@@ -74,14 +74,14 @@ class Backends:
         return self.made[name]
 
     def gap_of(self, name: str) -> Gap:
-        """Makes a backend and returns its gap in the parity check. A collective that draws random numbers."""
+        """Makes a backend and returns its parity gap. Draws random numbers. All ranks must call this."""
         config, inputs, world = self.config, self.inputs, self.world
         self.made[name] = self.make(name, int(config.memory.rollout_tokens))
         # A backend may prefill a prompt once for several rows. The check covers this only if a prompt is
         # repeated, as it is in a step.
         repeats, n = min(config.rollout.samples_per_prompt, 2), len(inputs.source)
         prompts = inputs.source.batch([(world.rank + i // repeats) % n for i in range(PARITY_ROWS)])
-        # sample the same tokens at each start, whatever random numbers were drawn before
+        # sample the same tokens at each start, independently of earlier random numbers
         seed_everything(config.run.seed + world.rank)
         return parity_gap(
             prompts,
@@ -101,11 +101,10 @@ def build_generator(
     should_stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> tuple[Generator, Gap, Callable[[int], Generator]]:
-    """Returns the decode backend, its gap in the parity check, and a function that rebuilds it.
+    """Returns the decode backend, its parity gap, and a function that rebuilds it with a new token budget.
 
-    That function takes the new token budget. The backend stops generating once ``should_stop`` returns True.
-    ``note`` receives banner lines that name the backend and the reason for its choice. A collective that also
-    draws random numbers.
+    The backend stops generating once ``should_stop`` returns True. ``note`` receives banner lines on the
+    chosen backend and the reason for this choice. All ranks must call this. Draws random numbers.
     """
     asked = config.rollout.backend
     backends = Backends(config, world, inputs, actor, sampling, should_stop, note)
@@ -127,9 +126,9 @@ def build_generator(
 def connected_engine(
     config: PPOConfig, world: World, actor: HybridActor, longest: int, start: Callable[..., Any]
 ) -> Any:
-    """Starts the decode backend with weights of its own and connects the actor to it.
+    """Starts a decode backend that holds a copy of the weights, and connects the actor to it.
 
-    All ranks must call this. ``start`` constructs it; ``longest`` is the length of the longest sequence.
+    All ranks must call this. ``start`` constructs the backend; ``longest`` is the longest sequence's length.
     """
     lm, on_gpu = actor.module.lm, world.device.type == "cuda"
     memory = engine_memory(config, shape_of(lm), lm.dtype.itemsize, longest, on_gpu)
@@ -144,7 +143,7 @@ def connected_engine(
 def rebuilt_on_change(
     generator: Generator, make: Callable[[int], Generator], budget: TokenBudget
 ) -> Generator:
-    """Returns ``generator``, replaced by ``make(int(budget))`` once the budget has changed."""
+    """Wraps ``generator``; once the budget has changed, replaces it by ``make(int(budget))``."""
     current, tokens = [generator], int(budget)
 
     def generate(prompts: Prompts, sampling: SamplingParams, *continuation: Continuation) -> Rollout:
@@ -160,12 +159,12 @@ def rebuilt_on_change(
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The chosen decode backend, and why the backends before it were not chosen."""
+    """The chosen decode backend, and the reasons against the backends tried before."""
 
     backend: str
     gap: Gap  # in the parity check
     incapable: tuple[str, ...]  # backends that cannot decode this model, with the reasons
-    disagreeing: tuple[str, ...]  # backends whose log-probs differ from training's, with gaps
+    disagreeing: tuple[str, ...]  # backends whose log-probs differ from those of training, with the gaps
 
 
 def choose_backend(
@@ -177,8 +176,8 @@ def choose_backend(
 ) -> BackendChoice:
     """Returns the first candidate that can decode the model and agrees with training.
 
-    The choice depends on nothing that changes between starts, so a resumed run decodes as before. Raises
-    UserError if the last candidate cannot decode the model, ParityError if its gap is out of bounds.
+    The choice depends only on what does not change between starts, so a resumed run uses the same backend.
+    Raises UserError if the last candidate cannot decode the model, ParityError if its gap is out of bounds.
 
     Args:
         refusal: Returns the reason why a backend cannot decode the model, or None. The same on every rank.

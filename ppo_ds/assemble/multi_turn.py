@@ -18,10 +18,10 @@ from ppo_ds.rollout.base import Generator
 def with_environment(
     config: PPOConfig, world: World, tokenizer: Tokenizer, backend: Generator, check: Callable[[], None]
 ) -> Generator:
-    """Wraps a decode backend so that the environment answers the turns of the policy, if there is one.
+    """Wraps a decode backend so that the environment, if any, answers the turns of the policy.
 
     ``check`` is a collective that raises Abandoned on all ranks after a stop request. With an environment,
-    the returned generator is a collective.
+    all ranks must call the returned generator.
     """
     settings = config.rollout.environment
     if settings.path is None:
@@ -43,7 +43,7 @@ def with_environment(
 
 
 def try_on_data(config: PPOConfig, inputs: Inputs) -> None:
-    """Checks the environment's tools, and tries it on the first row of each order of roles in the data."""
+    """Checks the environment's tools, and tries it on the first row of each sequence of roles in the data."""
     settings = config.rollout.environment
     if settings.path is None:
         return

@@ -43,7 +43,7 @@ from ppo_ds.run.stage import RunContext, Stateful
 from ppo_ds.tracking.banner import titled
 from ppo_ds.types import Reward
 
-# difference between the sampling seeds of consecutive ranks; a large prime, so that other seeds differ
+# difference between the sampling seeds of consecutive ranks; a large prime, to avoid equal seeds
 RANK_SEED_OFFSET = 100_003
 
 
@@ -110,7 +110,7 @@ def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
 def generation(
     config: PPOConfig, context: RunContext, inputs: Inputs, models: Models, sampling: SamplingParams
 ) -> tuple[Generator, Gap]:
-    """Builds the decode backend; returns it with the gap of its log-probs. All ranks must call this."""
+    """Builds the decode backend; returns it with its parity gap. All ranks must call this."""
     world, stop, budgets = context.world, context.stop, context.budgets
     context.banner.starting("comparing the log-probs of generation and training")
     backend, gap, make_backend = build_generator(
@@ -126,15 +126,15 @@ def generation(
 
 
 def read_data(config: PPOConfig, context: RunContext) -> tuple[Inputs, tuple[int, ...]]:
-    """Reads the data, checks that models and rewards can work with it, and returns it with the end tokens.
+    """Reads the data and checks it with models and rewards; returns it with the end tokens.
 
-    Adds descriptions and warnings to the start-up banner. May raise UserError.
+    Adds descriptions and warnings to the start-up banner. May raise UserError. All ranks must call this.
     """
     context.banner.starting("reading and tokenizing the data")
     inputs, note = read_inputs(config, context.world), context.banner.note
     stops = stop_ids(config, inputs.tokenizer)
     preflight(config, inputs, context.world.device.type == "cuda")
-    # on one rank only, since a user's code may have side effects
+    # on one rank only, since user code may have side effects
     context.world.on_all(lambda: try_user_code(config, inputs) if context.world.is_main else None)
     hides_stops = bool(masked_stop_ids(config.algo.train_on_eos, stops, inputs.tokenizer.pad_id))
     note(
@@ -161,12 +161,12 @@ def stateful_components(
 ) -> dict[str, Stateful]:
     """Returns the components whose state a checkpoint saves, by name."""
     components: dict[str, Stateful | None] = {
-        # the coefficient of a fixed controller is read from the config, even after a resume
+        # the coefficient of a fixed controller comes from the config, also after a resume
         "kl": kl if algo.kl.controller != "fixed" else None,
         "prompts": inputs.prompts,
         "difficulty": inputs.prompts.difficulty,
         "scores": shaper,
-        # a user's own reward may have a state
+        # a user's reward may have a state
         "reward": reward if isinstance(reward, Stateful) else None,
         "ptx": inputs.ptx,
         "partial": collect if isinstance(collect, PartialRolloutCollector) else None,
@@ -175,7 +175,7 @@ def stateful_components(
 
 
 def build_sampling(config: PPOConfig, stops: tuple[int, ...], temperature: float) -> SamplingParams:
-    """Builds the sampling parameters; ``temperature`` is the one that the policy's log-probs use."""
+    """Builds the sampling parameters; ``temperature`` is that of the policy's log-probs."""
     sampling = config.sampling
     return SamplingParams(
         sampling.max_new_tokens,

@@ -1,4 +1,4 @@
-"""Loads the models of a PPO run, and chooses what needs all of them: layouts, memory of generation."""
+"""Loads the models of a PPO run, and makes the choices that depend on all: layouts, generation memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Models:
     """The loaded models of a PPO run."""
 
     actor: HybridActor
-    reference: FrozenModel | None  # None if nothing needs the KL to it
+    reference: FrozenModel | None  # None if nothing needs the KL to the reference
     reward: Reward
     eval_rewards: dict[str, Reward]  # by their names in eval.rewards
     reward_models: RewardModels  # the models of all rewards
@@ -50,7 +50,7 @@ class Models:
 
 
 def load_models(config: PPOConfig, context: RunContext, inputs: Inputs, length: Horizon) -> Models:
-    """Loads the models, the reward last: it may share the critic's weights. All ranks must call this."""
+    """Loads the models. The reward is last: it may share the critic's weights. All ranks must call this."""
     world, banner = context.world, context.banner
     needs = ppo_needs(inputs.tokenizer.id_bound, inputs.longest_row(config.sampling.max_new_tokens))
     download_weights(models_to_download(config), world)
@@ -123,7 +123,7 @@ def estimate_memory(config: PPOConfig, hardware: Hardware, *, models: Models, in
 def choose_layouts(
     config: PPOConfig, actor: TrainedModel, reference: FrozenModel | None, critic: TrainedModel | None
 ) -> list[str]:
-    """Lets each model choose the layout of its forwards and returns lines for the start-up banner.
+    """Chooses the layout of each model's forwards and returns lines for the start-up banner.
 
     Raises UserError if memory.sequence_parallel cannot divide the rows of a model. All ranks must call this.
     """
@@ -147,7 +147,7 @@ def choose_layouts(
 def plan_generation(config: PPOConfig, actor: HybridActor, critic: TrainedModel | None) -> list[str]:
     """Plans the memory of generation and returns lines for the start-up banner.
 
-    A collective, called once all models are in memory.
+    All ranks must call this once all models are in memory.
     """
     lm, on_gpu, zero = actor.module.lm, actor.world.device.type == "cuda", config.actor.zero
     shape, each = shape_of(lm), lm.dtype.itemsize

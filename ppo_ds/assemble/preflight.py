@@ -1,6 +1,6 @@
-"""Checks models and rewards before any weight is loaded, by config files, tokenizers and the data.
+"""Checks models and rewards before weights are loaded, using config files, tokenizers and the data.
 
-Loading a large model takes minutes. Each loader checks its model again; these checks only report an error
+Loading a large model takes minutes. Each loader repeats the checks of its model; here they only report errors
 earlier.
 """
 
@@ -33,10 +33,10 @@ from ppo_ds.rollout.vllm_support import model_problem, package_problem, parallel
 from ppo_ds.types import Row
 
 CHAT_SCORER = "ppo_ds.rewards.get_score.get_score_reward"
-# rewards that score with a model of their own
+# rewards that load a model
 MODEL_REWARDS = (CLASSIFIER, CHAT_SCORER, TEACHER)
 FUNCTION = "ppo_ds.rewards.function.FunctionReward"
-# rewards of ppo_ds are cheap to build for a check; a reward of another package may load a model
+# rewards of ppo_ds are cheap to build for a check; other rewards may load a model
 OWN = "ppo_ds.rewards."
 
 
@@ -50,10 +50,10 @@ class ScoredInputs(Protocol):
 
 
 def check_inputs(config: PPOConfig, world: World, *, prepared: bool) -> None:
-    """Raises UserError for mistakes in data and rewards, before a start is refused or moves files.
+    """Raises UserError for mistakes in data and rewards. Runs before a start is refused or moves files.
 
-    If `prepare` has yet to create files (``prepared`` is False), only the functions of rewards and the class
-    of the environment are checked. The data is read for this check only. All ranks must call this.
+    If `prepare` has yet to create files (``prepared`` is False), only reward functions and the environment's
+    class are checked. The data read here is not used for training. All ranks must call this.
     """
     for reward, whole in all_rewards(config).items():
         for key, section in function_rewards(whole, reward):
@@ -72,7 +72,7 @@ def function_rewards(section: dict[str, Any], key: str) -> list[tuple[str, dict[
 
 
 def preflight(config: PPOConfig, inputs: Inputs, on_gpu: bool) -> None:
-    """Raises UserError if a model or a reward cannot work with the data, or vLLM with the actor.
+    """Raises UserError if a model or a reward cannot use the data, or vLLM cannot run the actor.
 
     Not a collective: all ranks read the same files.
     """
@@ -83,18 +83,18 @@ def preflight(config: PPOConfig, inputs: Inputs, on_gpu: bool) -> None:
 
 
 def check_rewards(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -> None:
-    """Raises UserError if a reward cannot work with the data. ``rewards`` are sections by their keys."""
+    """Raises UserError if a reward cannot use the data. ``rewards`` maps config keys to reward sections."""
     for reward, whole in rewards.items():
         for key, section in _rewards(whole, reward):
             check_reward(section, key, inputs)
 
 
 def try_functions(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -> None:
-    """Calls each reward function once, and raises UserError if it raises or returns no valid scores.
+    """Calls each reward function once; raises UserError if a function raises or returns invalid scores.
 
-    ``rewards`` are sections by their keys. The function gets one prompt for each order of roles in each data
-    set, with trial responses. Other rewards are not called: a service may charge for a request, and models
-    are not loaded yet.
+    ``rewards`` maps config keys to reward sections. A function gets trial responses to one prompt for each
+    sequence of roles in each data set. Other rewards are not called: a service may charge for a request, and
+    models are not loaded yet.
     """
     rows = [row for _, row in inputs.examples()]
     for reward, whole in rewards.items():
@@ -103,7 +103,7 @@ def try_functions(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -
 
 
 def check_models(config: PPOConfig, inputs: Inputs) -> None:
-    """Raises UserError if actor, reference or critic cannot read the data, or divide rows among ranks."""
+    """Raises UserError if actor, reference or critic cannot read the data or be divided among ranks."""
     models: dict[str, Any] = {"actor.model.path": config.actor.model}
     if uses_reference(config):
         models["reference.model.path"] = config.reference.model
@@ -132,13 +132,13 @@ def check_models(config: PPOConfig, inputs: Inputs) -> None:
 
 
 def check_engine_package(config: PPOConfig) -> None:
-    """Raises UserError if the run needs vLLM and this machine has none, or a version that was not tested."""
+    """Raises UserError if the run needs vLLM, but it is not installed or its version was not tested."""
     if isinstance(config.rollout, VLLM) and (problem := package_problem()):
         raise UserError(f"rollout.backend={config.rollout.backend}: {problem}; or use rollout.backend=auto")
 
 
 def check_engine_model(config: PPOConfig, on_gpu: bool) -> None:
-    """Raises UserError if vLLM cannot decode the actor or divide it among a tensor-parallel group."""
+    """Raises UserError if vLLM cannot decode the actor or divide it among tensor-parallel ranks."""
     rollout, key = config.rollout, "actor.model.path"
     if not isinstance(rollout, VLLM):
         return
@@ -156,9 +156,9 @@ def check_engine_model(config: PPOConfig, on_gpu: bool) -> None:
 
 
 def check_vocabulary(key: str, model: Any, tokenizer: Tokenizer, tokenizer_of: str) -> None:
-    """Raises UserError unless a model has an embedding row for each id of a tokenizer.
+    """Raises UserError if a model lacks an embedding row for an id of a tokenizer.
 
-    ``tokenizer_of`` names the model that the tokenizer comes with.
+    ``tokenizer_of`` is the name of the model that provides the tokenizer.
     """
     model_config = load_config(
         model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=key
@@ -173,7 +173,7 @@ def check_vocabulary(key: str, model: Any, tokenizer: Tokenizer, tokenizer_of: s
 
 
 def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the key and the section of each reward that can be checked by itself.
+    """Yields the key and the section of each reward that can be checked separately.
 
     A mixture is checked as a whole, unless one of its parts is a model.
     """
@@ -187,7 +187,7 @@ def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str,
 
 
 def check_reward(section: dict[str, Any], key: str, inputs: ScoredInputs) -> None:
-    """Checks a reward model by its config and tokenizer, and any other reward by reading all rows."""
+    """Checks a reward model by its config and tokenizer, and any other reward on all rows."""
     if section["_target_"] == CLASSIFIER:
         options = {name: section[name] for name in ("template", "append_eos", "normalize") if name in section}
         check_reward_model(ModelConfig(**section["model"]), inputs.examples(), key=key, **options)

@@ -39,7 +39,7 @@ KEY = "scorer.model.path"
 
 
 def build_reward_model(config: RewardModelStageConfig, context: RunContext) -> RewardModelTrainer:
-    """Loads data and model and builds the stage from them. May raise UserError. All ranks must call this."""
+    """Loads data and model and builds the stage. May raise UserError. All ranks must call this."""
     world, banner, section, role = context.world, context.banner, config.reward_model, config.scorer
     banner.starting("reading and tokenizing the data")
     tokenizer, train, held_out = read_preferences(config, world)
@@ -94,7 +94,7 @@ def build_reward_model(config: RewardModelStageConfig, context: RunContext) -> R
 def read_preferences(
     config: RewardModelStageConfig, world: World | None = None
 ) -> tuple[Tokenizer, PreferenceSource, PreferenceSource | None]:
-    """Loads the tokenizer, training and held-out pairs; may raise UserError. All ranks must call this."""
+    """Loads the tokenizer, training and held-out pairs. May raise UserError. All ranks must call this."""
     data, tokenizer = config.data, build_tokenizer(config, "scorer")
     load = partial(
         PreferenceSource,
@@ -118,13 +118,13 @@ def read_preferences(
 
 
 def check_preferences(config: RewardModelStageConfig, world: World, *, prepared: bool) -> None:
-    """Raises UserError for mistakes in the data, unless `prepare` has yet to create it."""
+    """Raises UserError for mistakes in the data, if `prepare` has created it. All ranks must call this."""
     if prepared:
         read_preferences(config, world)
 
 
 def scorer_module(config: RewardModelStageConfig, name: str, tokenizer: Tokenizer) -> ScoreModel:
-    """Loads the scorer with its adapters as it is before the first step."""
+    """Loads the scorer with its adapters, in the state before the first step."""
     section, role = config.reward_model, config.scorer
     scorer = load_scorer(role.model, head_init=section.head_init, seed=config.run.seed, key=KEY)
     add_lora(scorer.model, role.lora, config.run.seed, "scorer.lora")
@@ -187,7 +187,7 @@ def summary(
 
 
 def describe_pairs(source: PreferenceSource) -> str:
-    """Describes how many pairs a source has, and how many were left out and why."""
+    """Describes how many pairs a source has, and how many were left out for which reasons."""
     report = source.report
     words = {"tied": "tied", "identical": "identical", "dropped": "longer than reward_model.max_tokens"}
     left_out = "".join(f", {report[name]} {text}" for name, text in words.items() if report[name])

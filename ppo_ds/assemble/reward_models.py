@@ -1,4 +1,4 @@
-"""Builds rewards, and loads the models that they score with, each only once."""
+"""Builds rewards, and loads each of their models only once."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def build_reward(
     should_stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> Reward:
-    """Builds the reward of a section such as config.reward. A collective if the reward has models.
+    """Builds the reward of a section such as config.reward. If it has models, all ranks must call this.
 
     Args:
         key: The section's name in the config.
-        tokenizer: The tokenizer of the policy that is scored.
+        tokenizer: The tokenizer of the scored policy.
         temperature: The temperature of the log-probs of its responses.
         load_frozen: Loads the reward's models.
         score_tokens: memory.score_tokens.
@@ -74,23 +74,23 @@ class LoadedModel:
     zero: FrozenZeroConfig
     module: Any
     scorer: FrozenModel
-    shape: Shape | None  # None if it cannot be determined
+    shape: Shape | None  # None if unknown
 
 
 class RewardModels:
-    """Loads the models that rewards score with.
+    """Loads the models of rewards.
 
     Rewards that use the same model with the same options for loading and ZeRO share one copy in memory.
     """
 
     def __init__(self, world: World, note: Callable[[str], None]):
-        """Initializes without models; ``note`` receives a banner line for each model that is shared."""
+        """Initializes without models; ``note`` receives a banner line for each shared model."""
         self._world, self._note = world, note
         self._loaded: dict[Hashable, LoadedModel] = {}
         self._base: tuple[Hashable, TrainedModel] | None = None
 
     def offer(self, critic: TrainedModel, start: CriticStart, config: PPOConfig) -> None:
-        """Shares a LoRA critic's base if it is the reward model's. A collective before any training."""
+        """Lets a reward use the base of a LoRA critic, if equal. All ranks must call this before training."""
         head = getattr(critic.module.model, "score", None)
         if start.reward is not None and config.critic.lora.rank and isinstance(head, ScoreHead):
             with gathered(critic, head):
@@ -100,9 +100,9 @@ class RewardModels:
     def __call__(
         self, load: Callable[..., nn.Module], model: ModelConfig, zero: FrozenZeroConfig, key: str
     ) -> tuple[Any, FrozenModel]:
-        """Returns ``load(model, key=key)`` and the FrozenModel that runs it, or those of a shared copy.
+        """Returns ``load(model, key=key)`` and the FrozenModel that runs it, or a shared copy of them.
 
-        ``key`` is the config key that error messages name.
+        ``key`` is the config key for error messages. All ranks must call this.
         """
         identity = _identity(load, model)
         if self._base is not None and self._base[0] == identity:
@@ -131,12 +131,12 @@ class RewardModels:
 
     @property
     def loaded(self) -> list[LoadedModel]:
-        """The models that have weights of their own."""
+        """The loaded models, without shared copies."""
         return list(self._loaded.values())
 
     @property
     def sharded(self) -> bool:
-        """Returns whether a forward of any model is a collective."""
+        """Returns whether a forward of any loaded model is a collective."""
         shared = self._base is not None and self._base[1].zero_stage == 3
         return shared or any(model.zero.stage == 3 for model in self.loaded)
 

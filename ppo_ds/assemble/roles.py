@@ -1,6 +1,6 @@
-"""Builds the models that the config describes: actor, critic and reference.
+"""Builds the models of the config: actor, critic and reference.
 
-Functions that take the whole config are for PPO: they read its sections `algo`, `sampling`, `critic` and
+Functions that take the whole config are for PPO: they read the sections `algo`, `sampling`, `critic` and
 `reference`. A stage without these sections builds its actor with ``actor_module`` and
 ``engines.trained_engine``.
 """
@@ -76,7 +76,7 @@ def build_actor(
     optimizer_steps: int,
     timed: Callable[[str], AbstractContextManager[None]],
 ) -> HybridActor:
-    """Builds the engine of PPO's actor, which also generates. All ranks must call this."""
+    """Builds the engine of PPO's actor, with generation. All ranks must call this."""
     load = needs.checked(partial(ppo_actor_module, config), config.actor.model.path, "actor.model.path")
     copy = None if config.rollout.own_weights else unsharded_twin
     make = partial(HybridActor, make_inference_copy=copy, timer=timed)
@@ -89,15 +89,15 @@ class CriticStart:
 
     model: ModelConfig  # critic.model with the path, revision and trust_remote_code of the weights
     zero_head: bool  # whether a missing value head starts at zero
-    key: str  # the config key that error messages name
+    key: str  # the config key for error messages
     reward: ModelConfig | None = None  # the reward model, if its weights are used
 
 
 def critic_start(config: PPOConfig, tokenizer: Tokenizer | None) -> CriticStart:
     """Resolves ``critic.init``.
 
-    "auto" selects the reward model if it is a decoder with the actor's vocabulary, otherwise the actor; also
-    the actor if its tokenizer is not known (None).
+    "auto" selects the reward model if it is a decoder with the actor's vocabulary, otherwise the actor.
+    Without a ``tokenizer`` the vocabulary is unknown, and "auto" selects the actor.
     """
     init, own = config.critic.init, config.critic.model
     # only a sequence classifier has a head that a critic can use
@@ -140,7 +140,7 @@ def build_critic(
 
 
 def ppo_model(config: PPOConfig, name: str, tokenizer: Tokenizer) -> Policy | ScoreModel:
-    """Loads the actor or the critic of a PPO run as it is before the first step."""
+    """Loads the actor or the critic of a PPO run, in the state before the first step."""
     return (
         critic_module(config, critic_start(config, tokenizer))
         if name == "critic"
@@ -149,12 +149,12 @@ def ppo_model(config: PPOConfig, name: str, tokenizer: Tokenizer) -> Policy | Sc
 
 
 def sft_model(config: PPOConfig, name: str, tokenizer: Tokenizer) -> Policy:
-    """Loads the actor of stage=sft as it is before the first step."""
+    """Loads the actor of stage=sft, in the state before the first step."""
     return actor_module(config.actor, config.run.seed)
 
 
 def build_reference(config: PPOConfig, world: World, needs: Needs, actor: TrainedModel) -> FrozenModel:
-    """Builds the reference, which is the actor's base if the actor has adapters on the same weights."""
+    """Builds the reference, which is the actor's base if weights are equal. All ranks must call this."""
     if reference_is_base(config):
         return FrozenBase(actor, base_weights=without_adapters)
     zero = config.reference.zero

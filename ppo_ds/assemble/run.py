@@ -64,8 +64,8 @@ def build_run(
     """Connects the ranks, builds the stage of ``config.stage`` and resumes from the last checkpoint.
 
     All ranks must call this. ``watchdog`` is started once the ranks are connected. ``mark_ending`` is called
-    when the run starts to shut down. ``screen`` shows the progress; only rank 0 has it. ``trackers`` are
-    added to those of the config. Raises UserError for mistakes in config, data and models.
+    when the run starts to shut down. ``screen``, on rank 0 only, shows the progress. ``trackers`` are added
+    to those of the config. Raises UserError for mistakes in config, data and models.
     """
     settings, banner = resolved(config), Banner(screen.say) if screen else Banner()
     # bound here to check the arguments, so that errors are reported before ranks are connected
@@ -85,7 +85,7 @@ def build_run(
         banner.starting(f"checking the last checkpoint in {run_dir}")
     start = open_start(config, settings, world, checkpoints, banner)
     config, budgets = open_budgets(config, settings, world, checkpoints, start, banner)
-    if "prepare" in parts:  # it may create model folders, whose names may look like names on the Hub
+    if "prepare" in parts:  # `prepare` may create model folders, whose names may look like Hub names
         banner.starting(f"preparing by {settings['prepare']['_target_']}")
         on_main(world, parts["prepare"])
         download_files(models_to_download(config), world)
@@ -142,10 +142,10 @@ def open_budgets(
     start: Path | None,
     banner: Banner,
 ) -> tuple[ConfigT, TokenBudgets]:
-    """Makes the token budgets, with the numbers that an earlier start has determined.
+    """Makes the token budgets, using the values that an earlier start determined.
 
-    All ranks must call this. Also returns the config with these numbers. ``start`` is the checkpoint to
-    resume from. ``settings`` are saved in checkpoints and config.yaml; changes of budgets are added to them.
+    All ranks must call this. Also returns the config with these values. ``start`` is the checkpoint to resume
+    from. ``settings`` are saved in checkpoints and config.yaml; changes of budgets are added to them.
     """
     run_dir, checkpoint = Path(config.run.dir or ""), None
 
@@ -193,7 +193,7 @@ def build_loop(
 
 
 def check_profile(config: Config, done: int, steps: int, banner: Banner) -> None:
-    """Raises UserError if the run ends before the step run.profile; warns if an earlier start has done it."""
+    """Raises UserError if the run ends before the step run.profile; warns if that step is already done."""
     if problems := list(late_profile(config, steps)):
         raise UserError(*problems)
     if config.run.profile and config.run.profile <= done:

@@ -48,7 +48,7 @@ LEARNED = {
 
 
 def build_sft(config: SFTStageConfig, context: RunContext) -> SFTTrainer:
-    """Loads data and model and builds the stage from them. May raise UserError. All ranks must call this."""
+    """Loads data and model and builds the stage. May raise UserError. All ranks must call this."""
     world, section, role = context.world, config.sft, config.actor
     context.banner.starting("reading and tokenizing the data")
     tokenizer, train, held_out = read_demonstrations(config, world)
@@ -116,7 +116,7 @@ def build_generator(context: RunContext, actor: HybridActor, tokenizer: Tokenize
 def read_demonstrations(
     config: SFTStageConfig, world: World | None = None
 ) -> tuple[Tokenizer, DemonstrationSource, DemonstrationSource | None]:
-    """Loads the tokenizer, training and held-out rows; may raise UserError. All ranks must call this."""
+    """Loads the tokenizer, training and held-out rows. May raise UserError. All ranks must call this."""
     data, tokenizer = config.data, build_tokenizer(config)
     load = partial(
         DemonstrationSource,
@@ -135,13 +135,13 @@ def read_demonstrations(
 
 
 def check_demonstrations(config: SFTStageConfig, world: World, *, prepared: bool) -> None:
-    """Raises UserError for mistakes in the data, unless `prepare` has yet to create it."""
+    """Raises UserError for mistakes in the data, if `prepare` has created it. All ranks must call this."""
     if prepared:
         read_demonstrations(config, world)
 
 
 def build_actor(config: SFTStageConfig, context: RunContext, needs: Needs, steps: int) -> HybridActor:
-    """Builds the engine of the model that is trained. All ranks must call this."""
+    """Builds the engine of the trained model. All ranks must call this."""
     actor = partial(actor_module, config.actor, config.run.seed)
     load = needs.checked(actor, config.actor.model.path, "actor.model.path")
     make = partial(HybridActor, make_inference_copy=unsharded_twin, timer=context.timer)
@@ -149,7 +149,7 @@ def build_actor(config: SFTStageConfig, context: RunContext, needs: Needs, steps
 
 
 def needs(config: SFTStageConfig, tokenizer: Tokenizer, longest: int, prompts: Prompts | None) -> Needs:
-    """Returns the requirements of the data on the model; ``longest`` are the tokens of the longest row."""
+    """Returns the requirements of the data for the model; the longest row has ``longest`` tokens."""
     return Needs(
         tokenizer.id_bound,
         max(longest, 0 if prompts is None else answered_tokens(config, prompts)),
@@ -176,7 +176,7 @@ def notes(
     held_out: DemonstrationSource | None,
     prompts: Prompts | None,
 ) -> list[str]:
-    """Chooses layout and generation of the evaluation; returns banner lines. All ranks must call this."""
+    """Chooses forward layout and evaluation decoding; returns banner lines. All ranks must call this."""
     world = actor.world
     lines = [
         *training_notes("sft", "actor", config.actor, actor),

@@ -1,4 +1,4 @@
-"""Parts of the construction of every stage: number of steps, layouts, averaged weights, banner lines."""
+"""Functions that build parts of every stage: number of steps, layouts, averaged weights, banner lines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def short_count(count: int) -> str:
 
 
 def training_steps(run: RunConfig, rows: int, rows_per_step: int) -> int:
-    """Returns the number of training steps: run.steps, or as many as run.epochs passes over ``rows`` need."""
+    """Returns the number of training steps: run.steps, or the steps of run.epochs passes over ``rows``."""
     return run.steps or math.ceil((run.epochs or 0) * rows / rows_per_step)
 
 
@@ -51,7 +51,7 @@ def choose_layout(
 ) -> list[str]:
     """Sets the layout of a model's forwards (memory.layout) and returns lines for the banner.
 
-    ``name`` is the name of the model in the lines. All ranks must call this.
+    ``name`` is the model's name in these lines. All ranks must call this.
     """
     choice = model.module.choose_layout(layout, device, model)
     on_gpu = device.type == "cuda"
@@ -67,7 +67,7 @@ def choose_layout(
 
 
 def all_packed(*models: TrainedModel | FrozenModel | None) -> bool:
-    """Returns whether all models take packed rows. If so, forwards are planned without padding."""
+    """Returns whether all models use packed rows, so that forwards are planned without padding."""
     return all(model.module.packed for model in models if model is not None)
 
 
@@ -87,7 +87,7 @@ def finetuning_step(
 
 
 def eval_weights(ema: WeightCopy | None, wanted: bool) -> Callable[[], AbstractContextManager[None]]:
-    """Returns the context manager of evaluations, which swaps in averaged weights if ``wanted``."""
+    """Returns the context manager for evaluations. If ``wanted``, it swaps in the averaged weights."""
     return ema.swapped if ema is not None and wanted else nullcontext
 
 
@@ -108,14 +108,14 @@ def machine(world: World) -> list[str]:
 
 
 def trained_model(name: str, path: str | None, role: TrainedConfig) -> str:
-    """Returns the line on a trained model; ``path`` is that of its initial weights."""
+    """Returns the line on a trained model with initial weights from ``path``."""
     optim, rate = role.optim, learning_rate(role)
     factor = f" ({LORA_FACTOR:g} x optim.lr)" if role.lora.rank and role.lora.lr == "auto" else ""
     engine = f"{role.model.dtype}  ZeRO-{role.zero.stage}"
     return f"{name:10} {path}  {engine}  learning rate {rate:g}{factor}, {optim.schedule}"
 
 
-# Usual learning rates of full training by the number of parameters, which is below the first number. Sources:
+# Usual learning rates of full training: (upper limit of the number of parameters, rate). Sources:
 # docs/training.md, "Learning rates".
 USUAL_RATES = {
     ("ppo", "actor"): {4e8: 1e-5, 4e9: 1e-6, math.inf: 5e-7},
@@ -123,12 +123,12 @@ USUAL_RATES = {
     ("sft", "actor"): {4e8: 1e-4, 4e9: 2e-5, 20e9: 1e-5, math.inf: 5e-6},
     ("reward_model", "scorer"): {4e8: 3e-5, 4e9: 1e-5, 20e9: 5e-6, math.inf: 3e-6},
 }
-SMALLEST = 1e8  # parameters; smaller models need higher rates, and which ones depends on the task
-UNUSUAL = 20.0  # ratio of a rate to the usual one from which on there is a warning
+SMALLEST = 1e8  # parameters; smaller models need higher rates, which depend on the task
+UNUSUAL = 20.0  # ratio to the usual rate above which there is a warning
 
 
 def training_notes(stage: str, name: str, role: TrainedConfig, model: TrainedModel) -> list[str]:
-    """Returns a line on a model's adapters, and a warning if its learning rate is unusual for its size."""
+    """Returns a line on a model's adapters, and a warning if the learning rate is unusual for its size."""
     trained, parameters = parameter_counts(model.module)
     lines = []
     if role.lora.rank:
@@ -140,7 +140,7 @@ def training_notes(stage: str, name: str, role: TrainedConfig, model: TrainedMod
 
 
 def unusual_rate(stage: str, name: str, role: TrainedConfig, parameters: int) -> list[str]:
-    """Returns a warning if the learning rate of a model is far from the usual one, which may be intended."""
+    """Returns a warning if the learning rate of a model is far from the usual rate."""
     if parameters < SMALLEST:
         return []
     usual = next(rate for limit, rate in USUAL_RATES[stage, name].items() if parameters < limit)

@@ -32,8 +32,7 @@ def open_start(
     """Opens the run directory and returns the checkpoint to resume from, if any. All ranks must call this.
 
     Raises UserError if the run cannot resume from the checkpoint with these ``settings``. In this case, and
-    if the record of an earlier run must be moved, mistakes in data and rewards are reported first,
-    before the record is moved.
+    if the record of an earlier run must be moved, mistakes in data and rewards are reported first.
     """
     run_dir, resume = Path(config.run.dir or ""), config.run.resume
     check_shared(run_dir, world)
@@ -71,7 +70,7 @@ def open_start(
 def check_shared(run_dir: Path, world: World) -> None:
     """Raises UserError unless every rank sees what rank 0 writes to the run directory.
 
-    All ranks must call this. Otherwise checkpoints would lack the files of other nodes without a message.
+    All ranks must call this. Without the check, checkpoints could silently lack the files of other nodes.
     """
     if world.size == 1:
         return
@@ -98,7 +97,7 @@ def check_shared(run_dir: Path, world: World) -> None:
 
 
 def check_new_inputs(config: Config, before: Settings | None, settings: Settings, world: World) -> None:
-    """Raises UserError for mistakes in data and rewards, except in files that `prepare` has yet to create."""
+    """Raises UserError for mistakes in rewards and in existing data. All ranks must call this."""
     check = STAGES[config.stage].check
     if check is None:
         return

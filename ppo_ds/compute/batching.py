@@ -1,4 +1,4 @@
-"""Assignment of rows to micro-batches within a token budget, and to ranks.
+"""Assigns rows to micro-batches within a token budget, and to ranks.
 
 All functions are deterministic; indices are on the CPU.
 """
@@ -21,8 +21,8 @@ def plan_forwards(
     """Groups rows of ``lengths`` [B] into forward passes within ``token_budget``; returns their row indices.
 
     The longest rows come first, so that an out-of-memory error occurs in the first group. Packed rows cost
-    the sum of their lengths; padded ones cost rows * longest + ``FORWARD``, and the grouping is the cheapest.
-    The most expensive groups are halved until there are ``at_least``: all ranks run the same number.
+    the sum of their lengths. Padded rows cost rows * longest + ``FORWARD``; the grouping minimizes the total.
+    The most expensive groups are halved until there are ``at_least`` groups: all ranks run equally many.
     """
     assert 1 <= at_least <= len(lengths), f"{at_least} groups of {len(lengths)} rows"
     order = torch.argsort(lengths.cpu(), descending=True, stable=True)
@@ -40,12 +40,12 @@ def plan_forwards(
 def plan_microbatches(
     prompt_lengths: Tensor, limits: Tensor, token_budget: int, at_least: int = 1
 ) -> list[Tensor]:
-    """Groups rows before generation, at a cost of rows * (longest prompt + largest limit of new tokens)."""
+    """Groups rows for generation; a group costs rows * (longest prompt + largest limit of new tokens)."""
     assert 1 <= at_least <= len(limits), f"{at_least} groups of {len(limits)} rows"
     order = torch.argsort((prompt_lengths + limits).cpu(), descending=True, stable=True)
     prompts, responses = prompt_lengths.cpu()[order].tolist(), limits.cpu()[order].tolist()
     ends: list[int] = []
-    first = longest_prompt = longest_response = 0  # of the group that is being filled
+    first = longest_prompt = longest_response = 0  # of the current group
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         longest_prompt, longest_response = max(longest_prompt, prompt), max(longest_response, response)
         if row > first and (row - first + 1) * (longest_prompt + longest_response) > token_budget:
@@ -63,7 +63,7 @@ def _groups(order: Tensor, ends: list[int]) -> list[Tensor]:
 
 
 def split_groups(ends: list[int], at_least: int, cost: Callable[[int, int], int]) -> list[int]:
-    """Halves the most expensive group, the first of equals, until there are ``at_least``; returns ends."""
+    """Halves the most expensive group (or the first of them) until there are ``at_least``; returns ends."""
     if len(ends) >= at_least:
         return ends
     ends = list(ends)
@@ -80,7 +80,7 @@ def split_groups(ends: list[int], at_least: int, cost: Callable[[int, int], int]
 
 
 def padded_tokens(lengths: Tensor, packed: bool) -> int:
-    """Counts the tokens of a forward pass over rows of ``lengths`` [b], padding included."""
+    """Returns the number of tokens of a forward pass over rows of ``lengths`` [b], padding included."""
     return int(lengths.sum()) if packed else len(lengths) * int(lengths.max())
 
 
@@ -98,17 +98,17 @@ def fill_groups(descending: list[int], token_budget: int) -> list[int]:
 def cheapest_groups(descending: list[int], token_budget: int) -> list[int]:
     """Returns the ends of the padded groups with the smallest total cost, by dynamic programming.
 
-    Of two equally cheap groupings, it is the one with the later start of the last group.
+    If two groupings have equal costs, returns the one whose last group starts later.
     """
     sizes, count = torch.tensor(descending), len(descending)
-    costs = torch.zeros(count + 1).long()  # of the cheapest grouping of the first 0, 1, 2, ... rows
-    starts = [0] * (count + 1)  # of its last group
-    earliest = 0  # start of the longest group that fits; it moves with the end, since rows get shorter
+    costs = torch.zeros(count + 1).long()  # cost of the cheapest grouping of the first 0, 1, 2, ... rows
+    starts = [0] * (count + 1)  # start of its last group
+    earliest = 0  # start of the longest group that fits; it increases with the end, since rows get shorter
     for end in range(1, count + 1):
         while earliest < end - 1 and (end - earliest) * descending[earliest] > token_budget:
             earliest += 1
         tokens = torch.arange(end - earliest, 0, -1) * sizes[earliest:end]
-        least, rows_before = (costs[earliest:end] + tokens).flip(0).min(0)  # the first of equals
+        least, rows_before = (costs[earliest:end] + tokens).flip(0).min(0)  # the first, if equal
         starts[end] = end - 1 - int(rows_before)
         costs[end] = least + FORWARD
     ends = [count]
@@ -118,9 +118,9 @@ def cheapest_groups(descending: list[int], token_budget: int) -> list[int]:
 
 
 def balance_ranks(lengths: Tensor, ranks: int) -> list[Tensor]:
-    """Assigns the same number of rows of ``lengths`` [B] to each rank; returns the row indices of each.
+    """Assigns the same number of rows of ``lengths`` [B] to each rank; returns each rank's row indices.
 
-    Sorted by length, they are dealt in snake order (0 1 2 2 1 0 0 1 2 ...), for similar numbers of tokens.
+    Rows sorted by length are dealt in snake order (0 1 2 2 1 0 0 1 2 ...) for similar numbers of tokens.
     """
     assert len(lengths) % ranks == 0, f"{len(lengths)} rows over {ranks} ranks"
     rounds = torch.argsort(lengths.cpu(), descending=True, stable=True).view(-1, ranks).clone()
@@ -129,7 +129,7 @@ def balance_ranks(lengths: Tensor, ranks: int) -> list[Tensor]:
 
 
 def plan_share(lengths: Tensor, token_budget: int, rank: int, ranks: int, packed: bool) -> list[Tensor]:
-    """Groups the share of ``rank`` of the rows of ``lengths`` [B] into as many forwards as all ranks run."""
+    """Groups the share of ``rank`` of the rows of ``lengths`` [B] into equally many forwards on all ranks."""
     shares = balance_ranks(lengths, ranks)
     plans = [plan_forwards(lengths[rows], token_budget, packed=packed) for rows in shares]
     plan, count = plans[rank], max(len(plan) for plan in plans)

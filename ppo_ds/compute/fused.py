@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Computes x / sqrt(mean(x^2) + eps) in fp32, rounded to the dtype of ``weight`` [H], times weight."""
+    """Computes x / sqrt(mean(x^2) + eps) in fp32, rounded to the dtype of ``weight``, times weight [H]."""
     if not torch.is_grad_enabled():
         states = x.float()
         return _normalized(states, _inverse_rms(states, eps), weight)
@@ -29,12 +29,12 @@ def _normalized(states: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm whose backward computes the normalized input again.
+    """RMSNorm whose backward recomputes the normalized input.
 
     The gradient of x has two terms, one through the numerator and one through the mean. In fp32, autograd
-    adds both to the gradient of the residual stream one after the other. To keep that order, x is passed
-    twice, and each term is returned as the gradient of one of the two. In other dtypes autograd rounds the
-    sum of the terms.
+    adds both to the gradient of the residual stream, one after the other. To keep that order, x is passed
+    twice, and each term is returned as the gradient of one of the two arguments. In other dtypes, autograd
+    rounds the sum of the terms.
     """
 
     @staticmethod
@@ -60,7 +60,7 @@ class _RMSNorm(torch.autograd.Function):
         product = d_normalized * states
         # derivative of the inverse root, divided by the number of columns of the mean
         slope = (product.sum(-1, keepdim=True) * -0.5 * inverse.pow(3)).div_(x.shape[-1])
-        # 2x is computed first, as in autograd: where it overflows and x does not, the result is not finite
+        # 2x is computed first, as in autograd: if 2x overflows, the result is not finite even if x is
         by_mean = torch.mul(states, 2, out=product).mul_(slope)
         by_numerator = d_normalized.mul_(inverse)
         if x.dtype == torch.float32:
@@ -95,7 +95,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tens
 
 
 class _Rotary(torch.autograd.Function):
-    """Rotation whose backward is a rotation too; it saves only the cosines and sines."""
+    """Rotation whose backward is also a rotation, so that only cosines and sines are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

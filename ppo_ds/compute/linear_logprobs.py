@@ -1,9 +1,9 @@
 """Log-probabilities, entropy and accuracy of a linear head without materialising the logits.
 
 The logits of K states and V tokens (5 GB in float32 for 8,192 x 151,936), and their gradient, are computed
-for one block of the vocabulary at a time, [K,b], in float32 or wider; the backward pass recomputes them,
-unless all blocks together are small. For 16-bit states and weights, CUDA and ROCm return the products in
-float32, here and in ``linear_logits``, which decoding uses; the CPU rounds them to 16 bits in both.
+for one block of the vocabulary at a time, [K,b], in float32 or wider. The backward pass recomputes them,
+unless all blocks together are small. With 16-bit states and weights, logits are float32 on CUDA and ROCm and
+rounded to 16 bits on the CPU, both here and in ``linear_logits`` (used by decoding).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from ppo_ds.compute import matmul
 from ppo_ds.ops.masked import widen
 
-CPU_BLOCK = 2**20  # numbers in a block of logits: 4 MB of float32 fit the caches of a CPU
-GPU_BLOCK = 2**25  # 128 MB of float32, so that few kernels are launched
+CPU_BLOCK = 2**20  # number of logits in a block: 4 MB of float32 fit into the caches of a CPU
+GPU_BLOCK = 2**25  # 128 MB of float32: few kernel launches
 KEPT = 2**25  # maximum number of logits that are kept for the backward pass: 128 MB
 _FLOOR = -1e4  # exp(-1e4) is 0 even in float64; avoids 0 * log 0 = NaN where a logit is -inf
 
@@ -48,9 +48,9 @@ def linear_statistics(
 ) -> LabelStatistics:
     """Computes the statistics of softmax((hidden weight^T + bias) / temperature) and its ``labels`` [K].
 
-    hidden is [K,H], weight [V,H], bias [V] or None. The results are in float32 or wider, and
-    differentiable except for ``correct``. At most ``block_elements`` logits are in a block, and at most
-    ``kept_elements`` are kept for the backward pass instead of recomputed.
+    hidden is [K,H], weight [V,H], bias [V] or None. The results are in float32 or wider, and differentiable
+    except ``correct``. At most ``block_elements`` logits are in a block; up to ``kept_elements`` logits are
+    kept for the backward pass instead of recomputed.
     """
     size = block_elements or (CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK)
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= kept_elements
@@ -62,16 +62,16 @@ def linear_statistics(
 
 
 def _blocks(rows: int, vocabulary: int, size: int) -> Iterator[slice]:
-    """Yields slices that cover the vocabulary, each of at most ``size`` numbers over all rows."""
+    """Yields slices that cover the vocabulary, each with at most ``size`` elements over all rows."""
     width = max(size // max(rows, 1), 1)
     for start in range(0, vocabulary, width):
         yield slice(start, min(start + width, vocabulary))
 
 
 def has_fp32_products(a: Tensor, b: Tensor) -> bool:
-    """Returns whether the device multiplies these 16-bit matrices with a float32 result.
+    """Returns whether the device can multiply these 16-bit matrices with a float32 result.
 
-    torch.mm takes ``out_dtype`` only on CUDA (and on ROCm, whose tensors report ``is_cuda`` too), and only
+    torch.mm accepts ``out_dtype`` only on CUDA (and on ROCm, whose tensors report ``is_cuda`` too), and only
     for two matrices of the same 16-bit dtype (_mm_dtype_out_cuda in aten/src/ATen/native/cuda/Blas.cpp).
     """
     return a.is_cuda and a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16)
@@ -93,7 +93,7 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 class _Product(torch.autograd.Function):
-    """Computes hidden weight^T [K,V] by ``_product``; torch.mm with ``out_dtype`` has no derivative."""
+    """Computes hidden weight^T [K,V] by ``_product``; torch.mm with ``out_dtype`` is not differentiable."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -120,20 +120,20 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, t
 
 
 def _within(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Returns a mask [K] of the labels inside the block, and their columns [K,1]; 0 for other labels."""
+    """Returns a mask [K] of the labels inside the block, and their columns [K,1] (0 for other labels)."""
     inside = (labels >= block.start) & (labels < block.stop)
     return inside, torch.where(inside, labels - block.start, 0).unsqueeze(-1)
 
 
 class _Sums:
-    """The largest logit, sum exp(z - largest) and sum exp(z - largest) (z - largest) of each row so far."""
+    """Per row so far: the largest logit, sum exp(z - largest) and sum exp(z - largest) (z - largest)."""
 
     def __init__(self, like: Tensor):
         self.largest = torch.full_like(like, torch.finfo(like.dtype).min)
         self.exp, self.weighted = torch.zeros_like(like), torch.zeros_like(like)
 
     def add(self, z: Tensor, with_entropy: bool) -> Tensor:
-        """Adds a block z [K,b], which is overwritten, and returns exp(z - largest)."""
+        """Adds a block z [K,b] and returns exp(z - largest); overwrites z."""
         largest = torch.maximum(self.largest, z.amax(dim=-1))
         shift = self.largest - largest
         z = z.sub_(largest.unsqueeze(-1))
@@ -209,7 +209,7 @@ class _LinearStatistics(torch.autograd.Function):
         )
         for_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
         for_mean = None if grad_mean is None else grad_mean / ctx.temperature
-        # rows with a zero gradient may hold NaN: 0 * NaN must not reach the model
+        # rows with a zero gradient may contain NaN: 0 * NaN must not reach the model
         idle = for_logprobs == 0
         for grad in (for_entropy, for_mean):
             idle = idle if grad is None else idle & (grad == 0)
@@ -225,7 +225,7 @@ class _LinearStatistics(torch.autograd.Function):
             inside, column = _within(labels, block)
             if for_mean is None:
                 d = logits_gradient(p, inside, column, for_logprobs, entropy, for_entropy)
-            else:  # both the label and the mean have the term -p_j
+            else:  # the gradients of both log-probs have the term -p_j
                 d = logits_gradient(p, inside, column, for_logprobs + for_mean, entropy, for_entropy)
                 d.scatter_add_(-1, column, torch.where(inside, -for_mean, 0.0).unsqueeze(-1))
                 d.add_(for_mean.unsqueeze(-1) / len(weight))
@@ -253,7 +253,7 @@ def logits_gradient(
     entropy: Tensor,
     for_entropy: Tensor | None,
 ) -> Tensor:
-    """Computes the gradient [K,b] of a block of logits from its probabilities p [K,b]; overwrites p."""
+    """Computes the gradient [K,b] of a block of logits from its probabilities p [K,b], overwriting p."""
     if for_entropy is None:
         d = p.mul_(-for_logprobs.unsqueeze(-1))
     else:

@@ -1,8 +1,8 @@
-"""Products of fp32 matrices on a CPU, computed by oneDNN where it is faster than torch's default library.
+"""Multiplies fp32 matrices on a CPU by oneDNN where oneDNN is faster than torch's default library.
 
 PyTorch uses Intel MKL, which does not use AVX-512 on processors of other vendors. On an AMD EPYC of the Zen 5
-generation oneDNN was 1.6 to 2.3 times as fast, on one of Zen 4 about as fast (docs/dev/performance.md). All
-other products are left to torch.
+generation, oneDNN was 1.6 to 2.3 times as fast as MKL; on a Zen 4, about as fast (docs/dev/performance.md).
+torch computes all other products.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Library = Literal["torch", "onednn"]
-# Smaller products, in multiplications, are faster with torch: a call of oneDNN takes about 15 microseconds
+# Products with fewer multiplications are faster with torch: a call of oneDNN takes about 15 microseconds
 # longer.
 SMALLEST = 2**21
 ZEN_5 = 26  # "cpu family" of /proc/cpuinfo
@@ -43,12 +43,12 @@ _library: Library = faster_library()
 
 
 def library() -> Library:
-    """Returns the library that multiplies fp32 matrices on the CPU in this process."""
+    """Returns the library used in this process for products of fp32 matrices on the CPU."""
     return _library
 
 
 def use(chosen: Library | Literal["auto"]) -> None:
-    """Chooses the library for this process; ``auto`` is the faster one."""
+    """Chooses the library for this process; ``auto`` chooses the faster library."""
     global _library
     _library = faster_library() if chosen == "auto" else chosen
 
@@ -61,7 +61,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Computes the product [M,N] of a [M,K] and b [K,N], in ``out`` if given, without derivatives."""
+    """Computes the product [M,N] of a [M,K] and b [K,N], in ``out`` if given. Not differentiable."""
     if not _takes(a, b, a.numel() * b.shape[1]):
         return torch.mm(a, b, out=out)
     product = _onednn(a, b.t())
@@ -69,9 +69,9 @@ def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def packs(weight: Tensor) -> bool:
-    """Returns whether oneDNN computes products with ``weight``, so that a packed copy is faster.
+    """Returns whether oneDNN multiplies with ``weight``, so that a packed copy is faster.
 
-    torch computes products in bf16 by oneDNN on all processors with instructions for them.
+    torch multiplies bf16 matrices by oneDNN on all processors with bf16 instructions.
     """
     if weight.device.type != "cpu" or weight.numel() == 0 or not torch.backends.mkldnn.is_available():
         return False
@@ -81,20 +81,20 @@ def packs(weight: Tensor) -> bool:
 
 
 def packed(weight: Tensor) -> Tensor:
-    """Returns a copy of the weight in oneDNN's layout, which suits products with few rows best."""
+    """Returns a copy of the weight in oneDNN's layout, which is fastest for products with few rows."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 32)
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes ``linear`` with a ``packed`` weight, without derivatives."""
+    """Computes ``linear`` with a ``packed`` weight. Not differentiable."""
     assert not torch.is_grad_enabled()
     return _onednn(x, weight, bias)
 
 
 def _takes(a: Tensor, b: Tensor, multiplications: int) -> bool:
-    """Returns whether oneDNN computes the product of a, which has at least two dimensions, and b.
+    """Returns whether to compute the product of a (at least two dimensions) and b by oneDNN.
 
-    Autocast is left to torch. oneDNN fails on empty matrices, which are below SMALLEST.
+    Under autocast, torch computes the product. oneDNN fails on empty matrices, which are below SMALLEST.
     """
     if _library == "torch" or multiplications < SMALLEST or a.dim() < 2 or torch.is_autocast_enabled("cpu"):
         return False

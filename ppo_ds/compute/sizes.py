@@ -1,7 +1,7 @@
-"""Sizes of a transformer, and the least FLOPs and bytes of its forward passes, computed from them.
+"""Sizes of a transformer, and from these the minimum FLOPs and bytes of its forward passes.
 
-A multiplication and an addition are two FLOPs. Norms, softmax and activation functions are left out (below
-1 %), and so is recomputation, as in PaLM's MFU (Chowdhery et al. 2022, appendix B).
+A multiplication and an addition are two FLOPs. Norms, softmax and activation functions (below 1 %) and
+recomputation are not counted, as in PaLM's MFU (Chowdhery et al. 2022, appendix B).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Size:
     layers: int
     width: int  # width of the queries: heads x head size
     kv_width: int  # width of the keys, and of the values: key heads x head size
-    idle: int = 0  # parameters of the body that a token does not use (experts that are not selected)
+    idle: int = 0  # parameters of the body that a token does not use (unselected experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,14 @@ class Shape(Size):
     inner: int  # width of the MLP; for a mixture of experts, the sum over the experts that a token uses
     gated: bool
     heads: int
-    fused: bool = True  # the attention kernel materialises no tokens x tokens matrix
+    fused: bool = True  # the attention kernel materialises no matrix of tokens x tokens
     head_norms: bool = False  # queries and keys are normalised
     makes_logits: bool = False  # an operation follows the LM head, so the logits must be materialised
     linear: int = 0  # weights of linear layers, the LM head included
     quantized: int = 0  # weights in NF4
 
     def weight_bytes(self, each: int) -> int:
-        """Returns the bytes of the weights; ``each`` is that of a weight that is not quantized."""
+        """Returns the bytes of all weights; an unquantized weight has ``each`` bytes."""
         return each * (self.parameters - self.quantized) + math.ceil(NF4_BITS / 8 * self.quantized)
 
 
@@ -65,9 +65,9 @@ def forward_flops(size: Size, tokens: int, pairs: int, head_positions: int) -> i
 
 
 def decode_bytes(size: Size, steps: int, contexts: int, bytes_each: int) -> int:
-    """Computes the bytes read by ``steps`` decode steps: the weights once per step, and the KV cache.
+    """Returns the bytes that ``steps`` decode steps read: the weights once per step, and the KV cache.
 
-    ``contexts`` are the cached positions that are read, summed over steps and rows.
+    ``contexts`` is the number of cached positions read, summed over steps and rows.
     """
     weights = (size.body + size.head) * steps
     return bytes_each * (weights + 2 * size.layers * size.kv_width * contexts)

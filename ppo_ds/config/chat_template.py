@@ -1,4 +1,4 @@
-"""Reads the chat template that ``data.chat_template`` contains or names.
+"""Reads the chat template of ``data.chat_template``, given as text or as the path of a file.
 
 A run and its checkpoints store the text of the template, not the path of its file. Therefore a checkpoint can
 be exported after the file was deleted, and a checkpoint from an untrusted source cannot make this machine
@@ -15,12 +15,12 @@ from ppo_ds.secrets import secrets_in
 
 
 def is_template(text: str) -> bool:
-    """Returns whether a text is a Jinja template; otherwise it is the path of a file."""
+    """Returns whether a text is a Jinja template rather than the path of a file."""
     return "{{" in text or "{%" in text
 
 
 def template_text(given: str) -> str:
-    """Returns ``given`` if it is a template, otherwise the text of the file that it names.
+    """Returns ``given`` if it is a template, otherwise the text of the file at the path ``given``.
 
     Raises UserError if the file cannot be read, is not a template or contains a secret.
     """

@@ -1,4 +1,4 @@
-"""Looks for models in the local cache of the Hub without importing huggingface_hub, which takes long."""
+"""Finds models in the local Hub cache without importing huggingface_hub, which is slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads nested dicts into sections and reports all problems together, with one line for each."""
+"""Reads nested dicts into sections and reports all problems at once, one line per problem."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SECRET = re.compile(r"(^|[_.])(key|token|secret|password)$", re.IGNORECASE)
 def read(section: type[T], tree: Any, key: str = "") -> tuple[T, Problems]:
     """Reads a section from a nested dict and returns it with the problems found.
 
-    A wrong value is replaced by the key's default, or by a value of its type if the key is required, so that
-    the caller can look for more problems. ``key`` is the full name of the section.
+    A wrong value is replaced by the key's default, or if the key is required, by a value of its type. So the
+    caller can look for more problems. ``key`` is the full name of the section.
     """
     own, found = _own_keys(section, tree, key)
     order = {name: place for place, name in enumerate(dotted_keys(section, key))}
@@ -55,9 +55,9 @@ def _own_keys(
 ) -> tuple[Any, Problems]:
     """Removes the keys that only other variants of a section use, at any depth.
 
-    Returns the tree and a line for each removed key that did not have its default, and for each unknown name
-    of a variant, which is replaced by the default variant. ``variant`` is the innermost chosen variant around
-    the section, and ``rivals`` are the sections that other variants have in this place.
+    Returns the tree and a line for each removed key with a non-default value and each unknown variant name;
+    an unknown name becomes the default variant. ``variant`` is the innermost chosen variant that contains the
+    section; ``rivals`` are the sections at the same place in other variants.
     """
     if not isinstance(tree, Mapping):
         return tree, {}
@@ -88,7 +88,7 @@ def _own_keys(
 
 
 def _checked(field: FieldInfo, value: Any) -> tuple[Any, str]:
-    """Returns the value that a key gets, and "" or what is wrong with it."""
+    """Returns the validated value of a key, and "" or a description of what is wrong."""
     hint: Any = Annotated[field.annotation, None, *field.metadata]
     try:
         return TypeAdapter(hint).validate_python(value), ""
@@ -117,7 +117,7 @@ def complete(section: type[Section], tree: Any, stand_ins: bool = False) -> Any:
 
 
 def _without(section: type[Section], tree: Any, location: tuple[int | str, ...]) -> Any:
-    """Removes the key that an error is about; if it is inside a list or mapping, removes all of that."""
+    """Removes the key that an error is about, or the whole list or mapping that contains it."""
     if not isinstance(tree, dict) or not location:
         return {}
     name, *rest = location
@@ -129,15 +129,15 @@ def _without(section: type[Section], tree: Any, location: tuple[int | str, ...])
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """Returns the class of a field that is a section, and None for any other field."""
+    """Returns the class of a field that is a section; None for other fields."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def with_defaults(section: type[Section], tree: Any, like: Any = None) -> Any:
-    """Merges a nested dict over the defaults of a section; required keys have none.
+    """Merges a nested dict over the defaults of a section; required keys have no default.
 
-    The variants of sections are those that ``like``, or else ``tree``, chooses.
+    ``like``, or else ``tree``, chooses the variants of sections.
     """
     if not isinstance(tree, Mapping):
         return tree
@@ -153,7 +153,7 @@ def with_defaults(section: type[Section], tree: Any, like: Any = None) -> Any:
 
 
 def dotted_keys(section: type[Section], prefix: str = "") -> list[str]:
-    """Lists the full names of all keys below a section, including the names of inner sections."""
+    """Returns the full names of all keys below a section, including the names of inner sections."""
     keys = []
     for name, field in section.all_fields().items():
         full = f"{prefix}.{name}" if prefix else name
@@ -166,7 +166,7 @@ def dotted_keys(section: type[Section], prefix: str = "") -> list[str]:
 
 
 def problems(error: ValidationError, section: type[Section], key: str = "") -> Problems:
-    """Turns pydantic's errors about a section into lines, in the order of its keys, unknown keys first."""
+    """Converts pydantic's errors about a section to lines, in the order of its keys, unknown keys first."""
     known, found = dotted_keys(section, key), Problems()
     items: dict[str, int] = {}  # full name of a list or mapping item -> its position in the order of errors
     places = [(_place(section, key, wrong, items), wrong) for wrong in error.errors(include_url=False)]
@@ -190,7 +190,7 @@ def problems(error: ValidationError, section: type[Section], key: str = "") -> P
 
 @dataclass(frozen=True)
 class _Place:
-    """The location of an error in the config, and the type of value that is expected there."""
+    """The location of an error in the config, and the type expected at this location."""
 
     key: str
     holder: type[Section]  # the innermost section that contains the key
@@ -199,7 +199,7 @@ class _Place:
     metadata: list[Any]
     nullable: bool
     order: list[int]  # sort key: the position of each part of the key in its section; -1: an unknown key
-    complete: bool  # False if the error is below the key: in a branch of a union, or a missing item
+    complete: bool  # False if the error is below the key: in one branch of a union, or a missing item
 
 
 def _place(section: type[Section], key: str, wrong: Mapping[str, Any], items: dict[str, int]) -> _Place:
@@ -283,16 +283,16 @@ def _in_words(hint: Any) -> str:
 
 
 def bounds(metadata: list[Any]) -> str:
-    """Describes the range of a number, such as ``at least 0 and at most 1``; "" if it has no bounds."""
+    """Describes the range of a number, such as ``at least 0 and at most 1``; "" without bounds."""
     limits = [(name, getattr(one, name)) for one in metadata for name in RANGE if hasattr(one, name)]
     return " and ".join(f"{RANGE[name]} {limit:g}" for name, limit in limits)
 
 
 def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:
-    """Returns the error line for ``leaf``, which is an unknown key or a key below one.
+    """Returns the error line for ``leaf``, an unknown key or a key below an unknown key.
 
-    The line suggests the same name in an inner section, the key for a setting of another system, a similar
-    name in the same section, or the same name elsewhere.
+    The line suggests one of these, in this order: the same name in an inner section, the key for a setting of
+    another system, a similar name in the section, or the same name in other sections.
     """
     shown = "..." if _SECRET.search(leaf) else show(value)
     name, siblings = place.name, place.holder.all_fields()
@@ -317,10 +317,10 @@ def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:
 
 
 def other_systems(name: str, known: Sequence[str]) -> list[str]:
-    """Returns a line for each key, in ``known`` sections, that corresponds to the setting ``name`` elsewhere.
+    """Returns a line for each key that corresponds to the setting ``name`` of another system.
 
-    The settings of other_systems.toml that share the most last parts with ``name`` fit; one part is not
-    enough if a ``known`` key shares it too.
+    Considers keys in the sections of ``known``. Among the settings of other_systems.toml, those with the most
+    final parts in common with ``name`` match; one part is not enough if a ``known`` key also ends with it.
     """
     ours = name.rpartition(".")[2] in {key.rpartition(".")[2] for key in known}
     found: dict[int, dict[str, str]] = {0: {}}  # number of common parts -> key -> line

@@ -33,7 +33,7 @@ the arguments of their `_target_` ([rewards](rewards.md)). `python launch/train.
 part of this page, and `python -m ppo_ds.config.reference` generates it.
 """
 
-# name and description of an argument in a docstring; the following lines are indented further
+# name and description of an argument in a docstring; continuation lines are indented further
 _ARGUMENTS = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 
@@ -61,7 +61,7 @@ def keys_of(section: type[Section], prefix: str) -> Iterator[Key]:
 
 
 def values() -> dict[str, dict[str, str]]:
-    """Returns the values of each key that chooses a part or a variant, with their descriptions."""
+    """Maps each key that chooses a part or a variant to its values and their descriptions."""
     tables = {key: {name: one.description for name, one in table.items()} for key, table in _ENTRIES.items()}
     for key, section in sections_of(Config):
         if issubclass(section, Variants):
@@ -71,7 +71,7 @@ def values() -> dict[str, dict[str, str]]:
 
 
 def sections_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Yields the full name and the class of every section below a section."""
+    """Yields the full name and the class of every section inside a section."""
     for name, field in section.all_fields().items():
         if inner := section_of(field):
             full = f"{prefix}.{name}" if prefix else name
@@ -99,7 +99,7 @@ def _words(hint: Any, metadata: list[Any]) -> str:
 
 
 def help_on(topic: str) -> str:
-    """Returns the help text of a key, or of a section and its keys; raises UserError for other names."""
+    """Returns the help text of a key, or of a section with its keys. Raises UserError for other names."""
     sections = dict(sections_of(Config))
     if topic in sections:
         inner = [name for name in sections if name.startswith(f"{topic}.")]
@@ -117,7 +117,7 @@ def help_on(topic: str) -> str:
 
 
 def help_on_part(name: str, target: str | None) -> str:
-    """Describes the open part ``name`` (`reward` or `prepare`), or the arguments of ``target`` if given."""
+    """Describes `reward` or `prepare`, given as ``name``, or if given, the arguments of ``target``."""
     (key,) = (key for key in keys_of(Config, "") if key.name == name)
     if target is None:
         args = {"prepare": "+experiment=quickstart --help prepare"}.get(name, "--help reward reward=numeric")
@@ -155,7 +155,7 @@ def page() -> str:
 
 
 def section_text(members: Mapping[str, type[Section]]) -> str:
-    """Describes a section, or the sections of several models that have the same keys."""
+    """Describes a section, or several models' sections with the same keys."""
     about, found = defaultdict(list), defaultdict(list)  # description -> names; key -> that of each member
     for name, section in members.items():
         about[" ".join((section.__doc__ or "").split())].append(f"`{name}`")
@@ -168,7 +168,7 @@ def section_text(members: Mapping[str, type[Section]]) -> str:
 
 
 def describe_key(keys: list[Key], some: bool) -> str:
-    """Describes a key and its values. ``keys`` are those of all models that have it, ``some`` of several."""
+    """Describes a key, from ``keys``, one per model. ``some``: only some of the described models have it."""
     key, defaults = keys[0], {one.name.partition(".")[0]: one.default for one in keys}
     kind = key.type.removesuffix(" or null") if key.default == "null" else key.type
     for words, sign in {"at least": "≥", "at most": "≤", "above": ">", "below": "<", "number ": ""}.items():

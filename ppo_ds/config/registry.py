@@ -1,8 +1,8 @@
 """Lists the parts that a config chooses by name, with their requirements and the location of their code.
 
-The tables import neither torch nor the code that they name, so a config is checked before anything is loaded.
-The config checks, `--help` and docs/config.md use the tables; a part is imported when a run is built.
-To add a part, write it in any module that can be imported, and add one entry here.
+The tables import neither torch nor the listed code, so a config is checked before anything is loaded. The
+config checks, `--help` and docs/config.md use the tables; a part is imported when a run is built. To add a
+part, write it in any importable module, and add one entry here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Entry:
-    """A named part: the dotted name of its code, and its description."""
+    """A selectable part: the dotted name of its code, and its description."""
 
     target: str  # package.module.name
     description: str
@@ -35,17 +35,17 @@ class StageEntry(Entry):
     dry_run: str | None = field(default=None, kw_only=True)
 
     # Dotted name of a function (config, name, tokenizer) that loads the trained model ``name``, such as
-    # actor, as the run does before its first step. None: launch/export.py refuses checkpoints of the stage.
+    # actor, in the state before the first step. None: launch/export.py refuses checkpoints of the stage.
     initial_model: str | None = field(default=None, kw_only=True)
 
     # Dotted name of a function (config, World, prepared=...) that raises UserError for mistakes in data and
     # rewards. It loads no weights. ``prepared`` is False if `prepare` has yet to create files.
     check: str | None = field(default=None, kw_only=True)
 
-    # Name -> metric of an evaluation; summary.json has it as heldout_NAME_before and heldout_NAME_after.
+    # NAME -> evaluation metric, which summary.json stores as heldout_NAME_before and heldout_NAME_after.
     heldout: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
-    # Metrics of an evaluation that checkpoint.best_by may name, its default first; * matches any text. Those
+    # Evaluation metrics valid for checkpoint.best_by, its default first; * matches any text. Metrics
     # that depend on other keys are added in checks/evaluation.py.
     eval_metrics: tuple[str, ...] = field(default=("eval/score_mean",), kw_only=True)
 
@@ -107,7 +107,7 @@ def import_target(path: str) -> Any:
 
 
 def where_import_failed(error: BaseException) -> str:
-    """Returns " (FILE:LINE)" of the user's last line before an exception of an import, or ""."""
+    """Returns " (FILE:LINE)" of the last line of user code before an import failed, or ""."""
     package, stdlib = str(Path(__file__).parents[1]) + os.sep, sysconfig.get_path("stdlib") + os.sep
     others = (package, stdlib, "<frozen", sysconfig.get_path("purelib") + os.sep)
     trace = traceback.extract_tb(error.__traceback__)

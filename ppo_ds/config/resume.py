@@ -1,10 +1,10 @@
 """Decides whether a run may continue from a checkpoint although its settings have changed.
 
-Settings are of three kinds:
+There are three kinds of settings:
 
 - IMMUTABLE keys determine the weights, the data or the numbers stored in a checkpoint. A change is an error
-  unless run.resume_allow_changes names the key.
-- MUTABLE keys do not affect the numbers of the training. They change silently.
+  unless run.resume_allow_changes lists the key.
+- MUTABLE keys do not affect the numbers of the training. They may change without a message.
 - All other keys, such as run.steps, learning rates, coefficients and arguments of the reward, may change,
   and the start-up banner lists the changes.
 
@@ -57,17 +57,17 @@ OPEN_SECTIONS = tuple(
     data.task data.eval_task rollout.environment.arguments
     """.split()
 )
-MAX_PROBLEMS = 5  # changed keys with a line of their own
-Settings = Mapping[str, Any]  # The result of schema.resolved, possibly read back from JSON or YAML.
+MAX_PROBLEMS = 5  # maximum number of changed keys with separate lines
+Settings = Mapping[str, Any]  # A result of schema.resolved, possibly read back from JSON or YAML.
 Change = tuple[str, Any, Any]  # key, old value, new value
 
 
 def check_resume(before: Settings, now: Settings, checkpoint: Path) -> list[str]:
     """Returns lines for the start-up banner that list the changed settings.
 
-    Raises UserError with a line for each changed key that is immutable and not in run.resume_allow_changes.
+    Raises UserError with a line for each changed immutable key that run.resume_allow_changes does not list.
     """
-    if before.get("stage", "ppo") != now["stage"]:  # every other key differs too
+    if before.get("stage", "ppo") != now["stage"]:  # all other keys differ too
         raise UserError(
             f"stage={now['stage']}: {checkpoint} was made with {before.get('stage', 'ppo')}; choose another "
             "run.dir or run.name, or begin anew with run.resume=restart"
@@ -100,8 +100,8 @@ def check_resume(before: Settings, now: Settings, checkpoint: Path) -> list[str]
 def changes(before: Settings, now: Settings) -> list[Change]:
     """Returns every key that differs and is not mutable.
 
-    A key that ``before`` lacks, because it was added to the config later, counts as having had its default.
-    Keys of ``before`` that only other variants of a section use are ignored.
+    If ``before`` lacks a key, because the key is newer than the checkpoint, the default counts as its old
+    value. Keys of ``before`` that only other variants of a section use are ignored.
     """
     old, new, known = _leaves(with_defaults(Config, before, now)), _leaves(now), set(dotted_keys(Config))
     old = {key: value for key, value in old.items() if key in new or key not in known}
@@ -114,7 +114,7 @@ def changes(before: Settings, now: Settings) -> list[Change]:
 
 
 def ranks_line(before: int, now: int) -> list[str]:
-    """Returns a line for the start-up banner if a checkpoint was made with another number of ranks."""
+    """Returns a line for the start-up banner if the number of ranks has changed since the checkpoint."""
     if before == now:
         return []
     return [
@@ -123,9 +123,9 @@ def ranks_line(before: int, now: int) -> list[str]:
 
 
 def unusable_start(config: Config) -> Iterator[str]:
-    """Yields an error line if run.resume is not a checkpoint folder; the line names the checkpoints nearby.
+    """Yields an error line, with the checkpoints nearby, if run.resume is not a checkpoint folder.
 
-    Damaged checkpoints are found later, when they are read.
+    Damaged checkpoints are detected later, when they are read.
     """
     if config.run.resume in ("auto", "never", "restart"):
         return
@@ -148,7 +148,7 @@ def unusable_start(config: Config) -> Iterator[str]:
 
 
 def unknown_names(config: Config) -> Iterator[str]:
-    """Yields an error line for each name in run.resume_allow_changes that is neither a key nor a section."""
+    """Yields an error line for each entry of run.resume_allow_changes that is neither a key nor a section."""
     known = dotted_keys(type(config))
     for name in config.run.resume_allow_changes:
         if name not in known and not name.startswith(tuple(f"{section}." for section in OPEN_SECTIONS)):
@@ -165,7 +165,7 @@ def _leaves(tree: Settings) -> dict[str, Any]:
 
 
 def _relocatable(value: Any, settings: Settings) -> Any:
-    """Makes a path in the run directory relative to that directory, since a run may have been moved."""
+    """Makes a path in the run directory relative to this directory, since a run may have been moved."""
     home = f"{settings['run'].get('dir')}/"
     if isinstance(value, str) and value.startswith(home):
         return ("below run.dir", value.removeprefix(home))

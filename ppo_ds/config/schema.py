@@ -1,12 +1,12 @@
 """Defines the config of a run.
 
 The modules in sections/ define each key once, with type, range, default and description. Each stage has a
-class with its sections.
+class that lists its sections.
 
-`read(Config, tree)` makes a Config from a plain nested dict, `inherit` fills in the keys whose values follow
-from other keys, and `resolved` returns the nested dict that config.yaml shows. Each open part (`reward`,
-`prepare`) consists of a `_target_` and its keyword arguments, which targets.py checks against the callable's
-signature. Batch sizes are global: they mean the same with any number of ranks.
+`read(Config, tree)` makes a Config from a plain nested dict. `inherit` fills in the keys whose values follow
+from other keys. `resolved` returns the nested dict for config.yaml. The open parts `reward` and `prepare`
+consist of a `_target_` and its keyword arguments, which targets.py checks against the signature of the
+target. Batch sizes are global: they do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Config(Variants):
     tag = "stage"
     variants = CONFIGS
     trained: ClassVar[tuple[str, ...]] = ()  # names of the models that the stage can train
-    averaged: ClassVar[tuple[str, ...]] = ()  # those of them that may have averaged weights
+    averaged: ClassVar[tuple[str, ...]] = ()  # the models in ``trained`` that may have averaged weights
 
     stage: Annotated[str, OneOf(CONFIGS)] = "ppo"
     """Kind of training."""
@@ -80,7 +80,7 @@ class Config(Variants):
     eval: EvalConfig
 
     prepare: dict[Any, Any] | None = None
-    """A function that creates models or data, in its `dir`, before anything is loaded."""
+    """A function that creates models or data in its `dir` before anything is loaded."""
 
     @classmethod
     def all_fields(cls) -> dict[str, FieldInfo]:
@@ -88,7 +88,7 @@ class Config(Variants):
         return {name: fields[name] for name in (*ORDER, *fields) if name in fields}
 
     def inherited(self) -> dict[str, Any]:
-        """Returns the sections of the stage in which keys take values that follow from other keys."""
+        """Returns the sections of the stage in which the values of some keys follow from other keys."""
         return {}
 
     @classmethod
@@ -151,7 +151,7 @@ class PPOConfig(TextConfig):
         paths = {name: _expand(getattr(data, name)) for name in ("path", "eval_path", "ptx_path")}
         reference = _inherited(self.reference.model, actor.model, path=actor.model.path)
         critic = replace(self.critic.model, quantization=self.critic.model.quantization or "none")
-        learned = any(reward_models(self.reward))  # whose scores have no bound of a correct response
+        learned = any(reward_models(self.reward))  # no threshold for correct responses
         return {
             "eval": replace(self.eval, correct_above=None) if learned else self.eval,
             "actor": actor,
@@ -188,11 +188,11 @@ class RewardModelStageConfig(TextConfig):
 
 
 WEIGHTED_REWARD = "ppo_ds.rewards.weighted.WeightedReward"  # `_target_` of reward=weighted
-LORA_FACTOR = 10.0  # learning rate of adapters / learning rate of all weights
+LORA_FACTOR = 10.0  # learning rate of adapters / learning rate of full training
 ENVIRONMENT_REWARD = "ppo_ds.rewards.environment.EnvironmentReward"
 TEACHER = "ppo_ds.rewards.teacher.TeacherReward"
 OPEN_PARTS = ("reward", "prepare")  # Keys of Config that hold a `_target_` and its arguments.
-# Endings of the metrics of an evaluation whose lowest value is the best; see checkpoint.best_mode.
+# Suffixes of evaluation metrics whose lowest value is the best; see checkpoint.best_mode.
 LOWER_IS_BETTER = ("/loss", "/perplexity", "/ties", "/calibration_error", "_std")
 
 
@@ -205,7 +205,7 @@ OPEN_VARIANTS: dict[str, type[Variants]] = {
 
 
 def own_code(tree: Any) -> list[tuple[str, dict[str, Any], str]]:
-    """Returns the key, the section and the name of each open variant that is not known in this process."""
+    """Returns (key, section, name) for each variant in ``tree`` that is unknown but may be user code."""
     found = []
     for key, variants in OPEN_VARIANTS.items():
         *path, tag = key.split(".")
@@ -219,12 +219,12 @@ def own_code(tree: Any) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def load_own_code(tree: Any) -> None:
-    """Imports the user's code that a command line names; not for settings that come from someone else."""
+    """Imports the user code that a command line refers to. Not for settings from untrusted sources."""
     for key, _, name in own_code(tree):
         if "." in name:
             try:
                 target = import_target(name)
-            except Exception as error:  # of the user's module
+            except Exception as error:  # raised by the user's module
                 problem = f"{type(error).__name__}: {error}{where_import_failed(error)}"
                 raise UserError(
                     f"{key}={name}: cannot be imported, {problem}; must be package.module.name"
@@ -233,7 +233,7 @@ def load_own_code(tree: Any) -> None:
 
 
 def add_own_code(key: str, name: str, target: Any, path: str) -> None:
-    """Adds the class or function at ``path`` as a value of ``key``; raises UserError if it does not fit."""
+    """Adds the code ``target`` at ``path`` as a value of ``key``; raises UserError if it is unsuitable."""
     variants, problem = OPEN_VARIANTS[key], ""
     if isinstance(target, type):
         if variants.interface is not None and not issubclass(target, variants):
@@ -256,7 +256,7 @@ def default_dir(name: str) -> str:
 
 
 def inherit(config: ConfigT) -> ConfigT:
-    """Fills in every key whose value follows from other keys."""
+    """Fills in the values of all keys that follow from other keys."""
     run, tracker = config.run, config.tracker
     name = config.stage if run.name is None else run.name
     run_dir = _expand(run.dir or default_dir(name))
@@ -268,7 +268,7 @@ def inherit(config: ConfigT) -> ConfigT:
             trackio=replace(tracker.trackio, name=tracker.trackio.name or name),
         ),
     }
-    if config.eval.patience is not None:  # a run that stops early must have kept its best checkpoint
+    if config.eval.patience is not None:  # a run that stops early must keep its best checkpoint
         filled["checkpoint"] = replace(config.checkpoint, keep_best=True)
     return replace(config, **filled, **config.inherited())
 
@@ -294,7 +294,7 @@ def _expand(path: str | None) -> str | None:
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Returns the nested dict that config.yaml shows, with inherited values, and lists instead of tuples."""
+    """Returns the nested dict for config.yaml, with inherited values, and lists instead of tuples."""
     values = inherit(config).model_dump()
     return {name: _plain(values[name]) for name in type(config).all_fields()}
 
@@ -314,12 +314,12 @@ def rollout_size(config: PPOConfig) -> int:
 
 
 def is_partial(config: PPOConfig) -> bool:
-    """Returns whether responses that have not ended in a step are continued in the next one."""
+    """Returns whether responses that have not ended in a step are continued in the next step."""
     return isinstance(config.rollout, PartialRollouts) and config.rollout.partial
 
 
 def decoded_rows(config: PPOConfig, ranks: int) -> int:
-    """Returns the number of responses in progress on one rank."""
+    """Returns the number of responses that one rank generates at a time."""
     section, prompts = config.rollout, config.rollout.prompts_per_step / ranks
     if isinstance(section, PartialRollouts) and section.partial:
         prompts *= section.oversample
@@ -331,24 +331,24 @@ def best_metric(config: Config) -> str:
 
 
 def lower_is_better(config: Config) -> bool:
-    """Returns whether the lowest value of the metric that selects the best checkpoint is the best."""
+    """Returns whether the best checkpoint is the one with the lowest value of the metric."""
     mode = config.checkpoint.best_mode
     return mode == "min" or (mode == "auto" and best_metric(config).endswith(LOWER_IS_BETTER))
 
 
 def all_rewards(config: PPOConfig) -> dict[str, dict[str, Any]]:
-    """Returns the sections of all rewards of a PPO run by their keys, the reward of the training first."""
+    """Maps the config keys of all rewards of a PPO run to their sections; the training's reward is first."""
     more = {f"eval.rewards.{name}": section for name, section in config.eval.rewards.items()}
     return {"reward": config.reward} | more
 
 
 def extra_rewards(config: Config) -> dict[str, dict[str, Any]]:
-    """Returns the further rewards of the evaluation by their names; only PPO has some."""
+    """Maps the names of additional evaluation rewards to their sections; {} for stages other than PPO."""
     return config.eval.rewards if isinstance(config, PPOConfig) else {}
 
 
 def reward_weights(config: PPOConfig) -> dict[str, Any]:
-    """Returns the weights of the parts of a weighted reward that are not 0; {} for other rewards."""
+    """Returns the nonzero weights of the parts of a weighted reward; {} for other rewards."""
     if config.reward.get("_target_") != WEIGHTED_REWARD:
         return {}
     parts = config.reward.get("parts") or {}
@@ -357,20 +357,20 @@ def reward_weights(config: PPOConfig) -> dict[str, Any]:
 
 
 def uses_environment(section: dict[str, Any]) -> bool:
-    """Returns whether a reward, at any depth of a mixture, reads the rewards of the environment."""
+    """Returns whether a reward, or any part of a mixture, uses the rewards of the environment."""
     return any(part.get("_target_") == ENVIRONMENT_REWARD for _, part in parts_of(section, ""))
 
 
 def trained_models(config: Config) -> dict[str, TrainedConfig]:
-    """Returns the sections of the models that the stage can train, by their names."""
+    """Maps the names of the models that the stage can train to their sections."""
     return {name: getattr(config, name) for name in config.trained}
 
 
 def learning_rate(role: TrainedConfig) -> float:
     """Returns the learning rate of a model after the warm-up: that of its adapters, if it has any.
 
-    With actor.lora.lr=auto, adapters get ten times the rate of full training, which is best for both
-    supervised fine-tuning and reinforcement learning in "LoRA Without Regret" (Schulman et al. 2025).
+    With actor.lora.lr=auto, adapters get ten times the rate of full training, which is best for supervised
+    fine-tuning and reinforcement learning in "LoRA Without Regret" (Schulman et al. 2025).
     """
     if not role.lora.rank or role.lora.lr is None:
         return role.optim.lr
@@ -378,32 +378,32 @@ def learning_rate(role: TrainedConfig) -> float:
 
 
 def averaged_models(config: Config) -> dict[str, ActorConfig]:
-    """Returns the sections of the models that may have averaged weights, by their names."""
+    """Maps the names of the models that may have averaged weights to their sections."""
     return {name: getattr(config, name) for name in config.averaged}
 
 
 def main_model_path(config: Config) -> str:
-    """Returns the path of the model that the stage is for: the actor, or the scorer."""
+    """Returns the path of the stage's main model: the actor or the scorer."""
     return str(next(iter(averaged_models(config).values())).model.path)
 
 
 def uses_reference(config: PPOConfig) -> bool:
-    """Returns whether a run measures the KL to the reference; otherwise no reference is loaded."""
+    """Returns whether a run measures the KL to a reference. If not, no reference is loaded."""
     return config.algo.kl.place != "none" or config.algo.kl.after_update
 
 
 def learns_values(config: PPOConfig) -> bool:
-    """Returns whether values are learned, by a critic or by a value head on the actor."""
+    """Returns whether values are trained, in a critic or in a value head on the actor."""
     return config.algo.advantage.needs_critic
 
 
 def has_critic(config: PPOConfig) -> bool:
-    """Returns whether there is a critic with its own weights; otherwise no critic is loaded."""
+    """Returns whether there is a critic with separate weights. If not, no critic is loaded."""
     return learns_values(config) and not config.critic.share_trunk
 
 
 def reference_is_base(config: PPOConfig) -> bool:
-    """Returns whether the reference is the actor without its adapters, so that it loads no weights."""
+    """Returns whether the reference is the actor without its adapters and needs no weights."""
     actor, reference = config.actor.model, config.reference.model
     alike = ("path", "revision", "dtype", "attn_implementation", "quantization")
     return config.actor.lora.rank > 0 and all(
@@ -412,12 +412,12 @@ def reference_is_base(config: PPOConfig) -> bool:
 
 
 def reward_models(section: dict[str, Any], key: str = "reward") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the key and the section of each model in a reward, at any depth of a mixture."""
+    """Yields the config key and the section of each model in a reward, at any depth of a mixture."""
     for at, part in parts_of(section, key):
         if at != key and at.endswith(".model") and isinstance(part.get("path"), str):
             yield at, part
 
 
 def value_position(algo: AlgoConfig) -> str:
-    """Returns the position of the values: algo.value.position, or its default for the action level."""
+    """Returns algo.value.position, or the default position of the values for the action level."""
     return algo.value.position or ("prompt_last" if algo.action_level == "sequence" else "token")

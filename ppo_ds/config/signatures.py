@@ -1,8 +1,8 @@
-"""Checks the arguments of ppo_ds's own targets against the signatures in their source files.
+"""Checks the arguments of ppo_ds targets against the signatures in their source files.
 
-Importing a reward imports torch, which takes seconds. Its source is parsed instead, so that a mistake in the
-arguments is reported together with all others and before anything is imported. Other targets are checked when
-they are imported (targets.py), and so is every value whose annotation this module cannot evaluate.
+Importing a reward imports torch, which takes seconds. Instead, its source is parsed, so that a mistake in the
+arguments is reported with all others before anything is imported. Other targets, and values whose annotations
+this module cannot evaluate, are checked when the target is imported (targets.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ppo_ds.config.types import Arguments, Section, parts_of
 from ppo_ds.errors import UserError
 
 OWN = "ppo_ds."
-TORCH_FREE = "ppo_ds.config."  # these modules do not import torch, so annotations may be imported from them
+TORCH_FREE = "ppo_ds.config."  # these modules do not import torch, so their annotations may be imported
 
 
 def misused_targets(section: dict[str, Any], key: str) -> Iterator[str]:
@@ -63,7 +63,7 @@ def declared_arguments(target: str) -> type[Section]:
 
 
 def _parameters(definition: ast.FunctionDef | ast.ClassDef) -> list[tuple[str, ast.expr | None, bool]]:
-    """Returns name, annotation and whether it is required of each parameter; a class may be a dataclass."""
+    """Returns (name, annotation, required) for each parameter of a function, class or dataclass."""
     if isinstance(definition, ast.ClassDef):
         init = _named(definition.body, "__init__")
         if init is None:
@@ -82,7 +82,7 @@ def _named(body: list[ast.stmt], name: str) -> ast.FunctionDef | ast.ClassDef | 
 
 
 def _type(annotation: ast.expr | None, names: dict[str, Any]) -> Any:
-    """Returns the type that an annotation means, or Any if unknown; ``names`` maps known names to types."""
+    """Returns the type of an annotation, or Any if unknown; ``names`` maps known names to types."""
     match annotation:
         case ast.Name(id=name):
             return names.get(name, Any)

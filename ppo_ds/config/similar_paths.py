@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 MODEL_FILES = ("config.json", "adapter_config.json")
-MOST_ENTRIES = 10_000  # comparing the names of a larger folder would take seconds
+MOST_ENTRIES = 10_000  # comparing all names in a larger folder would take seconds
 _CUTOFF = 0.6  # least similarity of two names, as in config/text.py
 
 
@@ -18,16 +18,16 @@ def is_model_folder(path: Path) -> bool:
 
 
 def did_you_mean_path(path: str) -> str:
-    """Returns ``; did you mean x?`` for the existing path most similar to ``path``, or nothing.
+    """Returns ``; did you mean x?`` with the existing path most similar to ``path``, or "".
 
-    Every part of the path may be misspelled. The suggestion is relative if ``path`` is.
+    Every part of the path may be misspelled. The suggestion is relative if ``path`` is relative.
     """
     found = similar_path(Path(path).expanduser())
     return f"; did you mean {found}?" if found else ""
 
 
 def did_you_mean_model(path: str) -> str:
-    """Like ``did_you_mean_path``, but suggests a folder, and the model inside it if it is no model itself."""
+    """Like ``did_you_mean_path`` for folders; suggests the model inside a folder that is no model itself."""
     found = similar_path(Path(path).expanduser())
     if found is None or os.path.isfile(found):
         return ""
@@ -35,7 +35,7 @@ def did_you_mean_model(path: str) -> str:
 
 
 def model_inside(folder: Path) -> Path | None:
-    """Returns the model folder inside a folder such as a run directory: model/, or else the only one."""
+    """Returns a model folder inside a folder such as a run directory: model/, or else the only one."""
     inside = [found for found in _entries(folder) if is_model_folder(found)]
     exported = folder / "model"
     return exported if exported in inside else inside[0] if len(inside) == 1 else None

@@ -2,8 +2,8 @@
 
 Positional parameters of the signature are keys of the config. Keyword-only parameters are services, such as
 the tokenizer, which the caller provides. An argument annotated ``Annotated[Reward, NESTED]`` is an open part
-too, also inside lists, mappings and sections. It is checked together with the outer part and built before it,
-with the same services.
+too, also inside lists, mappings and sections. It is checked together with the outer part, but built before
+the outer part, with the same services.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _KEY = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 @dataclass(frozen=True)
 class Part:
-    """A callable with its checked arguments, to be called once the services are available."""
+    """A callable with checked arguments, to be called once the services are available."""
 
     target: Callable[..., Any]
     arguments: dict[str, Any]
 
     def make(self, key: str, services: dict[str, Any]) -> Any:
-        """Calls the target with the services in its signature; ``key``, the section's name, is one too."""
+        """Calls the target with the services in its signature, among them ``key``, the section's name."""
         available = services | {"key": key}
         wanted = {
             name: available[name]
@@ -67,10 +67,10 @@ NESTED = Nested()
 
 
 def bind(spec: dict[str, Any], key: str) -> Callable[..., Any]:
-    """Checks the arguments of ``spec`` and returns a function that takes the services and builds the object.
+    """Checks the arguments of ``spec``; returns a function that takes the services and builds the object.
 
-    ``key`` is the section's name in the config. Raises UserError with every unknown, missing or mistyped key,
-    before anything is loaded.
+    ``key`` is the section's name in the config. Before anything is loaded, raises UserError with every
+    unknown, missing or mistyped key.
     """
     part = _bound(spec, key)
     return lambda **services: part.make(key, services)
@@ -97,7 +97,7 @@ def read_arguments(section: type[Section], spec: dict[str, Any], key: str) -> Se
     """Reads the arguments beside `_target_`. Raises UserError with every problem in them."""
     given = {name: value for name, value in spec.items() if name != "_target_"}
     try:
-        # an argument may be null, but complete() removes required keys that are null
+        # null is valid for an argument, but complete() removes required keys that are null
         return section.model_validate(given | complete(section, given))
     except ValidationError as error:
         raise UserError(*problems(error, section, key).values()) from None
@@ -117,7 +117,7 @@ def arguments_of(target: Callable[..., Any]) -> type[Section]:
 
 
 def checked_as(hint: Any) -> Any:
-    """Translates an argument's annotation to a type that checks YAML values; unknown classes become Any."""
+    """Converts an argument's annotation to a type that checks YAML values; unknown classes become Any."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return Annotated[checked_as(args[0]), *args[1:]]

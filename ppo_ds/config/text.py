@@ -10,13 +10,13 @@ _LONGEST = 200  # maximum number of characters of a value in a message
 
 
 def show(value: Any) -> str:
-    """Formats a value as it would be typed on the command line, on one line."""
+    """Formats a value on one line, as typed on the command line."""
     text = " ".join(_typed(value).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def short(value: Any) -> str:
-    """Formats a value like ``show``, and a number without trailing zeros."""
+    """Formats a value like ``show``, but a number without trailing zeros."""
     return f"{value:g}" if isinstance(value, float) else show(value)
 
 
@@ -31,9 +31,9 @@ def _typed(value: Any) -> str:
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """Returns ``; did you mean x?`` for the candidate closest to ``word``, or nothing.
+    """Returns ``; did you mean x?`` with the candidate closest to ``word``, or "".
 
-    Candidates that consist of ``word``, an underscore and more come first, up to three of them.
+    Up to three candidates that begin with ``word`` and an underscore come first.
     """
     names = list(candidates)
     close = [name for name in names if name.startswith(f"{word}_")][:3]

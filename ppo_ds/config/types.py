@@ -1,7 +1,7 @@
-"""Defines the types of config keys, for values that come from YAML.
+"""Defines the types of config keys, for values from YAML.
 
 Bools are not accepted as numbers, nor numbers as bools. Text accepts integers, and Number accepts numbers
-written as text. `read` in reading.py turns pydantic's errors into one line for each problem.
+written as text. `read` in reading.py converts pydantic's errors to one line per problem.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SectionT = TypeVar("SectionT", bound="Section")
 
 
 class Section(BaseModel):
-    """A section of the config: unknown keys are errors, and nothing changes after validation."""
+    """A section of the config: unknown keys are errors, and values cannot change after validation."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -35,37 +35,37 @@ class Section(BaseModel):
 
     @classmethod
     def variant_of(cls, tree: Any) -> type[Self]:
-        """Returns the class that reads ``tree``; only sections with variants have a choice."""
+        """Returns the class to read ``tree`` with. Only sections with variants have several classes."""
         return cls
 
     @classmethod
     def all_fields(cls) -> dict[str, FieldInfo]:
-        """Returns the fields by name, those of all variants."""
+        """Returns the fields of all variants by name."""
         return cls.model_fields
 
 
 class Arguments(Section, use_attribute_docstrings=False):
-    """A section made from the arguments of a function, so no class body has docstrings to parse."""
+    """A section made from a function's arguments, so no class body has docstrings to parse."""
 
 
 class Variants(Section):
-    """A section whose key ``tag`` chooses a variant: a subclass that adds keys which only it uses.
+    """A section whose key ``tag`` chooses a variant: a subclass with additional keys.
 
-    A subclass is a variant if it gives the tag a Literal type with one name, which is also its default. It
-    needs no other registration. A key means the same, with the same range and default, in all variants.
+    A subclass is a variant if the type of its tag is a Literal with one name, which is also the default. No
+    other registration is necessary. A key has the same meaning, range and default in all variants.
     """
 
     tag: ClassVar[str]
     variants: ClassVar[dict[str, type[Any]]]
     code: ClassVar[str] = ""  # the class variable with the dotted name of a variant's code
-    # what the code takes and returns, if it is a function: the names of its arguments, and its result's type
+    # if the code is a function: the names of its arguments, and the type of its result
     interface: ClassVar[tuple[tuple[str, ...], str] | None] = None
 
     @classmethod
     def add(cls, name: str, target: Any, path: str) -> None:
-        """Adds a user's variant, called ``name``: a class derived from this one, or the code of a variant.
+        """Adds a user's variant ``name``. ``target`` is a subclass of this class, or the code of a variant.
 
-        ``path`` is the dotted name of the code. Its variant has the keys that all variants have.
+        ``path`` is the dotted name of the code. A variant of code only has the keys that all variants have.
         """
         own = isinstance(target, type) and issubclass(target, cls)
         values = {cls.tag: name, "__annotations__": {cls.tag: Literal[name]}, "__module__": __name__}
@@ -90,7 +90,7 @@ class Variants(Section):
 
     @classmethod
     def variant_of(cls, tree: Any) -> type[Self]:
-        """Returns the variant that ``tree`` chooses; the default if its name is unknown."""
+        """Returns the variant that ``tree`` chooses, or the default variant if the name is unknown."""
         if "tag" not in cls.__dict__:  # a variant
             return cls
         name = tree.get(cls.tag) if isinstance(tree, Mapping) else None
@@ -99,7 +99,7 @@ class Variants(Section):
 
     @classmethod
     def all_fields(cls) -> dict[str, FieldInfo]:
-        """Returns the fields by name: those of a variant, or those of all variants."""
+        """Returns the fields of a variant by name, or those of all variants."""
         if "tag" not in cls.__dict__:
             return cls.model_fields
         fields: dict[str, FieldInfo] = {}
@@ -132,7 +132,7 @@ def replace(section: SectionT, **values: Any) -> SectionT:
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields the path and the value of every key at or below ``path``; an empty mapping is a value."""
+    """Yields path and value of every key at or below ``path``; an empty mapping counts as a value."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from leaves(item, (*path, str(name)))
@@ -146,7 +146,7 @@ def meaning(field: FieldInfo) -> str:
 
 
 def parts_of(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the key and the section of an open part, and those of all sections inside it."""
+    """Yields the config key and the section of an open part and of all open parts inside it."""
     yield key, section
     for name, inner in section.items():
         if isinstance(inner, dict):
@@ -154,10 +154,10 @@ def parts_of(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str,
 
 
 def refuse(message: str, *, whole_line: bool = False) -> NoReturn:
-    """Refuses a value in a validator; the error line becomes ``key=value: message``.
+    """Raises the error of a validator; the error line becomes ``key=value: message``.
 
-    With ``whole_line``, the message is the whole line, in which $KEY and $SECTION are replaced by the key and
-    its section. This is for values that must not be printed, and for several lines.
+    With ``whole_line``, the message is the whole line, with $KEY and $SECTION for the key and its section.
+    This is for values that must not be printed, and for several lines.
     """
     raise PydanticCustomError("whole_line" if whole_line else "refused", "{message}", {"message": message})
 
@@ -178,7 +178,7 @@ class Must:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Accepts the names or numbers in ``table`` and ``also``. Entries may be added to the table later."""
+    """Accepts the names or numbers in ``table`` and ``also``. Entries may be added to ``table`` later."""
 
     table: Iterable[Any]
     also: tuple[Any, ...] = ()
@@ -191,7 +191,7 @@ class OneOf:
         return core_schema.no_info_plain_validator_function(self._checked)
 
     def _checked(self, value: Any) -> Any:
-        # types are compared too: 0 == False == 0.0 in Python, but only 0 is a ZeRO stage
+        # compares types too: 0 == False == 0.0 in Python, but only 0 is a ZeRO stage
         if any(value == choice and type(value) is type(choice) for choice in self.choices):
             return value
         names = [str(choice) for choice in self.choices]
@@ -199,7 +199,7 @@ class OneOf:
 
 
 def _number(value: Any) -> Any:
-    """Converts text to a number where possible, since YAML 1.1 reads 1e-6 as text."""
+    """Converts text to a number where possible, since YAML 1.1 parses 1e-6 as text."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,6 +1,6 @@
-"""Checks a whole config: types, rules between keys, and files on this machine, before anything is loaded.
+"""Checks a whole config before anything is loaded: types, rules between keys, files on this machine.
 
-All problems are reported together. The rules are in checks/, one function for each subject.
+All problems are reported together. The rules are in checks/, with one function per subject.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ppo_ds.config.types import replace
 from ppo_ds.errors import UserError
 from ppo_ds.secrets import secrets_in
 
-# A check takes a config and the number of ranks, and yields an error line for every problem. The line names
+# A check takes a config and the number of ranks, and yields an error line for every problem. The line lists
 # all keys involved.
 Check = Callable[[Any, int], Iterator[str]]
 
-# Check -> the class of the configs that it is for
+# check -> the class of the configs to which it applies
 CHECKS: dict[Check, type[Config]] = {
     run.check_run: Config,
     data.check_sampling: PPOConfig,
@@ -48,8 +48,8 @@ CHECKS: dict[Check, type[Config]] = {
 
 
 def validated(tree: dict[str, Any], ranks: int) -> Config:
-    """Returns the complete Config of a plain nested dict. Raises UserError with every problem in it."""
-    if secrets := list(secrets_in(tree)):  # only these are reported: other lines could print a secret
+    """Returns the complete Config for a plain nested dict. Raises UserError with all of its problems."""
+    if secrets := list(secrets_in(tree)):  # no other problem is reported, since its line could print a secret
         raise UserError(*secrets)
     load_own_code(tree)
     config, wrong = read(Config, tree)
@@ -62,7 +62,7 @@ def validated(tree: dict[str, Any], ranks: int) -> Config:
             config = replace(config, data=replace(config.data, chat_template=text))
     except UserError as error:
         wrong = wrong | {"data.chat_template": str(error)}
-    # Lines about a key with a wrong value are dropped: the value was replaced, so they would be misleading.
+    # Drop further lines about a key with a wrong value: they would be about the value that replaced it.
     known = {re.split(r"[#\[]", key)[0] for key in wrong} & set(dotted_keys(type(config)))
     named = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in known) or r"(?!)")
     try:
@@ -75,7 +75,7 @@ def validated(tree: dict[str, Any], ranks: int) -> Config:
 
 
 def problems(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for every conflict between keys and every missing or unusable file or folder."""
+    """Yields an error line for every conflict between keys, and every missing or unusable file or folder."""
     for check, kind in CHECKS.items():
         if isinstance(config, kind):
             yield from check(config, ranks)

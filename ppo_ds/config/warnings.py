@@ -1,4 +1,4 @@
-"""Warns about settings that are allowed but known to be wrong or risky, and gives the reasons."""
+"""Warns about settings that are valid but known to be wrong or risky, with the reasons."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ppo_ds.config.text import show
 def warnings(config: PPOConfig, hides_stops: bool) -> list[str]:
     """Returns the warnings of the start-up banner.
 
-    There is at most one line about the algorithm and one about each sampling option. ``hides_stops`` is True
-    if the end token is not an action, which depends on algo.train_on_eos and, if that is null, the tokenizer.
+    There is at most one line about the algorithm and one per sampling option. ``hides_stops`` is True if the
+    end token is not an action, which depends on algo.train_on_eos and, if that is null, on the tokenizer.
     """
     mistakes = list(_mistakes(config, hides_stops))
     lines = [f"warning    algo: {'; '.join(mistakes)}"] if mistakes else []
@@ -48,7 +48,7 @@ def warnings(config: PPOConfig, hides_stops: bool) -> list[str]:
 
 
 def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
-    """Returns a warning if a model runs in bf16 on a processor that emulates it."""
+    """Returns a warning if a model runs in bf16 on a processor that emulates bf16."""
     dtypes = {f"{name}.model": role.model.dtype for name, role in trained_models(config).items()}
     if isinstance(config, PPOConfig):
         if not has_critic(config):
@@ -70,7 +70,7 @@ def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
 def _mistakes(config: PPOConfig, hides_stops: bool) -> Iterator[str]:
     """Yields a phrase for each flaw of a published system that the config enables.
 
-    ppo_ds has these flaws as options so that the systems can be reproduced.
+    These flaws are options of ppo_ds so that the systems can be reproduced.
     """
     algo = config.algo
     estimator, level = algo.advantage, algo.action_level

@@ -35,15 +35,15 @@ from ppo_ds.types import Prompts, Row, Sequences
 if TYPE_CHECKING:
     from ppo_ds.distributed.world import World
 
-# Columns of the answer to "prompt"; the first one that a row has is used.
+# Columns of the answer to "prompt"; the first existing column is used.
 ANSWER_COLUMNS = ("response", "answer", "completion", "chosen")
 CHAT_COLUMNS = ("messages", "conversations", "chosen")  # columns of chats that include the answer
 
-Demonstration = tuple[Prompt | None, str]  # prompt and answer; if prompt is None, the whole text is learned
+Demonstration = tuple[Prompt | None, str]  # prompt and answer; without a prompt, all text is learned
 
 
 def parse_demonstration(row: Row, format: PromptFormat, learn: Learn = "answer") -> Demonstration:
-    """Returns the row's prompt and answer; errors do not name the row's location, which the caller adds.
+    """Returns the row's prompt and answer. Errors omit the row's location, which the caller adds.
 
     If every assistant turn is learned, messages after the last of these turns are dropped.
     """
@@ -72,13 +72,13 @@ def parse_demonstration(row: Row, format: PromptFormat, learn: Learn = "answer")
 
 
 def _split_chat(chat: list[Message], name: str, format: PromptFormat, learn: Learn) -> Demonstration:
-    """Splits a chat into the messages before its last one and the assistant's last message."""
+    """Splits a chat that ends with an assistant message into the messages before it and this message."""
     answers = [i for i, message in enumerate(chat, start=1) if message["role"] == "assistant"]
     if learn == "assistant" and answers:
         chat = chat[: answers[-1]]
     if not chat or chat[-1]["role"] != "assistant":
         raise UserError(f'column "{name}": nothing to learn: the last message must be the assistant\'s')
-    remove_final_answer(chat, name)  # checks that there is a message to answer
+    remove_final_answer(chat, name)  # raises UserError if there is no message to answer
     return add_system_message(chat[:-1], format), _check_answer(chat[-1]["content"], name)
 
 
@@ -89,14 +89,13 @@ def _check_answer(value: object, name: str) -> str:
 
 
 class DemonstrationSource:
-    """Holds the token ids of texts and demonstrations, the same on every rank.
+    """Holds the token ids of texts and demonstrations, identically on every rank.
 
-    In a text, all tokens but the first are learned, and an end token is appended. In a demonstration,
-    ``learn`` selects the last answer, every assistant turn, or all tokens but the first; end tokens are
-    learned too. Tokens after the last learned one are left out. Rows are truncated to ``max_tokens`` on the
-    right, and dropped if no learned token remains.
-
-    ``report`` counts the rows that were read ("rows"), truncated and dropped; ``len(source)`` the others.
+    "Learned" tokens have a loss. In a text, these are all tokens but the first; an end token is appended. In
+    a demonstration, ``learn`` selects the last answer, every assistant turn, or all tokens but the first,
+    with the end tokens. Tokens after the last learned token are removed. Rows are truncated to ``max_tokens``
+    on the right, and dropped if no learned token remains. ``report`` has the number of rows read ("rows"),
+    truncated and dropped; ``len(source)`` is the number of rows kept.
     """
 
     unit = "texts"
@@ -157,7 +156,7 @@ class DemonstrationSource:
         return parse_demonstration(row, self._format, self.learn)
 
     def _encode(self, pieces: list[Piece], encoded: list[list[int]]) -> list[list[int]]:
-        """Returns the ids of a row up to its last learned token, then 1 for each learned and 0 for others."""
+        """Returns [ids, flags] of a row up to its last learned token; flags: 1 for learned tokens, else 0."""
         is_chat = not any(piece.special_tokens for piece in pieces)
         if len(pieces) > 1 and not encoded[0]:
             raise UserError("the prompt has no tokens")
@@ -165,7 +164,7 @@ class DemonstrationSource:
         return [[*ids, *learned]]
 
     def pieces(self, prompt: Prompt | None, answer: str) -> list[Piece]:
-        """Divides the text of a row into pieces that are learned or not learned as a whole."""
+        """Divides a row's text into pieces that are either completely learned or not learned."""
         if prompt is None:
             return [Piece(answer, True, special_tokens=True)]
         if isinstance(prompt, str):
@@ -180,10 +179,10 @@ class DemonstrationSource:
         return [*pieces, Piece(text[end:], False)]
 
     def join(self, pieces: list[tuple[list[int], bool]], chat: bool) -> tuple[list[int], list[bool]]:
-        """Joins the tokens of the pieces of a row and adds the end token of the last answer if it has none.
+        """Joins the tokens of a row's pieces; adds the end token of the last answer if it is missing.
 
-        A turn that was found by rendering prefixes ends with its last end token. If the template marks the
-        turns, the end token may come directly after the mark.
+        If a turn was found by rendering prefixes, it ends with its last end token. If the template marks the
+        turns, the end token may follow the mark.
         """
         ids: list[int] = []
         learned: list[bool] = []
@@ -204,7 +203,7 @@ class DemonstrationSource:
         ids, learned = ids[:last], learned[:last]
         if not ended:
             ids, learned = ids + list(stops[:1]), learned + [True] * len(stops[:1])
-        return ids, [False, *learned[1:]]  # nothing precedes the first token
+        return ids, [False, *learned[1:]]  # the first token cannot be predicted
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -233,7 +232,7 @@ class DemonstrationSource:
         """Returns the rows at ``indices``, right-padded.
 
         Only the first token is stored as prompt, so R = T - 1. ``response_mask`` marks the learned tokens;
-        ``response_lengths`` also counts the other tokens, to which the model attends.
+        ``response_lengths`` also counts the other tokens, which the model attends to.
         """
         rows = [self._ids[i] for i in indices]
         lengths = torch.tensor([len(row) for row in rows])[:, None]
@@ -244,7 +243,7 @@ class DemonstrationSource:
         return Sequences(ids, mask, learned[:, 1:])
 
     def prompts(self, count: int, max_new_tokens: int) -> Prompts | None:
-        """Returns the prompts of the first ``count`` rows that have one, for generation; None without any.
+        """Returns the prompts of the first ``count`` rows with a prompt, for generation, or None.
 
         Their metadata have "prompt_text", the "messages" of a chat and the "answer" in the data.
         """

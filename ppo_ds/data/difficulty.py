@@ -1,4 +1,4 @@
-"""Draws prompts less often while their responses teach nothing (data.difficulty)."""
+"""Draws prompts less often while all their responses have equal scores (data.difficulty)."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ NAMES = DUE, LAST, EQUAL = "due", "last", "equal"
 
 
 class Difficulty:
-    """Draws the prompts of each step, and remembers the last scores of each prompt.
+    """Draws the prompts of each step, and stores the last scores of each prompt.
 
     A prompt is settled while its last ``responses`` responses all have the same score. Time is counted in
-    passes. In every pass each prompt is due at a random moment; a settled one skips passes, so that it is due
+    passes. In every pass each prompt is due at a random time, but settled prompts skip passes: they are due
     every 1 / ``floor`` passes on average. A step draws the prompts that are due first. Without settled
-    prompts, the draws are shuffled passes over all prompts. A draw takes the same time whatever the floor is.
+    prompts, the draws are shuffled passes over all prompts. The time of a draw does not depend on the floor.
 
-    ``observe`` must be called between two draws. It receives the scores of all ranks, so that the state is
-    the same on every rank.
+    ``observe`` must be called between two draws. It receives the scores of all ranks, so that all ranks have
+    the same state.
     """
 
     def __init__(
         self, prompts: int, floor: float, responses: int, *, seed: int, gather: Callable[[Tensor], Tensor]
     ):
-        """Starts the first pass; ``gather`` concatenates a tensor of all ranks, in the order of the ranks."""
+        """Starts the first pass; ``gather`` concatenates tensors of all ranks, in rank order."""
         self._floor, self._responses, self._seed, self._gather = floor, responses, seed, gather
         self._observed = 0  # draws whose scores are known
         self._columns = {
             DUE: self._uniform(prompts),  # when each prompt is due, in passes
             LAST: torch.zeros(prompts),  # its last score
-            EQUAL: torch.zeros(prompts, dtype=torch.int32),  # number of its last responses with that score
+            EQUAL: torch.zeros(prompts, dtype=torch.int32),  # number of its last responses with this score
         }
         self._drawn = torch.tensor([], dtype=torch.long)
-        self.metrics: Metrics = {}  # shares of the settled prompts in the last draw and among all prompts
+        self.metrics: Metrics = {}  # shares of settled prompts among all prompts and in the last draw
 
     @property
     def settled(self) -> Tensor:
-        """Tells which prompts are settled, [prompts] bool."""
+        """Tells for each prompt whether it is settled, [prompts] bool."""
         return self._columns[EQUAL] >= self._responses
 
     def draw(self, count: int) -> list[int]:
-        """Returns the indices of ``count`` different prompts; the same ones until ``observe`` is called."""
+        """Returns the indices of ``count`` distinct prompts; repeats them until ``observe`` is called."""
         self._drawn = self._columns[DUE].topk(count, largest=False).indices
         settled = self.settled
         self.metrics = {
@@ -57,14 +57,14 @@ class Difficulty:
         return self._drawn.tolist()
 
     def observe(self, scores: Tensor) -> None:
-        """Learns the scores of this rank's share, equally many per prompt. All ranks must call this."""
+        """Adds the scores of this rank's share, equally many per prompt. All ranks must call this."""
         (due, last, equal), drawn = self._columns.values(), self._drawn
         for column in self._gather(scores).cpu().float().view(len(drawn), -1).T:
             repeated = (column == last[drawn]) & (equal[drawn] > 0)
             equal[drawn] = torch.where(repeated, equal[drawn] + 1, 1).int().clamp(max=self._responses)
             last[drawn] = column
         self._observed += 1
-        # a random number of passes: a fixed one would bring all settled prompts in the same pass
+        # a random number of passes: with a fixed number, all settled prompts would be due in one pass
         skipped, moment = self._uniform(2 * len(drawn)).chunk(2)
         skipped = torch.where(self.settled[drawn], 2 * (1 / self._floor - 1) * skipped, 0.0)
         due[drawn] = (due[drawn] + 1 + skipped).floor() + moment
@@ -83,6 +83,6 @@ class Difficulty:
         self._observed = state["observed"]
 
     def _uniform(self, count: int) -> Tensor:
-        """Draws numbers in [0, 1) that depend only on the seed and on the number of observed draws."""
+        """Draws numbers in [0, 1) that depend only on the seed and the number of observed draws."""
         generator = torch.Generator().manual_seed(self._seed * SEED_OFFSET + self._observed)
         return torch.rand(count, generator=generator, dtype=torch.float64)

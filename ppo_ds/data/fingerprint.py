@@ -1,4 +1,4 @@
-"""Fingerprints of data sets, by which a resumed run notices that the rows of a file have changed."""
+"""Fingerprints of data sets, with which a resumed run detects changed rows."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Identifies the rows that a run has read of one data set."""
+    """Identifies the rows that a run has read from a data set."""
 
     key: str  # the config key of the path
     path: str
     rows: int
-    digest: str  # of the contents of all rows in their order, wherever the file lies
+    digest: str  # hash of all rows in order, independent of the file's location
 
     def saved(self) -> dict[str, Any]:
-        """Returns the part that a checkpoint saves, under the key."""
+        """Returns the entry of a checkpoint for the data set, under ``key``."""
         return {"rows": self.rows, "digest": self.digest}
 
 
 def changed_rows(before: Mapping[str, Any], now: Sequence[Fingerprint], checkpoint: object) -> Iterator[str]:
     """Yields a warning for each data set whose rows are not those of the checkpoint.
 
-    This is no error, since a curriculum may append or replace rows between two starts. ``before`` holds what
-    the checkpoint has saved of each data set by its key; checkpoints of earlier versions have saved nothing.
+    This is no error, since a curriculum may append or replace rows between two starts. ``before`` maps the
+    keys of data sets to their entries in the checkpoint; checkpoints of earlier versions have none.
     """
     for data in now:
         saved = before.get(data.key)

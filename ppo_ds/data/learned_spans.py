@@ -1,8 +1,8 @@
-"""Finds the characters of a rendered chat that a language-modelling loss learns.
+"""Finds the characters of a rendered chat that have a language-modelling loss ("learned").
 
 A chat template may mark the assistant's text with ``{% generation %}``. Otherwise a turn is found by
-rendering prefixes of the chat, which is exact if the template renders a prefix as the beginning of the whole
-chat. Other chats are refused, for example if the template drops the reasoning of earlier turns.
+rendering prefixes of the chat, which requires that the template renders a prefix to the beginning of the
+whole chat. Other chats are errors, for example if the template drops the reasoning of earlier turns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Message, Tokenizer
 
 Learn = Literal["answer", "assistant", "all"]  # see sft.learn
-Span = tuple[int, int]  # first character, and the one after the last
+Span = tuple[int, int]  # [first character, end)
 
 
 def learned_spans(tokenizer: Tokenizer, chat: list[Message], learn: Learn) -> tuple[str, list[Span]]:
@@ -33,7 +33,7 @@ def learned_spans(tokenizer: Tokenizer, chat: list[Message], learn: Learn) -> tu
             )
     else:
         text = tokenizer.render_chat(chat, to_answer=False)
-        # a chat that begins with the assistant: that message has no prompt and is not learned
+        # if the assistant begins the chat, its first message has no prompt and is not learned
         turns = [i for i, message in enumerate(chat) if i and message["role"] == "assistant"]
         spans = [turn_span(tokenizer, chat, i, text) for i in (turns[-1:] if learn == "answer" else turns)]
     return text, spans[-1:] if learn == "answer" else spans
@@ -51,7 +51,7 @@ def turn_span(tokenizer: Tokenizer, chat: list[Message], i: int, text: str) -> S
             "cannot be separated from it; set data.chat_template"
         )
     end = end_before_next(tokenizer, chat, i, text)
-    # without this check, a template that drops a part of a turn would teach the model to omit it
+    # otherwise, if a template drops a part of a turn, the model would learn to omit the part
     if end is None or not text.startswith(head) or chat[i]["content"].strip() not in text[len(head) : end]:
         raise UserError(
             f"the chat template renders message {i + 1} differently in the whole chat (for example without "
@@ -62,10 +62,10 @@ def turn_span(tokenizer: Tokenizer, chat: list[Message], i: int, text: str) -> S
 
 
 def end_before_next(tokenizer: Tokenizer, chat: list[Message], i: int, text: str) -> int | None:
-    """Returns where message ``i`` ends because the next one begins, or None if that cannot be found.
+    """Returns the end of message ``i``, found from the start of the next message, or None if not found.
 
-    The template of Qwen3 adds an empty reasoning to the last answer only. The chat up to an earlier answer is
-    then no prefix of the whole chat, but the chat up to the message after it is one.
+    The template of Qwen3 adds an empty reasoning only to the last answer. Then the chat up to an earlier
+    answer is no prefix of the whole chat, but the chat up to the message after the answer is.
     """
     before = tokenizer.render_chat(chat[:i], to_answer=False)
     try:

@@ -1,7 +1,7 @@
 """Parses raw rows into prompts (a text, or a chat up to the assistant's answer) and response length limits.
 
 A chat is a list of ``{"role", "content"}``, or of ``{"from", "value"}`` as in ShareGPT. A final answer in the
-row is removed, because the policy generates its own.
+row is removed, because the policy generates an answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ppo_ds.types import Row
 
 LIMIT_COLUMN = "max_new_tokens"
 CHAT_COLUMNS = ("messages", "conversations")
-PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS)  # the first one that a row has is used
+PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS)  # the first existing column is used
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -36,7 +36,7 @@ Prompt = str | list[Message]
 class PromptFormat:
     """Describes where the prompts of a data set are stored and how they are formatted."""
 
-    column: str | None = None  # the prompt's column; None: the first of PROMPT_COLUMNS that the row has
+    column: str | None = None  # the prompt's column; None: the first of PROMPT_COLUMNS in the row
     column_key: str = "data.prompt_column"  # config key of ``column``, for error messages
     apply_chat_template: bool = False  # whether a text becomes a chat with a single user message
     system: str | None = None  # a system message for chats without one
@@ -54,7 +54,7 @@ def prompt_format(tokenizer: Tokenizer, data: DataConfig, key: str) -> PromptFor
 
 
 def parse_prompt(row: Row, format: PromptFormat) -> Prompt:
-    """Returns the row's prompt; errors do not name the row's location, which the caller adds."""
+    """Returns the row's prompt. Errors omit the row's location, which the caller adds."""
     name, key = format.column, format.column_key
     if name is None:
         present = [column for column in PROMPT_COLUMNS if column in row]
@@ -63,7 +63,7 @@ def parse_prompt(row: Row, format: PromptFormat) -> Prompt:
                 f"none of the columns {', '.join(PROMPT_COLUMNS)}; set {key} to one that the row has: "
                 f"{column_names(row)}"
             )
-        # in a file format with fixed columns, a column that a row lacks is null
+        # in file formats with fixed columns, a missing value is null
         name = next((column for column in present if row[column] is not None), present[0])
     elif name not in row:
         raise UserError(f"{key}={name}: no such column; the row has: {column_names(row)}")
@@ -90,7 +90,7 @@ def parse_prompt(row: Row, format: PromptFormat) -> Prompt:
 
 
 def refuse_tools(row: Row, model: str = "policy") -> None:
-    """Raises UserError if the row lists tools, which no prompt would contain."""
+    """Raises UserError if the row lists tools, because prompts do not include tools."""
     if row.get("tools"):
         raise UserError(
             f'column "tools": tools are not shown to the {model}; write them into the system message and '
@@ -107,7 +107,7 @@ def add_system_message(messages: list[Message], format: PromptFormat) -> list[Me
 def parse_max_new_tokens(row: Row) -> int | None:
     """Returns the row's limit of response tokens, from its column "max_new_tokens", or None.
 
-    It may be a float (a Parquet column with gaps) or a text (CSV, where an empty cell means None).
+    The value may be a float (a Parquet column with gaps) or a text (CSV, where an empty cell means None).
     """
     value = row.get(LIMIT_COLUMN)
     if value is None or value == "":
@@ -119,7 +119,7 @@ def parse_max_new_tokens(row: Row) -> int | None:
 
 
 def as_number(value: Any) -> float:
-    """Converts a number or a text that is one; returns NaN for any other value."""
+    """Converts a number or numeric text to float; returns NaN for any other value."""
     try:
         return float("nan" if isinstance(value, bool) else value)
     except (TypeError, ValueError, OverflowError):
@@ -175,7 +175,7 @@ def check_text(value: str, location: str) -> str:
 
 
 def _check_unicode(value: str, location: str) -> str:
-    r"""Refuses a lone surrogate ("\ud800"), which no tokenizer accepts, and a text that takes all memory."""
+    r"""Refuses a lone surrogate ("\ud800"), which no tokenizer accepts, and a text of excessive length."""
     if len(value) > CHARACTERS:
         raise UserError(f"{location} has more than {CHARACTERS} characters; shorten it or remove the row")
     try:

@@ -1,4 +1,4 @@
-"""Several data sets mixed by weight and presented as one."""
+"""Mixes several data sets by weight into one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class MixedSource:
-    """Mixes the prompts of several data sets in proportion to their weights, whatever their sizes.
+    """Mixes the prompts of several data sets in proportion to their weights, independently of their sizes.
 
-    The sets take turns (``WeightedRoundRobin``); each is repeated in passes of its own, so a prompt of a
-    small set with a large weight occurs more often. One epoch has as many prompts as all sets together.
+    The sets take turns (``WeightedRoundRobin``), and each set is repeated in separate passes, so a prompt of
+    a small set with a large weight occurs more often. One epoch has as many prompts as all sets together.
     """
 
     unit = "prompts"
@@ -72,7 +72,7 @@ class MixedSource:
         return Interleaved(self._turns, orders, self._starts)
 
     def batch(self, indices: Sequence[int]) -> Prompts:
-        """Returns the prompts at ``indices``, left-padded; these count through one set after the other."""
+        """Returns the prompts at ``indices``, left-padded. Indices count through one set after another."""
         members = [(bisect_right(self._starts, i) - 1, i) for i in indices]
         return collate_prompts(
             [self.sources[k].row(i - self._starts[k]) for k, i in members], self.sources[0].pad_id
@@ -80,7 +80,7 @@ class MixedSource:
 
 
 def collect_user_errors(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Runs every call and returns the results, or raises one UserError with the problems of all of them."""
+    """Runs all calls and returns the results, or raises one UserError with the problems of all calls."""
     results: list[T] = []
     problems: list[str] = []
     for call in calls:

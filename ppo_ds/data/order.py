@@ -1,6 +1,6 @@
 """Infinite sequences of indices: ``order[i]`` is the index of the item at position i = 0, 1, 2, ...
 
-Any position can be queried, so a resumed run needs only its step.
+Positions can be read in any order, so a resumed run needs only its step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Order(Protocol):
 
 
 class Passes:
-    """Repeats passes over ``n`` items, each shuffled with the seed ``seed`` + pass number, or unshuffled."""
+    """Repeats passes over ``n`` items, each shuffled with ``seed`` + number of the pass, or unshuffled."""
 
     def __init__(self, n: int, seed: int, shuffle: bool = True):
         self._n, self._seed, self._shuffle = n, seed, shuffle
@@ -39,10 +39,10 @@ class Passes:
 class WeightedRoundRobin:
     """Assigns positions to members in proportion to their weights, without randomness.
 
-    ``turns[position]`` is (i, k): the k-th turn of member i, both counted from 0. For every n, each member's
-    count among the first n positions differs from its share of n by less than one turn. The rule is
-    Tijdeman's (The chairman assignment problem, 1980): among those of the m members that are behind by 1 /
-    (2m - 2) turns or more, it takes the one that would be the first to fall too far behind.
+    ``turns[position]`` is (i, k): turn k of member i, both counted from 0. For every n, the number of each
+    member's turns among the first n positions differs from its share of n by less than 1. The rule is
+    Tijdeman's (The chairman assignment problem, 1980): among the members that are at least 1 / (2m - 2) turns
+    behind (m members), the next turn goes to the member that would be the first to fall too far behind.
     """
 
     def __init__(self, weights: Sequence[float]):
@@ -52,7 +52,7 @@ class WeightedRoundRobin:
         self._weights = [weight // math.gcd(*integers) for weight in integers]
         self._period = sum(self._weights)
         self._taken = [0] * len(integers)
-        # members and turns of the positions computed so far; at most one period is stored
+        # members and turns at the positions computed so far, at most one period
         self._members, self._turns = array("L"), array("Q")
 
     @property
@@ -77,7 +77,7 @@ class WeightedRoundRobin:
 
 
 class Interleaved:
-    """Interleaves several orders; member i's own indices are shifted by ``starts[i]``."""
+    """Interleaves several orders; the indices of member i are shifted by ``starts[i]``."""
 
     def __init__(self, turns: WeightedRoundRobin, orders: Sequence[Order], starts: Sequence[int]):
         self._turns, self._orders, self._starts = turns, orders, starts

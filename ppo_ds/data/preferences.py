@@ -1,8 +1,8 @@
 """Preference pairs as token ids: a preferred and a rejected text, for the training of a reward model.
 
-A row with K ranked answers becomes all its pairs, at most K (K - 1) / 2, as in InstructGPT (Ouyang et al.
-2022), which divides the loss of each row by its number of pairs. Here every pair has the same weight. The
-pairs of a row stay together when rows are shuffled.
+A row with K ranked answers becomes up to K (K - 1) / 2 pairs, as in InstructGPT (Ouyang et al. 2022).
+InstructGPT divides the loss of a row by its number of pairs; here every pair has the same weight. The pairs
+of a row stay together when rows are shuffled.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from ppo_ds.types import PreferencePairs, Row
 if TYPE_CHECKING:
     from ppo_ds.distributed.world import World
 
-PROMPT_COLUMNS = ("prompt", "context")  # the first one that a row has is used
+PROMPT_COLUMNS = ("prompt", "context")  # the first existing column is used
 RANKED_COLUMNS = ("completions", "responses")  # columns of several answers
 TIES = ("tie", "same", "equal")  # values of "preference" besides A and B
 NEEDED = (
     'needs the columns "chosen" and "rejected", or "response_A", "response_B" and "preference", or '
     '"completions" with a rank each'
 )
-# the keys of ``PreferenceSource.report``
+# keys of ``PreferenceSource.report``
 COUNTED = ("rows", "pairs", "tied", "identical", "dropped", "unknown")
 
 Template = Literal["text", "chat"]
@@ -59,16 +59,16 @@ class ParsedRow(NamedTuple):
     """The answers of one row, each with its prompt, as texts or as chats."""
 
     texts: list[Prompt]
-    pairs: list[tuple[int, int]]  # indices into ``texts``: the preferred and the rejected one
+    pairs: list[tuple[int, int]]  # indices into ``texts``: preferred, rejected
     tied: int  # pairs of answers with the same rank
     margin: float
     subset: str | None
 
 
 def parse_preferences(row: Row, format: PromptFormat, joint: str) -> ParsedRow:
-    """Returns the texts and pairs of a row; errors do not name the row's location, which the caller adds.
+    """Returns the texts and pairs of a row. Errors omit the row's location, which the caller adds.
 
-    ``joint`` is the text between a prompt and an answer that are texts.
+    ``joint`` is the text inserted between a prompt and an answer that are texts.
     """
     refuse_tools(row, "reward model")
     answers = ranked_answers(row)
@@ -81,7 +81,7 @@ def parse_preferences(row: Row, format: PromptFormat, joint: str) -> ParsedRow:
         texts,
         pairs,
         tied=len(every) - len(pairs),
-        margin=0.0 if margin in (None, "") else _number(margin, 'column "margin"'),  # CSV: a gap is empty
+        margin=0.0 if margin in (None, "") else _number(margin, 'column "margin"'),  # "": an empty CSV cell
         subset=None if subset is None else str(subset),
     )
 
@@ -126,7 +126,7 @@ def _number(value: object, what: str) -> float:
 def _with_prompt(row: Row, answer: object, name: str, format: PromptFormat, joint: str) -> Prompt:
     """Returns an answer with its prompt: a text, or a chat that ends with the assistant.
 
-    An answer that is a chat with a message before the assistant's first one contains the prompt.
+    If the answer is a chat with a message before the first assistant message, it includes the prompt.
     """
     if format.column is not None and format.column not in row:
         raise UserError(
@@ -139,7 +139,7 @@ def _with_prompt(row: Row, answer: object, name: str, format: PromptFormat, join
     if isinstance(answer, str):
         if prompt is None and not format.apply_chat_template:
             return check_text(answer, f'column "{name}"')
-        # an answer may be empty, since a policy can give an empty response
+        # an answer may be empty, since a response of a policy can be empty
         text = check_text(answer, f'column "{name}"') if answer.strip() else answer
         if isinstance(prompt, str) and not format.apply_chat_template:
             if format.system is not None:
@@ -168,16 +168,15 @@ def _as_chat(prompt: str | list) -> list[Message]:
 
 
 class PreferenceSource:
-    """Holds the token ids of preference pairs, the same on every rank.
+    """Holds the token ids of preference pairs, identically on every rank.
 
     A prompt and an answer that are texts are joined by ``joint``, unless either has white space there, and
     encoded with the tokenizer's default special tokens. Chats are rendered by the chat template.
-    ``data.apply_chat_template=true`` makes a text prompt a user message; unlike for prompts of PPO, null
-    means false.
+    ``data.apply_chat_template=true`` makes a text prompt a user message; null means false, unlike in PPO.
 
-    ``report`` counts the rows that were read ("rows"), pairs of answers with different ranks ("pairs") and
-    with the same rank ("tied", left out), pairs with the same tokens ("identical", dropped), and pairs with a
-    text of more than ``max_tokens`` tokens ("dropped"). ``len(source)`` is the number of pairs that are used.
+    ``report`` has the number of rows read ("rows"), of pairs of answers with different ranks ("pairs") and
+    with equal ranks ("tied", left out), of pairs with equal tokens ("identical", dropped), and of pairs with
+    a text of more than ``max_tokens`` tokens ("dropped"). ``len(source)`` is the number of pairs in use.
     """
 
     unit = "pairs"
@@ -207,7 +206,7 @@ class PreferenceSource:
         parse = partial(parse_preferences, format=format, joint=self.joint)
         parsed, self.fingerprint = parse_rows(world, self._file_rows, parse, key, path)
         self.template: Template = self._check_template(parsed)
-        self._ids = TokenRows()  # pair i: the preferred text at 2 i, the rejected one at 2 i + 1
+        self._ids = TokenRows()  # pair i: the preferred text at 2 i, the rejected text at 2 i + 1
         self._margins, self.subsets = array("d"), list[str | None]()
         self._group_ends = array("L")  # for each row with pairs, the index after its last pair
         counts = Counter(rows=len(parsed), tied=sum(row.tied for row in parsed))
@@ -242,8 +241,8 @@ class PreferenceSource:
             )
 
     def _check_template(self, parsed: list[ParsedRow]) -> Template:
-        """Returns whether the rows are texts or chats; raises UserError for a mixture of both."""
-        kinds: dict[Template, int] = {}  # -> the first row of that kind
+        """Returns whether the rows are texts or chats; raises UserError if there are both."""
+        kinds: dict[Template, int] = {}  # kind -> its first row
         for i, row in enumerate(parsed):
             for text in row.texts:
                 kinds.setdefault("text" if isinstance(text, str) else "chat", i)
@@ -271,7 +270,7 @@ class PreferenceSource:
         return {token for ids in self._ids for token in set(ids)}
 
     def texts(self, i: int) -> tuple[str, str]:
-        """Returns the preferred and the rejected text of pair ``i`` as they are encoded."""
+        """Returns the preferred and the rejected text of pair ``i`` as encoded."""
         chosen, rejected = (
             self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
             for ids in (self._ids[2 * i], self._ids[2 * i + 1])
@@ -298,7 +297,7 @@ class PairOrder:
     """Repeats passes over groups of pairs. Groups are shuffled as in ``Passes``; pairs in a group are not."""
 
     def __init__(self, ends: list[int], seed: int, shuffle: bool):
-        """Initializes the order; ``ends`` holds the index of the pair after each group."""
+        """Initializes the order; ``ends`` holds, for each group, the index after its last pair."""
         self._groups = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         self._rows = Passes(len(ends), seed, shuffle)
         self._pass, self._order = -1, list[int]()
@@ -313,10 +312,10 @@ class PairOrder:
 
 
 def padding_token(tokenizer: Tokenizer, sources: Sequence[PreferenceSource]) -> int:
-    """Returns a token to pad texts with, which is not the last token of any of the texts.
+    """Returns a padding token that is not the last token of any text.
 
-    transformers reads the score of a decoder at the last token that is not its pad token, the wrong one for a
-    text that ends with it. Without a free special token, a token is taken that occurs in no text.
+    transformers reads a decoder's score at the last token that is not the pad token: the wrong position if
+    the text ends with the pad token. If no special token is free, uses a token that is in no text.
     """
     ends = {token for source in sources for token in source.last_tokens}
     special = [tokenizer.pad_id, *tokenizer.hf.all_special_ids]

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from ppo_ds.distributed.world import World
 
 ID_COLUMN = "id"
-MAX_VALUES = 50  # of a column by which an evaluation groups its rows
-NO_VALUE = "(none)"  # the value of rows without that column
-SHORT = 200  # most characters of a value by which rows can be grouped
+MAX_VALUES = 50  # maximum number of values of a column by which an evaluation groups its rows
+NO_VALUE = "(none)"  # the value of rows without the column
+SHORT = 200  # maximum number of characters of a value by which rows are grouped
 # the keys of ``PromptSource.report``
 COUNTED = ("rows", "truncated", "dropped", "lowered", "repeated", "same_id", "unknown")
 
@@ -46,19 +46,18 @@ class _ParsedRow(NamedTuple):
 class PromptSource:
     """Holds the prompts of a data set, checked and tokenized, identically on every rank.
 
-    Chats are rendered by the tokenizer's chat template; by default, text prompts are rendered too if there is
-    one. A prompt of more than data.max_prompt_tokens tokens is dropped or truncated on the left, as
-    data.long_prompts says. A row's column "max_new_tokens" lowers the run's ``max_new_tokens`` for its
+    Chats are rendered by the tokenizer's chat template; by default, text prompts are too if there is a
+    template. A prompt of more than data.max_prompt_tokens tokens is dropped or truncated on the left,
+    depending on data.long_prompts. A row's column "max_new_tokens" can lower ``max_new_tokens`` for its
     response.
 
-    ``report`` counts the rows that were read ("rows"), truncated, dropped, that ask for longer responses than
-    the run allows ("lowered"), kept rows with the prompt ids of an earlier one ("repeated"), and rows with
-    the "id" of an earlier one ("same_id"). ``len(source)`` is rows - dropped.
+    ``report`` has the number of rows read ("rows"), truncated, dropped, with a response limit above that of
+    the run ("lowered"), kept with the prompt ids of an earlier row ("repeated"), and with the "id" of an
+    earlier row ("same_id"). ``len(source)`` is rows - dropped.
 
-    ``data`` is the section data, of which path, split and max_samples are not used: these belong to one of
-    its data sets, of which ``max_samples`` rows are read from the beginning (None: all). ``key`` is the
-    config key of ``path``. The ranks of ``world`` share the tokenization, which is a collective; None: a
-    single process.
+    ``data`` is the section data; its path, split and max_samples are ignored in favour of the arguments. The
+    first ``max_samples`` rows are read (None: all). ``key`` is the config key of ``path``. The ranks of
+    ``world`` share the tokenization, and all must call this; None: a single process.
     """
 
     unit = "prompts"
@@ -91,7 +90,7 @@ class PromptSource:
         self._kept = array("I")  # the index of each kept prompt's row
         self._ids = TokenRows()  # token ids of the kept prompts
         self._limits = array("L")  # the limit of response tokens of each kept prompt
-        # maps the roles of a chat, or () for a text, to the first kept prompt with these roles
+        # roles of a chat, or () for a text -> the first kept prompt with these roles
         self._first_with_roles: dict[tuple[str, ...], int] = {}
         parsed, self._fingerprint = parse_rows(world, self._rows, self._parse, key, path)
         prompts = [row.prompt for row in parsed]
@@ -128,7 +127,7 @@ class PromptSource:
     def _parse(self, row: Row) -> _ParsedRow:
         prompt = parse_prompt(row, self._format)
         if not isinstance(prompt, str) and not self._tokenizer.has_chat_template:
-            self._tokenizer.render_chat(prompt)  # raises the UserError for a chat without a template
+            self._tokenizer.render_chat(prompt)  # raises UserError for a chat without a template
         name = None if row.get(ID_COLUMN) is None else str(row[ID_COLUMN])
         return _ParsedRow(prompt, parse_max_new_tokens(row), name)
 
@@ -137,7 +136,7 @@ class PromptSource:
 
     @property
     def fingerprints(self) -> list[Fingerprint]:
-        """The fingerprint of the data set, in a list as those of a mixture."""
+        """The fingerprint of the data set, as a list for compatibility with mixtures."""
         return [self._fingerprint]
 
     @property
@@ -151,7 +150,7 @@ class PromptSource:
         """Returns the raw row with the reserved keys "prompt_text" and, for chats, "messages".
 
         "prompt_text" is the prompt before truncation. "data_source" is the path of the data set unless the
-        row has a column of that name.
+        row has a column "data_source".
         """
         row = self._rows[self._kept[i]]
         prompt = parse_prompt(row, self._format)
@@ -163,18 +162,18 @@ class PromptSource:
     def examples(self) -> list[tuple[str, Row]]:
         """Returns the location and metadata of one prompt for each sequence of roles.
 
-        They serve to test another chat template, which may refuse some sequences.
+        These prompts test other chat templates, which may refuse some sequences.
         """
         return [
             (self._rows.location(self._kept[i]), self._metadata(i)) for i in self._first_with_roles.values()
         ]
 
     def check_rows(self, check: Callable[[Row], object]) -> None:
-        """Runs ``check`` on the kept rows; raises one UserError with the locations of those that fail."""
+        """Runs ``check`` on the kept rows; raises one UserError with the locations of the rows that fail."""
         map_rows(self._rows, check, self._kept)
 
     def check_column(self, column: str, key: str) -> None:
-        """Raises a UserError that names ``key`` unless ``column`` has between 1 and MAX_VALUES values."""
+        """Raises a UserError about ``key`` unless ``column`` has between 1 and MAX_VALUES values."""
         rows = [self._rows[i] for i in self._kept]
         values = {value_of(row, column) for row in rows}
         if values == {NO_VALUE}:
@@ -202,7 +201,7 @@ class PromptSource:
 
 
 def is_short(value: object) -> bool:
-    """Returns whether a value is a number, None, or a text of at most SHORT characters."""
+    """Returns whether a value is None, a number, or a text of at most SHORT characters."""
     return value is None or (isinstance(value, str | int | float) and len(str(value)) <= SHORT)
 
 
@@ -211,7 +210,7 @@ def value_of(row: Row, column: str) -> str:
 
 
 def collate_prompts(rows: Sequence[tuple[Sequence[int], int, Row]], pad_id: int) -> Prompts:
-    """Collates ids, limits and metadata into one left-padded batch.
+    """Collates (ids, limit, metadata) of the rows into one left-padded batch.
 
     The mask is computed from the lengths, so that a pad id inside a prompt remains attended.
     """
@@ -239,9 +238,9 @@ class Source(StreamSource[Prompts], Protocol):
 class PromptStream(Stream[Source, Prompts]):
     """Yields the prompts of successive steps; each rank gets a contiguous slice of a step.
 
-    A step has ``prompts_per_step`` x ``samples_per_prompt`` rows, in the order p1, p1, p2, p2. Concatenated
-    in the order of the ranks, the slices are the batch of a single rank, except that each is padded
-    separately. With ``difficulty``, the prompts that are due replace the passes over the source.
+    A step has ``prompts_per_step`` x ``samples_per_prompt`` rows, in the order p1, p1, p2, p2. In rank order,
+    the slices form the batch of a single-rank run, except that each slice is padded separately. With
+    ``difficulty``, the prompts that are due replace the passes over the source.
     """
 
     def __init__(
@@ -276,17 +275,17 @@ class PromptStream(Stream[Source, Prompts]):
 
 
 def prompt_id(text: str) -> str:
-    """Returns an id of a prompt by its text, by which its responses in different steps are found."""
+    """Returns an id computed from a prompt's text, which identifies its responses in all steps."""
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:12]
 
 
 def eval_batches(
     source: Source, *, rank: int, world_size: int, rows_per_batch: int, max_prompts: int | None = None
 ) -> list[tuple[Prompts, Tensor]]:
-    """Splits the first ``max_prompts`` prompts over the ranks and into batches of at most ``rows_per_batch``.
+    """Splits the first ``max_prompts`` prompts into batches for the ranks, of at most ``rows_per_batch``.
 
-    Returns the prompts and weights ([b] float32) of each batch. Every rank gets equally many batches of the
-    same sizes, because generation is collective under ZeRO-3: the last prompt is repeated with weight 0.
+    Returns the prompts and the weights ([b] float32) of each batch. Generation is collective under ZeRO-3, so
+    every rank gets equally many batches of equal sizes: the last prompt is repeated with weight 0.
     """
     n = len(source) if max_prompts is None else min(max_prompts, len(source))
     per_rank = -(-n // world_size)

@@ -1,8 +1,8 @@
-"""Rows that the tasks of the package reasoning-gym make: data.path=reasoning_gym:TASK.
+"""Makes rows from tasks of the package reasoning-gym: data.path=reasoning_gym:TASK.
 
-Each rank gets the same rows, and a resumed run makes them again: they are made in a process of its own with a
-fixed PYTHONHASHSEED, since some tasks iterate over sets. The process also keeps what tasks print and their
-use of global random generators away from the run. This module imports no torch, since that process uses it.
+All ranks and all starts get the same rows: a separate process with a fixed PYTHONHASHSEED makes them, since
+some tasks iterate over sets. The process also isolates the run from what tasks print and from their use of
+global random generators. This module runs in that process and imports no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ppo_ds.config.text import did_you_mean, show
 from ppo_ds.distributed.child_groups import PR_SET_PDEATHSIG, prctl
 from ppo_ds.errors import UserError
 
-# difference between the seeds of training and held-out rows; row i of a task has the seed of the task plus i
+# difference between the seeds of training and held-out rows; row i uses the task's seed + i
 HELD_OUT_SEED = 1_000_003
 
 
@@ -37,8 +37,8 @@ class TaskRows:
     path: str  # reasoning_gym:TASK
     settings: dict[str, Any]  # values of the task's keys
     key: str  # of the settings in the config
-    max_rows: int | None = None  # None: as many as the task's key "size" says
-    excluded: tuple[TaskRows, ...] = ()  # rows with a question of these are left out
+    max_rows: int | None = None  # None: the task's key "size"
+    excluded: tuple[TaskRows, ...] = ()  # rows with a question from these are left out
 
     def make(self) -> list[dict[str, Any]]:
         """Makes the rows; raises UserError if the task does not exist or refuses its settings."""
@@ -58,9 +58,9 @@ class TaskRows:
 
 
 def task_rows(data: PPODataConfig) -> dict[str, TaskRows]:
-    """Returns the rows that tasks make by the config keys of their paths.
+    """Maps the config keys of data paths to the rows that tasks make for them.
 
-    Held-out rows of a training task have its settings, unless data.eval_task has others, but not its seed.
+    Held-out rows have the settings of the training task, unless data.eval_task has others, but another seed.
     """
     sets = {"data.path": (data.path, data.task)}
     sets |= {f"data.mix[{i}].path": (part.path, part.task) for i, part in enumerate(data.mix)}
@@ -79,7 +79,7 @@ def task_rows(data: PPODataConfig) -> dict[str, TaskRows]:
 
 @cache
 def rows_or_error(request: str) -> list[dict[str, Any]] | str:
-    """Runs ``main`` in a process of its own. The rows are made once, although a start reads them twice."""
+    """Runs ``main`` in a separate process. Caches the result, because a start reads the rows twice."""
     made = subprocess.run(
         [sys.executable, "-P", "-m", __name__],
         input=request.encode(),
@@ -88,13 +88,13 @@ def rows_or_error(request: str) -> list[dict[str, Any]] | str:
         | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
         check=True,
     )
-    rows: list[dict[str, Any]] | str = pickle.loads(made.stdout)  # not JSON, which has no tuples
+    rows: list[dict[str, Any]] | str = pickle.loads(made.stdout)  # not JSON, which lacks tuples
     return rows
 
 
 def main() -> None:
     """Reads a request from standard input, and writes rows or an error line to standard output."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with the parent, on Linux only
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the parent, on Linux only
     with redirect_stdout(io.StringIO()):
         try:
             made: list[dict[str, Any]] | str = make_rows(**json.load(sys.stdin))
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def make_rows(name: str, settings: dict[str, Any], max_rows: int | None = None) -> list[dict[str, Any]]:
-    """Makes the rows of a task: prompt and answer, and what reward=reasoning_gym needs to verify a response.
+    """Makes the rows of a task: prompt, answer, and the data that reward=reasoning_gym needs to verify.
 
     Raises UserError with $PATH for the path's key and value, and $KEY for the key of ``settings``.
     """
@@ -122,7 +122,7 @@ def make_rows(name: str, settings: dict[str, Any], max_rows: int | None = None) 
         parts = [{"weight": 1.0, "config": {}} | part for part in settings.get("datasets", [])]
         own = settings | ({"datasets": [DatasetSpec(**part) for part in parts]} if parts else {})
         entries = list(islice(create_dataset(name, **own), max_rows))
-    except Exception as error:  # of the task's code, which the user's values have caused
+    except Exception as error:  # raised by the task's code because of the user's values
         line = " ".join(traceback.format_exception_only(error)[-1].split())
         raise UserError(f"$KEY={show(settings)}: the task {name} cannot make its rows: {line}") from error
     settings_of = {part["name"]: part["config"] for part in parts} or {name: settings}

@@ -1,4 +1,4 @@
-"""Raw rows of a data set, with a location for each row that error messages name.
+"""Raw rows of a data set, with a location for each row in error messages.
 
 Local files are read here and not by ``datasets``, so that a bad line is reported as ``file:line``, rows keep
 exactly their values, and nothing is written to a cache. All values of a CSV file are text.
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 _MAX_PROBLEMS = 5  # distinct problems in one error
 
-# Limits of the memory in bytes that rows of a Parquet file may take, since a few KB can expand to terabytes
+# Memory limits in bytes for the rows of a Parquet file, since a few KB can expand to terabytes
 _MAX_BYTES = 2**33  # all rows
 _MAX_ROW_BYTES = 2**26  # one row, on average over a batch
 _BATCH_BYTES = 2**26  # the rows that are decoded together
-# address space of the decoder: pools that reserve more than they use, also for the thread of each core
+# address space of the decoder, including pools reserved beyond use, also for each core's thread
 _DECODER_BYTES = 2**32 + 2**28 * (os.cpu_count() or 1)
 
 # A file of a Hub data set, in the notation of huggingface_hub: hf://datasets/OWNER/NAME/FILE
@@ -95,13 +95,13 @@ class Rows:
         return part.rows[j]
 
     def location(self, i: int) -> str:
-        """Returns ``file:line`` for a text file and ``file row n`` (from 1) for any other."""
+        """Returns ``file:line`` for a text file and ``file row n`` (from 1) for other files."""
         part, j = self._locate(i)
         return part.location(j)
 
     @contextmanager
     def named_in_errors(self, i: int) -> Iterator[None]:
-        """Adds the location of a row to a UserError."""
+        """Adds the location of a row to a UserError raised inside the block."""
         try:
             yield
         except UserError as error:
@@ -118,12 +118,12 @@ def load_rows(
     task: TaskRows | None = None,
     world: World | None = None,
 ) -> Rows:
-    """Loads the first ``max_rows`` rows of a data set; a collective if ``world`` has several ranks.
+    """Loads the first ``max_rows`` rows of a data set. All ranks of ``world`` must call this.
 
-    ``path`` is a local file, a local folder (all its data files in the order of their names), a Hub data set,
-    to which ``split`` and ``revision`` apply, or a file of one, hf://datasets/OWNER/NAME/FILE. ``key`` is the
-    config key that error messages name. On each node, the first rank downloads a Hub data set. The rows of a
-    ``task`` are made by rank 0.
+    ``path`` is a local file, a local folder (all its data files, sorted by name), a Hub data set, for which
+    ``split`` and ``revision`` apply, or a file of a Hub data set, hf://datasets/OWNER/NAME/FILE. ``key`` is
+    the config key for error messages. On each node, the first rank downloads a Hub data set. Rank 0 makes the
+    rows of a ``task``.
     """
     if task is not None:
         made = on_all(world, lambda: task.make() if world is None or world.is_main else [])
@@ -162,8 +162,8 @@ def _read_files(files: list[Path], max_rows: int | None, key: str) -> list[_Part
 def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | None = None) -> list[T]:
     """Applies ``function`` to the rows at ``indices`` (None: all) and returns the results.
 
-    The UserErrors of all rows are raised as one error. It names each distinct problem once, with the location
-    of the first row that has it and the number of other such rows.
+    The UserErrors of all rows are raised as one error. It lists each distinct problem once, with the location
+    of the first row with the problem and the number of other such rows.
     """
     results: list[T] = []
     locations: dict[str, list[str]] = {}  # by problem, because often all rows have the same problem
@@ -188,7 +188,7 @@ def parse_rows(
 ) -> tuple[list[T], Fingerprint]:
     """Parses all rows on every rank and returns the results and the fingerprint of the rows.
 
-    All ranks must call this. Raises the UserErrors of ``map_rows`` on every rank, and for different rows.
+    All ranks must call this. Raises the UserErrors of ``map_rows``, or one for different rows, on every rank.
     """
     digest = hashlib.blake2b(digest_size=16)
 
@@ -202,7 +202,7 @@ def parse_rows(
 
 
 def existing_file(path: str, revision: str | None, world: World | None) -> str:
-    """Resolves hf://datasets/OWNER/NAME/FILE|FILE to the first file that exists, or else to the last.
+    """Resolves hf://datasets/OWNER/NAME/FILE|FILE to the first existing file, or else to the last file.
 
     All ranks must call this.
     """
@@ -211,7 +211,7 @@ def existing_file(path: str, revision: str | None, world: World | None) -> str:
 
     def find() -> str:
         for name in first:
-            with suppress(OSError):  # if the Hub cannot be reached, loading the last file reports it
+            with suppress(OSError):  # if the Hub is unreachable, loading the last file reports this
                 datasets.load_dataset_builder(folder[14:], revision=revision, data_files=name)
                 return f"{folder}/{name}"
         return f"{folder}/{last}"
@@ -251,9 +251,9 @@ def _data_files(path: str, key: str) -> list[Path] | None:
 def _load_on_nodes(world: World | None, load: Callable[[], datasets.Dataset]) -> pyarrow.Table:
     """Returns the table that ``load`` returns, without its metadata, which may declare images or sounds.
 
-    ``load`` sends several requests to the Hub. Therefore only the first rank of each node calls it, and the
-    other ranks read the Arrow files that it has written to the cache of ``datasets``. If the split is only a
-    part of the files, as in train[:10%], all ranks call ``load``.
+    All ranks must call this. ``load`` sends several requests to the Hub. Therefore only the first rank of
+    each node calls it, and the others read the Arrow files in the cache of ``datasets``. If the split is only
+    a part of the files, as in train[:10%], all ranks call ``load``.
     """
     if world is None or world.size == 1:
         return load().data.table.replace_schema_metadata(None)
@@ -268,7 +268,7 @@ def _load_on_nodes(world: World | None, load: Callable[[], datasets.Dataset]) ->
 
 
 def _whole_files(dataset: datasets.Dataset) -> list[str]:
-    """Returns the Arrow files of a data set, or an empty list if it does not consist of whole files."""
+    """Returns the Arrow files of a data set, or [] if the data set is only a part of its files."""
     names = [file["filename"] for file in dataset.cache_files]
     return names if sum(_memory_mapped(name).num_rows for name in names) == len(dataset) else []
 
@@ -278,7 +278,7 @@ def _memory_mapped(name: str) -> pyarrow.Table:
 
 
 def _load_from_hub(path: str, split: str, revision: str | None, key: str) -> datasets.Dataset:
-    """Loads a split or a file of a Hub data set. Raises UserError if its README names files elsewhere."""
+    """Loads a split or a file of a Hub data set. Raises UserError if its README lists files elsewhere."""
     file = _HUB_FILE.fullmatch(path)
     name, options = (file[1], {"data_files": file[2]}) if file else (path, {})
     try:
@@ -347,7 +347,7 @@ def _read_json(file: Path, n: int | None) -> _Part:
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[int, Row]]:
-    """Yields each row with the number of its first line; the first row has the names of the columns."""
+    """Yields each row with the number of its first line. The file's first row contains the column names."""
     csv.field_size_limit(sys.maxsize)  # the default refuses fields of more than 131,072 characters
     reader = csv.reader(io.StringIO(_text(file), newline=""), strict=True)
     line = 1
@@ -375,8 +375,8 @@ def _csv_rows(file: Path) -> Iterator[tuple[int, Row]]:
 def _read_parquet(file: Path, n: int | None) -> _Part:
     """Reads the first ``n`` rows, batch by batch and within the memory limits.
 
-    The file's own metadata are dropped: they can declare columns as images or sounds, which ``datasets``
-    would decode, and fetch if a row contains a URL.
+    Drops the file's metadata: they can declare columns as images or sounds, which ``datasets`` would decode,
+    and download if a row contains a URL.
     """
     limit = _DECODER_BYTES + min(_MAX_BYTES, _MAX_ROW_BYTES * (n or _MAX_BYTES))
     try:
@@ -385,7 +385,7 @@ def _read_parquet(file: Path, n: int | None) -> _Part:
                 _refuse_extension(field.type, f"{file}: column {field.name}")
             batches = list(_parquet_batches(parquet, n, file))
             table = pyarrow.Table.from_batches(batches, parquet.schema_arrow).replace_schema_metadata(None)
-        table.validate(full=True)  # otherwise invalid UTF-8 fails later, when its row is read
+        table.validate(full=True)  # otherwise invalid UTF-8 fails later, when the row is read
         return _Part(str(file), datasets.Dataset(table))
     except (pyarrow.ArrowException, ValueError, NotImplementedError, MemoryError) as error:
         if isinstance(error, UserError):
@@ -399,7 +399,7 @@ def _parquet_batches(
 ) -> Iterator[pyarrow.RecordBatch]:
     """Yields batches with at least the first ``n`` rows; raises UserError if they exceed the memory limits.
 
-    A value is at most as large as the column's decoded pages, but each row of a batch may repeat it.
+    A value is at most as large as the column's decoded pages, but each row of a batch may repeat the value.
     """
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]

@@ -1,7 +1,7 @@
 """Divides the reading and the tokenization of a data set among the ranks.
 
-Every rank reads all rows, because a reward may ask for any of them, but tokenizes only a share and gets the
-other token ids from the other ranks. All functions are collectives; ``world=None`` is a single process.
+Every rank reads all rows, because a reward may need any row, but tokenizes only a share and receives the
+other token ids from the other ranks. All ranks must call each function; ``world=None`` is a single process.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from ppo_ds.distributed.world import World
 
 T = TypeVar("T")
-# Token ids, of all ranks together, that one collective exchanges; they take 4 bytes each.
+# Number of token ids, over all ranks, that one collective exchanges; each takes 4 bytes.
 EXCHANGED_IDS = 2**24
 
 
 def on_all(world: World | None, action: Callable[[], T]) -> T:
-    """Runs ``action`` on every rank; if it raises UserError on one of them, every rank raises it."""
+    """Runs ``action`` on every rank. If it raises UserError on one rank, every rank raises it."""
     return action() if world is None or world.size == 1 else world.on_all(action)
 
 
 def refuse_different(world: World | None, value: object, source: str) -> None:
-    """Raises UserError unless all ranks pass the same ``value`` for the data of ``source``, KEY=PATH."""
+    """Raises UserError unless ``value`` is equal on all ranks; ``source`` is the data's KEY=PATH."""
     if world is None or world.size == 1:
         return
     values = world.gather_objects(value)
@@ -53,11 +53,11 @@ def encode_rows(
     pieces: Callable[[int], Sequence[Piece]],
     join: Callable[[list[Piece], list[list[int]]], list[list[int]]] | None = None,
 ) -> Iterator[Sequence[int]]:
-    """Yields the token ids of the pieces of all rows, of which each rank tokenizes a share.
+    """Yields the token ids of the pieces of all rows; each rank tokenizes a share of the rows.
 
-    ``sizes`` are the rows' numbers of characters. ``join`` makes one sequence or more of the token ids of a
-    row's pieces; without it, each piece is a sequence that must not be empty. UserErrors of both functions
-    get the location of the row.
+    ``sizes`` are the numbers of characters of the rows. ``join`` makes one or more sequences from the token
+    ids of a row's pieces; without it, each piece is a sequence that must not be empty. UserErrors of
+    ``pieces`` and ``join`` get the location of the row.
     """
 
     def tokenize(part: slice) -> Iterator[list[int]]:
@@ -91,7 +91,7 @@ def encode_rows(
 
 
 def shares(sizes: Sequence[int], count: int) -> list[slice]:
-    """Divides rows into ``count`` slices with about the same number of characters; some may be empty."""
+    """Divides rows into ``count`` slices with about equal numbers of characters; slices may be empty."""
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
     cuts = [0, *(bisect_right(ends, total * k / count) for k in range(1, count)), len(ends)]

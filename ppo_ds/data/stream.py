@@ -13,11 +13,11 @@ Batch_co = TypeVar("Batch_co", covariant=True)
 
 
 class StreamSource(Protocol[Batch_co]):
-    """A data set from which batches can be taken in an order."""
+    """A data set from which batches are taken at given indices."""
 
     key: str
-    unit: str  # what an index counts, for error messages
-    max_tokens_key: str  # the config key of the length above which rows are dropped
+    unit: str  # word for the counted items, for error messages
+    max_tokens_key: str  # config key of the length above which rows are dropped
 
     @property
     def path(self) -> str: ...
@@ -34,9 +34,8 @@ S = TypeVar("S", bound=StreamSource[Any])
 class Stream(Generic[S, Batch]):
     """Yields batches of ``batch_size`` indefinitely, the whole batch on every rank.
 
-    With ``shuffle``, each pass over the source is shuffled with the seed ``seed`` + number of the pass. What
-    does not fill a batch at the end of a pass begins the next batch. ``key`` is the config key of
-    ``batch_size``.
+    With ``shuffle``, each pass over the source is shuffled with the seed ``seed`` + number of the pass. Items
+    left over at the end of a pass begin the next batch. ``key`` is the config key of ``batch_size``.
     """
 
     def __init__(self, source: S, *, batch_size: int, key: str, seed: int = 0, shuffle: bool = True):
@@ -57,7 +56,7 @@ class Stream(Generic[S, Batch]):
         return self._step * self._batch_size / len(self.source)
 
     def indices(self, step: int) -> list[int]:
-        """Returns the indices of a batch, counted from 0."""
+        """Returns the indices of the batch of ``step``, counted from 0."""
         first = step * self._batch_size
         return [self._order[i] for i in range(first, first + self._batch_size)]
 
@@ -65,7 +64,7 @@ class Stream(Generic[S, Batch]):
         return self
 
     def next_indices(self) -> list[int]:
-        """Returns the indices of the next batch, which then counts as taken."""
+        """Returns the indices of the next batch and advances by one batch."""
         self._step += 1
         return self.indices(self._step - 1)
 

@@ -10,21 +10,21 @@ from typing import NamedTuple, Self
 from ppo_ds.data.messages import Prompt
 from ppo_ds.models.tokenizer import Tokenizer
 
-# Limits of one call of the tokenizer, which returns Python ints; these take much more memory than the array
+# Limits of one tokenizer call. It returns Python ints, which take much more memory than the array
 # in which ids are stored.
 CHUNK_ROWS, CHUNK_CHARACTERS = 1000, 1_000_000
 
 
 class Piece(NamedTuple):
-    """A part of a row's text, which is tokenized by itself."""
+    """A part of a row's text that is tokenized separately."""
 
     text: str
-    learned: bool = True  # by a language-modelling loss
-    special_tokens: bool = False  # whether the tokenizer adds its own, such as a leading BOS
+    learned: bool = True  # whether it has a language-modelling loss
+    special_tokens: bool = False  # whether the tokenizer adds special tokens, such as a BOS
 
     @classmethod
     def of(cls, prompt: Prompt, tokenizer: Tokenizer, to_answer: bool = True) -> Self:
-        """Returns a text, or a chat rendered by the tokenizer's template, which has the special tokens."""
+        """Makes a piece of a text, or of a chat rendered by the template, which includes special tokens."""
         if isinstance(prompt, str):
             return cls(prompt, special_tokens=True)
         return cls(tokenizer.render_chat(prompt, to_answer))
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 class TokenRows:
     """Token ids of many rows of different lengths, concatenated in one array.
 
-    ``typecode`` is that of the array: "I" for token ids, "B" for one flag per token.
+    ``typecode`` is the type of the array: "I" for token ids, "B" for one flag per token.
     """
 
     def __init__(self, typecode: str = "I") -> None:
@@ -80,14 +80,14 @@ class TokenRows:
 
 
 def num_characters(prompt: Prompt) -> int:
-    """Returns the number of characters of a prompt, without the text that a chat template adds."""
+    """Returns the number of characters of a prompt, without the text added by a chat template."""
     return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
 
 
 def tokenizer_chunks(sizes: Sequence[int], first: int = 0) -> Iterator[slice]:
-    """Yields slices of one or more texts to tokenize together.
+    """Yields slices of texts to tokenize together, with at least one text each.
 
-    ``sizes`` are the numbers of characters of the texts, and ``first`` is the index of the first of them.
+    ``sizes`` are the numbers of characters of the texts, and ``first`` is the index of the first text.
     """
     start = total = 0
     for i, size in enumerate(sizes):
@@ -101,7 +101,7 @@ def tokenizer_chunks(sizes: Sequence[int], first: int = 0) -> Iterator[slice]:
 def encode_texts(
     tokenizer: Tokenizer, texts: Sequence[str], special_tokens: Sequence[bool]
 ) -> list[list[int]]:
-    """Encodes each text, with or without the special tokens that the tokenizer adds."""
+    """Encodes each text, with or without the tokenizer's special tokens."""
     ids: list[list[int]] = [[]] * len(texts)
     for special in (True, False):
         indices = [i for i, wanted in enumerate(special_tokens) if wanted == special]

@@ -1,6 +1,6 @@
 """Interface of environments, which answer the turns of the policy, and the import of a user's class.
 
-The class is called once per response, with the arguments of the config, so each response has its own object.
+The class is called once per response, with the arguments in the config: each response has its own object.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ class Environment(Protocol):
     """Answers the turns of the policy in one response.
 
     Plain methods run in a pool of threads, async methods in an event loop; each object has one call at a
-    time. Errors and time-outs end responses. With an attribute ``tools`` of the class, the prompt shows
-    these tools, and step gets the calls of a turn too: see environments/tools.py.
+    time. Errors and time-outs end responses. If the class has an attribute ``tools``, the prompt shows these
+    tools, and step also gets the tool calls of a turn: see environments/tools.py.
     """
 
     def reset(self, row: Row) -> list[Message] | None:
-        """Begins an episode and returns the messages of the prompt; None: the prompt of the data.
+        """Begins an episode and returns the messages of the prompt, or None for the prompt of the data.
 
         ``row`` is a copy of the row of the data, with the same keys as for a reward function. All responses
         to one prompt should begin with the same messages.
         """
 
     def step(self, answer: str) -> tuple[str | list[Message] | None, float, bool]:
-        """Takes one turn of the policy as text, and returns feedback, reward and whether the episode is done.
+        """Receives one turn of the policy as text; returns (feedback, reward, whether the episode is done).
 
-        The feedback is a text, which becomes a message of the user, or a list of messages, dicts of texts
-        with the keys role and content. It is ignored if the episode is done.
+        The feedback is a text, which becomes a user message, or a list of messages: dicts with the texts role
+        and content. It is ignored if the episode is done.
         """
 
 
 @dataclass(frozen=True)
 class Step:
-    """A checked result of ``Environment.step``."""
+    """A validated result of ``Environment.step``."""
 
     feedback: tuple[Message, ...]  # empty if the episode is done
     reward: float
@@ -54,13 +54,13 @@ class Step:
 
 
 class InvalidResult(ValueError):
-    """Raised if an environment returns something else than its interface says."""
+    """Raised if an environment returns a result that violates its interface."""
 
 
 def load_environment(path: str, arguments: Mapping[str, Any]) -> partial[Environment]:
     """Imports a class and returns a function that makes an environment with ``arguments``.
 
-    Raises UserError if it cannot be imported, lacks a method, or does not take the arguments.
+    Raises UserError if the class cannot be imported, lacks a method, or does not accept the arguments.
     """
     kind = load_object(path, f"{KEY}.path", "class")
     if not isinstance(kind, type):
@@ -90,7 +90,7 @@ def is_asynchronous(kind: Callable[..., Any]) -> bool:
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:
-    """Checks messages; raises InvalidResult unless they are dicts of texts with role and content.
+    """Validates messages; raises InvalidResult unless they are dicts with the texts role and content.
 
     All texts must be valid Unicode, since no tokenizer accepts a lone surrogate.
     """
@@ -119,7 +119,7 @@ def read_messages(value: Any) -> tuple[Message, ...]:
 
 
 def read_step(value: Any) -> Step:
-    """Checks the result of ``Environment.step``; raises InvalidResult."""
+    """Validates the result of ``Environment.step``; raises InvalidResult."""
     if not isinstance(value, tuple) or len(value) != 3:
         raise InvalidResult(f"returned {described(value)}, which is not (feedback, reward, done)")
     feedback, reward, done = value

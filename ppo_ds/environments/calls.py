@@ -41,7 +41,7 @@ class CallPool:
         self._pool = Pool(self.workers)
 
     def start(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
-        """Starts a call, which becomes its result or its exception."""
+        """Starts a call; the future holds its result or exception."""
 
         async def attempt() -> Any:
             try:
@@ -54,7 +54,7 @@ class CallPool:
 
 
 async def begin(make: Callable[[], Environment], row: Row) -> tuple[Environment, tuple[Message, ...] | None]:
-    """Makes an environment and resets it; returns it with the messages of the prompt, if it gives any."""
+    """Makes an environment, resets it, and returns it with the messages of its prompt, or with None."""
     environment = await call_user(make)
     messages = await call_user(environment.reset, deepcopy(row))
     return environment, None if messages is None else read_messages(messages)
@@ -65,7 +65,7 @@ async def take_step(environment: Environment, answer: str, *calls: list[ToolCall
 
 
 def describe_error(error: BaseException) -> str:
-    """Describes the error of a call on one line, with the place where it was raised."""
+    """Describes the error of a call on one line, with the location at which it was raised."""
     if isinstance(error, (InvalidResult, NoResult, UserError)):
         return str(error)
     place = traceback.extract_tb(error.__traceback__)[-1]
@@ -76,7 +76,7 @@ def describe_error(error: BaseException) -> str:
 def try_environment(
     settings: EnvironmentConfig, row: Row, tokenizer: Tokenizer, max_prompt_tokens: int
 ) -> None:
-    """Runs one turn on ``row`` with a trial answer, and raises UserError if that would end every response.
+    """Runs one turn on ``row`` with a trial answer; raises UserError if this would end every response.
 
     Also raises UserError if the tokens of the feedback cannot be found with the chat template.
     """

@@ -1,8 +1,8 @@
 """Encodes the prompt of an environment, and its feedback as the tokens between two turns of the policy.
 
 The tokens of the prompt and of the policy are kept and never encoded again, since encoding their text might
-give other tokens than the sampled ones. For a chat, the tokens between two turns are found by rendering a
-short conversation with and without the feedback. An end token that the policy has sampled itself is left out.
+yield different tokens. For a chat, the tokens between two turns are found by rendering a short conversation
+with and without the feedback. If the policy has sampled the end token, it is not added again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ _THOUGHTS = ("", "<think>\nA thought.\n</think>\n\n")
 def encode_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message] | None, row: Row, limit: int, has_tools: bool
 ) -> tuple[list[int], Row] | None:
-    """Returns the tokens of the prompt and the row with it; None if the prompt of the data is used as it is.
+    """Returns the tokens of the prompt and the row with the prompt; None to use the data's prompt unchanged.
 
-    A prompt of more than ``limit`` tokens is truncated on the left, but not if it shows tools. Raises
-    InvalidResult.
+    A prompt of more than ``limit`` tokens is truncated on the left; with tools, it raises InvalidResult.
     """
     if messages is None and has_tools:
         messages = row.get("messages")
@@ -47,8 +46,8 @@ def encode_prompt(
 def encode_chat(tokenizer: Tokenizer, feedback: tuple[Message, ...], last_id: int) -> list[int]:
     """Returns the tokens that follow a turn of the policy whose last token is ``last_id``.
 
-    Raises UserError if the chat template refuses the messages, or renders the conversation before the
-    feedback in another way than without it: the same conversation would have other tokens elsewhere.
+    Raises UserError if the chat template refuses the messages, or if feedback changes the rendering of the
+    earlier conversation, whose tokens would then differ.
     """
     for thought in _THOUGHTS:
         chat = [

@@ -1,13 +1,13 @@
 """Multi-turn responses: the policy and an environment take turns until the episode ends.
 
-A response holds all turns of the policy and the feedback between them. Feedback is attended to, but it is no
-action: response_mask is False, the log-prob is 0. ``sampling.max_new_tokens`` limits the whole response,
-feedback included (as in TRL and verl).
+A response holds all turns of the policy and the feedback between them. The policy attends to feedback, but
+feedback is no action: response_mask is False, the log-prob is 0. ``sampling.max_new_tokens`` limits the whole
+response, feedback included (as in TRL and verl).
 
-Rows are generated in waves, which all ranks have equally often: a rank without ready rows decodes one token
-of a filler row. Either the rows take their turns together, or a wave has the rows whose calls have ended
-(``independent``). Such rows draw tokens with seeds of their own, so that the timing of calls changes nothing
-but the batch in which a row is generated, and thus the rounding of its log-probs.
+Rows are generated in waves. All ranks have equally many waves: a rank without ready rows decodes one token of
+a filler row. Either all rows take their turns together, or a wave has the rows whose calls have ended
+(``independent``). Independent rows have separate seeds, so that the timing of calls changes only the batch in
+which a row is generated, and thus the rounding of its log-probs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Episode:
-    """One response while it is generated."""
+    """A response during generation."""
 
     row: Row
     prompt: list[int]
@@ -69,15 +69,15 @@ class Episode:
 class MultiTurnGenerator:
     """Wraps a decode backend; implements the interface ``Generator``.
 
-    Raises Abandoned on all ranks if ``check`` does.
+    All ranks must call this. Raises Abandoned on all ranks if ``check`` does.
     """
 
     backend: Generator
     make_environment: Callable[[], Environment]
-    independent: bool  # whether a row goes on while calls of other rows are still running
+    independent: bool  # whether a row continues while calls of other rows are running
     read_calls: CallReader | None  # None for an environment without tools
     max_turns: int
-    max_prompt_tokens: int  # limit of a prompt that an environment gives
+    max_prompt_tokens: int  # maximum tokens of an environment's prompt
     pool: CallPool
     tokenizer: Tokenizer
     world: World
@@ -91,7 +91,7 @@ class MultiTurnGenerator:
             seeds = torch.randint(2**62, (len(prompts), self.max_turns)).tolist()
         given = zip(prompts.ids, prompts.mask, limits, prompts.metadata, seeds, strict=True)
         episodes = [Episode(row, ids[mask].tolist(), limit, own) for ids, mask, limit, row, own in given]
-        restore_rng = torch_rng_snapshot()  # no call changes what the run samples
+        restore_rng = torch_rng_snapshot()  # calls must not change later sampling
         try:
             for episode in episodes:
                 episode.call = self.pool.start(partial(begin, self.make_environment, episode.row))
@@ -107,16 +107,16 @@ class MultiTurnGenerator:
                 elif running == 0:
                     return self.rollout(episodes)
         except BaseException:
-            for episode in reversed(episodes):  # before a running call frees its slot for one that waits
+            for episode in reversed(episodes):  # before a running call frees its slot for a waiting call
                 if episode.call is not None:
                     episode.call.cancel()
             raise
 
     def wait_for_calls(self, episodes: Sequence[Episode]) -> int:
-        """Waits for the calls of all ranks, and returns how many of them still run. All ranks must call this.
+        """Waits for the calls of all ranks; returns the number still running. All ranks must call this.
 
-        Independent rows wait half a second for one another, since a larger batch decodes faster, and then
-        until any call has ended. Each call that has ended on any rank counts as progress on all ranks.
+        Independent rows wait up to half a second for all calls, since a larger batch decodes faster, and then
+        until any call has ended. A call that ends on any rank counts as progress on all ranks.
         """
         calls = [episode.call for episode in episodes if episode.call is not None]
         completed, total = 0, int(self.world.sum(torch.tensor(len(calls))))
@@ -147,7 +147,7 @@ class MultiTurnGenerator:
                 self.failed(episode, error)
 
     def begun(self, episode: Episode, result: tuple[Environment, tuple[Message, ...] | None]) -> None:
-        """Stores the environment, and the prompt that it gives."""
+        """Stores the environment and its prompt."""
         episode.environment, messages = result
         has_tools = self.read_calls is not None
         prompt = encode_prompt(self.tokenizer, messages, episode.row, self.max_prompt_tokens, has_tools)
@@ -155,22 +155,22 @@ class MultiTurnGenerator:
             episode.prompt, episode.row = prompt
 
     def generate(self, ready: Sequence[Episode], any_row: Episode, sampling: SamplingParams) -> Rollout:
-        """Generates a turn of each ready episode, else a token of ``any_row``. All ranks must call this."""
+        """Generates a turn of each ready episode, or a token of ``any_row``. All ranks must call this."""
         rows = [(one.prompt + one.ids, one.limit - len(one.ids), one.row) for one in ready]
         rows = rows or [(any_row.prompt, 1, any_row.row)]
         prompts = collate_prompts(rows, self.tokenizer.pad_id)
         if self.independent:
             seeds = [episode.seeds[episode.turns] for episode in ready] or [0]
             prompts = replace(prompts, seeds=torch.tensor(seeds))
-            torch.manual_seed(seeds[0])  # for a backend of the user that ignores the seeds of the rows
+            torch.manual_seed(seeds[0])  # for a user's backend that ignores the seeds of the rows
         answers = self.backend(prompts, sampling)
         self.check()
         return answers
 
     def append_turns(self, ready: Sequence[Episode], answers: Rollout) -> None:
-        """Appends a turn of the policy to each episode, and starts the environment's step if it is complete.
+        """Appends a policy turn to each episode. If the turn is complete, starts the environment's step.
 
-        A turn that reached the limit of tokens is incomplete, and ends its episode.
+        A turn that reached the token limit is incomplete and ends its episode.
         """
         for i, episode in enumerate(ready):
             mask = answers.response_mask[i]
@@ -206,7 +206,7 @@ class MultiTurnGenerator:
         episode.append(ids, [0.0] * len(ids), is_feedback=True)
 
     def failed(self, episode: Episode, error: Exception) -> None:
-        """Ends an episode because of an error. Only the first error on this rank is logged."""
+        """Ends an episode because of an error. Only the rank's first error is logged."""
         episode.end = TIMEOUT if isinstance(error, NoResult) else ERROR
         if not self.warned:
             log.warning(

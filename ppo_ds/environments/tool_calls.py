@@ -1,6 +1,6 @@
-"""Reads the calls of tools in a turn of the policy, in the form in which the chat template writes them.
+"""Reads the tool calls in a turn of the policy, in the format that the chat template uses.
 
-The form is found by rendering a call with the template, not by the name of the model.
+The format is found by rendering a call with the template, not by the name of the model.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ THOUGHT_END = "</think>"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool by the policy."""
+    """A tool call by the policy."""
 
     name: str
     arguments: dict[str, Any]
-    problem: str = ""  # why the call cannot be read; "" if it can
+    problem: str = ""  # why the call cannot be parsed; "" if it can
 
 
-CallReader = Callable[[str], list[ToolCall]]  # takes a turn with its special tokens, without its end token
+CallReader = Callable[[str], list[ToolCall]]  # argument: a turn with special tokens, without the end token
 
 _EXAMPLE = ToolCall("example_tool", {"text": "two words", "count": 2})
 
@@ -74,10 +74,10 @@ def _read_objects(text: str, key: str) -> list[ToolCall]:
 
 
 def find_reader(tokenizer: Tokenizer, names: Sequence[str], key: str) -> CallReader:
-    """Returns the function that reads calls in the form of the chat template of a tokenizer with tools.
+    """Returns the function that reads calls in the format of the tokenizer's chat template.
 
     Raises UserError, which begins with ``key``, if the template does not show the tools ``names``, writes
-    calls in an unknown form, or refuses results of tools.
+    calls in an unknown format, or refuses results of tools.
     """
     question: Any = {"role": "user", "content": "A question."}
     call = {"type": "function", "function": {"name": _EXAMPLE.name, "arguments": _EXAMPLE.arguments}}

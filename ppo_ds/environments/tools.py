@@ -22,20 +22,20 @@ Tool = Callable[..., Any] | dict[str, Any]
 
 
 class ToolError(Exception):
-    """Raised by a tool to tell the policy what is wrong; any other exception of a tool ends the response."""
+    """Raised by a tool to report a mistake to the policy; other exceptions of a tool end the response."""
 
 
 class ToolEnvironment:
-    """Runs the tools that the policy calls, and ends with the first turn that calls none.
+    """Runs the tools that the policy calls. The episode ends at the first turn without calls.
 
-    ``tools`` lists plain or async functions and methods; a JSON schema there describes the method of its
-    name. Results are texts, or are written as JSON.
+    ``tools`` lists plain or async functions and methods. A JSON schema in it describes the method with the
+    name in the schema. Results are texts, or are converted to JSON.
     """
 
     tools: ClassVar[Sequence[Tool]] = ()
 
     def reset(self, row: Row) -> list[Message] | None:
-        """Keeps the prompt of the data. A subclass may read what it needs from the row."""
+        """Uses the prompt of the data. A subclass may store data of the row."""
 
     def finish(self, answer: str) -> float:
         """Returns the reward of a turn without calls. It may be async."""
@@ -47,7 +47,7 @@ class ToolEnvironment:
         return [await self.run(call) for call in calls], 0.0, False
 
     async def run(self, call: ToolCall) -> Message:
-        """Runs one call and returns the message with its result, or with what is wrong with the call."""
+        """Runs one call; returns the message with its result or with a description of the mistake."""
         tools = {name_of(tool): tool for tool in self.tools}
         try:
             if call.problem:
@@ -60,7 +60,7 @@ class ToolEnvironment:
             result = await call_user(partial(validate_call(function), **call.arguments))
         except ToolError as error:
             result = f"error: {error}"
-        except ValidationError as error:  # of the arguments
+        except ValidationError as error:  # raised for the arguments
             first = error.errors()[0]
             result = f"error: {call.name}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
@@ -74,8 +74,8 @@ def name_of(tool: Tool) -> str:
 def equip(tokenizer: Tokenizer, kind: Any, path: str) -> tuple[Tokenizer, CallReader | None]:
     """Returns a tokenizer that shows the tools of an environment's class, and the reader of their calls.
 
-    Without tools, returns the tokenizer as it is, and None. Raises UserError if the tools are not valid, or
-    if the chat template cannot show or call them.
+    Without tools, returns ``tokenizer`` itself and None. Raises UserError if the tools are invalid, or if the
+    chat template does not support them.
     """
     if not hasattr(kind, "tools"):
         return tokenizer, None

@@ -1,7 +1,7 @@
 """A multi-turn task: a language model learns to use a calculator for sums that it cannot compute itself.
 
 The policy may call the calculator with "?12+34". The environment answers ">46=", and the policy takes another
-turn. Any other turn is the answer to the problem: its reward is 1 if the answer is right, and 0 otherwise.
+turn. Any other turn is the answer to the problem: its reward is 1 if correct, otherwise 0.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def prepare(
 
     A complete folder with the same arguments is kept. A problem is the sum of two numbers of ``digits``
     digits. The first ``heldout`` of the ``problems`` are never trained on. The warm start trains on
-    demonstrations of the others, except for ``validation`` problems; the share ``calls`` of the
-    demonstrations uses the calculator. It ends when the share ``target_accuracy`` of the validation problems
+    demonstrations of the others except ``validation`` problems; in the share ``calls`` of the demonstrations,
+    the calculator is used. The warm start ends when the share ``target_accuracy`` of the validation problems
     is solved with the calculator, and fails after ``max_steps`` batches of ``batch_size`` demonstrations.
     """
     arguments = {name: value for name, value in locals().items() if name != "dir"}
@@ -98,7 +98,7 @@ def encode(rows: list[Row], tokenizer: Tokenizer, uses_calculator: list[bool]) -
 
 
 def without_choice(encoded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Removes the first label of each row, with which the policy chooses whether to call the calculator."""
+    """Removes each row's first label, the token that decides whether the calculator is called."""
     ids, labels = encoded
     first = (labels != IGNORED).long().argmax(1, keepdim=True)
     return ids, labels.scatter(1, first, IGNORED)

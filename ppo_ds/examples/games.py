@@ -1,7 +1,7 @@
-"""A game of TextArena for one player as an environment, such as guessing a number.
+"""A single-player game of TextArena as an environment, such as guessing a number.
 
-TextArena draws from Python's module ``random``. Here each game draws from a generator of its own, seeded by
-the column "seed" of its row, so that games change neither one another nor the random state of the run.
+TextArena draws from Python's module ``random``. Here each game has a separate generator, seeded by the column
+"seed" of its row, so that games change neither one another nor the random state of the run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ except ImportError as error:
 
 EXAMPLE = "GuessTheNumber-v0"
 CHOOSE = f"choose a game for one player, such as {EXAMPLE}"
-_LOCK = Lock()  # held by the game that draws
+_LOCK = Lock()  # held by the game that is drawing
 
 
 class Game:
     """Plays one game. Its messages are the prompt and the feedback; its reward is that of the last turn.
 
-    ``name`` is a name of TextArena without a wrapper, and ``options`` are arguments of the game.
+    ``name`` is a game's name in TextArena without wrappers, and ``options`` are arguments of the game.
     """
 
     def __init__(self, name: str = EXAMPLE, **options: Any):
@@ -48,12 +48,12 @@ class Game:
                 f'column "seed": a game needs a whole number, not {show(seed)}; add the column to the rows'
             )
         self.random = random.Random(seed)
-        self.random.Random = random.Random  # type: ignore[attr-defined]  # some games make generators
+        self.random.Random = random.Random  # type: ignore[attr-defined]  # some games construct generators
         try:
             self.game = textarena.make(self.name, **self.options)
             with self.drawing():
                 self.game.reset(num_players=1, seed=seed)
-        except (AssertionError, LookupError) as error:  # the number of players, or missing lists of words
+        except (AssertionError, LookupError) as error:  # wrong number of players, or missing word lists
             raise UserError(f"{self.key}: {single_line(str(error))}; {CHOOSE}") from error
         return [{"role": "user", "content": self.messages()}]
 

@@ -1,8 +1,8 @@
 """The task of the quickstart: a language model learns to add, "12+34=" -> "46".
 
 The pipelines ``quickstart`` and ``learned_reward`` (conf/pipeline/) start from the files of
-``prepare_stages``, and +experiment=quickstart, a single PPO run, from those of ``prepare``. No stage trains
-on the held-out problems.
+``prepare_stages``. +experiment=quickstart, a single PPO run, starts from the files of ``prepare``. No stage
+trains on the held-out problems.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def prepare(
 
     A complete folder with the same arguments is kept. The problems are all sums of two numbers
     0..``max_operand`` in a seeded order. The first ``heldout`` problems are never trained on. The warm start
-    trains on the rest except for ``validation`` problems. It ends when the greedy accuracy on the validation
+    trains on the others except ``validation`` problems. It ends when the greedy accuracy on the validation
     problems reaches ``target_accuracy``, and fails after ``max_steps`` batches of ``batch_size`` problems.
     """
     arguments = {name: value for name, value in locals().items() if name != "dir"}
@@ -157,7 +157,7 @@ def wrong_answer(answer: str, generator: random.Random) -> str:
 
 
 def is_complete(folder: Path, arguments: dict[str, Any]) -> bool:
-    """Returns whether the folder has been written completely with these arguments."""
+    """Returns whether the folder was completely written with these arguments."""
     done = folder / DONE
     return done.exists() and json.loads(done.read_text())["arguments"] == arguments
 
@@ -198,7 +198,7 @@ def problems(max_operand: int, seed: int, min_operand: int = 0) -> list[Row]:
 
 
 def new_model(arguments: dict[str, Any], tokenizer: Tokenizer) -> nn.Module:
-    """Returns a Llama of the sizes in the arguments of ``prepare``. Seeds torch's global random state."""
+    """Returns a Llama with the sizes in the arguments of ``prepare``. Seeds torch's global random state."""
     torch.manual_seed(arguments["seed"])
     sizes = {name: arguments[name] for name in ("hidden_size", "layers", "heads")}
     return tiny.tiny_llama(tokenizer, **sizes, max_tokens=64)
@@ -216,7 +216,7 @@ def write_warm_started(
     demonstrations: tuple[Tensor, Tensor],
     validation: tuple[Tensor, Tensor],
 ) -> None:
-    """Trains a new model with ``warm_start`` and the arguments of ``prepare``, and completes the folder."""
+    """Trains a new model by ``warm_start`` with the arguments of ``prepare``, and completes the folder."""
     names = ("target_accuracy", "learning_rate", "batch_size", "max_steps")
     with one_thread(), torch.random.fork_rng(devices=[]):
         model = new_model(arguments, tokenizer)
@@ -235,8 +235,8 @@ def encode(rows: list[Row], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
 def encode_turns(rows: list[list[tuple[str, bool]]], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
     """Encodes texts as ids and labels [N,T], right-padded.
 
-    A row consists of texts, each with whether the policy writes it. Only such turns, and the end token that
-    follows each of them, have labels.
+    A row is a list of (text, whether the policy writes it). Only the policy's texts, and the end token after
+    each of them, have labels.
     """
     parts = iter(tokenizer.encode_many([text for row in rows for text, _ in row], special_tokens=False))
     sequences = []
@@ -293,14 +293,14 @@ def warm_start(
 
 @torch.no_grad()
 def greedy_accuracy(model: nn.Module, ids: Tensor, labels: Tensor) -> float:
-    """Returns the share of rows [N,T] whose greedy answer is the labelled one, by one forward."""
+    """Returns the share of rows [N,T] whose greedy answer equals the labels, using one forward."""
     greedy = model(input_ids=ids).logits[:, :-1].argmax(-1)
     expected = labels[:, 1:]
     return ((greedy == expected) | (expected == IGNORED)).all(1).float().mean().item()
 
 
 def _batches(rows: int, batch_size: int, count: int) -> Iterator[Tensor]:
-    """Yields ``count`` batches of row indices; the last rows of a pass that fill no batch are skipped."""
+    """Yields ``count`` batches of row indices; the last rows of a pass are skipped if they fill no batch."""
     order = torch.empty(0, dtype=torch.long)
     for _ in range(count):
         if len(order) < min(batch_size, rows):

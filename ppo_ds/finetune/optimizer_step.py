@@ -1,4 +1,4 @@
-"""The stages that train one model, sft and reward_model: what they share, and one optimizer step."""
+"""The common code of sft and reward_model, the stages that train one model, and one optimizer step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see algorit
 class SkippedBatch(SkippedStep):
     """A skipped optimizer step with its rows."""
 
-    batch: Any  # the rows of all ranks, in the type of the stage
+    batch: Any  # the rows of all ranks, in the stage's type
 
 
 @dataclass
@@ -113,12 +113,12 @@ class OptimizerStep:
 
 @dataclass(kw_only=True)
 class FinetuneStage(Generic[Source, Batch]):
-    """A stage that trains one model on rows; run/stage.py documents the methods, run/loop.py calls them."""
+    """A stage that trains one model on rows. run/stage.py documents the methods, which run/loop.py calls."""
 
     context: RunContext
     total_steps: int
-    train_tokens: int  # most tokens of one micro-batch
-    score_tokens: int  # most tokens of one forward of an evaluation
+    train_tokens: int  # maximum tokens of one micro-batch
+    score_tokens: int  # maximum tokens of one forward of an evaluation
     eval_rows: int | None  # rows or pairs of an evaluation; None: all
     update: OptimizerStep
     rows: Stream[Source, Batch]
@@ -126,7 +126,7 @@ class FinetuneStage(Generic[Source, Batch]):
     tokenizer: Tokenizer
 
     def start(self) -> None:
-        """Does nothing: training needs no preparation."""
+        """Does nothing, since the training needs no preparation."""
 
     def next_rows(self) -> Batch:
         """Returns the rows of the next step; a later stop request does not interrupt the step."""

@@ -1,4 +1,4 @@
-"""Scores preference pairs with a reward model, and describes the scores: accuracy, margins, calibration."""
+"""Scores preference pairs with a reward model, and computes statistics: accuracy, margins, calibration."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def pair_plan(pairs: PreferencePairs, token_budget: int, world: World, packed: b
 
     Both texts of a pair are in the same forward, which has at most ``token_budget`` tokens unless a single
     pair has more. Every rank runs the same number of forwards. Not a collective, since every rank holds all
-    pairs, whose number must be divisible by the number of ranks.
+    pairs. Their number must be divisible by the number of ranks.
     """
-    # tokens of a pair; if both texts are padded to the longer one, half of them, and half of the budget
+    # tokens per pair; if both texts are padded to the longer text, half of the tokens and of the budget
     lengths = pairs.lengths.sum(1) if packed else pairs.lengths.max(1).values
     budget = token_budget if packed else max(token_budget // 2, 1)
     return plan_share(lengths, budget, world.rank, world.size, packed)
 
 
 def score_pairs(scorer: TrainedModel, micro: PreferencePairs) -> Tensor:
-    """Returns the scores [b,2] of the preferred and the rejected texts, in fp32."""
+    """Returns the scores of the preferred and the rejected texts, [b,2] in fp32."""
     return scorer(micro.ids.flatten(0, 1), micro.mask.flatten(0, 1)).view(-1, 2)
 
 
 @dataclass(frozen=True)
 class PairScores:
-    """Scores of N pairs, the same on every rank. Column 0 is the preferred, column 1 the rejected text."""
+    """Scores of N pairs, equal on all ranks. Column 0 is the preferred text, column 1 the rejected text."""
 
     scores: Tensor  # [N,2] float32
     lengths: Tensor  # [N,2] long: tokens
@@ -57,10 +57,10 @@ class PairScores:
         return float(self.scores.double().mean()), float(self.scores.double().std(correction=0))
 
     def calibration(self) -> list[tuple[float, float, int]]:
-        """Returns the mean confidence, the accuracy and the number of pairs of each bin that is not empty.
+        """Returns (mean confidence, accuracy, number of pairs) of each non-empty bin.
 
-        The confidence sigmoid(|d|) is the probability that the model gives to its own choice (Bradley and
-        Terry 1952). In a calibrated model, it equals the accuracy.
+        The confidence sigmoid(|d|) is the model's probability of its choice (Bradley and Terry 1952). In a
+        calibrated model, it equals the accuracy.
         """
         confidence, correct = self.differences.abs().sigmoid(), pair_accuracy(self.differences)
         bins = ((confidence - 0.5) * 2 * BINS).long().clamp(0, BINS - 1)
@@ -89,7 +89,7 @@ class PairScores:
         gaps = [abs(confidence - accuracy) * n for confidence, accuracy, n in self.calibration()]
         found["eval/calibration_error"] = sum(gaps) / len(d)
         correlation = torch.stack([self.scores.flatten(), self.lengths.flatten()]).double().corrcoef()[0, 1]
-        found["eval/length_corr"] = float(correlation.nan_to_num())  # 0 if one of the two is constant
+        found["eval/length_corr"] = float(correlation.nan_to_num())  # 0 if either is constant
         for name in sorted({name for name in self.subsets if name}):
             rows = [i for i, subset in enumerate(self.subsets) if subset == name]
             found[f"eval/accuracy/{name}"] = float(correct[rows].mean())

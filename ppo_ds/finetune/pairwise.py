@@ -28,7 +28,7 @@ def pairwise_loss(
     Args:
         chosen, rejected: Scores c and r of the two texts of each pair, [b].
         margins: [b]; None: no margins (Touvron et al. 2023).
-        centering: Keeps the mean of the scores near 0, which the first terms do not determine (Eisenstein et
+        centering: Keeps the mean of the scores near 0, which the other terms do not determine (Eisenstein et
             al. 2023).
         label_smoothing: Assumed share of pairs whose label is wrong.
         pairs: Number of pairs of the whole optimizer step, over all ranks and micro-batches. None: [b] is the

@@ -6,7 +6,7 @@ One step is one optimizer step on a batch of pairs:
 
 The loss is pairwise.py:pairwise_loss, averaged exactly over all pairs of the step. Departures from
 InstructGPT: a row with several ranked answers is not weighted by 1 / (K choose 2) and not computed in one
-forward (data/preferences.py), and scores are kept around 0 by a term of the loss (reward_model.centering).
+forward (data/preferences.py), and a loss term keeps scores around 0 (reward_model.centering).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ppo_ds.run.nan_debug import replay_rows
 from ppo_ds.run.stage import Evaluation, StepResult
 from ppo_ds.types import PreferencePairs, to_device
 
-MEASURED = 1024  # training pairs whose scores give score_mean and score_std in a run without held-out data
-LEAST_STD = 1e-8  # score_std of a model that gives the same score to all texts
+MEASURED = 1024  # training pairs from which score_mean and score_std are computed without held-out data
+LEAST_STD = 1e-8  # score_std of a model with equal scores for all texts
 
 
 @dataclass(kw_only=True)
 class RewardModelTrainer(FinetuneStage[PreferenceSource, PreferencePairs]):
-    """The reward-model stage. Its tokenizer is as exported, with its pad token."""
+    """The reward-model stage. ``tokenizer`` is the exported one, with its pad token."""
 
     config: RewardModelConfig
     evaluate_ema: bool
@@ -50,7 +50,7 @@ class RewardModelTrainer(FinetuneStage[PreferenceSource, PreferencePairs]):
     scorer: TrainedModel
     saved_settings: Mapping[str, Any]  # entries of the exported config.json on the format of the texts
 
-    # (whether the weights are averaged, optimizer steps) -> scores, which evaluation and export share
+    # (averaged weights?, optimizer steps) -> scores, which evaluation and export share
     measured: dict[tuple[bool, int], PairScores] = field(init=False, default_factory=dict)
 
     def step(self, index: int) -> StepResult:
@@ -78,7 +78,7 @@ class RewardModelTrainer(FinetuneStage[PreferenceSource, PreferencePairs]):
         )
 
     def loss(self, micro: PreferencePairs, count: int) -> tuple[Tensor, Parts]:
-        """Computes a micro-batch's part of the loss of ``count`` pairs on all ranks, and its metrics."""
+        """Computes a micro-batch's part of the loss over ``count`` pairs on all ranks, and its metrics."""
         scores = score_pairs(self.scorer, micro)
         rows = to_device(micro.counted.nonzero()[:, 0], scores.device)
         scores = scores[rows]

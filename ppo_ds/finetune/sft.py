@@ -5,11 +5,11 @@ One step is one optimizer step on a batch of rows:
   2. update       forward and backward over this rank's micro-batches, then the optimizer step
 
 The loss is the mean of -log p over all learned tokens of the step. It is exact for any number of ranks and
-micro-batches. The LM head runs for learned tokens only. Options:
+micro-batches. The LM head runs only at positions that predict learned tokens. Options:
   - Label smoothing (Szegedy et al. 2016): (1 - s) * -log p(token) + s * mean of -log p over the vocabulary.
   - NEFTune (Jain et al. 2023): noise on the embeddings, which depends only on the seed of the run, the step
     and the row (models/neftune.py).
-  - The load-balancing loss of a mixture of experts, with the model's own coefficient.
+  - The load-balancing loss of a mixture of experts, with the coefficient of the model's config.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ppo_ds.run.nan_debug import replay_rows
 from ppo_ds.run.stage import Evaluation, StepResult
 from ppo_ds.types import Metrics, Prompts, Rollout, Sequences, to_device
 
-EVAL_ROWS = 1024  # held-out rows that are divided into forwards together
+EVAL_ROWS = 1024  # number of held-out rows that are divided into forwards at a time
 NOISE_SEED_OFFSET = 1_000_000_007  # seeds of the noise differ from those of other random numbers
 
 
@@ -58,7 +58,7 @@ class SFTTrainer(FinetuneStage[DemonstrationSource, Sequences]):
     seed: int
     actor: HybridActor
     eval_weights: Callable[[], AbstractContextManager[None]]  # swaps in the weights to evaluate
-    prompts: Prompts | None  # held-out prompts that are answered at each evaluation
+    prompts: Prompts | None  # held-out prompts to answer at each evaluation
     generator: Generator
 
     def step(self, index: int) -> StepResult:
@@ -93,7 +93,7 @@ class SFTTrainer(FinetuneStage[DemonstrationSource, Sequences]):
     def loss(
         self, rows: Tensor, *, batch: Sequences, totals: BatchTotals, index: int
     ) -> tuple[Tensor, Parts]:
-        """Computes the part of the loss of some rows of step ``index``, and its metrics."""
+        """Computes the part of the loss of some rows in step ``index``, and its metrics."""
         micro, smoothing, aux_coef = batch.select(rows).trimmed(), self.config.label_smoothing, self.aux_coef
         out = self.actor(
             micro.ids,
@@ -139,7 +139,7 @@ class SFTTrainer(FinetuneStage[DemonstrationSource, Sequences]):
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation | None:
-        """Measures the loss on the held-out rows and answers some of their prompts greedily."""
+        """Measures the loss on held-out rows and answers some prompts greedily. All ranks must call this."""
         if self.held_out is None:
             return None
         with self.context.timer("eval"), self.eval_weights(), fork_rng(self.context.world):
@@ -161,7 +161,7 @@ class SFTTrainer(FinetuneStage[DemonstrationSource, Sequences]):
                 mask = to_device(micro.response_mask, world.device)
                 sums.add_mean("eval/loss", -out.logprobs, mask)
                 sums.add_mean("eval/token_accuracy", out.correct, mask)
-            self.context.stop.raise_if_stopped()  # waits for the device, so not after each forward
+            self.context.stop.raise_if_stopped()  # called rarely, since it waits for the device
         metrics = sums.reduced(world)
         # above e^700 a float would overflow
         return metrics | {"eval/perplexity": math.exp(min(metrics["eval/loss"], 700.0))}
@@ -191,7 +191,7 @@ class SFTTrainer(FinetuneStage[DemonstrationSource, Sequences]):
         )
         before = heartbeat.enter("generating, in an evaluation")
         with self.actor.generation_mode():
-            # every rank answers the same number of prompts; the last one is repeated to fill them up
+            # every rank answers the same number of prompts; the last prompt is repeated as a filler
             rollout = self.generator(prompts.select(mine.clamp(max=count - 1)), sampling)
         heartbeat.enter(*before)
         self.context.stop.raise_if_stopped()
@@ -199,7 +199,7 @@ class SFTTrainer(FinetuneStage[DemonstrationSource, Sequences]):
         return [row for part in world.gather_objects(rows) for row in part]
 
     def answer_row(self, rollout: Rollout, i: int) -> dict[str, Any]:
-        """Returns an answer as a sample row; its score is 1 if it equals the answer in the data, else 0."""
+        """Returns an answer as a sample row with score 1 if it equals the answer in the data, else 0."""
         about = rollout.metadata[i]
         ids = rollout.response_ids[i][rollout.response_mask[i]].tolist()
         response = self.tokenizer.decode(ids)

@@ -10,22 +10,22 @@ RATIO_EDGES = [i / 40 for i in range(81)]  # 0 to 2 in steps of 0.025
 
 
 def count_bins(values: Tensor, edges: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Counts the values where ``mask`` is set in the bins between the sorted ``edges`` [N+1]: [N] long.
+    """Counts the ``values`` with mask = 1 in the bins between the sorted ``edges`` [N+1]: [N] long.
 
-    The first and the last bin also hold the values below and above all edges. NaN is not counted. The
-    counts come from a sort, because histc and bincount are not deterministic on a GPU.
+    Values below or above all edges count in the first or the last bin. NaN is not counted. The values are
+    sorted for this, because histc and bincount are not deterministic on a GPU.
     """
     counted = ~values.isnan() if mask is None else mask & ~values.isnan()
     in_order = values.masked_fill(~counted, torch.inf).flatten().sort().values
-    # the position of an inner edge among the sorted values is the count of the values below it
+    # the insertion index of an inner edge in the sorted values is the number of values below the edge
     below = torch.searchsorted(in_order, edges[1:-1].to(in_order.dtype))
     return torch.cat([below, counted.sum()[None]]).diff(prepend=below.new_zeros(1))
 
 
 def count_equal_bins(values: Tensor, bins: int = BINS) -> tuple[Tensor, Tensor]:
-    """Counts the finite values in bins of equal width: counts [bins] and edges [bins+1], on the CPU.
+    """Counts the finite values in bins of equal width; returns counts [bins] and edges [bins+1], on the CPU.
 
-    Equal values get one bin of width 1; without finite values, both are empty.
+    If all values are equal, there is one bin of width 1. Without finite values, both results are empty.
     """
     values = values[values.isfinite()].double().cpu()
     if not len(values):

@@ -1,7 +1,7 @@
 """Log-probabilities and entropy from logits, in float32 or wider, without a float32 copy of all logits.
 
-log_softmax in bf16 over a vocabulary of 150k is off by up to 0.065 per token, so rows are upcast,
-``chunk_size`` at a time; the backward pass recomputes the softmax.
+In bf16, log_softmax over a vocabulary of 150k has errors up to 0.065 per token. Therefore ``chunk_size`` rows
+at a time are upcast; the backward pass recomputes the softmax.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def logprobs_and_entropy_from_logits(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log softmax(logits / temperature)[label] and the entropy in nats: [...,V], [...] -> [...].
 
-    The results are float32 (float64 for float64 logits) and differentiable. The entropy is None without
-    ``with_entropy``.
+    The results are float32 (float64 for float64 logits) and differentiable. Without ``with_entropy``, the
+    entropy is None.
     """
     if logits.dim() > 3:  # to [B,T,V] without a copy in all usual cases, slices of a larger tensor included
         logits = logits.flatten(0, -3)
@@ -43,14 +43,14 @@ def mean_logprobs_from_logits(
 ) -> Tensor:
     """Computes the mean of log softmax(logits / temperature) over the vocabulary: [...,V] -> [...].
 
-    It differs from the ``logprobs`` of ``labels`` [...] by the mean of the logits minus the label's logit.
+    Computed as ``logprobs`` (of ``labels``) + (mean of the logits - label's logit) / temperature.
     """
     chosen = widen(logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
     return logprobs + (logits.mean(dim=-1, dtype=chosen.dtype) - chosen) / temperature
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Sums token log-probs to log pi(y|x) of whole responses: [B,T] -> [B]."""
+    """Sums token log-probs over each response, which gives log pi(y|x): [B,T] -> [B]."""
     return masked_sum(logprobs, mask, dim=1)
 
 
@@ -65,7 +65,7 @@ def _blocks(shape: torch.Size, chunk_size: int | None) -> Iterator[tuple[slice, 
 
 
 def _shifted(block: Tensor, temperature: float) -> Tensor:
-    """Computes block / temperature - row maximum as a new float32 (or float64) tensor, never a view."""
+    """Computes block / temperature - row maximum as a new tensor in float32 (or float64), never as a view."""
     x = widen(block)
     if temperature != 1.0:
         x = x / temperature
@@ -132,6 +132,6 @@ class _RowStatistics(torch.autograd.Function):
                 d = d.mul_(p)
             if grad_entropy is not None:
                 idle &= grad_entropy[block] == 0
-            # rows with a zero gradient (padding) may hold NaN: 0 * NaN must not reach the model
+            # rows with a zero gradient (padding) may contain NaN: 0 * NaN must not reach the model
             grad[block] = d.div_(ctx.temperature).masked_fill_(idle.unsqueeze(-1), 0.0)
         return grad, None, None, None, None

@@ -1,7 +1,7 @@
 """Masked statistics.
 
-Positions with mask = 0 may hold NaN and infinities. They are replaced *before* any arithmetic, so that they
-affect neither a value nor a gradient (0 * inf would be NaN).
+Positions with mask = 0 may contain NaN and infinity. They are replaced *before* any arithmetic, so that they
+change neither values nor gradients (0 * inf would be NaN).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def sum_and_count(x: Tensor, mask: Tensor) -> Tensor:
-    """Returns (sum, count) of the positions with mask = 1, [2], to be added over micro-batches and ranks."""
+    """Returns (sum, count) of the positions with mask = 1, [2]; these add up over micro-batches and ranks."""
     return torch.stack([masked_sum(x.detach(), mask), mask.sum()])
 
 
@@ -47,7 +47,7 @@ def masked_mean_var(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes mean, variance and count (0-dim) of the positions with mask = 1 over all ranks; detached.
 
-    Two passes, since E[x^2] - E[x]^2 loses all precision far from 0. The variance of one position is 0.
+    Uses two passes, since E[x^2] - E[x]^2 loses all precision far from 0. One position has variance 0.
     """
     total = reduce or (lambda t: t)
     mask = mask.bool().expand_as(x)
@@ -72,7 +72,7 @@ def masked_whiten(
 ) -> Tensor:
     """Computes (x - mean) / sqrt(max(var, min_var) + eps) over all ranks, detached; 0 where mask = 0.
 
-    With fewer than two positions the result is x - mean. ``shift_mean`` False keeps the mean, as in TRL.
+    With fewer than two positions, returns x - mean. ``shift_mean`` False adds the mean back, as in TRL.
     """
     mean, var, count = masked_mean_var(x, mask, unbiased, reduce)
     scale = torch.where(count < 2, 1.0, torch.rsqrt(var.clamp(min=min_var) + eps))

@@ -1,4 +1,4 @@
-"""Running mean and variance over all ranks, and the explained variance from sums that add up over ranks."""
+"""Running mean and variance over all ranks, and explained variance from sums that can be added over ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ppo_ds.ops.masked import Reduce, keep, widen
 
 
 def explained_variance_moments(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Returns [5]: the count, sums of returns, their squares, errors (returns - values), their squares."""
+    """Returns [5]: the count, then the sums of returns, returns^2, errors (returns - values) and errors^2."""
     count, returns = mask.bool().sum().double(), returns.double()
     errors = keep(returns - values, mask)
     return torch.stack([count, returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()])
@@ -20,12 +20,12 @@ def explained_variance_moments(values: Tensor, returns: Tensor, mask: Tensor) ->
 def explained_variance(moments: Tensor) -> float:
     """Computes 1 - Var(returns - values) / Var(returns) from summed moments; 0 for constant returns."""
     count, returns, returns_squared, errors, errors_squared = moments.tolist()
-    variance = count * returns_squared - returns**2  # times count^2, like the variance of the errors
+    variance = count * returns_squared - returns**2  # variance times count^2, as for the errors below
     return 1 - (count * errors_squared - errors**2) / variance if variance > 0 else 0.0
 
 
 class RunningMoments:
-    """Running mean and variance, merged exactly (Chan et al. 1979) over batches and ranks in float64."""
+    """Running mean and variance over batches and ranks, merged exactly in float64 (Chan et al. 1979)."""
 
     def __init__(self) -> None:
         self.count = 0.0
@@ -36,14 +36,14 @@ class RunningMoments:
     def update(self, x: Tensor, reduce: Reduce | None = None) -> None:
         """Adds ``x`` [B] of all ranks, or nothing if any value on any rank is not finite.
 
-        A collective if ``reduce`` is a collective.
+        If ``reduce`` is a collective, all ranks must call this.
         """
         all_reduce = reduce or (lambda t: t)
         x = x.detach().double()
         count, summed = all_reduce(
             torch.stack([torch.full((), float(len(x)), dtype=x.dtype, device=x.device), x.sum()])
         ).tolist()
-        if count == 0 or not math.isfinite(summed):  # a NaN would stay in the running mean for ever
+        if count == 0 or not math.isfinite(summed):  # a NaN would remain in the running mean
             return
         mean = summed / count
         squares = all_reduce((x - mean).square().sum().reshape(1)).item()

@@ -1,4 +1,4 @@
-"""Masks, positions and position ids of sequences: P padded prompt width (left), T response width (right).
+"""Masks, positions and position ids of sequences. P: padded prompt width (left), T: response width (right).
 
 Masks come from lengths and stop tokens, never from ``ids != pad``: if pad == eos, that would mask the EOS.
 """
@@ -19,10 +19,10 @@ def response_mask(
     lengths: Tensor | None = None,
     include_eos: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the actions [B,T] bool, the lengths [B] up to the first stop token, and if there is one [B].
+    """Returns the action mask [B,T], the lengths [B] up to the first stop token, and whether one exists [B].
 
-    ``lengths`` [B] are the generated tokens, if the backend knows them. Without ``include_eos`` the stop
-    token is no action, but counts in the lengths.
+    ``lengths`` [B] are the numbers of generated tokens, if known to the backend. Without ``include_eos``, the
+    stop token is no action, but counts in the lengths.
     """
     width = response_ids.shape[1]
     positions = torch.arange(width, device=response_ids.device)
@@ -40,7 +40,7 @@ def response_mask(
 
 
 def response_slice(x: Tensor, prompt_width: int, response_width: int) -> Tensor:
-    """Returns the states before each response token as a view: x [B,P+T,...] -> [B,T,...].
+    """Returns the positions from which response tokens are predicted, as a view: [B,P+T,...] -> [B,T,...].
 
     These are the positions P-1 .. P+T-2 of logits or values.
     """
@@ -59,20 +59,20 @@ def last_token_index(mask: Tensor) -> Tensor:
 
 
 def next_token_mask(mask: Tensor) -> Tensor:
-    """Sets ``mask`` [B,T] also at the position after the last token; a full row stays unchanged."""
+    """Returns ``mask`` [B,T] with the position after the last token set too; a full row stays unchanged."""
     positions = torch.arange(mask.shape[1], device=mask.device)
     return (mask.bool() | (positions == last_token_index(mask)[:, None] + 1)).to(mask.dtype)
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
-    """Numbers the attended positions of each row 0, 1, 2, ...: [B,S] -> [B,S] long; masked ones get 1.
+    """Numbers the attended positions of each row 0, 1, 2, ...: [B,S] -> [B,S] long; masked positions get 1.
 
-    Without position ids, left padding shifts the learned position embeddings of GPT-2 and OPT.
+    Without these position ids, left padding shifts the learned position embeddings of GPT-2 and OPT.
     """
     attended = attention_mask.bool()
     return torch.where(attended, attended.long().cumsum(dim=1) - 1, 1)
 
 
 def broadcast_sequence(x: Tensor, mask: Tensor) -> Tensor:
-    """Copies the number of each sequence [B] to its tokens [B,T]; 0 where mask = 0."""
+    """Copies the value of each sequence [B] to its tokens [B,T]; 0 where mask = 0."""
     return keep(x[:, None].expand(mask.shape), mask)

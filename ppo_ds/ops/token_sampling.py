@@ -1,6 +1,6 @@
 """Sampling of the next token of each row, on the device and without host synchronisation.
 
-The cumulative distribution function is inverted at a given uniform number per row and position, so that a
+The cumulative distribution function is inverted at a given uniform random number per row and position. So a
 token does not depend on other rows, on the batch size or on the scheduling.
 """
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 128  # the vocabulary is searched in two levels: blocks, then tokens of one block
-# keeps the target below the total, so that the search always finds a token, never one with probability 0
+# keeps the target below the total, so that the search finds a token, and none with probability 0
 _BELOW_ONE = 1 - 1e-12
 
 
@@ -25,10 +25,9 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Samples one token per row of logits [n,V]: tokens [n] long and their log-probs [n] float32.
 
-    Log-probs are those of the whole distribution at ``temperature``, before the filters, which are those
-    of the logits warpers in transformers. ``uniforms`` is [n] float64 in [0,1). ``top_k`` 0 is off, 1
-    greedy; ``top_p`` 1.0 is off. ``barred`` are token ids [k], and a mask [n] of the rows that must not
-    sample them.
+    Log-probs are those of the whole distribution at ``temperature``, before the filters top_k and top_p,
+    which work as in transformers. ``uniforms`` is [n] float64 in [0,1). ``top_k`` 0 is off, 1 is greedy;
+    ``top_p`` 1.0 is off. ``barred`` is (token ids [k], mask [n] of the rows in which these are not sampled).
     """
     scores = logits.float()
     logprobs = torch.log_softmax(scores if temperature == 1.0 else scores / temperature, dim=-1)
@@ -46,7 +45,7 @@ def draw(
 
 
 def filter_logits(scores: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Sets to -inf the scores [n,V] outside ``top_k`` (ties stay) and in the tail of mass 1 - ``top_p``."""
+    """Sets scores [n,V] to -inf below the ``top_k`` largest (ties stay) and in the 1 - ``top_p`` tail."""
     if 0 < top_k < scores.shape[1]:
         scores = scores.masked_fill(scores < scores.topk(top_k, dim=-1).values[:, -1:], -torch.inf)
     if top_p < 1.0:
@@ -58,10 +57,10 @@ def filter_logits(scores: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Returns the token of each row [n] at which the running sum of the weights [n,V] exceeds u x total.
+    """Returns for each row of weights [n,V] the token at which the running sum exceeds uniform * total, [n].
 
-    A float64 running sum of block sums selects a block, and one of its weights selects the token: a float32
-    sum over 150k tokens would be off by more than its smallest terms.
+    Float64 running sums select a block, then a token of the block: a float32 sum over 150k tokens has errors
+    larger than its smallest terms.
     """
     n, vocabulary = weights.shape
     if vocabulary % _BLOCK:
@@ -72,7 +71,7 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     target = (uniforms * _BELOW_ONE * running[:, -1])[:, None]
     block = (running <= target).sum(dim=-1, keepdim=True)
     mass = sums.gather(1, block)
-    # the position within the block as a fraction, since a block's sum rounds differently from its running sum
+    # a fraction of the block, since the sum of a block and its last running sum round differently
     fraction = ((target - (running.gather(1, block) - mass)) / mass).clamp_(0.0, _BELOW_ONE)
     inner = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(dim=-1)
     return block[:, 0] * _BLOCK + (inner <= fraction * inner[:, -1:]).sum(dim=-1)

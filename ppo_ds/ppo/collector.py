@@ -1,4 +1,4 @@
-"""Collection of the rollout of one PPO step: generation and scoring, in one or several rounds."""
+"""Collects the rollout of one PPO step: generation and scoring, in one or several rounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ StartScoring = Callable[[Rollout], Pending[Scores]]
 
 @dataclass(kw_only=True)
 class RolloutCollector:
-    """Generates responses to the next prompts and starts to score them. Each rank has its own prompts."""
+    """Generates responses to this rank's next prompts and starts to score them."""
 
     prompts: Iterator[Prompts]
     actor: HybridActor
@@ -56,20 +56,20 @@ class RolloutCollector:
         return scores
 
     def observed(self, scores: Scores) -> Scores:
-        """Returns the scores of a round, from which data.difficulty has learned. A collective with it."""
+        """Returns the scores of a round after data.difficulty has used them. All ranks must call this."""
         if self.difficulty is not None:
             self.difficulty.observe(scores.sums)
         return scores
 
     @property
     def drawing(self) -> Metrics:
-        """The metrics of the last draw of data.difficulty."""
+        """The metrics of data.difficulty for its last draw of prompts."""
         return {} if self.difficulty is None else self.difficulty.metrics
 
 
 @dataclass(kw_only=True)
 class GreedyRolloutCollector(RolloutCollector):
-    """Generates and scores a greedy response to each prompt too, the baseline of ReMax (Li et al. 2024)."""
+    """Also generates and scores a greedy response to each prompt, the baseline of ReMax (Li et al. 2024)."""
 
     group_size: int  # consecutive rows with the same prompt
     world: World
@@ -94,8 +94,8 @@ class GreedyRolloutCollector(RolloutCollector):
 class DynamicRolloutCollector(RolloutCollector):
     """DAPO's dynamic sampling (Yu et al. 2025): replaces prompts whose responses all have the same score.
 
-    Rounds run until all ranks together have enough prompts whose responses differ in score. After
-    ``max_rounds``, prompts with equal scores fill the batch, so its size never changes.
+    Rounds run until all ranks together have enough prompts with different scores. After ``max_rounds``,
+    prompts with equal scores fill the batch, so the batch size is constant.
     """
 
     group_size: int
@@ -124,20 +124,20 @@ class DynamicRolloutCollector(RolloutCollector):
         return mine, Pending.of(scores_of(mine)), self.drawing | metrics
 
     def collect_scored(self, prompts: Prompts) -> ScoredRollout:
-        """Generates and scores one round and returns the rows of all ranks. All ranks must call this."""
+        """Generates and scores one round; returns the rows of all ranks. All ranks must call this."""
         rollout, pending = self.collect(prompts)
         with self.timer("reward"):
             scores = wait_for_scores(pending, self.world, self.check)
         return all_gather_rows(scored(rollout, scores), self.world)
 
     def _scores_differ(self, rollout: ScoredRollout) -> Tensor:
-        """Returns, for each group, whether its scores differ: [groups] bool."""
+        """Returns whether the scores of each group differ, [groups] bool."""
         groups = rollout.score_sums.view(-1, self.group_size)
         return groups.amax(1) > groups.amin(1)
 
 
 def wait_for_scores(pending: Pending[Scores], world: World, check: Callable[[], None]) -> Scores:
-    """Waits until the scores are known on every rank; a collective if they are computed in the background."""
+    """Waits until every rank has its scores. All ranks must call this."""
     if not pending.tasks:
         return pending.result()
     return wait_on_all_ranks(pending, world, check)
@@ -146,8 +146,8 @@ def wait_for_scores(pending: Pending[Scores], world: World, check: Callable[[], 
 def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
     """Combines a rollout and its scores into a ScoredRollout on the CPU.
 
-    Scores of tokens that are no actions, such as masked end tokens, move to the action before them, or to the
-    first action. A row without actions loses them.
+    Token scores outside the action mask, as of masked end tokens, are added at the previous action, or at the
+    first action if there is none. In a row without actions they are dropped.
     """
     mask, token_scores = rollout.response_mask.cpu(), scores.per_token.cpu().float()
     positions = torch.arange(mask.shape[1]).expand(mask.shape)
@@ -167,7 +167,7 @@ def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
 
 
 def scores_of(rollout: ScoredRollout) -> Scores:
-    """Returns the scores that a rollout holds."""
+    """Returns the scores of a rollout as Scores."""
     components = {
         name: torch.tensor([parts[name] for parts in rollout.components]) for name in rollout.components[0]
     }

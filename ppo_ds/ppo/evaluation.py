@@ -29,10 +29,10 @@ PHASE = "in an evaluation"
 
 @dataclass
 class Evaluator:
-    """Evaluates the current policy on this rank's share of the prompts of an evaluation."""
+    """Evaluates the current policy on this rank's share of the evaluation prompts."""
 
-    # prompts and weights [b], which are 0 for rows that only fill up a batch; every rank has the same number
-    # of batches
+    # (prompts, weights [b]); rows that only fill up a batch have weight 0. Every rank has the same number of
+    # batches.
     batches: list[tuple[Prompts, Tensor]]
     _: KW_ONLY
     actor: HybridActor
@@ -41,16 +41,16 @@ class Evaluator:
     more_scoring: Mapping[str, StartScoring]  # eval.rewards, by name
     sampling: SamplingParams
     correct_above: float | None  # a higher score counts as a correct response in eval/accuracy
-    reference: ReferenceResponses | None  # None: no win rate is measured
+    reference: ReferenceResponses | None  # None: the win rate is not measured
     tokenizer: Tokenizer
     world: World
     check: Callable[[], None]  # a collective that raises Abandoned on all ranks after a stop request
     data: str = HELD_OUT  # see Evaluation.data
-    by: str | None = None  # the column by whose values the mean scores are measured
+    by: str | None = None  # the column by which rows are grouped for mean scores
 
     @torch.no_grad()
     def __call__(self) -> Evaluation:
-        """Runs one evaluation, then restores the random states of training. All ranks must call this."""
+        """Runs one evaluation, then restores the random states of the training. All ranks must call this."""
         before = heartbeat.enter(PHASE)
         with fork_rng(self.world):
             sums, rows = MetricSums(), []
@@ -81,7 +81,7 @@ class Evaluator:
         return Evaluation(metrics, rows, self.data)
 
     def generate_all(self) -> list[Rollout]:
-        """Generates all responses in one generation phase."""
+        """Generates all responses in one generation phase. All ranks must call this."""
         rollouts = []
         with self.actor.generation_mode(), heartbeat.counting(len(self.batches), "batches") as done:
             for prompts, _ in self.batches:
@@ -92,7 +92,7 @@ class Evaluator:
         return rollouts
 
     def reference_rows(self, own: list[dict[str, Any]]) -> Rows | None:
-        """Returns the reference's rows for the policy's, None if unknown. All ranks must call this."""
+        """Returns the reference's rows for the same prompts, or None. All ranks must call this."""
         reference = self.reference
         assert reference is not None
         if reference.is_initial_actor and self.actor.steps == 0:
@@ -115,7 +115,7 @@ class Evaluator:
         return [row for part in self.world.gather_objects(rows) for row in part]
 
     def score(self, rollout: Rollout, start_scoring: StartScoring) -> Scores:
-        """Returns the scores of a rollout by one reward."""
+        """Returns the scores of a rollout by one reward. All ranks must call this."""
         with _heartbeat_phase("in the reward"):
             scores = wait_for_scores(start_scoring(rollout), self.world, self.check)
         self.check()
@@ -124,7 +124,7 @@ class Evaluator:
     def sample_rows(
         self, rollout: Rollout, scores: Scores, counted: Tensor, more: Mapping[str, Tensor]
     ) -> list[dict[str, Any]]:
-        """Returns the counted rows of a rollout as text, for the samples file and the report."""
+        """Returns the ``counted`` rows of a rollout as text, for the samples file and the report."""
         rows, sums = [], scores.sums
         for i in counted.nonzero().flatten().tolist():
             response = rollout.response_ids[i, : rollout.response_lengths[i]].tolist()
@@ -144,7 +144,7 @@ class Evaluator:
 
 @contextmanager
 def _heartbeat_phase(what: str) -> Iterator[None]:
-    """Sets the phase of the heartbeat, but not of the PhaseTimer, to ``what`` inside the block."""
+    """Sets the heartbeat's phase to ``what`` inside the block, but not that of the PhaseTimer."""
     heartbeat.enter(f"{what}, {PHASE}")
     yield
     heartbeat.enter(PHASE)

@@ -1,8 +1,8 @@
-"""Implements make_experience, which turns a rollout and its scores into the experience that PPO trains on.
+"""Implements make_experience, which computes the training data of PPO from a rollout and its scores.
 
 Departures from the paper, each of which the config can switch off: the score is clipped after the penalty for
 a missing end token, the KL to the reference is subtracted from the reward of each token, and advantages are
-whitened over the whole rollout of all ranks, not per minibatch.
+whitened over the rollout of all ranks, not per minibatch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ExperienceMaker:
     forwards: ModelForwards
     masked_stop_ids: tuple[int, ...]  # end tokens that are not actions
     shaper: ScoreShaper
-    # estimator of the KL that is subtracted from the reward; None: the reward has no KL
+    # estimator of the KL to subtract from the reward; None: no KL in the reward
     charged_kl: Callable[[Tensor, Tensor], Tensor] | None
     score_position: ScorePosition
     estimate_advantages: AdvantageEstimator
@@ -57,7 +57,7 @@ class ExperienceMaker:
     def __call__(
         self, rollout: Rollout, pending_scores: Pending[Scores], kl_coef: float, critic_only: bool = False
     ) -> tuple[Experience, Metrics]:
-        """Makes the experience of all ranks from this rank's rollout. All ranks must call this."""
+        """Makes the experience of all ranks from each rank's rollout. All ranks must call this."""
         if self.masked_stop_ids:
             rollout = mask_stops(rollout, self.masked_stop_ids)
         mask = rollout.response_mask
@@ -110,15 +110,15 @@ class ExperienceMaker:
         return all_gather_rows(experience, self.world), metrics
 
     def baselines(self, greedy: ScoredRollout) -> Tensor:
-        """Returns the shaped score of the greedy response to the prompt of each row, [B]."""
+        """Returns for each row the shaped score of the greedy response to its prompt, [B]."""
         shaped, _ = self.shaper(greedy, update=False)
         return (shaped + greedy.token_scores.sum(1)).repeat_interleave(self.group_size)
 
     def for_pretraining(self) -> ExperienceMaker:
         """Returns a copy for the critic's pretraining on rollouts of the initial policy.
 
-        Returns are sums of future rewards (lambda 1), since an untrained critic is useless for
-        bootstrapping. Forwards that do not affect them are omitted.
+        Returns are sums of future rewards (lambda 1), since an untrained critic is useless for bootstrapping.
+        Model outputs that do not affect them are not computed.
         """
         credit = replace(self.credit, gae=GAEConfig(gamma=self.credit.gae.gamma, lam=1.0))
         maker = replace(self, credit=credit, forwards=replace(self.forwards, kept=None))
@@ -135,10 +135,10 @@ class ExperienceMaker:
         advantages: Tensor,
         clipped: Tensor,
     ) -> Metrics:
-        """Computes the metrics of rewards and unwhitened ``advantages`` [B,R]. All ranks must call this."""
+        """Computes the metrics of rewards and of unwhitened ``advantages``. All ranks must call this."""
         states, sums = self.score_position.states(rollout), MetricSums()
         sums.add_mean("reward/clipped_frac", clipped)
-        # a score added outside the states has no effect, as in zysNLP's code
+        # a score at a position without a state has no effect, as in zysNLP's code
         sums.add_mean("reward/total_mean", masked_sum(experience.rewards, states, dim=1))
         sums.add_mean("reward/kl_penalty_mean", -masked_sum(kl_penalty, states[:, :-1], dim=1))
         if rollout.baselines is not None:
@@ -167,9 +167,9 @@ class ExperienceMaker:
         return sums.reduced(self.world)
 
     def print_step(self, number: int, rows: Experience, losses: dict[str, Tensor]) -> None:
-        """Prints the losses of an optimizer step, and the KL (k1 per token) before and after it.
+        """Prints the losses of an optimizer step, and the KL (k1 per token) before and after the step.
 
-        All ranks must call this. ``rows`` have the log-probs before the step, if it trained the actor.
+        All ranks must call this. ``rows`` hold the log-probs before the step, if the actor was trained.
         """
         means = self.world.sum(torch.stack([*losses.values()])) / self.world.size
         parts = [f"{name} loss {mean:.4f}" for name, mean in zip(losses, means.tolist(), strict=True)]
@@ -180,17 +180,17 @@ class ExperienceMaker:
 
 
 def add_weight_metrics(sums: MetricSums, experience: Experience, section: Bounded) -> None:
-    """Adds the metrics of the importance weights of algo.rollout_is."""
+    """Adds the metrics of the importance weights of algo.rollout_is to ``sums``."""
     mask, sampled, trained = experience.response_mask, experience.decode_logprobs, experience.logprobs
     _, bounded = rollout_is_weights(trained, sampled, mask, section)
     sums.add_mean("parity/weight_mean", experience.weights, mask)
     sums.add_mean("parity/weight_outside_frac", (bounded < section.low) | (bounded > section.high), mask)
-    # samples come from the decode backend, so d = log-prob of decoding - log-prob of training
+    # the decode backend sampled the tokens, so d = log-prob of decoding - log-prob of training
     sums.add_mean("parity/k3_token_mean", k3(sampled, trained), mask)
 
 
 def response_notes(rollout: ScoredRollout) -> tuple[dict[str, Any], ...] | None:
-    """Returns what Experience.notes says about each response."""
+    """Returns the entries of Experience.notes for the responses of a rollout."""
     columns = {"components": rollout.components, "episode_end": rollout.episode_ends}
     present = {name: column for name, column in columns.items() if column and column[0]}
     if not present:
@@ -199,7 +199,7 @@ def response_notes(rollout: ScoredRollout) -> tuple[dict[str, Any], ...] | None:
 
 
 def mask_stops(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> Rollout:
-    """Removes end tokens from the response mask; models still attend to them (zysNLP, DeepSpeed-Chat)."""
+    """Removes end tokens from the response mask but not from the attention mask (zysNLP, DeepSpeed-Chat)."""
     ids = rollout.response_ids
     stops = torch.isin(ids, torch.tensor(stop_token_ids, dtype=ids.dtype))
     last = torch.arange(rollout.response_width) == rollout.response_lengths[:, None] - 1

@@ -1,4 +1,4 @@
-"""Metrics computed from an Experience. Every rank holds all rows, so nothing here is a collective."""
+"""Metrics computed from an Experience. Every rank holds all rows, so no function communicates."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def describe(
 ) -> Metrics:
     """Computes the metrics reward/*, kl/*, parity/*, value/* and rollout/* of the state before the update.
 
-    ``decoded_logprobs`` tells that ``experience.logprobs`` are those of the decode backend. The update then
-    measures parity/*.
+    ``decoded_logprobs``: ``experience.logprobs`` come from the decode backend, so parity/* is left to the
+    update.
     """
     mask = experience.response_mask
     scores, lengths = experience.scores.double(), experience.response_lengths
-    # compared as bytes, since lists of Python numbers take much longer to make and to hash
+    # compared as bytes, since lists of Python numbers are much slower to build and hash
     responses = zip(experience.response_ids.cpu().numpy(), lengths.tolist(), strict=True)
     unique = {ids[:length].tobytes() for ids, length in responses}
     metrics = {
@@ -66,7 +66,7 @@ def describe(
 def decode_gap(experience: Experience) -> dict[str, Tensor]:
     """Computes the mean and maximum difference between the log-probs of generation and of training.
 
-    Tokens of earlier versions of the policy do not count.
+    Tokens that earlier versions of the policy sampled do not count.
     """
     mask = experience.response_mask
     if experience.staleness is not None:
@@ -79,7 +79,7 @@ def decode_gap(experience: Experience) -> dict[str, Tensor]:
 
 
 def episode_metrics(experience: Experience) -> dict[str, Tensor]:
-    """Computes the metrics of an environment, {} without one."""
+    """Computes the metrics of an environment; {} without an environment."""
     feedback, notes = experience.feedback_mask, experience.notes
     if feedback is None or notes is None:
         return {}
@@ -94,7 +94,7 @@ def episode_metrics(experience: Experience) -> dict[str, Tensor]:
 
 
 def version_metrics(experience: Experience) -> dict[str, Tensor]:
-    """Computes how many versions of the policy sampled the responses, {} without rollout.partial."""
+    """Computes how many policy versions sampled each response; {} without rollout.partial."""
     staleness, attended = experience.staleness, experience.response_attention
     if staleness is None:
         return {}
@@ -108,7 +108,7 @@ def version_metrics(experience: Experience) -> dict[str, Tensor]:
 
 
 def count_turns(feedback: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the number of turns of each response, [B] long: each run of ``feedback`` [B,R] precedes one."""
+    """Returns the number of turns per response, [B] long. Each run of ``feedback`` [B,R] precedes a turn."""
     begins = feedback & ~pad(feedback[:, :-1], (1, 0))
     return begins.sum(1) + (lengths > 0)
 
@@ -129,7 +129,7 @@ def histograms(experience: Experience) -> dict[str, Histogram]:
 
 
 def reference_log_ratio(experience: Experience) -> Tensor | None:
-    """Computes log pi - log pi_ref [B,R], 0 outside the mask; None if one of the two is missing."""
+    """Computes log pi - log pi_ref [B,R], 0 outside the mask; None if either log-prob is missing."""
     if experience.logprobs is None or experience.ref_logprobs is None:
         return None
     return k1(experience.logprobs, experience.ref_logprobs).masked_fill(~experience.response_mask, 0.0)

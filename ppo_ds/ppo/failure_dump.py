@@ -1,6 +1,6 @@
-"""Dump of the optimizer step that ended a PPO run, for launch/replay.py, and the replay of its rows.
+"""Dumps the optimizer step that ended a PPO run, for launch/replay.py, and replays its rows.
 
-run/failure_dump.py describes its files.
+run/failure_dump.py describes the files of a dump.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ppo_ds.run.nan_debug import Replayed, ReplayedRow, replay_rows
 from ppo_ds.storage.reading import read_json
 from ppo_ds.types import Experience
 
-# what a file with other types or shapes raises
+# exceptions raised for a file with wrong types or shapes
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, SafetensorError)
 
 
@@ -44,7 +44,7 @@ class Dump:
     minibatch: Experience
 
     def row(self, place: int) -> int:
-        """Returns the index in the rollout, as in the run's messages, of row ``place`` of the dump."""
+        """Converts ``place``, a row of the dump, to the index in the rollout that the run's messages use."""
         return self.rows[place]["row_of_the_rollout"]
 
 
@@ -79,7 +79,7 @@ def dump_failure(
 def locate_nonfinite(
     learner: Learner, minibatch: Experience, kl_coef: float, critic_only: bool
 ) -> list[ReplayedRow]:
-    """Replays every row of ``minibatch`` and returns the results in their order. All ranks must call this.
+    """Replays every row of ``minibatch``; returns the results in row order. All ranks must call this.
 
     Weights, optimizers and counters do not change. Rows are not divided among ranks.
     """

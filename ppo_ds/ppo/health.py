@@ -1,7 +1,7 @@
-"""Health checks of PPO, alike on all ranks: non-finite numbers, the KL, and the parity of log-probs.
+"""Health checks of PPO, with equal results on all ranks: non-finite numbers, the KL, parity of log-probs.
 
-The log-probs of the decode backend are compared with those of the training engine at start-up, where wrong
-position ids or masks show, and in each step, since stale weights show only after an update.
+Parity: the log-probs of the decode backend are compared with those of the training engine. The check at
+start-up detects wrong position ids or masks; the check in each step detects stale weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppo_ds.run.microbatches import forward_rows, scoring_plan
 from ppo_ds.run.stopping import StepRefused
 from ppo_ds.types import Experience, Metrics, Prompts
 
-LABELS = {  # column -> label of one of its numbers, in the order in which the columns are computed
+LABELS = {  # column -> label of an entry, in the order in which the columns are computed
     "scores": "score",
     "decode_logprobs": "log-prob of token {} as it was generated",
     "logprobs": "log-prob of token {}",
@@ -39,7 +39,7 @@ LABELS = {  # column -> label of one of its numbers, in the order in which the c
 
 @dataclass(frozen=True)
 class NonFiniteStep(SkippedStep):
-    """A skipped optimizer step of PPO, with the data that a replay needs."""
+    """A skipped optimizer step of PPO, with the data for a replay."""
 
     minibatch: Experience  # the rows of the step, from all ranks
     rows: Tensor  # [b] long: the index of each of these rows in the rollout
@@ -50,7 +50,7 @@ class NonFiniteStep(SkippedStep):
 
 
 def first_nonfinite(experience: Experience) -> tuple[str, int] | None:
-    """Returns the name and the row of the first non-finite number under a mask, in the order of LABELS."""
+    """Returns the name and the row of the first non-finite number with mask = 1, in the order of LABELS."""
     actions = experience.response_mask
     masks = {
         **dict.fromkeys(
@@ -130,7 +130,7 @@ class Limit:
         return self.highest is not None and math.isfinite(value) and value > self.highest
 
     def rises(self, value: float) -> bool:
-        """Returns whether ``value`` is above the limit and the one before was not."""
+        """Returns whether ``value`` is above the limit while the value of the previous call was not."""
         was_above, self.above = self.above, self.exceeds(value)
         return self.above and not was_above
 
@@ -138,11 +138,11 @@ class Limit:
 class KLMonitor(Limit):
     """Compares kl/k3_token_mean with a limit.
 
-    k3 is never negative, whereas k1 is signed and becomes negative when a policy collapses.
+    k3 is never negative, whereas k1 is signed and becomes negative if the policy collapses.
     """
 
     def warning(self, metrics: Metrics) -> str | None:
-        """Returns a message in the step in which the KL rises above the limit, otherwise None."""
+        """Returns a message at a step in which the KL rises above the limit, otherwise None."""
         kl = metrics.get("kl/k3_token_mean")
         if kl is None or not self.rises(kl):
             return None
@@ -155,18 +155,18 @@ class KLMonitor(Limit):
 
 @dataclass
 class ParityMonitor(Limit):
-    """Compares the gap of each PPO step with a limit."""
+    """Compares the log-prob gap of each PPO step with a limit."""
 
     old_from_rollout: bool = False  # algo.old_logprobs=rollout, which excludes algo.rollout_is
-    own_weights: bool = False  # the decode backend has weights of its own (rollout.backend=vllm)
+    own_weights: bool = False  # the decode backend holds a copy of the weights (rollout.backend=vllm)
 
     def stop_if_exceeded(self, mean: float) -> None:
-        """Raises StepRefused if a mean gap above the limit ends the run; a non-finite one does not."""
+        """Raises StepRefused if ``stops`` and ``mean`` is above the limit; a non-finite mean never is."""
         if self.stops and self.exceeds(mean):
             raise StepRefused("max_parity", self.message(mean))
 
     def warning(self, metrics: Metrics) -> str | None:
-        """Returns a message in the step in which the gap rises above the limit, otherwise None."""
+        """Returns a message at a step in which the gap rises above the limit, otherwise None."""
         mean = metrics.get("parity/logp_abs_diff_mean")
         return self.message(mean) if mean is not None and self.rises(mean) else None
 

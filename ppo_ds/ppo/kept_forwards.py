@@ -1,4 +1,4 @@
-"""Keeps the graphs of forwards that make_experience runs, so that the update needs no second forward.
+"""Keeps the graphs of the forwards in make_experience, so that the update needs no second forward.
 
 With one optimizer step per rollout, no weight changes between make_experience and learn.
 """
@@ -19,7 +19,7 @@ from ppo_ds.types import Sequences
 
 
 class KeptOutputs(NamedTuple):
-    """Outputs with graphs, and the rows that they belong to."""
+    """Model outputs with graphs, and the rows that they were computed for."""
 
     # indices of this rank's rows among the rows of all ranks, in the order of the outputs; None: no outputs
     rows: Tensor | None
@@ -28,9 +28,9 @@ class KeptOutputs(NamedTuple):
 
 @dataclass(kw_only=True)
 class KeptForwards:
-    """Runs forwards of a rollout with gradients, and keeps their outputs until the update takes them.
+    """Runs forwards of a rollout with gradients, and keeps their outputs for the update.
 
-    Every rank must run all its rows in one forward, which is then the only micro-batch of the update.
+    All rows of a rank must fit into one forward, which is then the only micro-batch of the update.
     """
 
     options: Mapping[str, Mapping[str, Any]]  # model -> options of its forward in the update
@@ -39,16 +39,16 @@ class KeptForwards:
     world: World
 
     # state
-    off: bool = field(init=False, default=False)  # memory was short, so that no further forward is kept
+    off: bool = field(init=False, default=False)  # memory ran out, so no further forward is kept
     names: tuple[str, ...] = field(init=False, default=())  # models whose next forward is kept
     sequences: Sequences | None = field(init=False, default=None)  # rows of these forwards
     kept: KeptOutputs = field(init=False, default=KeptOutputs(None, {}))
 
     @contextmanager
     def of_rollout(self, rollout: Sequences, plan: list[Tensor], critic_only: bool) -> Iterator[None]:
-        """Allows forwards of ``rollout`` to be kept inside the block if ``plan`` permits it.
+        """Keeps forwards of ``rollout`` inside the block if ``fits`` returns True. All ranks must call this.
 
-        All ranks must call this. An exception that leaves the block drops the outputs.
+        If an exception leaves the block, the outputs are dropped.
         """
         self.kept = KeptOutputs(None, {})
         names = tuple(name for name in self.options if name != "actor" or not critic_only)
@@ -67,10 +67,10 @@ class KeptForwards:
     def fits(self, rollout: Sequences, plan: list[Tensor]) -> bool:
         """Returns whether all rows of each rank fit into one micro-batch and keeping it saves time.
 
-        In units of a forward, the rank with the most tokens takes 1 and its even share of 3 in the update
-        if nothing is kept, and 3 of its own otherwise. A collective if ``plan`` is a single forward.
+        The rank with the most tokens T processes T + 3 x its balanced share if nothing is kept, otherwise 3
+        T. All ranks must call this.
         """
-        if len(plan) > 1:  # on every rank, since all ranks run the same number of forwards
+        if len(plan) > 1:  # equal on all ranks, which run the same number of forwards
             return False
         tokens = padded_tokens(rollout.attention_mask.sum(1), self.packed)
         most = self.world.max_int(tokens)
@@ -87,13 +87,13 @@ class KeptForwards:
         return out
 
     def switch_off(self) -> str | None:
-        """Keeps no further forward; returns the setting with the same effect, None if nothing was kept."""
+        """Stops keeping forwards; returns the setting with this effect, or None if nothing was kept."""
         if self.kept.rows is None:
             return None
         self.kept, self.off = KeptOutputs(None, {}), True
         return "memory.reuse_forwards=off"
 
     def take(self) -> KeptOutputs:
-        """Returns the outputs that are kept and forgets them."""
+        """Returns the kept outputs and forgets them."""
         kept, self.kept = self.kept, KeptOutputs(None, {})
         return kept if kept.by_model else KeptOutputs(None, {})

@@ -1,6 +1,6 @@
 """Implements learn: several epochs of clipped policy and value updates over one experience.
 
-Actor and critic step together or not at all, see engine/lockstep.py.
+An optimizer step updates actor and critic, or neither of them; see engine/lockstep.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ppo_ds.run.stage import StepContext
 from ppo_ds.types import Experience, Histogram, Metrics
 
 ROLES = {"actor": "policy", "critic": "value"}  # model -> prefix of its metrics
-# metrics that are logged as NaN when a rollout is skipped; the other metrics of the update are then absent
+# metrics that are logged as NaN if a rollout is skipped; other metrics of the update are then absent
 UNKNOWN = ("policy/loss", "value/loss", "value/explained_var")
 # mean and maximum of the gap between the log-probs of generation and training
 GAP, MAX_GAP = "parity/logp_abs_diff_mean", "parity/logp_abs_diff_max"
@@ -49,11 +49,11 @@ class Schedule:
     target_kl: float | None  # nats per token; no further optimizer step once approx_kl exceeds it
 
     def steps(self, rows: int) -> int:
-        """Returns the number of optimizer steps of an update on this number of rows."""
+        """Returns the number of optimizer steps of an update on ``rows`` rows."""
         return self.epochs * (rows // self.minibatch_size)
 
     def rows_of_steps(self, rows: int, shuffle: torch.Generator) -> Iterator[Tensor]:
-        """Yields the row indices of each optimizer step, epoch after epoch, and counts the steps."""
+        """Yields the row indices of each optimizer step, epoch by epoch, and counts the steps."""
         with counting(self.steps(rows), "optimizer steps") as done:
             epochs = (minibatches(rows, self.minibatch_size, shuffle) for _ in range(self.epochs))
             for number, indices in enumerate(chain.from_iterable(epochs), start=1):
@@ -68,7 +68,7 @@ class RatioCounts:
         self.world, self.counts = world, None  # counts in the bins of RATIO_EDGES on this rank, [N] long
 
     def add(self, micro: Experience, logprobs: Tensor) -> None:
-        """Counts the ratios of a micro-batch to the current policy's ``logprobs`` [b,R']."""
+        """Counts the ratios of a micro-batch; ``logprobs`` [b,R'] are those of the current policy."""
         old_logprobs = logprobs if micro.old_logprobs is None else micro.old_logprobs.to(logprobs.device)
         edges = torch.tensor(RATIO_EDGES, device=logprobs.device)
         ratios = (logprobs - old_logprobs).exp()
@@ -76,14 +76,14 @@ class RatioCounts:
         self.counts = counts if self.counts is None else self.counts + counts
 
     def take(self) -> Histogram | None:
-        """Returns the ratios of all steps since the last call, if any. All ranks must call this."""
+        """Returns the ratios counted since the last call, or None. All ranks must call this."""
         counts, self.counts = self.counts, None
         return None if counts is None else Histogram(self.world.sum_of_shares(counts).tolist(), RATIO_EDGES)
 
 
 @dataclass(frozen=True)
 class ActorBackward:
-    """Results of the actor's backward passes of one optimizer step on this rank, besides the gradients."""
+    """Results of the actor's backward passes in one optimizer step on this rank, besides the gradients."""
 
     loss: Tensor  # 0-dim: the sum over the micro-batches
     kl_sums: Tensor  # [2]: approx_kl as (sum, count)
@@ -110,10 +110,10 @@ class Learner:
     # batches
     token_budget: int  # of a micro-batch
     packed: bool  # the models take rows without padding
-    kept: KeptForwards | None = None  # forwards of make_experience that serve for the update
+    kept: KeptForwards | None = None  # forwards of make_experience that the update uses
     # the run
     context: StepContext
-    parity: ParityMonitor  # checks the first forward of an update, if it is the first to run the actor
+    parity: ParityMonitor  # checks the first forward of an update, if the actor has not run before
     ratios: RatioCounts | None = None
 
     @property
@@ -125,7 +125,7 @@ class Learner:
     ) -> tuple[Experience, Metrics]:
         """Trains the models on ``experience``; returns it with the metrics of the update.
 
-        All ranks must call this, with the same ``seed``. Without old log-probs, the update must be a single
+        All ranks must call this, with the same ``seed``. Without old log-probs, the update must have a single
         optimizer step, whose forward computes them. May raise StepRefused before any weight has changed.
         """
         shuffle, schedule = torch.Generator().manual_seed(seed), self.schedule
@@ -142,7 +142,7 @@ class Learner:
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
 
         for rows in schedule.rows_of_steps(len(experience), shuffle):
-            # this ends all epochs, since approx_kl changes only in an optimizer step
+            # ends all epochs: approx_kl changes only in an optimizer step
             if schedule.target_kl is not None and approx_kl > schedule.target_kl:
                 break
             minibatch = experience.select(rows)
@@ -159,7 +159,7 @@ class Learner:
             done = self.step_or_skip(self.models(critic_only), losses, actor, first=steps_done == 0)
             if actor is not None and steps_done == 0:
                 metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
-                for gap in actor.gaps if self.parity.old_from_rollout else []:  # else measured in all rows
+                for gap in actor.gaps if self.parity.old_from_rollout else []:  # else describe() measures it
                     metrics.add_parts(gap)
             if first_forward and actor is not None:  # this is the only optimizer step of the update
                 parts = scatter_tokens(actor.logprobs, experience, [rows[part] for part in plan])
@@ -182,12 +182,12 @@ class Learner:
         return experience, metrics.reduced(self.world) | step_metrics(steps) | passes
 
     def with_logprobs(self, rows: Experience, actor: ActorBackward | None, plan: list[Tensor]) -> Experience:
-        """Returns the rows of an optimizer step with the log-probs before it; None without the actor."""
+        """Returns ``rows`` with the log-probs before the optimizer step (None without the actor)."""
         logprobs = actor and self.world.sum_of_shares(scatter_tokens(actor.logprobs, rows, plan))
         return replace(rows, logprobs=logprobs)
 
     def record(self, done: LockstepResult, step: NonFiniteStep) -> None:
-        """Counts an optimizer step that was done or skipped, and updates the averaged weights."""
+        """Counts an optimizer step as done or skipped, and updates the averaged weights."""
         if done.nonfinite:
             self.context.health.record_skip(step, counted=not done.overflow_expected)
             return
@@ -197,7 +197,7 @@ class Learner:
                 self.average()
 
     def models(self, critic_only: bool = False) -> dict[str, TrainedModel]:
-        """Returns the models that are trained together, by name."""
+        """Returns the models to train, by name."""
         models = {"actor": None if critic_only else self.actor, "critic": self.critic}
         return {name: model for name, model in models.items() if model is not None}
 
@@ -212,12 +212,12 @@ class Learner:
     ) -> tuple[dict[str, Tensor], ActorBackward | None]:
         """Accumulates the gradients of one optimizer step over ``micros``; returns the losses by model.
 
-        Outputs in ``kept`` are removed, so that their graphs are freed after the backward.
+        Removes the outputs from ``kept``, so that their graphs are freed after the backward pass.
         """
         totals, value_totals = self.totals(minibatch)
         losses: dict[str, Tensor] = {}
         actor = None
-        # a graph that is kept is freed by its backward before another model builds its own
+        # the backward of a kept graph frees it before another model builds a graph
         critic_first = "critic" in kept and "actor" not in kept
         for name in ("critic", "actor") if critic_first else ("actor", "critic"):
             if name == "actor" and not critic_only:
@@ -239,9 +239,10 @@ class Learner:
         actor: ActorBackward | None,
         first: bool,
     ) -> LockstepResult:
-        """Steps all models or none; the ``first`` raises StepRefused if the gap of generation is too large.
+        """Steps all models or none. All ranks must call this.
 
-        With a target_kl, ``sums`` of the result begins with the sum and the count of approx_kl.
+        If ``first``, raises StepRefused if the parity gap is too large. With a target_kl, ``sums`` of the
+        result begins with the sum and the count of approx_kl.
         """
         extra, measures_gap = [], False
 
@@ -264,12 +265,12 @@ class Learner:
         )
 
     def totals(self, minibatch: Experience) -> tuple[BatchTotals, BatchTotals]:
-        """Counts the actions and, with a critic, the trained states of one optimizer step. No collective."""
+        """Counts the actions and the states with a value loss in one optimizer step. Not a collective."""
         norm, size = self.norm * len(minibatch), self.world.data_size
         totals = batch_totals([minibatch.response_mask], dp_size=size, norm=norm)
         for term in self.terms:
             totals = term.counted(minibatch, totals)
-        if minibatch.value_mask is None:  # no loss reads the second
+        if minibatch.value_mask is None:  # the second result is unused
             return totals, totals
         return totals, batch_totals([minibatch.value_mask], dp_size=size, norm=norm)
 
@@ -335,7 +336,7 @@ class Learner:
     ) -> tuple[Tensor, Parts, Tensor]:
         """Computes a micro-batch's part of the actor's loss, its metrics and its detached log-probs [b,R'].
 
-        With a shared trunk, the loss includes the value loss. ``out`` is the actor's output, if it is known.
+        With a shared trunk, the loss includes the value loss. ``out`` is the actor's output, if known.
         """
         if out is None:
             out = self.actor(
@@ -393,7 +394,7 @@ class Learner:
     ) -> Metrics:
         """Skips all optimizer steps of a rollout with a non-finite number.
 
-        Returns and whitening spread such a number to other tokens and rows, so no row is used.
+        No row is used, because returns and whitening spread the number to other tokens and rows.
         """
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
         for name, model in self.models(critic_only).items():

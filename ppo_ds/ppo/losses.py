@@ -25,35 +25,35 @@ Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see algorit
 class Term(Protocol):
     """A summand of the actor's loss.
 
-    At action level sequence a response is one action, whose log-prob and KL are summed over its tokens.
+    At action level sequence a response is one action, with log-prob and KL summed over its tokens.
     """
 
     @property
     def forward_options(self) -> Mapping[str, bool]:
-        """Options of the actor's forward that give the outputs which the term needs."""
+        """Options of the actor's forward that make it return the outputs that the term needs."""
         return {}
 
     def counted(self, minibatch: Experience, totals: BatchTotals) -> BatchTotals:
-        """Adds what the term counts in all rows of an optimizer step."""
+        """Adds the term's counts over all rows of an optimizer step to ``totals``."""
         return totals
 
     def __call__(
         self, out: PolicyOutput, micro: Experience, totals: BatchTotals, kl_coef: float
     ) -> tuple[Tensor | None, Parts]:
-        """Returns the micro-batch's part of the optimizer step's loss (None: no loss), and its metrics."""
+        """Returns the micro-batch's part of the loss of the optimizer step (or None), and its metrics."""
 
 
 def actor_loss(
     terms: Iterable[Term], out: PolicyOutput, micro: Experience, totals: BatchTotals, kl_coef: float
 ) -> tuple[Tensor, Parts]:
-    """Returns the sum of the terms on a micro-batch, and their metrics."""
+    """Returns the sum of the terms over a micro-batch, and their metrics."""
     results = [term(out, micro, totals, kl_coef) for term in terms]
     losses = [loss for loss, _ in results if loss is not None]
     return sum(losses[1:], losses[0]), {name: part for _, parts in results for name, part in parts.items()}
 
 
 def forward_options(terms: Iterable[Term]) -> dict[str, bool]:
-    """Returns the options of the actor's forward that give the outputs which the terms need."""
+    """Returns the merged forward options of ``terms``."""
     return {name: value for term in terms for name, value in term.forward_options.items()}
 
 
@@ -70,7 +70,7 @@ class PolicyTerm(Term):
         self, out: PolicyOutput, micro: Experience, totals: BatchTotals, kl_coef: float
     ) -> tuple[Tensor, Parts]:
         mask, weights, parts = micro.response_mask, micro.weights, {}
-        # with one optimizer step per rollout the old policy is the current one: the ratio is 1, but it has a
+        # with one optimizer step per rollout, the old policy is the current policy: the ratio is 1, but has a
         # gradient
         old_logprobs = out.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
         if self.policy.off_policy_limit is not None:
@@ -97,7 +97,7 @@ class PolicyTerm(Term):
 
 @dataclass(frozen=True)
 class EntropyTerm(Term):
-    """Subtracts coef * entropy, exact or estimated as -log p of the sampled tokens."""
+    """Subtracts coef * entropy, either exact or estimated as -log p of the sampled tokens."""
 
     entropy: EntropyConfig
     agg: Aggregation
@@ -118,7 +118,7 @@ class EntropyTerm(Term):
 
 @dataclass(frozen=True)
 class ReferenceKLTerm(Term):
-    """Adds the KL to the reference times its coefficient (`algo.kl.place=loss`)."""
+    """Adds coefficient * KL to the reference (`algo.kl.place=loss`)."""
 
     kl: Callable[[Tensor, Tensor], Tensor]  # its estimator
     agg: Aggregation
@@ -136,7 +136,7 @@ class ReferenceKLTerm(Term):
 
 @dataclass(frozen=True)
 class LoadBalancingTerm(Term):
-    """Adds the load-balancing loss of a mixture of experts times its coefficient."""
+    """Adds coefficient * load-balancing loss of a mixture of experts."""
 
     coef: float
     forward_options = {"with_aux": True}
@@ -154,7 +154,7 @@ class LoadBalancingTerm(Term):
 
 @dataclass(frozen=True)
 class PositiveNLLTerm(Term):
-    """Adds coef * mean of -log p over the tokens of the responses whose score is above ``above`` (VAPO)."""
+    """Adds coef * mean of -log p over the tokens of responses with a score above ``above`` (VAPO)."""
 
     coef: float
     above: float
@@ -171,19 +171,19 @@ class PositiveNLLTerm(Term):
         return loss, {"policy/positive_nll": sum_and_count(-out.logprobs, correct)}
 
     def correct_tokens(self, rows: Experience) -> Tensor:
-        """Returns the mask [B,R] of the actions in these responses."""
+        """Returns the mask [B,R] of the actions in responses with a score above ``above``."""
         return rows.response_mask & (rows.scores > self.above)[:, None]
 
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """Computes the critic's loss: coef * (1/2 if half) * squared error, clipped around the old value."""
+    """Computes the critic's loss: coef * squared error, clipped around the old value, halved if ``half``."""
 
     value: ValueConfig
     agg: Aggregation
 
     def __call__(self, values: Tensor, micro: Experience, totals: BatchTotals) -> tuple[Tensor, Parts]:
-        """Returns the loss of ``values`` [b,S], and its metrics."""
+        """Returns the loss of ``values`` [b,S] and its metrics."""
         loss, parts = value_loss(
             values,
             micro.values,

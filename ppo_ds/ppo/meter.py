@@ -20,7 +20,7 @@ class Meter:
     capacity: Capacity
     actor: UpdateCost
     critic: UpdateCost | None  # None without a critic, and when the value head is on the actor
-    weight_bytes: int  # bytes of one weight of the decoding model, and of one number in its KV cache
+    weight_bytes: int  # bytes per weight of the decoding model, and per number in its KV cache
 
     def __call__(self, experience: Experience, times: Metrics, metrics: Metrics) -> Metrics:
         """Computes perf/* and mem/* from the experience and other metrics. All ranks must call this."""
@@ -37,9 +37,9 @@ class Meter:
     def utilization(
         self, experience: Experience, generated: float, times: Metrics, metrics: Metrics
     ) -> Metrics:
-        """Returns perf/mfu_* and perf/hbm_frac_decode, the fractions of the peak capacity that were used.
+        """Returns perf/mfu_* and perf/hbm_frac_decode, the used fractions of the peak capacity.
 
-        They count the minimum FLOPs of the updates, without algo.ptx, and the minimum bytes of decoding.
+        Computed from the minimum FLOPs of the updates, without algo.ptx, and the minimum bytes of decoding.
         """
         lengths = experience.attention_mask.sum(1).tolist()
         head_positions = int(experience.response_lengths.sum())
@@ -68,7 +68,7 @@ class Meter:
 
 
 def build_meter(world: World, actor: HybridActor, critic: TrainedModel | None) -> Meter:
-    """Measures the machine and returns the meter of a run. All ranks must call this."""
+    """Measures the machine and builds the meter of a run. All ranks must call this."""
     lm = actor.module.lm
     return Meter(
         world=world,

@@ -1,7 +1,7 @@
 """Exchanges the rows of a rollout among ranks, forms minibatches, transforms them and collects outputs.
 
-Every rank receives all rows. One seeded permutation of the *global* rows forms the minibatches, so that
-the number of ranks affects only the speed, and totals are known without communication.
+Every rank receives all rows. Minibatches come from one seeded permutation of all rows of all ranks, so the
+number of ranks affects only the speed, and totals are known without communication.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def concatenate(parts: list[S]) -> S:
 
 
 def minibatches(n_rows: int, minibatch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
-    """Splits a random permutation of all rows into the row indices of each optimizer step of one epoch."""
+    """Splits a random permutation of all rows into row indices for each optimizer step of one epoch."""
     assert n_rows % minibatch_size == 0, f"{n_rows} rows do not make minibatches of {minibatch_size}"
     return torch.randperm(n_rows, generator=generator).split(minibatch_size)
 
@@ -53,14 +53,14 @@ def minibatches(n_rows: int, minibatch_size: int, generator: torch.Generator) ->
 def scatter_tokens(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
     """Assembles per-token outputs [B,R], float32 on the CPU, from the ``parts`` [b,R'] of all forwards.
 
-    Positions beyond the end of a response are 0; an end token outside the mask keeps its value.
+    Positions after the end of a response are 0; an end token outside the response mask keeps its value.
     """
     responses = sequences.response_attention
     return scatter_rows(parts, plan, torch.zeros(responses.shape)).masked_fill(~responses, 0.0)
 
 
 def scatter_states(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
-    """Assembles per-state outputs [B,S] in the same way; 0 beyond the state after the last token."""
+    """Like scatter_tokens for per-state outputs [B,S]; positions after the last token's state are 0."""
     states = torch.arange(sequences.response_width + 1) <= sequences.response_lengths[:, None]
     return scatter_rows(parts, plan, torch.zeros(states.shape)).masked_fill(~states, 0.0)
 
@@ -68,7 +68,7 @@ def scatter_states(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]
 def scatter_rows(parts: list[Tensor], plan: list[Tensor], out: Tensor) -> Tensor:
     """Writes ``parts`` [b,R'], one per entry of ``plan``, into the rows of ``out`` [B,R]; returns ``out``.
 
-    The host waits only once, after the last forward.
+    The host waits for the device only once, after the last forward.
     """
     flat = torch.cat([part.detach().float().flatten() for part in parts]).cpu()
     pieces = flat.split([part.numel() for part in parts])
@@ -77,7 +77,7 @@ def scatter_rows(parts: list[Tensor], plan: list[Tensor], out: Tensor) -> Tensor
     return out
 
 
-# A transform of an optimizer step: (its rows, from all ranks, a generator) -> rows of the same number. The
+# A transform of an optimizer step: (its rows from all ranks, a generator) -> the same number of rows. The
 # generator has the same state on every rank; it draws selected tokens, never the order of the rows.
 Transform = Callable[[Experience, torch.Generator], Experience]
 
@@ -88,7 +88,7 @@ def whitened(rows: Experience, _: torch.Generator, *, whitening: Whitening) -> E
 
 
 def without_truncated(rows: Experience, _: torch.Generator) -> Experience:
-    """Removes the responses that did not end with a stop from the masks of the losses (Yu et al. 2025)."""
+    """Removes the responses that did not end with a stop from the loss masks (Yu et al. 2025)."""
     ended = rows.finished[:, None]
     states = None if rows.value_mask is None else rows.value_mask & ended
     return replace(rows, response_mask=rows.response_mask & ended, value_mask=states)
@@ -97,7 +97,7 @@ def without_truncated(rows: Experience, _: torch.Generator) -> Experience:
 def with_top_entropy(rows: Experience, _: torch.Generator, *, share: float) -> Experience:
     """Limits the policy loss to the ``share`` of the tokens with the highest entropy (Wang et al. 2025).
 
-    The other tokens still count in the divisor of the mean. Rows without entropies stay as they are.
+    Other tokens still count in the divisor of the mean. Rows without entropies do not change.
     """
     if rows.entropy is None:
         return rows
@@ -108,7 +108,7 @@ def with_top_entropy(rows: Experience, _: torch.Generator, *, share: float) -> E
 def with_selected(
     rows: Experience, generator: torch.Generator, *, selection: Callable[..., Tensor]
 ) -> Experience:
-    """Adds the column ``selected`` of a policy loss (PolicyConfig.selection) to rows that have log-probs."""
+    """Adds the column ``selected`` (see PolicyConfig.selection) to rows that have log-probs."""
     if rows.logprobs is None:
         return rows
     selected = selection(rows.logprobs, rows.advantages, rows.response_mask, generator)

@@ -27,7 +27,7 @@ OldLogprobs = Literal["forward", "update", "rollout"]
 
 
 class ModelOutputs(NamedTuple):
-    """Holds what the models compute on a rollout. Entries that the run does not need are None."""
+    """Holds the model outputs for a rollout. Entries that the run does not need are None."""
 
     logprobs: Tensor | None = None  # [B,R] of the actor
     old_logprobs: Tensor | None = None  # [B,R]
@@ -42,7 +42,7 @@ class ModelForwards:
 
     actor: TrainedModel
     lagged: WeightCopy | None  # the old policy, if it lags behind the actor
-    reference: FrozenModel | None  # None if nothing needs the KL to it
+    reference: FrozenModel | None  # None if nothing needs the KL to the reference
     critic: TrainedModel | None  # None: critic-free, or the actor has the value head
     share_trunk: bool  # the actor has the value head
     old_logprobs: OldLogprobs
@@ -55,7 +55,7 @@ class ModelForwards:
     kept: KeptForwards | None = None  # keeps graphs for the update
 
     def __call__(self, rollout: Rollout, critic_only: bool) -> ModelOutputs:
-        """Runs all models. A collective, repeated if memory runs out."""
+        """Runs all models. All ranks must call this. It is repeated if memory runs out."""
         return self.guard(self.forward_models)(rollout, critic_only)
 
     def forward_models(self, rollout: Rollout, critic_only: bool) -> ModelOutputs:
@@ -82,13 +82,13 @@ class ModelForwards:
         return made
 
     def actor_logprobs(self, sequences: Sequences) -> Tensor:
-        """Computes the actor's log-probs [B,R]. A collective, repeated if memory runs out."""
+        """Computes the actor's log-probs [B,R], again if memory runs out. All ranks must call this."""
         rows = self.group_rows(sequences)
         logprobs = self.guard(lambda: self.logprobs_of(self.actor, rows, self.plan(rows)))()
         return self.own_rows(logprobs, sequences, rows)
 
     def group_rows(self, sequences: Sequences) -> Sequences:
-        """Returns the rows of all ranks with which this rank divides tokens. All ranks must call this."""
+        """Returns all rows of the ranks that divide tokens with this rank. All ranks must call this."""
         if self.world.sequence is None:
             return sequences
         plain = Sequences(sequences.ids, sequences.attention_mask, sequences.response_mask)
@@ -96,7 +96,7 @@ class ModelForwards:
         return rows.select(torch.arange(len(rows)).chunk(self.world.data_size)[self.world.data_rank])
 
     def own_rows(self, outputs: Tensor, sequences: Sequences, rows: Sequences) -> Tensor:
-        """Returns the outputs of this rank's ``sequences`` among those of ``rows`` [B,R] or [B,S]."""
+        """Returns the part of ``outputs`` of ``rows``, [B,R] or [B,S], for this rank's ``sequences``."""
         if self.world.sequence is None:
             return outputs
         columns = outputs.shape[1] - rows.response_width + sequences.response_width
@@ -117,7 +117,7 @@ class ModelForwards:
     def forward_actor(
         self, rollout: Sequences, plan: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Computes log-probs and old log-probs [B,R], values [B,S] by the actor's head, entropies [B,R]."""
+        """Computes log-probs, old log-probs [B,R], the values of the actor's head [B,S], entropies [B,R]."""
         outputs = self.forward("actor", self.actor, rollout, plan, **self.actor_options)
         logprobs = scatter_tokens([out.logprobs for out in outputs], rollout, plan)
         old_logprobs, values, entropy = logprobs, None, None
@@ -133,6 +133,6 @@ class ModelForwards:
     def logprobs_of(
         self, model: TrainedModel | FrozenModel, sequences: Sequences, plan: list[Tensor]
     ) -> Tensor:
-        """Computes log-probs [B,R] of the responses."""
+        """Computes the log-probs [B,R] of the responses under ``model``."""
         outputs = forward_rows(model, sequences, plan, **self.world.sequence_argument)
         return scatter_tokens([out.logprobs for out in outputs], sequences, plan)

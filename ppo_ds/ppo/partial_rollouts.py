@@ -1,13 +1,13 @@
 """Partial rollouts: responses that have not ended in a step are continued in later steps, with newer weights.
 
 A rank has the responses to ``rollout.oversample`` times its share of the prompts in progress. Generation ends
-once all responses to its share of the prompts have ended (Kimi k1.5, 2025; AReaL, Fu et al. 2025). Each
-prompt that was started is learned from in some step, so that the lengths of the responses are those of the
-policy, except that those in progress when the run ends, mostly long ones, are missing.
+once all responses to its share of the prompts have ended (Kimi k1.5, 2025; AReaL, Fu et al. 2025). Every
+started prompt is trained on in some step, so response lengths are distributed as in the policy. The exception
+are responses in progress when the run ends, mostly long ones.
 
-The log-probs of a token are those of the version of the policy that sampled it. The old log-probs of the
-ratio are those of the current policy, and ``algo.rollout_is`` weights each token by the quotient of the two
-(the decoupled objective of Hilton et al. 2021).
+A token's log-prob is that of the policy version that sampled it. The old log-probs of the ratio are those of
+the current policy, and ``algo.rollout_is`` weights each token by the quotient of old and sampling probability
+(decoupled objective, Hilton et al. 2021).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Response:
 
 @dataclass(eq=False)
 class Group:
-    """All responses to one prompt, which are learned from together."""
+    """All responses to one prompt, which are trained on in the same step."""
 
     prompt: int  # index in the data set
     responses: list[Response]
@@ -56,10 +56,10 @@ class Group:
 
 @dataclass(kw_only=True)
 class PartialRolloutCollector(RolloutCollector):
-    """Collects the responses to a step's share of the prompts, and carries the others to the next step.
+    """Collects the responses to a step's share of the prompts, and carries the others over to the next step.
 
-    Every rank learns from equally many prompts, its share of the step, and waits for no other rank's. It has
-    as many prompts in progress as every other rank, so that a checkpoint can be divided among other ranks.
+    Every rank trains on its share of the prompts without waiting for other ranks' responses. All ranks have
+    equally many prompts in progress, so that a checkpoint can be divided among another number of ranks.
     """
 
     prompts: PromptStream
@@ -67,10 +67,10 @@ class PartialRolloutCollector(RolloutCollector):
     section: PartialRollouts
     tokenizer: Tokenizer
     world: World
-    groups: list[Group] = field(init=False, default_factory=list)  # not learned from yet, oldest first
+    groups: list[Group] = field(init=False, default_factory=list)  # not trained on yet, oldest first
 
     def __call__(self) -> tuple[Rollout, Pending[Scores], Metrics]:
-        """Collects this rank's share of the prompts whose responses have ended. All ranks must call this."""
+        """Collects this rank's share of the prompts with ended responses. All ranks must call this."""
         share, size = self.section.prompts_per_step // self.world.size, self.section.samples_per_prompt
         started, version = ceil(self.section.oversample * share), self.actor.steps
         while len(self.groups) < started:
@@ -85,9 +85,9 @@ class PartialRolloutCollector(RolloutCollector):
         return rollout, self.score(rollout), {"rollout/carried": float(total)}
 
     def generate(self, groups: list[Group], share: int, version: int) -> None:
-        """Continues the responses of ``groups`` until all those of ``share`` groups have ended.
+        """Continues the responses of ``groups`` until all responses of ``share`` groups have ended.
 
-        All ranks must call this. No response is interrupted in its last version of max_versions.
+        All ranks must call this. A response in its last version (of max_versions) is not interrupted.
         """
         rows = [(group, one) for group in groups for one in group.responses if not one.ended]
         versions = [len({*response.versions, version}) for _, response in rows]
@@ -142,7 +142,7 @@ class PartialRolloutCollector(RolloutCollector):
         return {**state, "checksums": self.checksums(state["prompts"].tolist())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes this rank's part of the responses in progress; a UserError says why they cannot continue."""
+        """Restores this rank's responses in progress; raises UserError if they cannot be continued."""
         indices, lengths = state["prompts"].tolist(), state["lengths"].tolist()
         size, share = self.section.samples_per_prompt, len(indices) // self.world.size
         limit, longest = self.sampling.max_new_tokens, max(lengths, default=0)

@@ -1,6 +1,6 @@
-"""Sample rows of a step: responses as text, with the numbers of the response and of its tokens.
+"""Sample rows of a step: responses as text, with statistics per response and per token.
 
-Every rank holds all rows of an Experience, but only the metadata of its own prompts.
+Every rank holds all rows of an Experience, but only the metadata of its prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ppo_ds.ppo.experience_metrics import reference_log_ratio
 from ppo_ds.types import Experience, Rollout, Row
 
 DIGITS = 4  # decimals of the numbers of tokens
-# columns of a row that hold the prompt, or that data/prompts.py adds
+# columns of a row with the prompt, or added by data/prompts.py
 PROMPT_COLUMNS = ("prompt", "messages", "conversations", "prompt_text", "data_source")
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not yet a character
 
@@ -24,7 +24,7 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not yet a 
 def sample_rows(
     experience: Experience, tokenizer: Tokenizer, chosen: Sequence[int], token_limit: int = 0
 ) -> list[dict[str, Any]]:
-    """Returns the rows ``chosen`` as text, with columns of ``token_limit`` tokens of each."""
+    """Returns the rows ``chosen`` as text, with token columns for the first ``token_limit`` tokens."""
     log_ratio, width = reference_log_ratio(experience), experience.prompt_width
     kl = [None] * len(experience) if log_ratio is None else log_ratio.sum(1).tolist()
     rows = []
@@ -54,9 +54,9 @@ def response_columns(
     notes: dict[str, Any],
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """Returns the columns of the response of row ``i`` with the tokens ``ids``; ``notes`` as in Experience.
+    """Returns the columns of row ``i`` on its response ``ids``; ``notes`` are an entry of Experience.notes.
 
-    In an episode, "turns" are the texts of the policy and of the environment in turn.
+    In an episode, "turns" alternates between texts of the policy and of the environment.
     """
     finish = "stop" if rows.finished[i] else "length"
     found = {"response": tokenizer.decode(ids), "score": score, "length": len(ids), "finish": finish, **notes}
@@ -70,9 +70,9 @@ def response_columns(
 
 
 def token_columns(experience: Experience, tokenizer: Tokenizer, i: int, limit: int) -> dict[str, list[Any]]:
-    """Returns the columns that the run computes of the first ``limit`` response tokens of row ``i``.
+    """Returns the columns of per-token numbers for the first ``limit`` response tokens of row ``i``.
 
-    The last token of a response also has the reward of the state after it.
+    The reward of the state after the last token is added to the last token.
     """
     length = int(experience.response_lengths[i])
     count = min(length, limit)
@@ -102,7 +102,7 @@ def token_columns(experience: Experience, tokenizer: Tokenizer, i: int, limit: i
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
-    """Returns the text that each token adds to that of the tokens before it: only complete characters."""
+    """Returns the text that each token adds to the text before it; only complete characters are added."""
     texts, start, end = [], 0, 0  # ids[start:end] are the last tokens whose text is complete
     for i in range(1, len(ids) + 1):
         before, text = (tokenizer.decode(ids[start:stop], skip_special_tokens=False) for stop in (end, i))
@@ -115,9 +115,9 @@ def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
 
 
 def prompt_notes(rollout: Rollout, limit: int, group_size: int, world: World) -> dict[int, dict[str, Any]]:
-    """Returns the rows of all ranks to log, ``limit`` or all (-1), with their columns on the prompt.
+    """Returns the indices of the rows to log (``limit`` rows; -1: all), with their columns on the prompt.
 
-    They are one response to each prompt, then a second one to each, and so on. All ranks must call this.
+    The first response to each prompt comes first, then the second ones, and so on. All ranks must call this.
     """
     count, first = len(rollout.metadata), world.rank * len(rollout.metadata)
     spread = sorted(range(world.size * count), key=lambda i: i % group_size)
@@ -127,10 +127,10 @@ def prompt_notes(rollout: Rollout, limit: int, group_size: int, world: World) ->
 
 
 def about_prompt(row: Row) -> dict[str, Any]:
-    """Returns the columns of a sample row on the prompt of a row of the data.
+    """Returns the prompt columns of a sample row for a row of the data.
 
-    "asked" is the last message of a chat, or the whole prompt; "prompt_id" is the same in all steps;
-    "columns" are the short values of the data's other columns, such as the answer.
+    "asked" is the last message of a chat, or the whole prompt; "prompt_id" does not change between steps;
+    "columns" holds the short values of other columns of the data, such as the answer.
     """
     columns = {
         key: value
@@ -145,7 +145,7 @@ def about_prompt(row: Row) -> dict[str, Any]:
 
 
 def grouped(rows: Sequence[dict[str, Any]], column: str) -> dict[str, list[dict[str, Any]]]:
-    """Groups rows by the values that ``column`` of the data has in their "columns", in sorted order."""
+    """Groups rows by the value of ``column`` in their "columns"; the groups are in sorted order."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(value_of(row.get("columns", {}), column), []).append(row)
@@ -153,5 +153,5 @@ def grouped(rows: Sequence[dict[str, Any]], column: str) -> dict[str, list[dict[
 
 
 def last_message(row: Row) -> str:
-    """Returns the last message of a chat, without the template, or the prompt text of any other row."""
+    """Returns the last message of a chat, without the template, or else the prompt text."""
     return row["messages"][-1]["content"] if "messages" in row else row["prompt_text"]

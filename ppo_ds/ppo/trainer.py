@@ -6,9 +6,9 @@ One step, as in Ouyang et al. 2022 (InstructGPT) and Schulman et al. 2017:
   3. learn             several epochs of clipped policy and value updates over shuffled minibatches
   4. kl.update         the controller adjusts the KL coefficient
 
-The critic may be trained by itself before the first policy update (algo.value.pretrain_rollouts, VC-PPO,
-Yuan et al. 2025), the old policy may lag (algo.old_policy), and prompts of equal scores may be replaced
-(algo.dynamic_sampling, DAPO, Yu et al. 2025).
+Options: the critic is trained alone before the first policy update (algo.value.pretrain_rollouts; VC-PPO,
+Yuan et al. 2025), the old policy lags behind the actor (algo.old_policy), and prompts with equal scores are
+replaced (algo.dynamic_sampling; DAPO, Yu et al. 2025).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from ppo_ds.run.stage import Evaluation, RunContext, Stateful, StepResult
 from ppo_ds.run.state import is_due
 from ppo_ds.types import Experience, Histogram, Metrics
 
-FIRST_PRETRAINING_SEED = 500_000  # above every step index, so that its seeds differ from those of steps
+FIRST_PRETRAINING_SEED = 500_000  # above every step index, so that pretraining and steps have different seeds
 
 
 @dataclass(kw_only=True)
 class PPOTrainer:
-    """The PPO stage; run/stage.py documents the methods, run/loop.py calls them."""
+    """The PPO stage. run/stage.py documents the methods, which run/loop.py calls."""
 
     context: RunContext
     config: PPOConfig
@@ -108,7 +108,7 @@ class PPOTrainer:
             experience, learned = self.learn(
                 experience, kl_coef, seed=self.minibatch_seed(index), critic_only=critic_only
             )
-        # MiniMind counts steps from 1 and renews its copy before each step whose number is a multiple of lag
+        # MiniMind counts steps from 1 and updates its copy before each step that is a multiple of lag
         if "lagged" in self.weight_copies and is_due(index + 2, algo.lag):
             self.weight_copies["lagged"].copy()
         metrics = (
@@ -155,7 +155,7 @@ class PPOTrainer:
         return histograms(experience) | ({} if ratios is None else {"policy/ratio_hist": ratios})
 
     def sample_rows(self, experience: Experience, notes: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the sample rows of a step, which only rank 0 logs."""
+        """Returns the sample rows of a step; only rank 0 logs them."""
         if not self.context.world.is_main:
             return []
         rows = sample_rows(experience, self.tokenizer, [*notes], self.config.tracker.sample_tokens)

@@ -1,4 +1,4 @@
-"""Win rate of the policy against the reference, by the reward of their responses to the held-out prompts."""
+"""Win rate of the policy against the reference: compares the rewards of responses to held-out prompts."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ Rows = Sequence[dict[str, Any]]
 class ReferenceResponses:
     """The reference's responses to the held-out prompts with their scores, computed once per run.
 
-    The first evaluation provides the responses of a reference with the initial weights of the actor; any
-    other reference generates them. A file in the run directory keeps them for a resumed run.
+    If the reference has the initial weights of the actor, the first evaluation provides its responses;
+    otherwise the reference generates them. A file in the run directory stores them for a resumed run.
     """
 
     file: Path
-    # of the run whose checkpoint this run begins with, if it is in another directory
+    # file of the run from whose checkpoint this run starts, if in another directory
     earlier: Path | None = None
-    settings: dict[str, Any]  # JSON: what the responses and scores depend on, besides the prompts
+    settings: dict[str, Any]  # JSON: settings that affect responses and scores
     world: World
     is_initial_actor: bool  # whether the reference has the initial weights of the actor
-    # generates the responses to batches of prompts; None if no reference with its own weights is loaded
+    # generates responses to batches of prompts; None if no separate reference model is loaded
     generate: Callable[[Sequence[Prompts]], list[Rollout]] | None
     rows: Rows | None = field(init=False, default=None)
     warned: bool = field(init=False, default=False)
 
     def find(self, prompts: Sequence[str]) -> Rows | None:
-        """Returns the known rows if they belong to ``prompts``, else None. All ranks must call this."""
+        """Returns the stored rows if their prompts equal ``prompts``, else None. All ranks must call this."""
         if self.rows is None:
             self.rows = self.world.gather_objects(self._read() if self.world.is_main else None)[0]
         if self.rows is None or [row["prompt"] for row in self.rows] != list(prompts):
@@ -49,7 +49,7 @@ class ReferenceResponses:
         return self.rows
 
     def keep(self, rows: Rows) -> Rows:
-        """Keeps the rows of all ranks, which every rank passes, for this run and for its next start."""
+        """Stores the rows of all ranks, which every rank must pass, for this run and when it is resumed."""
         self.rows = [{key: row[key] for key in KEPT} for row in rows]
         if self.world.is_main:
             self._write(self.rows)
@@ -66,7 +66,7 @@ class ReferenceResponses:
         self.warned = True
 
     def _read(self) -> Rows | None:
-        """Returns the rows of the file, or else of the earlier run, whose file is then copied."""
+        """Returns the rows of this run's file, or of the earlier run's file, which is then copied."""
         known = json.loads(json.dumps(self.settings, default=str))
         for file in filter(None, (self.file, self.earlier)):
             try:
@@ -87,7 +87,7 @@ class ReferenceResponses:
 
 
 def win_rate(rows: Rows, others: Rows) -> float:
-    """Returns the share of rows whose score is higher than that of the other row; ties count half.
+    """Returns the share of rows with a higher score than the other row; ties count half.
 
     Equal responses are ties; see ops/outcomes.py.
     """

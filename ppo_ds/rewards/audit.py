@@ -1,6 +1,6 @@
 """Audits a reward model before training: scores a few fixed dialogues in several ways.
 
-A violation, such as a score that depends on the other texts of its batch, is recorded as a failure, other
+Violations, such as a score that depends on the other texts of the batch, are recorded as failures, other
 observations as remarks. Every rank runs the same forwards on the same texts.
 """
 
@@ -25,10 +25,10 @@ AuditMode = Literal["off", "report", "strict", False]
 # Largest accepted difference between two scores of the same text, relative to the largest absolute score (at
 # least 1). It is not 0 because batches of different shapes run different kernels, which round differently.
 _TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}
-_EQUAL = 1e-5  # scores within this range count as all equal, in any dtype; relative like _TOLERANCE
+_EQUAL = 1e-5  # a smaller range of scores counts as all equal, in any dtype; relative like _TOLERANCE
 
 
-# (alternating messages, of which the first and the last are the user's; a response that fits)
+# (alternating messages that begin and end with the user; a fitting response)
 DIALOGUES = (
     (("What is the capital of France?",), "The capital of France is Paris."),
     (("水在标准大气压下的沸点是多少摄氏度？",), "在标准大气压下，水的沸点是100摄氏度。"),
@@ -55,7 +55,7 @@ DIALOGUES = (
 
 
 def probes(tokenizer: Tokenizer) -> list[tuple[Row, str]]:
-    """Returns the rows of the dialogues: first with fitting, then with empty, then unrelated responses."""
+    """Returns the rows of the dialogues with fitting, then with empty, then with unrelated responses."""
     rows: list[Row] = []
     for turns, _ in DIALOGUES:
         messages: list[Message] = [
@@ -75,10 +75,10 @@ class Findings:
     dtype: str = "fp32"
     failures: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    batches_agree: bool = False  # chat scorers only: whether get_scores works and agrees with get_score
+    batches_agree: bool = False  # chat scorers only: get_scores works and agrees with get_score
 
     def check_finite(self, scores: Tensor) -> bool:
-        """Records a failure if a score is not finite or all are equal; returns whether all are finite."""
+        """Records a failure if a score is not finite or all are equal. Returns whether all are finite."""
         if count := int((~scores.isfinite()).sum()):
             remedy = "" if self.dtype == "fp32" else "; try dtype fp32"
             self.failures.append(f"{count} of its {len(scores)} scores are not finite{remedy}")
@@ -93,7 +93,7 @@ class Findings:
         return bool(gap <= _TOLERANCE[self.dtype] * scores.abs().max().clamp(min=1.0))
 
     def check_batch_independence(self, alone: Tensor, together: Tensor, consequence: str) -> bool:
-        """Compares the scores of texts scored alone and in a batch; returns whether they agree."""
+        """Compares the scores of texts scored one by one and in a batch. Returns whether they agree."""
         gap = (alone - together).abs().max()
         if agree := self.within_rounding(gap, together):
             return agree
@@ -103,7 +103,7 @@ class Findings:
         return False
 
     def remark_plausibility(self, scores: Tensor) -> None:
-        """Records how often fitting responses score higher; ``scores`` has the order of ``probes``."""
+        """Records how often fitting responses have higher scores; ``scores`` have the order of ``probes``."""
         fitting, empty, unrelated = scores.chunk(3)
         above_empty, above_unrelated = int((fitting > empty).sum()), int((fitting > unrelated).sum())
         self.remarks.append(
@@ -123,7 +123,7 @@ def run_audit(
 ) -> Findings | None:
     """Runs ``inspect`` unless the audit is off, and passes lines with its findings to ``note``.
 
-    In mode ``strict``, all ranks raise UserError if any found a failure. ``name`` is the model's KEY=PATH.
+    All ranks must call this. If ``strict``, all raise UserError if any found a failure. ``name``: KEY=PATH.
     """
     if mode not in ("report", "strict"):
         return None
@@ -161,7 +161,7 @@ def audit_classifier(
     gap = (score(texts, "left") - together).abs().max()
     if not findings.within_rounding(gap, together):
         line = f"with padding on the left its scores differ by up to {gap:.2g}"
-        if is_decoder:  # a critic initialized from it reads prompts, which are padded on the left
+        if is_decoder:  # a critic initialized from a decoder reads prompts, which are padded on the left
             findings.failures.append(
                 f"{line}: rewards pad on the right, but a critic initialized from this model reads prompts "
                 "padded on the left"
@@ -180,10 +180,10 @@ def audit_chat_scorer(
     has_get_scores: bool,
     name: str,
 ) -> Findings:
-    """Audits a model that defines its own get_score.
+    """Audits a model that defines get_score itself.
 
-    ``score(chats, batched)`` returns the scores, [B], by get_scores if ``batched``, else by get_score, which
-    is also used if only get_scores fails, for example because a library has removed a function.
+    ``score(chats, batched)`` returns the scores, [B], by get_scores if ``batched``, else by get_score.
+    get_score is also used if only get_scores fails, for example because a library has removed a function.
     """
     findings, count = Findings(dtype, batches_agree=has_get_scores), len(DIALOGUES)
     chats = [

@@ -20,7 +20,7 @@ from ppo_ds.types import Reward, Rollout, Row, Scores
 
 
 class RewardError(RunError):
-    """Raised during training when a reward returns something that is not a valid score."""
+    """Raised during training if a reward returns an invalid score."""
 
 
 @runtime_checkable
@@ -28,12 +28,12 @@ class OverlappingReward(Reward, Protocol):
     """A reward that can score in the background while the models compute log-probs and values."""
 
     def start_scoring(self, rollout: Rollout) -> Pending[Scores]:
-        """Starts to score a rollout. Every rank gets either tasks or a known result."""
+        """Starts to score a rollout. Either on every rank or on no rank, the result has background tasks."""
         ...
 
 
 def start_scoring(reward: Reward, rollout: Rollout) -> Pending[Scores]:
-    """Starts to score a rollout; a reward that cannot overlap scores it at once."""
+    """Starts to score a rollout. A reward that cannot score in the background scores at once."""
     if isinstance(reward, OverlappingReward):
         return reward.start_scoring(rollout)
     return Pending.of(reward(rollout))
@@ -41,7 +41,7 @@ def start_scoring(reward: Reward, rollout: Rollout) -> Pending[Scores]:
 
 @contextmanager
 def reward_errors_as_user_errors() -> Iterator[None]:
-    """Turns a RewardError into a UserError, because the user can correct its cause before training."""
+    """Converts a RewardError to a UserError, since before training the user can fix the cause."""
     try:
         yield
     except RewardError as error:
@@ -50,26 +50,26 @@ def reward_errors_as_user_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Responses:
-    """B responses as text together with their rows: the input of every text-based reward."""
+    """B responses as text with their rows: the input of every text-based reward."""
 
     rows: tuple[Row, ...]  # B raw rows; "prompt_text" is the prompt
     texts: tuple[str, ...]  # B decoded responses, without special tokens
     finished: tuple[bool, ...]  # B; True: the response ended with a stop token or stop string
-    # B character offsets of the texts in the decoded responses; None: each text is a whole response
+    # B character offsets of the texts in the decoded responses; None: the texts are whole responses
     starts: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, rollout: Rollout, tokenizer: Tokenizer) -> Responses:
-        """Decodes the response tokens that the response mask selects; ``tokenizer`` is the actor's."""
+        """Decodes the response tokens with response mask = 1; ``tokenizer`` is the actor's."""
         mask = rollout.response_mask.bool()
         actions = rollout.response_ids[mask].split(mask.sum(1).tolist())
         texts = tuple(tokenizer.decode(ids.tolist()) for ids in actions)
         return cls(tuple(rollout.metadata), texts, tuple(rollout.finished.tolist()))
 
     def inside(self, tag: str) -> Responses:
-        """Returns the same rows with each text reduced to the content of its first <tag>...</tag>.
+        """Returns the same rows with each text replaced by the content of its first <tag>...</tag>.
 
-        A response with the tags counts as finished. A response without them becomes an empty text.
+        A response with the tags counts as finished. Without the tags, the text becomes empty.
         """
         spans = [span_inside(text, tag) for text in self.texts]
         return replace(
@@ -120,13 +120,13 @@ class TextReward(ABC):
         )
 
     def start_responses(self, responses: Responses) -> Pending[TextScores]:
-        """Starts to score texts. By default the scores are computed at once."""
+        """Starts to score texts. By default, computes the scores at once."""
         return Pending.of(TextScores(self.score_responses(responses)))
 
     def check_row(self, row: Row) -> None:
-        """Raises RewardError if a raw row lacks what the reward needs.
+        """Raises RewardError if a raw row lacks data that the reward needs.
 
-        All rows are checked before any model is loaded.
+        All rows are checked before models are loaded.
         """
         return
 
@@ -150,9 +150,9 @@ class SlowTextReward(TextReward):
 
 
 def check_tags_decodable(tags: Iterable[str], tokenizer: Tokenizer, key: str) -> None:
-    """Raises UserError if a tag is lost when it is encoded and decoded again, as special tokens are.
+    """Raises UserError if a tag is lost by encoding and decoding, as special tokens are.
 
-    A decoded response can never contain such a tag.
+    A decoded response could never contain such a tag.
     """
     for tag in tags:
         decoded = tokenizer.decode(tokenizer.encode_many([tag], special_tokens=False)[0])
@@ -169,7 +169,7 @@ def tag_pair(name: str | None) -> list[str]:
 
 
 def text_inside(text: str, tag: str) -> str | None:
-    """Returns the stripped text between the first <tag> and the next </tag>, or None without these tags."""
+    """Returns the stripped text between the first <tag> and the next </tag>, or None if these are missing."""
     span = span_inside(text, tag)
     return None if span is None else text[slice(*span)]
 
@@ -202,8 +202,8 @@ def sequence_scores(total: Tensor, rollout: Rollout) -> Scores:
 def token_scores(scores: TextScores, responses: Responses, rollout: Rollout, tokenizer: Tokenizer) -> Scores:
     """Converts scores of texts to Scores of the rollout whose responses contain the texts.
 
-    The reward of a step goes to the token that completes the step, even if the next step begins in that token
-    too. A step that ends with the response gets its reward at the last token, which may be the stop token.
+    The reward of a step belongs to the token that completes the step, even if this token also begins the next
+    step. For the last step of a response, this is the last token, which may be the stop token.
     """
     per_token = torch.zeros(rollout.response_mask.shape)
     starts = responses.starts or (0,) * len(rollout)
@@ -218,16 +218,16 @@ def token_scores(scores: TextScores, responses: Responses, rollout: Rollout, tok
 
 
 def token_ends(ends: Sequence[int], ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Returns for each offset in ``ends``, in increasing order, the index of the token that completes it.
+    """Returns, for each of the increasing offsets ``ends``, the index of the token that completes it.
 
-    An offset counts characters of the decoded text of ``ids``; its end belongs to the last token.
+    An offset counts characters of the decoded ``ids``; the offset of the end belongs to the last token.
     """
     text, tokens, count = tokenizer.decode(ids), [], 1  # number of tokens up to the end of the last step
     for end in ends:
         if end == len(text):
             tokens.append(len(ids) - 1)
             continue
-        # The search decodes only tokens from shortly before the step on, since the time would otherwise grow
+        # The search decodes only tokens from shortly before the step on; otherwise the time would grow
         # with the square of the length. The first characters may differ from those of the whole text, such as
         # a missing space or a broken character, but the number of characters after ``end`` is the same.
         start = max(0, count - 4)

@@ -1,4 +1,4 @@
-"""A reward that consists of the rewards of an environment (rollout.environment)."""
+"""A reward that returns the rewards of an environment (rollout.environment)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ppo_ds.types import Rollout, Row, Scores
 
 
 class EnvironmentReward:
-    """Scores each turn of the policy with the reward that the environment gave for it.
+    """Scores each turn of the policy with the reward that the environment returned.
 
-    The reward of a turn is the score of the turn's last token. It can be a part of a weighted reward.
+    The reward of a turn is the token score of its last token. It can be used as part of a weighted reward.
     """
 
     def __init__(self, *, key: str = "reward"):
@@ -26,4 +26,4 @@ class EnvironmentReward:
         return Scores(torch.zeros(len(rollout)), rollout.turn_rewards, {})
 
     def check_row(self, row: Row) -> None:
-        """Accepts every row, since the reward reads none."""
+        """Accepts every row, since the reward does not read rows."""

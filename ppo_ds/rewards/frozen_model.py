@@ -1,4 +1,4 @@
-"""Base class of the rewards that score responses with a frozen model."""
+"""Base class of rewards that score responses with a frozen model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPLICA = FrozenZeroConfig()  # the default: each rank has a full copy of the mo
 
 
 class FrozenScorer(Protocol):
-    """A frozen model run by the engine; between uses it may be offloaded to CPU memory or sharded."""
+    """A frozen model run by the engine; between uses, it may be offloaded to CPU memory or sharded."""
 
     def resident(self) -> AbstractContextManager[None]: ...
 
@@ -43,13 +43,13 @@ class FrozenModelReward(TextReward):
     scorer: FrozenScorer
     _: KW_ONLY
     tokenizer: Tokenizer  # the actor's
-    token_budget: SupportsInt  # limit of the tokens of one forward, padding included; it is read at each use
+    token_budget: SupportsInt  # maximum tokens per forward, padding included; read at each use
     key: str  # the reward's section, for errors
     name: str  # the model's KEY=PATH, for errors
 
     @abstractmethod
     def encode(self, row: Row, response: str, finished: bool) -> Any:
-        """Encodes one response and its row as an input of the model."""
+        """Encodes a response and its row as an input of the model."""
 
     @abstractmethod
     def score(self, inputs: Sequence[Any]) -> Tensor:

@@ -44,7 +44,7 @@ from ppo_ds.rewards.user_function import (
 )
 from ppo_ds.types import Row
 
-LISTED_KEYS = 20  # most keys of rows in an error message
+LISTED_KEYS = 20  # maximum number of row keys in an error message
 
 
 @dataclass(eq=False)
@@ -52,13 +52,13 @@ class FunctionReward(SlowTextReward):
     """Scores responses with the function at ``path``, which is ``pkg.mod:fn`` or ``file.py:fn``.
 
     The function gets three lists of equal length, copies that it may modify: the prompts as the policy reads
-    them, the decoded responses, and the rows of the data (docs/rewards.md). Without a pool it is called once
-    with all responses of the rank: a plain function at once and in the main thread, an async function in the
-    background. With a pool it is called in the background, once per response, with lists of one element.
+    them, the decoded responses, and the rows of the data (docs/rewards.md). Without a pool, it is called once
+    with all responses of the rank: a plain function at once in the main thread, an async function in the
+    background. With a pool, it is called in the background, once per response, with lists of one element.
 
-    The state of torch's random generators is restored after each call, so that the function does not change
-    what the run samples next. An exception raised inside the function propagates unchanged, with a note that
-    names the first prompt. A worker process cannot pass on the exception itself, but its traceback.
+    After each call, the states of torch's random generators are restored, so that the function does not
+    change later sampling. An exception raised by the function propagates unchanged, with a note on the first
+    prompt. From a worker process, only the exception's traceback is available.
 
     Args:
         path: The function.
@@ -116,17 +116,17 @@ class FunctionReward(SlowTextReward):
         calls = [whole] if self.pool == "none" else [range(i, i + 1) for i in whole]
 
         def finish(parts: list[list[Score | None]]) -> TextScores:
-            if self._processes is None:  # a call in another process does not change this one's random state
+            if self._processes is None:  # a call in another process cannot change the random state here
                 restore_rng()
             return self._text_scores(responses, [score for part in parts for score in part])
 
         return self._calls.start(partial(self._call, responses, rows) for rows in calls).then(finish)
 
     def try_on(self, rows: Sequence[Row]) -> None:
-        """Calls the function with trial responses to ``rows`` and raises UserError if that would end a run.
+        """Calls the function with trial responses to ``rows``; raises UserError if this would end a run.
 
         The last response is empty, since a model may end a response at once. A pool is used as in training,
-        and then ended. The random states of this process are restored. Does nothing if ``trial`` is false.
+        then ended. The random states of this process are restored. Does nothing if ``trial`` is false.
         """
         if not self.trial:
             return
@@ -158,7 +158,7 @@ class FunctionReward(SlowTextReward):
         )
 
     async def _call(self, responses: Responses, rows: range) -> list[Score | None]:
-        """Scores the responses ``rows`` with one call in the background; None is the fallback score."""
+        """Scores the responses ``rows`` with one background call; None stands for the fallback score."""
         arguments = _arguments(responses, rows)
         with self._name_in_errors(responses, rows):
             try:
@@ -176,7 +176,7 @@ class FunctionReward(SlowTextReward):
 
     @contextmanager
     def _name_in_errors(self, responses: Responses, rows: range) -> Iterator[None]:
-        """Names the function and a response in the errors of a call."""
+        """Adds the function and a response to errors raised inside the block."""
         try:
             yield
         except InvalidScore as error:
@@ -197,7 +197,7 @@ class FunctionReward(SlowTextReward):
             raise
 
     def _text_scores(self, responses: Responses, scores: list[Score | None]) -> TextScores:
-        """Converts the scores of all responses, and assigns step rewards to the steps of the texts."""
+        """Converts the scores of all responses; assigns step rewards to the steps of the texts."""
         given = [(row, score) for row, score in enumerate(scores) if score is not None]
         for row, value in given:
             if isinstance(value, list) != isinstance(given[0][1], list):

@@ -1,4 +1,4 @@
-"""A reward model, such as InternLM2's, that scores chats with its own Python code (models/chat_scorer.py)."""
+"""A reward model that scores chats with its own Python code, such as InternLM2's (models/chat_scorer.py)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class GetScoreReward(FrozenModelReward):
 
     _: KW_ONLY
     num_tokens: Callable[[Chat], int]  # returns the number of tokens of a chat
-    batched: bool  # whether get_scores, which scores several chats together, is called instead of get_score
+    batched: bool  # whether to call get_scores, which scores several chats together, instead of get_score
 
     def encode(self, row: Row, response: str, finished: bool) -> Chat:
         return [*conversation(row), {"role": "assistant", "content": response}]
 
     def score(self, inputs: Sequence[Chat], batched: bool | None = None) -> Tensor:
-        """Scores chats; the audit chooses ``batched`` itself."""
+        """Scores chats; only the audit passes ``batched``."""
         batched = self.batched if batched is None else batched
         lengths = torch.tensor([self.num_tokens(chat) for chat in inputs])
         batches = plan_microbatches(lengths, torch.zeros_like(lengths), int(self.token_budget))
@@ -71,10 +71,10 @@ def get_score_reward(
     note: Callable[[str], None] = lambda line: None,
     key: str = "reward",
 ) -> GetScoreReward:
-    """Loads a model that defines its own get_score as a reward; for the arguments see ``model_reward``.
+    """Loads a model that defines get_score as a reward; for the arguments see ``model_reward``.
 
-    If get_scores disagrees with get_score or fails on any rank, responses are scored one by one on all ranks.
-    Without an audit, get_scores is used unchecked if the model has it.
+    If get_scores disagrees with get_score or fails on any rank, all ranks score responses one by one. Without
+    an audit, get_scores is used unchecked if it exists. All ranks must call this.
     """
     if zero.stage == 3:
         raise UserError(

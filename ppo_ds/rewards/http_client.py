@@ -1,7 +1,7 @@
 """Posts JSON to a service and returns the JSON of its reply.
 
-Transient failures (no connection, a timeout, status 429 or 5xx) are retried; any other failure is final. The
-service's key comes from the environment and is removed from every error and reply.
+Transient failures (no connection, a timeout, status 429 or 5xx) are retried; other failures are final. The
+API key comes from an environment variable and is redacted in all errors and replies.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from pydantic import PlainValidator
 
 from ppo_ds.config.types import refuse
 
-_MAX_PAUSE = 60.0  # seconds; also the limit of Retry-After, because the other ranks wait meanwhile
-_MIN_KEY_LENGTH = 8  # shorter keys ("EMPTY") are not removed from replies
+_MAX_PAUSE = 60.0  # seconds; also the limit of Retry-After, because other ranks wait meanwhile
+_MIN_KEY_LENGTH = 8  # shorter keys ("EMPTY") are not redacted
 _MAX_QUOTED = 200  # characters of a reply that an error quotes
-_MAX_SEARCHED = 20_000  # characters of such a reply in which the key is searched; no timeout interrupts it
-_URL_SAFE = str.maketrans("+/", "-_")  # from base64 to its URL-safe alphabet
+_MAX_SEARCHED = 20_000  # characters of a reply in which the key is searched; no timeout interrupts the search
+_URL_SAFE = str.maketrans("+/", "-_")  # from base64 to the URL-safe alphabet
 _SECRET = re.compile(r"key|token|secret|passw|signature|^(sig|auth|code)$", re.IGNORECASE)
 
 
 def _service_url(value: Any) -> str:
-    """Validates a config key that holds a URL and refuses URLs that contain secrets.
+    """Validates a config key that holds a URL; refuses URLs that contain secrets.
 
-    This happens before config.yaml is written, so a refused secret is not stored there.
+    Runs before config.yaml is written, so that a refused secret is not stored there.
     """
     try:
         url = httpx.URL(value)
@@ -46,13 +46,13 @@ def _service_url(value: Any) -> str:
             whole_line=True,
         )
     if url.scheme not in ("http", "https") or not url.host:
-        shown = "" if "@" in value else f"={value}"  # me:password@host is parsed without userinfo
+        shown = "" if "@" in value else f"={value}"  # me:password@host is parsed as a URL without userinfo
         refuse(f"$KEY{shown}: must begin with http:// or https:// and a host", whole_line=True)
     return str(url)
 
 
 def _key_variable(value: Any) -> str:
-    """Validates a config key that names an environment variable; errors never repeat a secret."""
+    """Validates a config key that holds the name of an environment variable; errors never show secrets."""
     if not isinstance(value, str) or not re.fullmatch(r"[A-Z_][A-Z0-9_]*", value):
         refuse(
             "$KEY: must be the name of an environment variable, in capitals, never the secret itself",
@@ -74,9 +74,9 @@ KeyVariable = Annotated[str, PlainValidator(_key_variable)]
 
 
 class ServiceError(Exception):
-    """Raised when a service gives no usable reply.
+    """Raised if a service sends no usable reply.
 
-    ``retry_after`` is the minimum pause in seconds before the next attempt, None if there is to be none.
+    ``retry_after`` is the minimum pause in seconds before the next attempt; None: no further attempt.
     """
 
     def __init__(self, reason: str, retry_after: float | None = None):
@@ -89,7 +89,7 @@ class JsonClient:
     """Posts JSON to one URL with retries."""
 
     url: str  # as validated by ServiceUrl
-    key_env: str | None  # the environment variable with the service's key, as validated by KeyVariable
+    key_env: str | None  # the environment variable with the API key, as validated by KeyVariable
     timeout_seconds: float  # the time limit of one attempt, from the connection to the reply's last byte
     retries: int  # the number of attempts after the first
     backoff_seconds: float  # the pause before the first retry
@@ -153,13 +153,13 @@ class JsonClient:
         if status >= 400:
             if status == 429 or status >= 500:
                 retry_after = 0.0
-                with suppress(ValueError):  # a date, after which the usual pause applies
+                with suppress(ValueError):  # a date is ignored: the usual pause applies
                     retry_after = max(0.0, float(reply.headers.get("Retry-After", "")))
             text = body[: self._max_bytes].decode("utf-8", "replace")
             raise ServiceError(self._excerpt(f"status {status}: {text}"), retry_after)
         if len(body) > self._max_bytes:
             raise ServiceError(f"the reply exceeds {self._max_bytes / 2**20:g} MB")
-        try:  # errors quote parts of the reply, so the key is removed first
+        try:  # errors quote parts of the reply, so the key is redacted first
             return self._without_key_in(json.loads(body))
         except (ValueError, RecursionError):
             text = body.decode("utf-8", "replace")
@@ -169,7 +169,7 @@ class JsonClient:
         return text if self._key_pattern is None else self._key_pattern.sub("***", text)
 
     def _without_key_in(self, reply: Any) -> Any:
-        """Returns a JSON value with the key removed from all of its texts; short keys are placeholders."""
+        """Returns a JSON value with the key removed from its texts, unless the key is a short placeholder."""
         if len(self._key) < _MIN_KEY_LENGTH:
             return reply
         if isinstance(reply, dict):
@@ -179,14 +179,14 @@ class JsonClient:
         return self._without_key(reply) if isinstance(reply, str) else reply
 
     def _excerpt(self, text: str) -> str:
-        """Prepares a service's text for an error message: one line, shortened, without the key."""
+        """Prepares a service's text for an error message: one line, shortened, without the API key."""
         words = " ".join(text[:_MAX_SEARCHED].split())
         text = self._without_key("".join(c if c.isprintable() else "?" for c in words))
         return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 3] + "..."
 
 
 def _spellings(key: str) -> re.Pattern[str]:
-    """Returns a pattern that matches the ways in which a reply may spell the key.
+    """Returns a pattern that matches the encodings of the key that a reply may contain.
 
     Each character may be escaped as in JSON, a URL or HTML, and the key may be part of a base64 text.
     """

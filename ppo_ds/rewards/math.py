@@ -1,7 +1,7 @@
 """Reward function of ``reward=math``: compares mathematical results with the package math-verify.
 
-It reads LaTeX: fractions, roots, sets, intervals, equations and expressions. math-verify takes long for some
-responses, so that ``conf/reward/math.yaml`` calls this function in worker processes with a time limit.
+math-verify parses LaTeX: fractions, roots, sets, intervals, equations and expressions. It is slow on some
+responses, so ``conf/reward/math.yaml`` calls this function in worker processes with a time limit.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # its warnings prin
 
 
 def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    """Returns 1 for a response whose result equals the reference in the column ``answer``, else 0.
+    """Returns 1 for a response whose result equals the one in the column ``answer``, else 0.
 
-    The reference is a formula, a solution that ends with one ("#### 42", \\boxed{42}), or a list of these, of
-    which one must match. Raises ValueError for a missing reference.
+    ``answer`` is a formula, a solution that ends with one ("#### 42", \\boxed{42}), or a list of these, one
+    of which must match. Raises ValueError for a missing answer.
     """
     scores = []
     for response, row in zip(responses, rows, strict=True):

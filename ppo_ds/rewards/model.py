@@ -1,4 +1,4 @@
-"""A reward model that is a sequence classifier with one label and has its own tokenizer."""
+"""A reward model that is a sequence classifier with one label and a separate tokenizer."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from ppo_ds.rewards.frozen_model import REPLICA, FrozenModelReward, LoadFrozen
 from ppo_ds.rewards.text import EncodedText, Template, TextEncoder, collate
 from ppo_ds.types import Row
 
-# transformers sets model_max_length to 1e30 if the tokenizer's files do not give it
+# transformers sets model_max_length to 1e30 if the tokenizer's files do not define it
 _UNKNOWN_LENGTH = 10**9
 
 
 @dataclass(eq=False)
 class ModelReward(FrozenModelReward):
-    """Scores responses with a sequence classifier, whose own tokenizer encodes the decoded responses."""
+    """Scores responses with a sequence classifier, whose tokenizer encodes the decoded responses."""
 
     _: KW_ONLY
     encoder: TextEncoder
     pad_id: int  # the reward model's
     all_reduce_max: Callable[[int], int]  # returns the maximum of a number over all ranks
-    # mean that is subtracted from each score, and standard deviation by which the score is then divided;
-    # None: scores stay as they are
+    # (mean, standard deviation): scores become (score - mean) / standard deviation.
+    # None: scores do not change.
     statistics: tuple[float, float] | None = None
 
     def encode(self, row: Row, response: str, finished: bool) -> EncodedText:
@@ -51,8 +51,8 @@ class ModelReward(FrozenModelReward):
     def score(self, inputs: Sequence[EncodedText], padding_side: str | None = None) -> Tensor:
         """Scores encoded texts.
 
-        By default texts are padded on the right, and batches are planned for little padding. The audit sets
-        ``padding_side``; each batch is then filled up to the token budget, which adds padding.
+        By default, texts are padded on the right and batches are planned for little padding. If the audit
+        sets ``padding_side``, each batch is filled up to the token budget, which adds padding.
         """
         lengths = torch.tensor([len(text) for text in inputs])
         if padding_side is None:
@@ -90,7 +90,7 @@ def model_reward(
     note: Callable[[str], None] = lambda line: None,
     key: str = "reward",
 ) -> ModelReward:
-    """Loads a sequence classifier as a reward.
+    """Loads a sequence classifier as a reward. All ranks must call this.
 
     Args:
         model: The reward model.
@@ -144,7 +144,7 @@ def check_reward_model(
     normalize: bool = False,
     key: str = "reward",
 ) -> None:
-    """Raises UserError if the model is not a reward model or cannot encode the data; loads no weights.
+    """Raises UserError if the model is no reward model or cannot encode the data. Loads no weights.
 
     ``examples`` (PromptSource.examples) has a (location, row) pair for each sequence of roles in the data.
     """
@@ -189,7 +189,7 @@ def _resolve_template(
 
 
 def _score_statistics(record: TrainingRecord, path: str, key: str) -> tuple[float, float]:
-    """Returns the mean and the standard deviation of the model's scores, which its config.json stores."""
+    """Returns the mean and the standard deviation of the model's scores, as stored in its config.json."""
     if record.mean is None or record.std is None:
         raise UserError(
             f"{key}.normalize=true: config.json of {path} has no score_mean and score_std, which only models "
@@ -201,7 +201,7 @@ def _score_statistics(record: TrainingRecord, path: str, key: str) -> tuple[floa
 def _resolve_max_tokens(
     max_tokens: int | None, tokenizer: Tokenizer, module: ScoreModel, key: str
 ) -> int | None:
-    """Returns the configured limit, else the smaller limit of model and tokenizer, or None without any."""
+    """Returns ``max_tokens``, else the smaller limit of model and tokenizer, or None if there is none."""
     if max_tokens is not None and module.max_tokens is not None and max_tokens > module.max_tokens:
         raise UserError(f"{key}.max_tokens={max_tokens}: the reward model has {module.max_tokens} positions")
     limits = [max_tokens, module.max_tokens]

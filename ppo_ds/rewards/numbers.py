@@ -1,10 +1,10 @@
-r"""Extracts the number that a response gives as its result, and compares numbers.
+r"""Extracts the number that is the result of a response, and compares numbers.
 
-If the text has <answer>...</answer>, only the content of that tag is read. The result is the last
-\boxed{...}, else the number after the last "####" (GSM8K's mark), else the last number of the text. Signs,
+If the text has <answer>...</answer>, only the content of this tag is read. The result is the last
+\boxed{...}, else the number after the last "####" (as in GSM8K), else the last number of the text. Signs,
 decimals, exponents, thousands separators (1,234 and LaTeX's 1{,}234), currency signs, fractions and percents
-are understood. A whole box, and a whole reference, must be a single number: no part of 2\sqrt{3} or 2:1 is
-taken as the result. Every pattern takes time linear in the text, because responses may be long and arbitrary.
+are parsed. A whole box, and a whole reference, must be a single number: no part of 2\sqrt{3} or 2:1 counts as
+the result. Every pattern takes time linear in the text, because responses may be long and arbitrary.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FRACTION = re.compile(
     r"(?<!\^)(?<!\^ )(\d? ?)\\[dt]?frac"
     r" ?(?:\{(-?[\d.,]{1,99})\}|(\d)) ?(?:\{([\d.,]{1,99})\}|(\d))(?! ?\d)"
 )
-# a unit, but not a word that multiplies, such as \text{million}
+# a unit, but not a multiplier such as \text{million}
 _UNIT = (
     r" ?(?:°|[€£¥]|\^ ?\{? ?\\circ ?\}?"
     r"|\\(?:text|mathrm|mbox) ?\{(?![^{}]*(?:illion|thousand|hundred|dozen))[^{}\d]*\}(?: ?\^ ?\{?[23]\}?)?)"
@@ -59,7 +59,7 @@ class Number:
     percent: bool
 
     def equals(self, other: Number, tolerance: float) -> bool:
-        """Compares with a tolerance of ``tolerance`` times the larger of 1 and ``abs(other)``.
+        """Compares with an absolute tolerance of ``tolerance`` * max(1, abs(other)).
 
         If only one side has a percent sign, 50% equals both 50 and 0.5.
         """
@@ -69,7 +69,7 @@ class Number:
 
 
 def stated_number(text: str) -> Number | None:
-    """Returns the number that a response gives as its result, or None."""
+    """Returns the number that is the result of a response, or None."""
     text, box = _result(text)
     if box is not None:
         return _one_number(box)
@@ -82,9 +82,9 @@ def stated_number(text: str) -> Number | None:
 
 
 def reference_number(text: str) -> Number | None:
-    r"""Returns the number of a reference, or None if the part that is read is not exactly one number.
+    r"""Returns the number of a reference, or None if the part read is not exactly one number.
 
-    That is the content of the last \boxed{...}, else the rest of the line after the last "####", else all.
+    That part is the content of the last \boxed{...}, else the text after the last "####" in its line, or all.
     """
     text, box = _result(text)
     return _one_number(_after_mark(text) if box is None else box)
@@ -111,7 +111,7 @@ def _result(text: str) -> tuple[str, str | None]:
 
 
 def _after_mark(text: str) -> str:
-    """Returns the rest of the line after the last ####, or the whole text if there is none."""
+    """Returns the rest of the line after the last ####, or the whole text without ####."""
     _, mark, rest = text.rpartition("####")
     return rest.split("\n", 1)[0] if mark else text
 

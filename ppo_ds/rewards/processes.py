@@ -1,7 +1,7 @@
-"""Worker processes that call a reward function (worker.py is what they run).
+"""Worker processes that call a reward function (they run worker.py).
 
-A worker may run code that a response contains, so its replies are JSON, limited in size, and checked again.
-Each call has a random number that its reply must repeat, so that no reply can be sent before its call.
+A worker may run code that a response contains, so its replies are JSON, limited in size, and validated. Each
+call has a random number that the reply must repeat, so that no reply can be sent before its call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_REPLY = 2**22  # bytes of the reply to one call, which scores one response
 
 
 class FunctionRaised(Exception):
-    """Raised for an exception of the function in a worker process; quotes the traceback of that process."""
+    """Raised if the function raises in a worker process; includes the traceback of that process."""
 
     def __init__(self, line: str, where: str, trace: str):
         super().__init__(f"{line}\n\nIn the worker process:\n{trace}")
@@ -40,11 +40,11 @@ class FunctionRaised(Exception):
 
 
 class WorkerFailed(Exception):
-    """Raised for a worker process that has ended or sent something else than a reply; says which."""
+    """Raised if a worker process ended or sent an invalid reply; the message says which."""
 
 
 class WorkerProcesses:
-    """Runs calls of the function at ``path`` in worker processes, and starts a new one if none is idle."""
+    """Runs calls of the function at ``path`` in worker processes; starts a process if none is idle."""
 
     def __init__(self, path: str, timeout_seconds: float):
         self._path, self._timeout_seconds = path, timeout_seconds
@@ -53,7 +53,7 @@ class WorkerProcesses:
         on_exit(self.end)
 
     async def scores(self, arguments: Arguments) -> list[Score]:
-        """Runs one call. Its time limit does not include the import of the function in a new process."""
+        """Runs one call. Importing the function in a new process does not count towards the time limit."""
         while self._idle and not self._idle[-1].is_idle():
             self._idle.pop().end()
         worker = self._idle.pop() if self._idle else await self._start()
@@ -82,7 +82,7 @@ class WorkerProcesses:
         raise NoResult(f"gave no result: its worker process sent an invalid reply: {shown}")
 
     async def _start(self) -> WorkerProcess:
-        """Starts a process and waits until the function is imported. Raises RewardError if that fails."""
+        """Starts a process and waits until the function is imported; raises RewardError if this fails."""
         worker = WorkerProcess(self._path)
         self._all = [other for other in self._all if not other.has_ended()] + [worker]
         try:
@@ -98,7 +98,7 @@ class WorkerProcesses:
     async def _exchange(
         self, worker: WorkerProcess, seconds: float | None, call: tuple[str, Arguments] | None = None
     ) -> bytes:
-        """Waits for a reply; ends the process if there is none in time, or if the wait is cancelled."""
+        """Waits for a reply; ends the process if the reply is late or the wait is cancelled."""
         try:
             return await result_within(seconds, start_thread(worker.exchange, call))
         except BaseException:
@@ -115,9 +115,9 @@ class WorkerProcess:
     """A process that imports a reward function and runs one call at a time."""
 
     def __init__(self, path: str):
-        """Starts the process; ``path`` is that of the function."""
+        """Starts the process, which imports the function at ``path``."""
         self._connection, other_end = Pipe()
-        # a set of texts is iterated in the same order by every worker and in every run
+        # all workers and all runs iterate over a set of texts in the same order
         environment = {"PYTHONHASHSEED": "0"} | os.environ | {"OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOT]
@@ -125,12 +125,12 @@ class WorkerProcess:
             stdin=subprocess.DEVNULL,
             env=environment,
             pass_fds=[other_end.fileno()],
-            start_new_session=True,  # no signals of the terminal, and a process group to kill
+            start_new_session=True,  # no signals from the terminal; a process group to kill
         )
         other_end.close()
 
     def exchange(self, call: tuple[str, Arguments] | None) -> bytes:
-        """Sends the number and the arguments of a call and waits for the reply, which is not checked.
+        """Sends the number and the arguments of a call and waits for the reply, which is not validated.
 
         With None, waits until the function is imported. Ends the process if nothing can be received.
         """
@@ -141,7 +141,7 @@ class WorkerProcess:
         except (EOFError, ConnectionError):
             how = self.end()
             raise WorkerFailed(f"{how} or closed its connection" if "SIGKILL" in how else how) from None
-        except OSError as error:  # too long, or incomplete
+        except OSError as error:  # reply too long or incomplete
             self.end()
             raise WorkerFailed(f"sent an invalid reply: {error}") from None
 
@@ -151,8 +151,8 @@ class WorkerProcess:
     def is_idle(self) -> bool:
         """Returns whether the process runs and has sent nothing since its last reply.
 
-        One that has ended by itself is not reaped before ``end`` has killed its group, whose number is in use
-        until then.
+        A process that has ended by itself is not reaped here, since its group number must stay in use until
+        ``end`` has killed the group.
         """
         ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return not (
@@ -163,7 +163,7 @@ class WorkerProcess:
         """Kills the process if necessary and describes how it ended."""
         self.kill()
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
-            connection.shutdown(socket.SHUT_RDWR)  # ends a wait for a reply if an escaped child keeps its end
+            connection.shutdown(socket.SHUT_RDWR)  # ends a wait even if an escaped child keeps the other end
         code = self._process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
@@ -175,7 +175,7 @@ class WorkerProcess:
 
 
 def _decoded(sent: bytes, number: str | None) -> dict[str, Any]:
-    """Returns the fields of a reply to the call ``number``, or none if it is not one."""
+    """Returns the fields of a reply to the call ``number``, or {} if ``sent`` is no such reply."""
     with suppress(ValueError, RecursionError):
         reply = json.loads(sent)
         if isinstance(reply, dict) and reply.get("call") == number:
@@ -184,6 +184,6 @@ def _decoded(sent: bytes, number: str | None) -> dict[str, Any]:
 
 
 def _is_score(value: Any) -> bool:
-    """Returns whether a value of a reply is what ``read_scores`` returns for a response."""
+    """Returns whether a value of a reply is a valid score of a response, as from ``read_scores``."""
     numbers = value if isinstance(value, list) else [value]
     return all(isinstance(number, float) and is_float32(number) for number in numbers)

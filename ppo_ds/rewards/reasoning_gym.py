@@ -1,6 +1,6 @@
-"""Reward function of ``reward=reasoning_gym``: the verifiers of the package reasoning-gym's tasks.
+"""Reward function of ``reward=reasoning_gym``: the verifiers of the tasks in the package reasoning-gym.
 
-They are written for answers of a certain form, and may raise or take long for others. Therefore
+The verifiers expect answers of a certain form, and may raise or be slow for others. Therefore
 ``conf/reward/reasoning_gym.yaml`` calls this function in worker processes with a time limit.
 """
 
@@ -23,10 +23,10 @@ except ImportError as error:
 
 
 def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    """Returns the scores that the verifiers of the rows' tasks give, mostly from 0 to 1.
+    """Returns the scores from the verifiers of the rows' tasks, mostly from 0 to 1.
 
-    The answer of a response is the content of its last <answer>...</answer>, or the whole response without
-    these tags. Raises NoResult if a verifier raises or returns no finite number.
+    The answer is the content of the response's last <answer>...</answer>, or without these tags, the whole
+    response. Raises NoResult if a verifier raises or returns no finite number.
     """
     scores = []
     for response, row in zip(responses, rows, strict=True):
@@ -38,7 +38,7 @@ def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) 
         try:
             with redirect_stdout(io.StringIO()):
                 found = float(task.score_answer(answer.strip(), made["entry"]))
-        except Exception as error:  # of the verifier, which the response has caused
+        except Exception as error:  # raised by the verifier because of the response
             raise NoResult(f"gave no result: the verifier of {row['task']} raised {error!r}") from error
         if not is_float32(found):
             raise NoResult(f"gave no result: the verifier of {row['task']} returned {found}")
@@ -48,5 +48,5 @@ def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) 
 
 @cache
 def task_of(name: str, settings: str) -> ProceduralDataset:
-    """Returns the task that made a row; some verifiers read its settings."""
+    """Returns the task that made a row; some verifiers read the task's settings."""
     return create_dataset(name, **json.loads(settings))

@@ -1,6 +1,6 @@
 """A reward from a network service: a scoring service, or a language model as judge.
 
-Any persistent failure stops the run: a response without a score is never counted as 0.
+A persistent failure stops the run: a response without a score is never counted as 0.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ to 5 (excellent)."""
 # Matches a score on the last line only, in bold or not, because a judge may mention scores before it or quote
 # a score that the response claims. The text is untrusted, so possessive quantifiers keep the time linear.
 SCORE = r"(?i)(?:^|\n)[ \t*_#]*+score[ \t*_]*+[:=][ \t*_]*+([-+]?+\d++(?:\.\d++)?)(?: ?/ ?5)?[ \t*_.]*+\s*+\Z"
-_SEARCHED = 10_000  # the score is searched in this many characters at the end of a judge's text
+_SEARCHED = 10_000  # number of characters at the end of a judge's text in which the score is searched
 
 
 class InvalidReply(ValueError):
-    """Raised for a reply without valid scores; ``retryable`` is true if a repeated request may help."""
+    """Raised for a reply without valid scores; if ``retryable``, a repeated request may help."""
 
     def __init__(self, reason: str, retryable: bool = False):
         super().__init__(reason)
@@ -71,7 +71,7 @@ class ScoringService:
         return {"items": items}
 
     def parse(self, reply: Any, count: int) -> list[float]:
-        """Returns ``count`` scores; raises InvalidReply."""
+        """Returns ``count`` scores of a reply. Raises InvalidReply."""
         scores = reply.get("scores") if isinstance(reply, dict) else None
         if not isinstance(scores, list):
             raise InvalidReply(f'the reply is {quoted(str(reply))}, not {{"scores": [...]}}')
@@ -126,7 +126,7 @@ class Judge:
         messages = responses.rows[row].get("messages") or []
         parts = [f"[{message['role']}]\n{message['content']}" for message in messages]
         prompt = "\n\n".join(parts) if parts else responses.rows[row]["prompt_text"]
-        if len(messages) == 1:  # without chat markup, and without the only role
+        if len(messages) == 1:  # a single message is shown without chat markup and role
             prompt = messages[0]["content"]
         values = {"{prompt}": prompt, "{response}": responses.texts[row]}
         # filled in one pass, because a prompt may itself contain {response}
@@ -134,13 +134,13 @@ class Judge:
         return {"model": self.model, "messages": [{"role": "user", "content": content}]} | self._options
 
     def parse(self, reply: Any, count: int) -> list[float]:
-        """Returns the score; raises InvalidReply."""
+        """Returns the score in a reply. Raises InvalidReply."""
         try:
             content = reply["choices"][0]["message"]["content"]
         except (TypeError, KeyError, IndexError):
             raise InvalidReply(f"the reply is {quoted(str(reply))}, not a chat completion") from None
         text = content if isinstance(content, str) else ""
-        # the text is limited: a user's pattern may take quadratic time and cannot be interrupted
+        # a limited text, because a user's pattern may take quadratic time and cannot be interrupted
         found = [match[1] for match in self._pattern.finditer(text, max(0, len(text) - _SEARCHED))]
         try:
             # the last match, because a reasoning judge may mention scores before the final one
@@ -158,7 +158,7 @@ class Judge:
 
 
 class RemoteReward(SlowTextReward):
-    """Scores responses over HTTP; on several ranks each rank requests the scores of its own rows.
+    """Scores responses over HTTP; each rank requests the scores of its rows.
 
     Args:
         url: The service's URL.

@@ -1,8 +1,8 @@
 """Rule-based rewards: format, exact match, number, regular expression, length, repetition.
 
-Each rule has its own ``_target_`` and may be a part of a weighted reward (weighted.py). If ``inside`` names a
-tag, the rule reads only the text between <tag> and </tag>, or an empty text if a response lacks these tags.
-The reference answer is in the row's column ``column``.
+Each rule is a ``_target_`` and may be part of a weighted reward (weighted.py). If ``inside`` is a tag name,
+the rule reads only the text between <tag> and </tag>, or an empty text if a response lacks these tags. The
+reference answer is in the row's column ``column``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Rule(TextReward):
 
     @abstractmethod
     def rate(self, text: str, row: Row) -> float:
-        """Scores one response, or only its part inside the tag."""
+        """Scores one response, or the part of it inside the tag."""
 
 
 @dataclass(eq=False)
@@ -72,8 +72,8 @@ class FormatReward(Rule):
     """Scores the format of tagged reasoning as MiniMind does: the whole format and each single tag.
 
     A response gets ``pattern_score`` if one of ``patterns`` matches from its start (re.DOTALL), and
-    ``tag_score`` for each of ``tags`` that occurs exactly once. The default patterns are MiniMind's with
-    atomic groups (?>...), which match the same texts in linear time.
+    ``tag_score`` for each of ``tags`` that occurs exactly once. The default patterns are MiniMind's, but with
+    atomic groups (?>...): they match the same texts in linear time.
     """
 
     pattern_score: float = 0.5
@@ -95,14 +95,14 @@ class FormatReward(Rule):
 
 
 class Matching(Rule):
-    """Base class of rules that give ``score`` to a response that is right, and ``miss`` to any other."""
+    """Base class of rules with two scores: ``score`` for a correct response, ``miss`` for others."""
 
     score: float
     miss: float
 
     @abstractmethod
     def matches(self, text: str, row: Row) -> bool:
-        """Returns whether a response is right."""
+        """Returns whether a response is correct."""
 
     def rate(self, text: str, row: Row) -> float:
         return self.score if self.matches(text, row) else self.miss
@@ -110,9 +110,9 @@ class Matching(Rule):
 
 @dataclass(eq=False)
 class ExactMatchReward(Matching):
-    """Gives ``score`` to a response that equals a reference of its row, and ``miss`` to any other.
+    """Returns ``score`` for a response that equals a reference of its row, and ``miss`` for others.
 
-    With ``strip``, white space around response and reference is ignored.
+    With ``strip``, surrounding white space of response and reference is ignored.
     """
 
     column: str = "answer"
@@ -136,11 +136,11 @@ class ExactMatchReward(Matching):
 
 @dataclass(eq=False)
 class NumericReward(Matching):
-    """Gives ``score`` to a response that states the number of a reference, and ``miss`` to any other.
+    """Returns ``score`` for a response whose result is the number of a reference, and ``miss`` for others.
 
-    numbers.py extracts the number of a response. The reference is a number, a text that is a number, a
-    solution that ends with one ("#### 42", \\boxed{42}), or a list of these, any of which may be matched.
-    ``tolerance`` is relative to the reference, and absolute if the reference is between -1 and 1.
+    numbers.py extracts the number of a response. The reference is a number, a numeric text, a solution that
+    ends with a number ("#### 42", \\boxed{42}), or a list of these, one of which must match. ``tolerance`` is
+    relative to the reference, or absolute if the reference is between -1 and 1.
     """
 
     column: str = "answer"
@@ -171,7 +171,7 @@ class NumericReward(Matching):
 
 @dataclass(eq=False)
 class RegexReward(Matching):
-    """Gives ``score`` to a response in which ``pattern`` is found, and ``miss`` to any other.
+    """Returns ``score`` for a response in which ``pattern`` is found, and ``miss`` for others.
 
     With ``full``, the pattern must match the whole response. Flags are written in the pattern: (?is)...
     """
@@ -189,10 +189,10 @@ class RegexReward(Matching):
 
 @dataclass(eq=False)
 class LengthReward(Rule):
-    """Gives ``score`` to responses of ``shortest`` to ``longest`` units, and less to others.
+    """Returns ``score`` for responses of ``shortest`` to ``longest`` units, and less for others.
 
-    Outside that range the score falls linearly to 0 over ``ramp`` units. A unit is a character, or a token
-    of the actor's tokenizer; the end token is not counted.
+    Outside this range the score falls linearly to 0 over ``ramp`` units. A unit is a character, or a token of
+    the actor's tokenizer; the end token does not count.
     """
 
     shortest: Natural = 0
@@ -223,8 +223,8 @@ class LengthReward(Rule):
 class RepetitionPenalty(Rule):
     """Penalizes the share of repeated n-grams as open-r1 does, from 0 down to ``max_penalty``.
 
-    The score is (1 - distinct n-grams / all n-grams) * max_penalty, and 0 for responses shorter than an
-    n-gram. Words are lower-cased and split at white space; without spaces use tokens or characters.
+    The score is (1 - distinct n-grams / all n-grams) * max_penalty, or 0 for responses shorter than an
+    n-gram. Words are lower-cased and split at white space; without spaces, use tokens or characters.
     """
 
     n: Count = 3

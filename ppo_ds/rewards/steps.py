@@ -1,7 +1,7 @@
-"""Steps of a response, for rewards that score each step of a solution (process rewards).
+"""Splits responses into steps, for rewards that score each step of a solution (process rewards).
 
-A response is cut at each separator; the pieces that are not blank are its steps. The separator belongs to the
-step before it. This module imports no torch, so that reward functions can use it in worker processes.
+A response is cut at each separator; the non-blank pieces are its steps. A separator belongs to the preceding
+step. This module imports no torch, so that reward functions can use it in worker processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def split_steps(response: str, separator: str = BLANK_LINE) -> list[str]:
 
 
 def step_ends(response: str, separator: str = BLANK_LINE) -> list[int]:
-    """Returns for each step the number of characters up to its end, separator included."""
+    """Returns, for each step, the number of characters up to its end, including the separator."""
     ends, position = [], 0
     for piece in response.split(separator):
         position += len(piece) + len(separator)

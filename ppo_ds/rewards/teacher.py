@@ -1,4 +1,4 @@
-"""On-policy distillation: a frozen teacher scores each token of the policy's own responses.
+"""On-policy distillation: a frozen teacher scores each token of the policy's responses.
 
 Agarwal et al. 2024 (GKD), with the reverse KL; Lu and Thinking Machines Lab 2025.
 """
@@ -25,7 +25,7 @@ class TeacherReward:
     """Rewards each token with log p_teacher - log p_policy.
 
     The sum over a response is an unbiased estimate of minus the reverse KL. Both log-probs are those of the
-    whole distribution at the sampling ``temperature``; the policy's come from the decode backend.
+    whole distribution at the sampling ``temperature``; those of the policy come from the decode backend.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TeacherReward:
         score_tokens: SupportsInt,
         key: str = "reward",
     ):
-        """Loads ``model``, a causal language model with the policy's ``tokenizer``, as a frozen teacher."""
+        """Loads ``model`` as frozen teacher, a causal language model with the policy's ``tokenizer``."""
         check_teacher(model, tokenizer, key)
         _, self._teacher = load_frozen(load_teacher, model, zero, f"{key}.model.path")
         self._temperature, self._token_budget = temperature, score_tokens
@@ -65,7 +65,7 @@ class TeacherReward:
         return Scores(torch.zeros(len(rollout)), rewards, {})
 
     def check_row(self, row: Row) -> None:
-        """Accepts every row, since the reward reads none."""
+        """Accepts every row, since the reward does not read rows."""
 
 
 def load_teacher(model: ModelConfig, *, key: str) -> Policy:
@@ -73,7 +73,7 @@ def load_teacher(model: ModelConfig, *, key: str) -> Policy:
 
 
 def check_teacher(model: ModelConfig, tokenizer: Tokenizer, key: str) -> None:
-    """Raises UserError unless the teacher's tokenizer gives each token the id that the policy's gives it."""
+    """Raises UserError unless the tokenizers of teacher and policy assign the same ids to all tokens."""
     name = f"{key}.model.path"
     own = load_tokenizer(model.path, model.revision, model.trust_remote_code, key=name)
     differing = own.hf.get_vocab().items() ^ tokenizer.hf.get_vocab().items()

@@ -1,4 +1,4 @@
-"""Encodes a prompt and a response as ids of a reward model's own tokenizer."""
+"""Encodes a prompt and a response as token ids for a reward model with a separate tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EncodedText:
         return len(self.ids)
 
     def with_end(self, eos_id: int) -> EncodedText:
-        """Returns the text with an end token; its type is that of the last token."""
+        """Returns the text with an end token appended; its token type is that of the last token."""
         if self.ids[-1:] == [eos_id]:
             return self
         types = None if self.types is None else [*self.types, *(self.types[-1:] or [0])]
@@ -46,12 +46,12 @@ class TextEncoder:
     - pair: the prompt and the response as two segments, the input format of cross-encoders.
     - concat: prompt and response as one text. With the actor's vocabulary (``actors_vocabulary``) the prompt
       keeps its chat markup; otherwise messages and response are joined by line breaks.
-    - text: prompt and response, joined by ``joint`` (None: Tokenizer.joint) unless either has white space
-      there, with the tokenizer's special tokens: the format in which stage=reward_model trains on texts.
+    - text: the format in which stage=reward_model trains on texts: prompt and response, joined by ``joint``
+      (None: Tokenizer.joint) unless either has white space there, with the tokenizer's special tokens.
 
     Texts are truncated to ``max_tokens`` on the left, because the response is at the end; in a pair, the
-    prompt first. ``append_eos`` applies to all formats but pair: True appends the end token to each text,
-    False to no text, None to finished responses of concat.
+    prompt is truncated first. ``append_eos`` applies to all formats except pair: True appends the end token
+    to each text, False to no text, None to finished responses of concat.
     """
 
     tokenizer: Tokenizer  # the reward model's
@@ -81,8 +81,8 @@ class TextEncoder:
             needed = len(response_ids) + self._hf.num_special_tokens_to_add(pair=True)
             leaves_room = self.max_tokens is None or needed < self.max_tokens
             truncation = self._truncation("only_first" if leaves_room else "longest_first")
-            # passed as lists, because the tokenizer would take an empty response outside a list as missing
-            # and encode a single segment
+            # passed as lists, because the tokenizer treats an empty response outside a list as missing
+            # and encodes a single segment
             encoded = self._hf([prompt_content(row)], [response], **truncation)
             types = encoded.get("token_type_ids")
             return EncodedText(encoded["input_ids"][0], None if types is None else types[0])
@@ -102,7 +102,7 @@ class TextEncoder:
             return self._encode_single(text, special_tokens=True, end=bool(self.append_eos))
         foreign_markup = row.get("messages") and not self.actors_vocabulary
         text = f"{prompt_content(row)}\n{response}" if foreign_markup else row["prompt_text"] + response
-        # a chat template may have written a BOS token already, and a second one must not be added
+        # a chat template may already include a BOS token; do not add a second BOS
         has_bos = self._hf.bos_token is not None and text.startswith(self._hf.bos_token)
         return self._encode_single(
             text, special_tokens=not has_bos, end=finished if self.append_eos is None else self.append_eos
@@ -131,7 +131,7 @@ def collate(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Collates texts into padded ids, attention mask and token types, each [b,T].
 
-    Token types are None if a text has none. A pad id inside a text remains attended.
+    Token types are None if a text lacks them. A pad id inside a text remains attended.
     """
 
     def padded(rows: Sequence[Tensor], value: int) -> Tensor:

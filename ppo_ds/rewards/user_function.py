@@ -1,4 +1,4 @@
-"""Imports a user's reward function, calls it and reads what it returns.
+"""Imports and calls a user's reward function, and validates its result.
 
 Worker processes use this module too, so it imports no torch.
 """
@@ -18,7 +18,7 @@ Arguments = tuple[list[str], list[str], list[Any]]  # prompts, responses and row
 
 
 class InvalidScore(ValueError):
-    """Raised for a return value that is not one score for each response."""
+    """Raised if a returned value is not one score per response."""
 
     def __init__(self, reason: str, row: int | None = None, remedy: str = ""):
         super().__init__(reason)  # a phrase that follows the name of the function in an error message
@@ -27,10 +27,10 @@ class InvalidScore(ValueError):
 
 
 def read_scores(result: Any, count: int) -> list[Score]:
-    """Converts what a reward function returned for ``count`` responses; raises InvalidScore.
+    """Converts the result of a reward function for ``count`` responses. Raises InvalidScore.
 
     The result may be a list or tuple, or an array of numpy, torch or pandas. Each entry is a number, or a
-    list of numbers, which may be scalars of these libraries too.
+    list of numbers; numbers may be scalars of these libraries too.
     """
     values = _plain(result)
     if not isinstance(values, (list, tuple)):
@@ -55,7 +55,7 @@ def _read_score(value: Any, row: int) -> Score:
 
 
 def _plain(value: Any) -> Any:
-    """Converts arrays and scalars of numpy, torch or pandas to lists and numbers of Python."""
+    """Converts arrays and scalars of numpy, torch or pandas to Python lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -70,7 +70,7 @@ def call_function(
 def load_function(
     path: str, key: str = "reward.path", parameters: tuple[str, ...] = ("prompts", "responses", "rows")
 ) -> Callable[..., Any]:
-    """Imports the function at ``pkg.mod:fn`` or ``file.py:fn``; raises UserError naming ``key``."""
+    """Imports the function at ``pkg.mod:fn`` or ``file.py:fn``; raises UserError about ``key``."""
     function = load_object(path, key, "function")
     if isinstance(function, type) or not callable(function):
         raise UserError(

@@ -1,6 +1,6 @@
 """Rewards that combine others: a weighted sum of rewards, and a mix of two scores from one reward.
 
-The two scores are those of the whole response and of its part inside a tag, such as <answer>.
+The mix combines the scores of the whole response and of its part inside a tag, such as <answer>.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from ppo_ds.types import Reward, Rollout, Row, Scores
 
 
 class Part(Section):
-    """One reward of a weighted sum and the transformation of its score."""
+    """One reward of a weighted sum, with the transformation of its score."""
 
-    reward: Annotated[Reward, NESTED]  # a section with its own `_target_`
+    reward: Annotated[Reward, NESTED]  # a section with a `_target_`
     weight: Number = 1.0  # 0: the score is computed and logged only
-    # running: subtracts the mean of all scores of this part so far, this batch included, and divides by their
-    # std; both are computed over all ranks
+    # running: subtracts the mean of this part's scores so far, this batch included, and divides by their
+    # std; both are over all ranks
     normalize: Literal["none", "running"] = "none"
     clip: Positive | None = None  # limits the score to [-clip, clip] after normalization; null: no limit
-    # name of a tag: the reward reads only the text between <tag> and </tag>, which is empty without them
+    # tag name: the reward reads only the text between <tag> and </tag>, or an empty text without these
     inside: Tag | None = None
 
 
 class WeightedReward:
     """Computes total = sum of weight x clip(normalize(score of the part)).
 
-    ``Scores.components`` maps the name of each part to its score before weighting, per-token scores included.
-    A normalized part also has ``<name>_raw``; a part's own components follow as ``<name>/<component>``.
-    Per-token scores of a part are weighted, but neither normalized nor clipped.
+    ``Scores.components`` maps each part's name to its score before weighting, per-token scores included. A
+    normalized part also has ``<name>_raw``. The components of a part are ``<name>/<component>``. Per-token
+    scores of a part are weighted, but neither normalized nor clipped.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class WeightedReward:
         return self.start_scoring(rollout).result()
 
     def start_evaluation(self, rollout: Rollout) -> Pending[Scores]:
-        """Starts to score held-out responses without normalizing any part, or clipping a normalized one.
+        """Starts to score held-out responses. Normalized parts are neither normalized nor clipped here.
 
         The moments change during training, so normalized scores of two evaluations could not be compared.
         """
@@ -112,7 +112,7 @@ class WeightedReward:
                     part.reward.check_row(row)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the running moments, which are the same on every rank."""
+        """Returns the running moments, which are equal on all ranks."""
         return {"moments": {name: moments.state_dict() for name, moments in self._moments.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ class WeightedReward:
             moments.load_state_dict(state["moments"][name])
 
     def start_scoring(self, rollout: Rollout, training: bool = True) -> Pending[Scores]:
-        """Starts all parts; the result is a collective if a part is normalized in ``training``.
+        """Starts all parts. If a part is normalized in ``training``, all ranks must wait for the result.
 
         Parts that score in the background start first, and overlap with the others.
         """
@@ -139,7 +139,7 @@ class WeightedReward:
         return parts.then(lambda scores: self._combine(rollout, scores, training))
 
     def _start_part(self, name: str, rollout: Rollout, responses: Responses) -> Pending[Scores]:
-        """Starts to score a rollout with one part; a TextReward reads the texts that are decoded already."""
+        """Starts to score a rollout with one part. A TextReward gets the already decoded ``responses``."""
         part, key = self._parts[name], f"{self._key}.{name}"
         texts = responses.inside(part.inside) if part.inside else responses
 
@@ -197,9 +197,9 @@ def _name_in_errors(part: str) -> Iterator[None]:
 class AnswerMix(SlowTextReward):
     """Mixes the scores of the whole response and of its tagged answer, like MiniMind's reasoning reward.
 
-    The score is ``whole`` x score of the whole text + ``answer`` x score of the text inside the tag, both
-    clipped to [-clip, clip]. A response without the tags gets the unweighted score of the whole text; its
-    second text is empty, because a sharded model needs the same number of texts in both passes on every rank.
+    The score is ``whole`` x score of the whole text + ``answer`` x score of the text inside the tag, each
+    clipped to [-clip, clip]. Without the tags, it is the unweighted score of the whole text, and the second
+    text is empty, because a sharded model needs the same number of texts in both passes on every rank.
     """
 
     reward: Annotated[TextReward, NESTED]

@@ -1,6 +1,6 @@
-"""Worker process of a reward function: receives one call at a time and sends back its scores.
+"""Worker process of a reward function: receives one call at a time and sends its scores back.
 
-It is a new interpreter, because a fork of a process that uses CUDA may deadlock. It imports no torch itself.
+It is a new interpreter, because a fork of a process that uses CUDA may deadlock. It does not import torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ppo_ds.rewards.user_function import Arguments, InvalidScore, call_function,
 
 
 def main(descriptor: int, parent: int, path: str) -> None:
-    """Serves calls that arrive on the ``descriptor`` until the process ``parent`` closes it."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with the parent, on Linux only
-    if os.getppid() != parent:  # it ended before the line above
+    """Serves the calls received on ``descriptor`` until the parent process ``parent`` closes it."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the parent, on Linux only
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # prints appear at once, also in a file, and if it is killed
+    if isinstance(sys.stdout, io.TextIOWrapper):  # prints appear at once, also in a file
         sys.stdout.reconfigure(line_buffering=True)
     connection = Connection(descriptor)
     try:
@@ -49,7 +49,7 @@ def main(descriptor: int, parent: int, path: str) -> None:
 
 
 def call(function: Callable[..., Any], arguments: Arguments, runner: asyncio.Runner) -> dict[str, Any]:
-    """Calls the function and returns a reply of plain values, so that it can be sent as JSON."""
+    """Calls the function and returns a reply of plain values for JSON."""
     prompts, responses, _ = arguments
     seed(crc32("\0".join([*prompts, *responses]).encode(errors="surrogatepass")))
     try:
@@ -69,7 +69,7 @@ def call(function: Callable[..., Any], arguments: Arguments, runner: asyncio.Run
 def seed(number: int) -> None:
     """Seeds the random generators of this process.
 
-    A function that draws random numbers then gives the same score in any worker and in any order.
+    A function that draws random numbers then returns the same score in any worker and in any order.
     """
     random.seed(number)
     if "numpy" in sys.modules:

@@ -30,8 +30,8 @@ def gae(responses: Responses, options: CreditOptions) -> Estimate:
 def one_step(responses: Responses, options: CreditOptions) -> Estimate:
     """Estimates one advantage per response, treated as a single action: sum of rewards - V.
 
-    With ``value_position`` "prompt_last", V is V(prompt). With "response_last" it is V(prompt, response), no
-    valid baseline: a perfect critic would make all advantages zero.
+    With ``value_position`` "prompt_last", V is V(prompt). With "response_last", V is V(prompt, response),
+    which is no valid baseline: a perfect critic would make all advantages zero.
     """
     assert responses.values is not None
     mask, values, column = responses.mask, responses.values, responses.lengths
@@ -57,9 +57,9 @@ def compute_gae(
 
         delta_t = r_t + gamma * V_{t+1} - V_t      A_t = delta_t + gamma * lam * A_{t+1}      returns = A + V
 
-    Position t + 1 is the next position with mask = 1: holes are skipped without decay. After the last
-    position V is ``bootstrap_value`` [B], or 0. ``lam`` is one number or one per response [B];
-    ``lam_critic`` is a second lambda for the returns (VC-PPO).
+    Position t + 1 is the next position with mask = 1: masked positions are skipped without decay. V after the
+    last position is ``bootstrap_value`` [B], or 0. ``lam`` is a scalar or has one value per response [B].
+    ``lam_critic``, if given, replaces ``lam`` in the returns (VC-PPO).
     """
     rewards, values = keep(rewards, mask), keep(values, mask)
     deltas = rewards + gamma * next_values(values, mask, bootstrap_value) - values
@@ -75,7 +75,7 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
 
 
 def next_values(values: Tensor, mask: Tensor, bootstrap_value: Tensor | None) -> Tensor:
-    """Returns the value [B,T] at the next position with mask = 1; ``bootstrap_value`` [B] or 0 at the end."""
+    """Returns V at the next position with mask = 1, [B,T]; after the last, ``bootstrap_value`` [B] or 0."""
     width = values.shape[1]
     final = (
         torch.zeros_like(values[:, 0]) if bootstrap_value is None else widen(bootstrap_value).to(values.dtype)

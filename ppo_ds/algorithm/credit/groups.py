@@ -1,4 +1,4 @@
-"""Estimators that compare responses to the same prompt. All tokens of a response share its advantage."""
+"""Estimators that compare the responses to a prompt. All tokens of a response have the same advantage."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from ppo_ds.algorithm.credit.responses import CreditOptions, Estimate, Responses
 from ppo_ds.ops.masked import Reduce, masked_mean_var
 
-EPS = 1e-6  # added to a standard deviation, and the least mean that a score is divided by
+EPS = 1e-6  # added to a standard deviation; lower limit of a mean in a divisor
 
 
 class Groups:
-    """Statistics of the groups of numbers ``x`` [B]: of all numbers with the same entry of ``groups`` [B].
+    """Statistics of groups of numbers ``x`` [B]. Numbers with equal entries in ``groups`` [B] form one group.
 
-    They are in float64: equal scores must differ from their mean by 0, not by rounding divided by EPS.
+    Computed in float64: equal scores must differ from their mean by 0, not by a rounding error / EPS.
     """
 
     def __init__(self, x: Tensor, groups: Tensor):
@@ -24,7 +24,7 @@ class Groups:
         _, self.group = torch.unique(groups, return_inverse=True)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Returns the sum over the group of each number, [B]."""
+        """Returns, for each number, the sum of ``x`` over its group, [B]."""
         return torch.zeros_like(self.x).index_add_(0, self.group, x)[self.group]
 
     @cached_property
@@ -45,52 +45,52 @@ class Groups:
 
     @cached_property
     def normalized(self) -> Tensor:
-        """Differences from the mean, divided by the unbiased standard deviation of the group."""
+        """Differences from the group's mean, divided by the group's unbiased standard deviation, [B]."""
         return self.centred / ((self.sum(self.centred.square()) / self.others).sqrt() + EPS)
 
 
 def grpo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates (value - mean) / standard deviation of the group, unbiased (Shao et al. 2024)."""
+    """Estimates (value - group mean) / unbiased group standard deviation (Shao et al. 2024)."""
     return responses.of_responses(Groups(responses.totals, responses.groups).normalized)
 
 
 def rloo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates value - mean of the other values (Ahmadian et al. 2024)."""
+    """Estimates value - mean of the other values in the group (Ahmadian et al. 2024)."""
     group = Groups(responses.totals, responses.groups)
     return responses.of_responses(group.centred * group.count / group.others)
 
 
 def dr_grpo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates value - mean (Liu et al. 2025)."""
+    """Estimates value - group mean (Liu et al. 2025)."""
     return responses.of_responses(Groups(responses.totals, responses.groups).centred)
 
 
 def lite_ppo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates (value - mean) / standard deviation of all values of all ranks (arXiv 2508.08221)."""
+    """Estimates (value - group mean) / standard deviation of the values of all ranks (arXiv 2508.08221)."""
     group = Groups(responses.totals, responses.groups)
     _, std = mean_and_std(group.x, options.reduce)
     return responses.of_responses(group.centred / (std + EPS))
 
 
 def maxrl(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates (value - mean) / mean, and 0 if the mean is not positive (Tajwar et al. 2026)."""
+    """Estimates (value - group mean) / group mean, or 0 if the mean is not positive (Tajwar et al. 2026)."""
     group = Groups(responses.totals, responses.groups)
     quotient = group.centred / group.mean.clamp(min=EPS)
     return responses.of_responses(torch.where(group.mean > 0, quotient, 0.0))
 
 
 def opo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates value - mean weighted by the number of actions of a response (Hao et al. 2025)."""
+    """Estimates value - group mean weighted by the number of actions per response (Hao et al. 2025)."""
     group, weights = Groups(responses.totals, responses.groups), responses.mask.sum(1).double()
     baseline = group.sum(weights * group.x) / group.sum(weights).clamp(min=1)
     return responses.of_responses(group.x - baseline)
 
 
 def gdpo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates GDPO advantages (arXiv 2601.05242) from the parts of the score; the KL is not used.
+    """Estimates GDPO advantages (arXiv 2601.05242) from the parts of the score, without the KL.
 
-    Each part is normalised within its group as in GRPO; the weighted sum over the parts is shifted and
-    divided by its mean and its unbiased standard deviation over all responses of all ranks.
+    Each part is normalised within its group as in GRPO. The weighted sum of the parts is then normalised with
+    its mean and unbiased standard deviation over the responses of all ranks.
     """
     names, weights = list(options.part_weights), torch.tensor(list(options.part_weights.values()))
     parts = torch.tensor([[row[name] for name in names] for row in responses.components])

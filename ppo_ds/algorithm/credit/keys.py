@@ -1,7 +1,7 @@
 """Defines the advantage estimators: the keys of algo.advantage and algo.gae, and the name of each function.
 
 An estimator is a function (Responses, CreditOptions) -> Estimate, see responses.py. To add one, write its
-function in any module that can be imported, and its class here.
+function in any importable module, and its class here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GAEConfig(Section):
     algo.gae.lam."""
 
     bootstrap_truncated: bool = False
-    """Adds the value of the last state to a response cut at the length limit, instead of 0."""
+    """Bootstraps responses cut at the length limit with the value of the last state instead of 0."""
 
 
 class AdvantageConfig(Variants):
@@ -49,11 +49,11 @@ class AdvantageConfig(Variants):
     function: ClassVar[str]  # dotted name of the estimator
     needs_critic: ClassVar[bool] = False
     needs_group: ClassVar[bool] = False  # two or more responses per prompt
-    # needs_group, and the scores of the parts of reward=weighted instead of the total score
+    # requires needs_group; uses the scores of the parts of reward=weighted instead of the total score
     needs_parts: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = False  # the score of a greedy response to each prompt
-    divides_by_std: ClassVar[bool] = False  # whitening would divide a second time
-    why: ClassVar[str] = ""  # the reason of ``excluded``, a relative clause
+    divides_by_std: ClassVar[bool] = False  # whitening would divide by a std a second time
+    why: ClassVar[str] = ""  # a relative clause with the reason for ``excluded``
 
     estimator: Annotated[str, OneOf(ADVANTAGE_ESTIMATORS)] = "gae"
     """Advantage estimator, or package.module.name of your own."""
@@ -71,7 +71,7 @@ class AdvantageConfig(Variants):
         return not (self.needs_critic or self.needs_group)
 
     def problems(self, algo: AlgoConfig) -> Iterator[str]:
-        """Yields an error line for each key of ``algo`` that the estimator cannot be combined with."""
+        """Yields an error line for each key of ``algo`` that conflicts with the estimator."""
         chosen = f"algo.advantage.estimator={self.estimator}"
         if self.gives_token_returns and algo.action_level != "token":
             yield f"{chosen}: gives each token its own return, so algo.action_level must be token"
@@ -80,12 +80,12 @@ class AdvantageConfig(Variants):
             yield f"{line}, {self.why}; set it to {off}"
 
     def excluded(self, algo: AlgoConfig) -> Iterator[tuple[str, Any, str]]:
-        """Yields key, value and remedy of each setting of ``algo`` that the estimator excludes."""
+        """Yields (key, value, value to set instead) of each conflicting setting of ``algo``."""
         yield from ()
 
 
 def changes_of_scores(algo: AlgoConfig) -> Iterator[tuple[str, Any, str]]:
-    """Yields key, value and remedy of each setting that changes the scores of the reward."""
+    """Yields (key, value, value to set instead) of each setting that changes the reward's scores."""
     shaping = algo.reward_shaping
     settings: list[tuple[str, Any, Any, str]] = [
         ("kl.place", algo.kl.place if algo.kl.place == "reward" else None, None, "loss or none"),

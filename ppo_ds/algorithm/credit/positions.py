@@ -1,4 +1,4 @@
-"""Rewards of tokens: the position of a score, `algo.reward_shaping.score_position`."""
+"""Adds the score of a response to its token rewards (`algo.reward_shaping.score_position`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ppo_ds.types import Rollout, ScoredRollout
 class ScorePosition:
     """Determines at which position a response's score is added, and which states exist.
 
-    With "next_token" it is one position after the last action, unless the response has reached its length
-    limit: a state that the value loss includes ("trained", TRL) or excludes ("untrained", DeepSpeed-Chat), or
-    no state, so that the score has no effect ("ignored", zysNLP).
+    "next_token" is one position after the last action, unless the response has reached its length limit. If
+    ``next_state`` is "trained" (TRL) or "untrained" (DeepSpeed-Chat), this position is a state with or
+    without value loss. If it is "ignored" (zysNLP), this position is no state, and the score has no effect.
     """
 
     position: str  # last_token | next_token
@@ -62,8 +62,8 @@ def token_rewards(
 ) -> Tensor:
     """Computes rewards [B,T]: -kl_penalty (+ token_scores) at each token, + the score [B] at one position.
 
-    "last_token" is the last position with mask = 1, if there is one, "next_token" is one position later (the
-    last one if the row is full).
+    ``place``: "last_token" is the last position with mask = 1, if any; "next_token" is the position after it,
+    or the last position of a full row.
     """
     scores = widen(scores)
     rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)

@@ -1,4 +1,4 @@
-"""Defines what an estimator of advantages takes and returns.
+"""Defines the arguments and the result of an advantage estimator.
 
 Shapes: B responses, R response positions, S = R + 1 states. Column t of a [B,S] tensor is the state before
 response token t. In a row of ``length`` tokens, column ``length`` is the state after the last token.
@@ -21,7 +21,7 @@ from ppo_ds.types import ScoredRollout
 
 @dataclass(frozen=True)
 class Estimate:
-    """Advantages before whitening and, with a critic, the targets of its regression."""
+    """Advantages before whitening and, with a critic, the targets of the value loss."""
 
     advantages: Tensor  # [B,R]
     returns: Tensor | None = None  # [B,S]
@@ -41,7 +41,7 @@ class CreditOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Responses:
-    """The responses of this rank, for which an estimator computes advantages."""
+    """The responses of this rank, as the input of an advantage estimator."""
 
     rewards: Tensor  # [B,S] shaped scores minus any KL penalty
     scores: Tensor  # [B] shaped scores
@@ -65,7 +65,7 @@ class Responses:
         values: Tensor | None,
         group_size: int,
     ) -> Responses:
-        """Makes the responses of a rollout, in which ``group_size`` consecutive rows have the same prompt."""
+        """Makes the responses of a rollout; each ``group_size`` consecutive rows have the same prompt."""
         return cls(
             rewards=rewards,
             scores=scores,
@@ -82,17 +82,17 @@ class Responses:
 
     @property
     def totals(self) -> Tensor:
-        """Value of each response [B]: the sum of its rewards, or its score if it has no actions."""
+        """Total reward of each response [B]: the sum of its rewards, or its score if it has no actions."""
         return torch.where(self.states.any(dim=1), masked_sum(self.rewards, self.states, dim=1), self.scores)
 
     def of_responses(self, advantages: Tensor) -> Estimate:
-        """Returns an estimate that gives each token the advantage of its response, [B]."""
+        """Returns an estimate in which all tokens of a response have its entry of ``advantages`` [B]."""
         return Estimate(broadcast_sequence(advantages.to(widen(self.totals).dtype), self.mask))
 
     def of_tokens(
         self, advantages: Tensor, returns: Tensor | None = None, value_mask: Tensor | None = None
     ) -> Estimate:
-        """Returns an estimate from the advantages of all states, [B,S]."""
+        """Returns an estimate from ``advantages`` [B,S] of all states."""
         return Estimate(advantages[:, :-1].masked_fill(~self.mask, 0.0), returns, value_mask)
 
 

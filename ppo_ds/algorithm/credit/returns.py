@@ -1,4 +1,4 @@
-"""Estimators without a critic that give each token a return: REINFORCE and ReMax."""
+"""Estimators without a critic that compute a return for each token: REINFORCE and ReMax."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def reinforce(responses: Responses, options: CreditOptions) -> Estimate:
 
 
 def remax(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates the discounted sum of future rewards, less a baseline (ReMax, Li et al. 2024).
+    """Estimates the discounted sum of future rewards, minus a baseline (ReMax, Li et al. 2024).
 
-    The score of a greedy response to the same prompt is subtracted at the last position.
+    The baseline, the score of a greedy response to the same prompt, is subtracted at the last position.
     """
     assert responses.baselines is not None
     rewards = responses.rewards - token_rewards(responses.baselines, responses.states)
@@ -29,7 +29,7 @@ def remax(responses: Responses, options: CreditOptions) -> Estimate:
 def discounted_sum(x: Tensor, mask: Tensor, decay: float | Tensor) -> Tensor:
     """Computes y_t = x_t + decay * y_{t+1}, [B,T], over the positions with mask = 1; 0 elsewhere.
 
-    Holes in the mask are skipped without decay. ``decay`` is a number, or one number for each row [B].
+    Masked positions are skipped without decay. ``decay`` is a scalar or has one value per row [B].
     """
     columns = keep(x, mask).t().contiguous()
     ones = torch.ones_like(columns)

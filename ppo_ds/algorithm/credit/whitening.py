@@ -13,14 +13,14 @@ from ppo_ds.ops.sequences import broadcast_sequence
 
 @dataclass(frozen=True)
 class Whitening:
-    """Shifts and scales advantages to mean 0 and variance 1 over tokens or, at level sequence, responses."""
+    """Scales advantages to mean 0 and variance 1, over tokens or (level sequence) over responses."""
 
     over: str  # batch | none | group | minibatch
     unbiased: bool
     level: str  # token | sequence
 
     def whiten(self, advantages: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
-        """Whitens all rows together: [B,R] -> [B,R]. A collective if ``reduce`` is a collective.
+        """Whitens all rows together: [B,R] -> [B,R]. If ``reduce`` is a collective, all ranks must call this.
 
         The variance has a floor of 1e-8 (OpenRLHF, NeMo-Aligner).
         """
@@ -32,7 +32,7 @@ class Whitening:
         return broadcast_sequence(whole[:, 0], mask)
 
     def whiten_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
-        """Whitens a rollout over all ranks ("batch"), or within ``group_size`` consecutive rows ("group")."""
+        """Whitens over all rows and ranks ("batch"), or each ``group_size`` consecutive rows ("group")."""
         if self.over == "batch":
             return self.whiten(advantages, mask, reduce)
         if self.over == "group":

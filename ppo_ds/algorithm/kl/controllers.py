@@ -15,7 +15,7 @@ class FixedKLController:
     def update(self, current: float, n_steps: int) -> None:
         """Does nothing. Subclasses adjust the coefficient to ``current``, the KL of ``n_steps`` sequences.
 
-        ``current`` is reduced over ranks, so that all ranks keep the same coefficient.
+        ``current`` must be reduced over ranks, so that all ranks have the same coefficient.
         """
 
     def state_dict(self) -> dict[str, float]:
@@ -26,7 +26,7 @@ class FixedKLController:
 
 
 class ControlledKLController(FixedKLController):
-    """Multiplies the coefficient by ``factor`` after each update, within limits.
+    """Multiplies the coefficient by ``factor`` at each update, within [min_coef, max_coef].
 
     ``target`` has the unit of the KL passed to update().
     """
@@ -45,7 +45,7 @@ class ControlledKLController(FixedKLController):
         raise NotImplementedError
 
     def update(self, current: float, n_steps: int) -> None:
-        if math.isfinite(current):  # NaN would stay in the coefficient
+        if math.isfinite(current):  # a NaN would remain in the coefficient
             value = max(self.value * self.factor(current, n_steps), self.min_coef)
             self.value = value if self.max_coef is None else min(value, self.max_coef)
 
@@ -62,9 +62,9 @@ class AdaptiveKLController(ControlledKLController):
 
 
 class ThresholdKLController(ControlledKLController):
-    """Multiplies the coefficient by 1.5 above twice the target, and by 0.5 below half of it, both strictly.
+    """Multiplies the coefficient by 1.5 if KL > 2 * target, and by 0.5 if KL < target / 2.
 
-    The KL is 0 at the start of training, so without ``min_coef`` every step would halve the coefficient.
+    The KL is 0 at the start of training, so without ``min_coef`` the first steps would halve the coefficient.
     """
 
     def factor(self, current: float, n_steps: int) -> float:

@@ -1,8 +1,8 @@
 """KL estimators (Schulman, "Approximating KL divergence").
 
-Each function estimates KL(policy || reference) elementwise, in nats, at samples of the policy, from the
-log-probs of both. Gradients flow into those of the policy only. ``clamp`` limits the value to +-clamp; the
-gradient is 0 beyond it, except for k1+ and k3+.
+Each function estimates KL(policy || reference) elementwise, in nats, at samples of the policy. Only the
+policy's log-probs get gradients. ``clamp`` limits the value to [-clamp, clamp]; outside this range the
+gradient is 0, except for k1+ and k3+.
 
 Of k1, k2 and k3, only k2 has the gradient of the reverse KL in expectation. The expected gradient of k1 is 0,
 and that of k3 is the gradient of the forward KL.
@@ -36,19 +36,19 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor, clamp: float | None = None) -> Te
 def k3(logprobs: Tensor, ref_logprobs: Tensor, clamp: float | None = None) -> Tensor:
     """Computes exp(-d) - 1 + d: unbiased and never negative.
 
-    -d is limited to 20, so that the value stays finite; the gradient is 0 beyond the limit.
+    -d is limited to 20 to keep the value finite; beyond this limit, the gradient is 0.
     """
     exponent = (-_difference(logprobs, ref_logprobs)).clamp(max=_MAX_EXPONENT)
     return _clamped(torch.expm1(exponent) - exponent, clamp)
 
 
 def k1_plus(logprobs: Tensor, ref_logprobs: Tensor, clamp: float | None = None) -> Tensor:
-    """Computes a number with the value of k1 and the gradient of k2."""
+    """Computes k1 in the forward pass, with the gradient of k2."""
     return _with_gradient_of_k2(k1(logprobs, ref_logprobs, clamp), logprobs, ref_logprobs)
 
 
 def k3_plus(logprobs: Tensor, ref_logprobs: Tensor, clamp: float | None = None) -> Tensor:
-    """Computes a number with the value of k3 and the gradient of k2."""
+    """Computes k3 in the forward pass, with the gradient of k2."""
     return _with_gradient_of_k2(k3(logprobs, ref_logprobs, clamp), logprobs, ref_logprobs)
 
 

@@ -1,6 +1,6 @@
 """Defines the KL to the reference: the keys of algo.kl, the estimators, and the controllers.
 
-To add one, write its code in any module that can be imported, and an entry or a class here.
+To add an estimator or a controller, write its code in any importable module, and an entry or a class here.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _HERE = "ppo_ds.algorithm.kl"
 class KLEstimatorEntry(Entry):
     """An estimator of the KL to the reference: (logprobs, ref_logprobs[, clamp=algo.kl.clamp]) -> [B,R]."""
 
-    # False if its value is that of another estimator and only the gradient differs
+    # False if it differs from another estimator only in the gradient
     in_reward: bool = field(default=True, kw_only=True)
-    flaw_as_loss: str | None = field(default=None, kw_only=True)  # why it should not be used as a loss
+    flaw_as_loss: str | None = field(default=None, kw_only=True)  # why not to use it as a loss
 
 
 KL_ESTIMATORS = {
@@ -59,7 +59,7 @@ class KLConfig(Variants):
 
     tag = "controller"
     variants = KL_CONTROLLERS
-    function: ClassVar[str]  # dotted name of the controller, called with the coefficient and ``takes``
+    function: ClassVar[str]  # dotted name of the controller; its arguments: coef and the keys ``takes``
     takes: ClassVar[tuple[str, ...]] = ()
 
     place: Literal["reward", "loss", "none"] = "reward"
@@ -106,10 +106,10 @@ class ControlledKL(KLConfig):
     """A KL penalty whose coefficient follows the measured KL."""
 
     target: Positive = 6.0
-    """KL that the controller aims at, in nats per algo.kl.unit."""
+    """Target KL of the controller, in nats per algo.kl.unit."""
 
     unit: Literal["sequence", "token"] = "sequence"
-    """Unit of the KL that the controller reads."""
+    """Unit of the KL passed to the controller."""
 
     min_coef: NonNegative = 0.0
     """Lower limit of the coefficient."""
@@ -140,7 +140,7 @@ class AdaptiveKL(ControlledKL):
     function = f"{_HERE}.controllers.AdaptiveKLController"
     takes = ("target", "horizon", "min_coef", "max_coef")
     horizon: Positive = 10000.0
-    """Samples in which the controller changes the coefficient by at most about 20 %."""
+    """Number of samples over which the controller changes the coefficient by at most about 20 %."""
 
     def problems(self, samples: int) -> Iterator[str]:
         yield from super().problems(samples)

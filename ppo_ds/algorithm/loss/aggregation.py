@@ -3,8 +3,8 @@
 A micro-batch without any action has a loss of 0 with zero gradients, not NaN: its rank must still run the
 same backward as the other ranks.
 
-Metrics of a loss are detached *local sums* in float64, to be added over micro-batches and ranks: [2] are the
-sum and the count of a mean, [5] the input of explained_variance(); 0-dim is a maximum.
+Metrics of a loss are detached float64 statistics of one micro-batch, which are summed over micro-batches and
+ranks. Shape [2]: sum and count of a mean; [5]: input of explained_variance(); 0-dim: a maximum.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BatchTotals:
 def batch_totals(
     masks: Iterable[Tensor], reduce: Reduce | None = None, dp_size: int = 1, norm: float | None = None
 ) -> BatchTotals:
-    """Counts the tokens and sequences of one optimizer step from each rank's masks [B,T], over all ranks."""
+    """Counts the tokens and sequences in all ``masks`` [B,T]; ``reduce`` sums the counts over ranks."""
     counts = torch.stack([torch.stack([_count(mask), _rows(mask).sum()]).double() for mask in masks]).sum(
         dim=0
     )
@@ -50,12 +50,12 @@ class Share(NamedTuple):
 
 
 def token_mean(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
-    """Divides the sum over all tokens by their number."""
+    """Divides the sum over all tokens by the number of tokens."""
     return Share(masked_sum(loss, mask), _count(mask), totals.tokens if totals else None)
 
 
 def seq_mean_token_mean(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
-    """Divides the sum over sequences of their token means by the number of sequences."""
+    """Averages the loss over the tokens of each sequence, then over the sequences."""
     # the eps of OpenRLHF and verl, for equal results in float64; it has no effect in float32
     total = masked_mean(loss, mask, dim=-1, eps=1e-8).sum()
     return Share(total, _rows(mask).sum(), totals.sequences if totals else None)
@@ -67,7 +67,7 @@ def seq_mean_token_sum(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -
 
 
 def token_sum_norm(loss: Tensor, mask: Tensor, totals: BatchTotals | None) -> Share:
-    """Divides the sum over all tokens by ``totals.norm``, or by the width T without totals."""
+    """Divides the sum over all tokens by ``totals.norm``; without totals, by the width T."""
     total, count = masked_sum(loss, mask), _count(mask)
     if totals is None:
         return Share(total, torch.full_like(count, mask.shape[-1]), None)
@@ -83,8 +83,8 @@ Aggregation = Callable[[Tensor, Tensor, BatchTotals | None], Share]
 def aggregate(loss: Tensor, mask: Tensor, agg: Aggregation, totals: BatchTotals | None = None) -> Tensor:
     """Aggregates a per-token loss [B,T] to a scalar. Sequences without tokens do not count.
 
-    With ``totals`` it is this micro-batch's share of the whole optimizer step times dp_size, since gradients
-    are averaged over ranks (DeepSpeed: ``engine.backward(loss, scale_wrt_gas=False)``).
+    With ``totals``, returns this micro-batch's share of the loss of the optimizer step times dp_size, because
+    gradients are averaged over ranks (DeepSpeed: ``engine.backward(loss, scale_wrt_gas=False)``).
     """
     share = agg(loss, mask, totals)
     if totals is None or share.divisor is None:
@@ -93,7 +93,7 @@ def aggregate(loss: Tensor, mask: Tensor, agg: Aggregation, totals: BatchTotals 
 
 
 def loss_parts(loss: Tensor, mask: Tensor, agg: Aggregation, totals: BatchTotals | None) -> Tensor:
-    """Returns (numerator, share of the divisor) of the aggregated loss, the metric of a loss, [2]."""
+    """Returns the loss as a metric, [2]: the numerator and the micro-batch's share of the divisor."""
     share = agg(loss.detach().double(), mask, totals)
     return torch.stack([share.total, share.weight.double()])
 

@@ -21,7 +21,7 @@ class LossConfig(Variants):
     function: ClassVar[str]  # dotted name
 
     agg: Annotated[str, OneOf(LOSS_AGGREGATIONS)] = "token_mean"
-    """How the losses of tokens become one number."""
+    """Aggregation of the token losses."""
 
     mask_truncated: bool = False
     """Excludes responses cut at the length limit from all losses (DAPO's overlong filtering), but not from

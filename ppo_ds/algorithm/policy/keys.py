@@ -1,8 +1,8 @@
-"""Defines the policy losses: the keys of algo.policy that each has, their rules, and the dotted name of its
-function.
+"""Defines the policy losses: the keys of algo.policy for each, the rules for them, and the dotted name of
+each function.
 
 A policy loss is a function (PolicyTerms, section algo.policy) -> TokenLoss, see surrogate.py. To add one,
-write its function in any module that can be imported, and its class here.
+write its function in any importable module, and its class here.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class PolicyConfig(Variants):
     code = "function"
     interface = (("PolicyTerms", "section"), "TokenLoss")
     function: ClassVar[str]  # dotted name of the loss
-    # Unit of the ratio that the loss gets: token, sequence or sequence_mean; None: algo.action_level
+    # Unit of the ratio passed to the loss: token, sequence or sequence_mean; None: algo.action_level
     ratio: ClassVar[str | None] = None
     # True if the loss determines the ratio itself, so that algo.action_level must be token
     own_ratio: ClassVar[bool] = False
-    # True if all tokens of a response have one ratio with a gradient, which reaches tokens of weight 0 too
+    # True if the tokens of a response share one ratio, whose gradient also reaches tokens of weight 0
     response_ratio: ClassVar[bool] = False
     # At action_level=sequence: True if the loss of a response is the sum over its tokens, False if each token
     # has the loss of the whole response.
     sums_over_tokens: ClassVar[bool] = True
-    # Dotted name of a function that selects the tokens ``PolicyTerms.selected`` [B,T]. Called as (log-probs
+    # Dotted name of a function that returns the mask ``PolicyTerms.selected`` [B,T]. Called as (log-probs
     # before the update, advantages, mask, torch.Generator, section) with all rows of an optimizer step
     selection: ClassVar[str | None] = None
 
@@ -44,11 +44,11 @@ class PolicyConfig(Variants):
     """Policy loss, or package.module.name of your own."""
 
     off_policy_limit: Positive | None = None
-    """Mean log-ratio of the sampling to the current policy, in nats, above which the tokens of a response
-    with a negative advantage leave the loss (DeepSeek-V3.2); null: off."""
+    """Excludes tokens with a negative advantage in responses whose mean log(sampling / current policy) is
+    above this, in nats (DeepSeek-V3.2); null: off."""
 
     top_entropy: Annotated[Number, Gt(0), Lt(1)] | None = None
-    """Share of the tokens, those of the highest entropy, that have a policy loss; null: all."""
+    """Share of the tokens that have a policy loss: those with the highest entropy; null: all."""
 
     def problems(self, action_level: str) -> Iterator[str]:
         """Yields an error line for each conflict between the keys."""
@@ -86,7 +86,7 @@ class Clipped(PolicyConfig):
         yield from super().problems(action_level)
 
     def wrong_lower_bound(self) -> str | None:
-        """Returns what clip_low must be instead; None if the loss can have it."""
+        """Returns the values that clip_low must have; None if its value is valid for the loss."""
         if self.clip_low is not None and self.clip_low < 1:
             return None
         exempt = [name for name, other in self.variants.items() if issubclass(other, MayLackLowerBound)]
@@ -97,7 +97,7 @@ class Clipped(PolicyConfig):
 
 
 class MayLackLowerBound(Clipped):
-    """A loss that clips the ratio and stays sound without a lower bound (clip_low null or 1)."""
+    """A loss that clips the ratio and also works without a lower bound (clip_low null or 1)."""
 
     def problems(self, action_level: str) -> Iterator[str]:
         yield from super().problems(action_level)
@@ -179,7 +179,7 @@ class DPPOTV(DPPO):
 
 
 class DPPOKL(DPPO):
-    """The same with the KL between the token and all others as the distance (Qi et al. 2026)."""
+    """Advantage times ratio, masked where the token's KL(old || new) is too large (Qi et al. 2026)."""
 
     loss: Literal["dppo_kl"] = "dppo_kl"
     function = f"{_HERE}.losses.dppo_kl"
@@ -200,7 +200,7 @@ class GMPO(Clipped):
 
 
 class Covariance(PolicyConfig):
-    """A loss that treats a few tokens of high covariance in another way."""
+    """A loss that treats a few tokens with a high covariance differently."""
 
     own_ratio = True
     cov_frac: Annotated[Number, Gt(0), Lt(1)] | None = None
@@ -208,16 +208,16 @@ class Covariance(PolicyConfig):
 
 
 class ClipCov(Covariance, MayLackLowerBound):
-    """Clipped surrogate without a few random tokens of high covariance (Cui et al. 2025)."""
+    """Clipped surrogate without a few random tokens with a high covariance (Cui et al. 2025)."""
 
     loss: Literal["clip_cov"] = "clip_cov"
     function = f"{_HERE}.losses.clip_cov"
     selection = f"{_HERE}.selection.clip_cov_tokens"
     cov_low: Number = 1.0
-    """Least covariance of a token that clip_cov selects."""
+    """Minimum covariance of the tokens that clip_cov selects."""
 
     cov_high: Number = 5.0
-    """Largest covariance of a token that clip_cov selects."""
+    """Maximum covariance of the tokens that clip_cov selects."""
 
     def problems(self, action_level: str) -> Iterator[str]:
         yield from super().problems(action_level)

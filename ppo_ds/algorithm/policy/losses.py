@@ -1,7 +1,7 @@
-"""The policy losses: the loss of each token, from the terms of surrogate.py and the section algo.policy.
+"""The policy losses: the loss of each token, from PolicyTerms (surrogate.py) and the section algo.policy.
 
-Clip-Cov and KL-Cov (Cui et al. 2025) treat a few tokens of high covariance of log-prob and advantage in
-another way, since these would lower the entropy most. selection.py selects them before an optimizer step.
+Clip-Cov and KL-Cov (Cui et al. 2025) treat the tokens with a high covariance of log-prob and advantage
+differently, since these tokens lower the entropy most. selection.py selects them before an optimizer step.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch import Tensor
 from ppo_ds.algorithm.policy.surrogate import PolicyTerms, TokenLoss, ratio_bounds, unclipped
 from ppo_ds.ops.masked import masked_mean
 
-_LEAST_PROBABILITY = 1e-8  # of all other tokens together, in the logarithm of binary_kl
+_LEAST_PROBABILITY = 1e-8  # lower limit of 1 - p in the logarithm of binary_kl
 
 
 def ppo(terms: PolicyTerms, policy: Any) -> TokenLoss:
     """Computes max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (Schulman et al. 2017).
 
-    ``dual_clip``, a constant c > 1, bounds the loss by -A c where A < 0 (Ye et al. 2020). The loss of GSPO
-    (Zheng et al. 2025) is the same, of the geometric mean of a response's ratios.
+    ``dual_clip``, a constant c > 1, limits the loss to at most -A c where A < 0 (Ye et al. 2020). GSPO (Zheng
+    et al. 2025) uses this function too, with r = geometric mean of a response's ratios.
     """
     return clipped(terms, ratio_bounds(policy.clip_low, policy.clip_high), policy.dual_clip)
 
 
 def clipped(terms: PolicyTerms, bounds: tuple[float, float], dual_clip: float | None) -> TokenLoss:
-    """Computes the clipped objective from the bounds of the ratio."""
+    """Computes PPO's clipped loss; ``bounds`` are the lower and the upper bound of the ratio."""
     r, advantages = terms.ratio, terms.advantages
     plain, bounded = -advantages * r, -advantages * r.clamp(*bounds)
     loss = torch.maximum(plain, bounded)
@@ -55,7 +55,7 @@ def reinforce(terms: PolicyTerms, policy: Any) -> TokenLoss:
 def sapo(terms: PolicyTerms, policy: Any) -> TokenLoss:
     """Computes -A f(r) with the gate f(r) = 4 / tau * sigmoid(tau (r - 1)). No token is clipped.
 
-    The slope of the gate is 1 at r = 1 and falls to 0 on both sides, the faster the larger tau is. tau is
+    The slope of the gate is 1 at r = 1 and falls to 0 on both sides, faster for a larger tau. tau is
     ``tau_pos`` where A > 0, else ``tau_neg``.
     """
     tau = torch.full_like(terms.ratio, policy.tau_neg).masked_fill(terms.advantages > 0, policy.tau_pos)
@@ -64,19 +64,19 @@ def sapo(terms: PolicyTerms, policy: Any) -> TokenLoss:
 
 
 def dppo_tv(terms: PolicyTerms, policy: Any) -> TokenLoss:
-    """Computes DPPO's loss with the total variation |pi - pi_old| of a token, by default up to 0.15."""
+    """Computes DPPO's loss; a token's distance is |pi - pi_old| (total variation), by default up to 0.15."""
     distance = (terms.logprobs.detach().exp() - terms.old_logprobs.exp()).abs()
     return masked_beyond(distance, 0.15 if policy.delta is None else policy.delta, terms)
 
 
 def dppo_kl(terms: PolicyTerms, policy: Any) -> TokenLoss:
-    """Computes DPPO's loss with KL(old || new) of this token or any other one, by default up to 0.05."""
+    """Computes DPPO's loss; a token's distance is KL(old || new), see binary_kl, by default up to 0.05."""
     distance = binary_kl(terms.old_logprobs, terms.logprobs.detach())
     return masked_beyond(distance, 0.05 if policy.delta is None else policy.delta, terms)
 
 
 def masked_beyond(distance: Tensor, delta: float, terms: PolicyTerms) -> TokenLoss:
-    """Computes -A r, and 0 for tokens further than ``delta`` away in the direction of their advantage."""
+    """Computes -A r, or 0 for tokens that moved more than ``delta`` in the direction of their advantage."""
     logprobs, old = terms.logprobs.detach(), terms.old_logprobs
     away = torch.where(terms.advantages > 0, logprobs > old, (terms.advantages < 0) & (logprobs < old))
     masked = away & (distance > delta)
@@ -85,7 +85,7 @@ def masked_beyond(distance: Tensor, delta: float, terms: PolicyTerms) -> TokenLo
 
 
 def binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Computes KL(p || q) of two outcomes, the first of which has the log-probs given."""
+    """Computes KL(p || q) over two outcomes, the sampled token and all others, from the token's log-probs."""
     rest, other_rest = -torch.expm1(logprobs), -torch.expm1(other_logprobs)
     rest_ratio = rest.clamp(min=_LEAST_PROBABILITY) / other_rest.clamp(min=_LEAST_PROBABILITY)
     return logprobs.exp() * (logprobs - other_logprobs) + rest * rest_ratio.log()
@@ -94,9 +94,9 @@ def binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 def gmpo(terms: PolicyTerms, policy: Any) -> TokenLoss:
     """Computes -A r, where r is the geometric mean of the clipped ratios of all tokens of a response.
 
-    Ratios above exp(clip_high) where A > 0, and below exp(-clip_low) where A < 0, are limited to this
-    bound and have no gradient. The other side is open, as in the authors' code and in verl; only the mean
-    is clamped.
+    Each ratio is limited, without a gradient beyond the limit: to at most exp(clip_high) where A > 0, and to
+    at least exp(-clip_low) elsewhere. As in the authors' code and in verl, the opposite side has no limit;
+    there, only the mean is clamped.
     """
     log_ratio, advantages = terms.differences, terms.advantages
     high = policy.clip_low if policy.clip_high is None else policy.clip_high
@@ -107,14 +107,14 @@ def gmpo(terms: PolicyTerms, policy: Any) -> TokenLoss:
 
 
 def clip_cov(terms: PolicyTerms, policy: Any) -> TokenLoss:
-    """Computes PPO's loss without the selected tokens, which still count in the divisor of the mean."""
+    """Computes PPO's loss, with 0 for the selected tokens, which still count in the divisor of the mean."""
     assert terms.selected is not None
     loss, beyond, clipped_low = clipped(terms, ratio_bounds(policy.clip_low, policy.clip_high), None)
     return TokenLoss(torch.where(terms.selected, 0.0, loss), beyond | terms.selected, clipped_low)
 
 
 def kl_cov(terms: PolicyTerms, policy: Any) -> TokenLoss:
-    """Computes -A r, plus kl_cov_coef * |log pi - log pi_old| of selected tokens, unlimited as in verl."""
+    """Computes -A r, plus kl_cov_coef * |log pi - log pi_old| (unclamped, as in verl) for selected tokens."""
     assert terms.selected is not None
     loss = -terms.advantages * terms.ratio
     penalized = loss + policy.kl_cov_coef * terms.differences.abs()

@@ -26,8 +26,8 @@ def off_policy_tokens(
 
 
 def top_entropy_tokens(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """Selects the ``fraction`` of all tokens with the highest entropy (Wang et al. 2025): those at or
-    above the quantile 1 - fraction, but of ties at the quantile only as many as are needed.
+    """Selects the ``fraction`` of all tokens with the highest entropy (Wang et al. 2025): those at or above
+    the quantile 1 - fraction. Of the tokens equal to the quantile, it selects only as many as are needed.
     """
     rank = fraction * (int(mask.sum()) - 1)  # of the quantile, from the top
     return mask_of(largest(entropy[mask], math.floor(rank + 1e-9) + 1), mask)
@@ -38,12 +38,12 @@ def count_of(tokens: int, fraction: float) -> int:
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Returns the positions of the ``count`` largest values of [N]."""
+    """Returns the indices of the ``count`` largest entries of ``values`` [N]."""
     return values.argsort(descending=True, stable=True)[:count]
 
 
 def mask_of(chosen: Tensor, mask: Tensor) -> Tensor:
-    """Turns positions among the tokens under the mask into a mask of all tokens."""
+    """Converts indices among the tokens with mask = 1 into a mask [B,T]."""
     selected = torch.zeros(int(mask.sum()), dtype=torch.bool)
     selected[chosen] = True
     return torch.zeros_like(mask, dtype=torch.bool).masked_scatter(mask, selected)
@@ -58,9 +58,9 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 def clip_cov_tokens(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator, policy: Any
 ) -> Tensor:
-    """Selects a random ``cov_frac`` (None: 0.0002, as in the paper) of all tokens, at least one.
+    """Selects random tokens, the share ``cov_frac`` (None: 0.0002, as in the paper) of all, but at least one.
 
-    Their covariance is in (cov_low, cov_high). ``generator`` has the same state on every rank.
+    Only tokens with a covariance in (cov_low, cov_high). ``generator`` has the same state on every rank.
     """
     covariance = covariances(logprobs, advantages, mask)
     candidates = ((covariance > policy.cov_low) & (covariance < policy.cov_high)).nonzero()[:, 0]
@@ -72,7 +72,7 @@ def clip_cov_tokens(
 def kl_cov_tokens(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator, policy: Any
 ) -> Tensor:
-    """Selects the ``cov_frac`` (None: 0.002, as in the paper) of all tokens with the largest covariance."""
+    """Selects the tokens with the largest covariance, ``cov_frac`` (None: 0.002, as in the paper) of all."""
     covariance = covariances(logprobs, advantages, mask)
     count = count_of(len(covariance), 0.002 if policy.cov_frac is None else policy.cov_frac)
     return mask_of(largest(covariance, count), mask)

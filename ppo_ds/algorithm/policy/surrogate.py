@@ -1,8 +1,8 @@
-"""From the loss of a token to the policy loss of a micro-batch.
+"""Computes the policy loss of a micro-batch from the losses of its tokens.
 
-Gradients flow into the policy's log-probs only. Metrics are (sum, count) over tokens, policy/ratio_max is
-0-dim. policy/clipfrac counts the tokens where the clip applies, policy/clipfrac_low those of the dual
-clip, policy/approx_kl is k3 of KL(old || new) with the clamped log-ratio, and policy/kl_k1 is unclamped.
+Only the policy's log-probs get gradients. Metrics are (sum, count) over tokens; policy/ratio_max is 0-dim.
+policy/clipfrac counts the tokens where the clip applies, policy/clipfrac_low those where the dual clip
+applies. policy/approx_kl is k3 of KL(old || new) with the clamped log-ratio; policy/kl_k1 is not clamped.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ppo_ds.ops.masked import keep, masked_mean
 
 
 class PolicyTerms(NamedTuple):
-    """Holds what an objective is computed from. All are [B,T], and 0 outside the mask."""
+    """Holds the inputs of a policy loss, [B,T] each, and 0 outside the mask."""
 
-    ratio: Tensor  # of the token or of its response, clamped; with a gradient, as the next two
+    ratio: Tensor  # of the token or of its response, clamped; has a gradient, like the next two
     differences: Tensor  # log pi - log pi_old, unclamped
     logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
     mask: Tensor
-    selected: Tensor | None = None  # the tokens that the loss's own selection has chosen
+    selected: Tensor | None = None  # the mask that PolicyConfig.selection returned
 
 
 class TokenLoss(NamedTuple):
@@ -44,13 +44,13 @@ PolicyLoss = Callable[[PolicyTerms, Any], TokenLoss]
 
 
 def unclipped(loss: Tensor) -> TokenLoss:
-    """Returns a loss per token without a clip."""
+    """Returns the TokenLoss of a loss without a clip."""
     none = torch.zeros_like(loss, dtype=torch.bool)
     return TokenLoss(loss, none, none)
 
 
 def ratio_bounds(clip_low: float | None, clip_high: float | None) -> tuple[float, float]:
-    """Returns 1 - clip_low and 1 + clip_high; clip_low None is no bound, clip_high None uses clip_low."""
+    """Returns 1 - clip_low (0 if clip_low is None) and 1 + clip_high (1 + clip_low if clip_high is None)."""
     high = clip_low if clip_high is None else clip_high
     assert high is not None, "clip_high must be set if clip_low is None"
     return 1 - (1.0 if clip_low is None else clip_low), 1 + high
@@ -73,12 +73,12 @@ def surrogate_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Computes the policy loss of a micro-batch (0-dim) from the loss of each token, and its metrics.
 
-    Log-probs, mask and ``is_weights`` (weights of the token losses) are [B,T], ``advantages`` [B,T] or
-    [B]. ``policy`` has the keys of ``objective``. ``ratio`` is one per token, or one for all tokens of a
-    response: exp of the sum ("sequence") or of the mean ("sequence_mean") of the log-ratios.
+    Log-probs, ``mask`` and ``is_weights`` (weights of the token losses) are [B,T]; ``advantages`` is [B,T] or
+    [B]. ``policy`` has the keys of ``objective``. ``ratio`` is the ratio's unit: "token", or one ratio per
+    response, exp of the sum ("sequence") or of the mean ("sequence_mean") of the log-ratios.
 
     The log-ratio is clamped before exp: otherwise float32 gives 0 * inf = NaN gradients although the loss is
-    finite. ``selected`` [B,T] are the tokens of PolicyConfig.selection.
+    finite. ``selected`` [B,T] is the result of PolicyConfig.selection.
     """
     current, old = keep(logprobs, mask), keep(old_logprobs.detach(), mask)
     advantages = keep((advantages if advantages.dim() == 2 else advantages[:, None]).detach(), mask)
@@ -105,7 +105,7 @@ def surrogate_loss(
 
 
 def clamped_log_ratio(differences: Tensor, mask: Tensor, ratio: str, clamp: float) -> Tensor:
-    """Computes the clamped log-ratio of each token from masked log pi - log pi_old, [B,T] -> [B,T]."""
+    """Computes each token's clamped log-ratio from the masked ``differences`` log pi - log pi_old [B,T]."""
     match ratio:
         case "token":
             log_ratio = differences

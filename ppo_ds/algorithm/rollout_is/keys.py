@@ -1,7 +1,7 @@
 """Defines the importance weights for the decode backend: the keys of algo.rollout_is, and their functions.
 
-A function takes (log w [B,T], mask, section) and returns the weights and the ratio that its bounds limit, see
-weights.py.
+A function gets (log w [B,T], mask, section) and returns the weights and the ratio to which the bounds apply,
+see weights.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Bounded(RolloutISConfig):
         return "token"
 
     def problems(self) -> Iterator[str]:
-        """Yields an error line if the bounds exclude each other."""
+        """Yields an error line if the lower bound is not below the upper bound."""
         if self.low > self.high:
             yield f"algo.rollout_is.low={self.low:g}: must be at most algo.rollout_is.high={self.high:g}"
 

@@ -1,6 +1,6 @@
 """Importance weights that correct for the sampling engine's log-probs, w = pi / pi_sampling per token.
 
-W is w at level "token", the product of a response's w at "sequence", their geometric mean at "sequence_mean".
+W: w at level "token", the product of a response's w at "sequence", the geometric mean at "sequence_mean".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ppo_ds.algorithm.rollout_is.keys import Bounded
 from ppo_ds.config.registry import import_target
 from ppo_ds.ops.masked import keep, masked_mean
 
-# weights and bounded ratio, [B,T] each; log w is 0 where mask = 0
+# (weights, ratio that the bounds limit), [B,T] each; log w is 0 where mask = 0
 Weights = tuple[Tensor, Tensor]
 
 
@@ -24,7 +24,7 @@ def truncate(log_weights: Tensor, mask: Tensor, section: Bounded) -> Weights:
 
 
 def mask_outside(log_weights: Tensor, mask: Tensor, section: Bounded) -> Weights:
-    """Keeps W in [low, high], and sets it to 0 outside."""
+    """Keeps each W in [low, high], and sets others to 0."""
     ratio = clamped_log_ratio(log_weights, mask, section.unit, 20.0).exp()
     return torch.where(_inside(ratio, section), ratio, 0.0), ratio
 
@@ -41,7 +41,7 @@ def _inside(ratio: Tensor, section: Bounded) -> Tensor:
 
 @torch.no_grad()
 def rollout_is_weights(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, section: Bounded) -> Weights:
-    """Computes the weights of `algo.rollout_is`, 0 where mask = 0, and the ratio that its bounds limit."""
+    """Computes the weights of `algo.rollout_is` (0 where mask = 0), and the ratio that the bounds limit."""
     log_weights = keep(logprobs, mask) - keep(rollout_logprobs, mask)
     weights, bounded = import_target(section.function)(log_weights, mask, section)
     return keep(weights, mask), bounded

@@ -1,4 +1,4 @@
-"""Shaping of scores, in this order: penalties, normalisation, fixed score of truncated responses, clip."""
+"""Shaping of scores, in this order: penalties, normalisation, fixed score of unfinished responses, clip."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ppo_ds.types import Rollout, ScoredRollout
 
 @dataclass
 class ScoreShaper:
-    """Shapes scores according to `algo.reward_shaping`; keeps the running moments that normalise them."""
+    """Shapes scores according to `algo.reward_shaping`; stores the running moments of the normalisation."""
 
     shaping: RewardShapingConfig
     reduce: Reduce | None = None  # sums a tensor over all ranks
@@ -25,7 +25,7 @@ class ScoreShaper:
     def __call__(self, rollout: ScoredRollout, update: bool = True) -> tuple[Tensor, Tensor]:
         """Returns the shaped scores [B] and the scores before the clip [B].
 
-        A collective if the running moments are updated; ``update=False`` leaves them as they are.
+        All ranks must call this if ``update``, which may update the running moments.
         """
         shaping = self.shaping
         scores = self.penalized(rollout.scores, rollout)
@@ -34,7 +34,7 @@ class ScoreShaper:
             self.moments.update(scores, self.reduce)
         if shaping.normalize != "none":
             scores = self.moments.normalize(scores, shaping.normalize_std)
-        # after normalisation, since missing_eos_value is a shaped score (Huang et al. 2024)
+        # after normalisation, because missing_eos_value is a normalised score (Huang et al. 2024)
         if shaping.missing_eos == "set":
             scores = torch.where(rollout.finished, scores, shaping.missing_eos_value)
         return scores if shaping.clip is None else scores.clamp(-shaping.clip, shaping.clip), scores

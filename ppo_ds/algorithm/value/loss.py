@@ -21,10 +21,10 @@ def value_loss(
     agg: Aggregation,
     totals: BatchTotals | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Computes the squared error of the values [B,T], a scalar, and its metrics.
+    """Computes the squared error of the values [B,T], aggregated to a scalar, and its metrics.
 
-    With ``clip``, it is the larger of the errors of V and of V limited to old_values +- clip. ``half``
-    multiplies it by 1/2.
+    With ``clip``, a token's error is the larger of two: of V, and of V limited to old_values +- clip.
+    ``half`` multiplies the loss by 1/2.
     """
     values, old, returns = keep(values, mask), keep(old_values.detach(), mask), keep(returns.detach(), mask)
     loss = (values - returns).square()

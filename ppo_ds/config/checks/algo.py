@@ -1,4 +1,4 @@
-"""Checks the algo section and the keys that it depends on."""
+"""Checks the section algo together with the keys of other sections that it depends on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ppo_ds.config.schema import PPOConfig, is_partial, reward_weights, rollout_
 
 
 def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each batch size that the ranks or the optimizer steps cannot divide evenly."""
+    """Yields an error line for each batch size that cannot be divided evenly among ranks or steps."""
     section, minibatch, rollout = config.rollout, config.algo.minibatch_size, rollout_size(config)
     prompts, samples = section.prompts_per_step, section.samples_per_prompt
     group = config.memory.sequence_parallel
@@ -46,7 +46,7 @@ def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
 
 
 def check_losses(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each conflict of the KL penalty, the policy loss and reward shaping."""
+    """Yields an error line for each conflict between the KL penalty, the policy loss and reward shaping."""
     yield from config.algo.kl.problems(rollout_size(config))
     yield from config.algo.policy.problems(config.algo.action_level)
     if config.health.max_kl and not uses_reference(config):
@@ -62,7 +62,7 @@ def check_losses(config: PPOConfig, ranks: int) -> Iterator[str]:
 
 
 def check_rollout_is(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each conflict of the importance weights for the decode backend."""
+    """Yields an error line for each key that conflicts with the importance weights of the decode backend."""
     weights, policy = config.algo.rollout_is, config.algo.policy
     if not isinstance(weights, Bounded):
         return
@@ -82,7 +82,7 @@ def check_rollout_is(config: PPOConfig, ranks: int) -> Iterator[str]:
 
 
 def check_values(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each option of values that other keys rule out."""
+    """Yields an error line for each key of algo.value that conflicts with other keys."""
     algo, position, warmup = config.algo, config.algo.value.position, config.algo.value.warmup_steps
     if position is not None and (position == "token") != (algo.action_level == "token"):
         fits = "token" if algo.action_level == "token" else "prompt_last or response_last"
@@ -95,7 +95,7 @@ def check_values(config: PPOConfig, ranks: int) -> Iterator[str]:
 
 
 def check_estimator(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each setting that the advantage estimator cannot be combined with."""
+    """Yields an error line for each setting that conflicts with the advantage estimator."""
     advantage = config.algo.advantage
     yield from advantage.problems(config.algo)
     if advantage.needs_parts and (parts := len(reward_weights(config))) < 2:
@@ -106,12 +106,12 @@ def check_estimator(config: PPOConfig, ranks: int) -> Iterator[str]:
 
 
 def check_groups(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each option that needs several responses per prompt if there is only one."""
+    """With one response per prompt, yields an error line for each option that needs several."""
     algo, n = config.algo, config.rollout.samples_per_prompt
     if n > 1:
         return
     estimator = algo.advantage
-    excludes_dynamic = estimator.needs_greedy or estimator.needs_parts  # which has a line of its own
+    excludes_dynamic = estimator.needs_greedy or estimator.needs_parts  # reported by another line
     for key, value, needs in (
         ("algo.advantage.estimator", algo.advantage.estimator, estimator.needs_group),
         ("algo.advantage.whiten", "group", algo.advantage.whiten == "group"),
@@ -125,7 +125,7 @@ def check_groups(config: PPOConfig, ranks: int) -> Iterator[str]:
 
 
 def check_partial(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each setting that partial rollouts need otherwise."""
+    """Yields an error line for each setting that partial rollouts do not support."""
     if not is_partial(config):
         return
     algo = config.algo

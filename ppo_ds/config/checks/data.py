@@ -29,12 +29,12 @@ from ppo_ds.config.text import show
 from ppo_ds.errors import not_installed
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
-# stage -> name of its rows in error messages
+# stage -> word for its rows in error messages
 ROWS = {"ppo": "prompts", "sft": "demonstrations", "reward_model": "pairs of answers"}
 
 
 def check_sampling(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each conflict between the options that end responses."""
+    """Yields an error line for each conflict between options that end responses."""
     sampling = config.sampling
     if sampling.min_new_tokens > sampling.max_new_tokens:
         yield (
@@ -67,7 +67,7 @@ def check_paths(config: TextConfig, ranks: int) -> Iterator[str]:
 
 
 def check_tasks(config: TextConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each mistake in data.task and the like that is found without the package."""
+    """Yields an error line for each mistake in task settings that is found without importing the package."""
     data, paths = config.data, _data_paths(config)
     made = [key for key, path in paths.items() if is_task(path)]
     for key in made:
@@ -108,7 +108,7 @@ def _missing_model(key: str, path: str | None, config: Config) -> Iterator[str]:
             meant = f"; did you mean {inside}?" if inside else ""
             yield f"{key}={path}: not a model folder (no config.json in it){meant}"
     elif (sibling := model_sibling(path)) and not in_hub_cache(path):
-        # the Hub is not asked, since the name is far more likely a misspelled folder
+        # makes no request to the Hub, since the name is far more likely a misspelled folder
         yield (
             f"{key}={path}: no such folder; did you mean {sibling}? (a Hub model whose name is similar to a "
             f"local folder must be in the cache first: hf download {path})"
@@ -125,7 +125,7 @@ def _data_paths(config: TextConfig) -> dict[str, str | None]:
 
 
 def hub_names(config: Config) -> list[str]:
-    """Returns the paths of models and data that are neither on this machine nor made by `prepare`."""
+    """Returns the paths of models and data that are not on this machine and not created by `prepare`."""
     paths = [*_model_paths(config).values()]
     if isinstance(config, TextConfig):
         paths += _data_paths(config).values()
@@ -134,10 +134,10 @@ def hub_names(config: Config) -> list[str]:
 
 
 def looks_local(path: str) -> bool:
-    """Returns whether a path means a local file or folder rather than a Hub id.
+    """Returns whether a path is a local file or folder rather than a Hub id.
 
-    A `name` or `org/name` that does not exist on this machine is taken for a Hub id. `hf://...` names a file
-    of a Hub data set.
+    A `name` or `org/name` that does not exist on this machine counts as a Hub id. `hf://...` is a file of a
+    Hub data set.
     """
     return not path.startswith("hf://") and (
         path.startswith(("/", ".", "~"))
@@ -148,7 +148,7 @@ def looks_local(path: str) -> bool:
 
 
 def is_prepared(path: str, config: Config) -> bool:
-    """Returns whether `prepare` may create a path. If `prepare` has a `dir`, it creates paths only there."""
+    """Returns whether `prepare` may create a path: any path, or only paths in its `dir` if it has one."""
     made = (config.prepare or {}).get("dir")
     return config.prepare is not None and (
         not made or Path(path).absolute().is_relative_to(Path(made).absolute())

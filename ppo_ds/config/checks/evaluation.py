@@ -11,11 +11,11 @@ from ppo_ds.config.schema import Config, PPOConfig, TextConfig, best_metric
 from ppo_ds.config.signatures import misused_targets
 from ppo_ds.config.text import did_you_mean, show
 
-TAKEN = ("score", "resp_len")  # eval/score_mean and eval/resp_len_mean have another meaning
+TAKEN = ("score", "resp_len")  # eval/score_mean and eval/resp_len_mean are other metrics
 
 
 def check_best_checkpoint(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line if the best checkpoint is wanted, but no evaluation of the run can select it."""
+    """Yields an error line if no evaluation can select the best checkpoint that the config asks for."""
     checkpoint, patience = config.checkpoint, config.eval.patience
     wanted = "eval.every and data.eval_path" if isinstance(config, TextConfig) else "eval.every"
     if patience is not None and not config.eval.every:
@@ -33,7 +33,7 @@ def check_best_checkpoint(config: Config, ranks: int) -> Iterator[str]:
 
 
 def eval_metrics(config: Config) -> list[str]:
-    """Returns the metrics that the evaluations of a run measure; * stands for any text."""
+    """Returns the metrics of a run's evaluations, in which * stands for any text."""
     metrics = list(STAGES[config.stage].eval_metrics)
     if not isinstance(config, PPOConfig):
         return metrics
@@ -43,7 +43,7 @@ def eval_metrics(config: Config) -> list[str]:
 
 
 def check_eval_rewards(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each reward of the evaluation whose name or arguments cannot be used."""
+    """Yields an error line for each evaluation reward with an unusable name or arguments."""
     for name, section in config.eval.rewards.items():
         key = f"eval.rewards.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in TAKEN:

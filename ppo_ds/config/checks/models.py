@@ -20,7 +20,7 @@ from ppo_ds.config.text import show
 from ppo_ds.config.types import leaves, parts_of
 from ppo_ds.errors import not_installed
 
-# DeepSpeed settings that the trainer sets itself -> the keys to use instead
+# DeepSpeed settings that the trainer sets -> the keys to use instead
 SET_BY_TRAINER = {
     "optimizer": "{}.optim (AdamW)",
     "scheduler": "{}.optim.schedule",
@@ -32,7 +32,7 @@ SET_BY_TRAINER = {
     "fp16": "{}.model.dtype",
     "bf16": "{}.model.dtype",
 }
-# Settings of a model that exclude model.quantization=nf4 -> the reason and the remedy
+# Settings of a model that conflict with model.quantization=nf4 -> the reason and the remedy
 NOT_WITH_NF4 = {
     ("lora.rank", 0): "weights of 4 bits are not trained; use LoRA",
     ("zero.stage", 3): "weights of 4 bits are not sharded; use a lower one",
@@ -57,7 +57,7 @@ def check_generation(config: PPOConfig, ranks: int) -> Iterator[str]:
 
 
 def check_raw_deepspeed(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each raw DeepSpeed setting that the trainer sets itself or that is wrong."""
+    """Yields an error line for each raw DeepSpeed setting that is wrong or that the trainer sets."""
     for name, model in trained_models(config).items():
         raw = model.deepspeed
         for key, instead in SET_BY_TRAINER.items():
@@ -73,7 +73,7 @@ def check_raw_deepspeed(config: Config, ranks: int) -> Iterator[str]:
                 f"{name}.deepspeed.zero_optimization.stage={show(raw_zero['stage'])}: use {name}.zero.stage, "
                 "which also decides how the weights are loaded"
             )
-        # DeepSpeed makes groups of that many ranks, or one group if there are fewer ranks
+        # DeepSpeed makes groups of ``size`` ranks, or one group if there are fewer ranks
         size = raw_zero.get("zero_hpz_partition_size", 1)
         setting = f"{name}.deepspeed.zero_optimization.zero_hpz_partition_size={show(size)}"
         if type(size) is not int or size < 0:
@@ -84,7 +84,7 @@ def check_raw_deepspeed(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_bitsandbytes(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each model that cannot be quantized, and if bitsandbytes is not installed."""
+    """Yields an error line for each model that cannot be quantized, or if bitsandbytes is missing."""
     trained = trained_models(config)
     users = [f"{name}.optim.name=adamw_8bit" for name in trained if trained[name].optim.name == "adamw_8bit"]
     sections = {name: role.model_dump() for name, role in trained.items()}
@@ -105,7 +105,7 @@ def check_bitsandbytes(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_initial_critic(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line if there is nothing that critic.init can load, or no critic."""
+    """Yields an error line if the critic, or the model that critic.init loads, is missing."""
     critic, reward = config.critic, config.reward
     if critic.init == "path" and not learns_values(config):
         yield f"critic.init=path: needs a critic (algo.advantage.estimator={config.algo.advantage.estimator})"

@@ -1,4 +1,4 @@
-"""Lists the keys that have an effect, or are sound, only together with values of other keys."""
+"""Lists the keys that have an effect, or are valid, only if other keys have certain values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GAE = "algo.advantage.estimator=gae"
 GAE_OF_TOKENS = ("algo.action_level=token", GAE)
 SEPARATE_CRITIC = (GAE, "critic.share_trunk=false")
 
-# Key that differs from its default -> the conditions: KEY, KEY=VALUE or KEY above 0. KEY
+# Key that differs from its default -> its conditions: KEY, KEY=VALUE or KEY above 0. KEY
 # alone means that it is neither null nor 0.
 ALL_STAGES = {
     "run.steps": ["run.epochs=null"],
@@ -33,11 +33,11 @@ TRAINED_MODEL = {
 AVERAGED_MODEL = {"ema.evaluate": ["ema.decay"]}
 PPO = {
     "data.path": ["data.mix=[]"],
-    # the order of the file and the shares of a mixture determine how often a prompt is drawn
+    # without shuffling or in a mixture, other settings determine how often a prompt is drawn
     "data.difficulty.floor": ["data.shuffle=true", "data.mix=[]"],
     "data.difficulty.responses": ["data.difficulty.floor"],
     "data.ptx_path": ["algo.ptx.coef above 0"],
-    "sampling.min_new_tokens": ["sampling.stop=[]"],  # stop strings are not delayed
+    "sampling.min_new_tokens": ["sampling.stop=[]"],  # the minimum does not delay stop strings
     "rollout.oversample": ["rollout.partial=true"],
     "rollout.max_versions": ["rollout.partial=true"],
     "actor.zero.generation_gather": ["actor.zero.stage=3"],
@@ -53,8 +53,8 @@ PPO = {
     "algo.gae.length_alpha": GAE_OF_TOKENS,
     "algo.value.warmup_steps": SEPARATE_CRITIC,
     "algo.value.pretrain_rollouts": SEPARATE_CRITIC,
-    # the decode backend's log-probs save the forward that the other options compare with, take values from or
-    # take entropies from, and are used only within an enforced limit on the difference
+    # the decode backend's log-probs replace the forward that the other options use for comparison, values or
+    # entropies, and need an enforced limit on the parity gap
     "algo.old_logprobs": [
         "algo.old_policy=rollout",
         "algo.rollout_is.kind=none",
@@ -67,7 +67,7 @@ PPO = {
 
 
 def check_needs(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each key whose conditions in the tables above do not hold."""
+    """Yields an error line for each key that does not meet its conditions in the tables above."""
     needs: dict[str, Any] = dict(ALL_STAGES)
     needs |= ON_TEXTS if isinstance(config, TextConfig) else {}
     needs |= PPO if isinstance(config, PPOConfig) else {}

@@ -1,4 +1,4 @@
-"""Checks the open parts of the config, `reward` and `prepare`."""
+"""Checks `reward` and `prepare`, the sections with a `_target_`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ppo_ds.config.signatures import misused_targets
 from ppo_ds.config.similar_paths import did_you_mean_path
 from ppo_ds.config.types import parts_of
 
-# `_target_` of a reward whose scores all belong to tokens -> how error lines call it and its scores
+# `_target_` of a reward with only token scores -> words for the reward and its scores in error lines
 TOKEN_REWARDS = {ENVIRONMENT_REWARD: ("environment", "turns"), TEACHER: ("teacher", "tokens")}
 
 
 def check_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each mistake in the rewards and in what an environment's rewards exclude."""
+    """Yields an error line for each mistake in the rewards, and each option unsuited for token rewards."""
     if config.reward and not config.reward.get("_target_"):
         yield (
             "reward._target_ is missing: choose a kind of reward first (reward=model, reward=function, "
@@ -24,7 +24,7 @@ def check_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
         )
     yield from misused_targets(config.reward, "reward")
     for key, section in all_rewards(config).items():
-        # a Python file of a reward, at any depth
+        # check the Python file of each reward, at any depth
         for at, part in parts_of(section, key):
             source = str(part.get("path")).rpartition(":")[0]
             missing = source.endswith(".py") and not Path(source).expanduser().is_file()
@@ -52,5 +52,5 @@ def check_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
 
 
 def check_prepare(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each argument that ppo_ds's own `prepare` functions do not accept."""
+    """Yields an error line for each argument that a `prepare` function of ppo_ds does not accept."""
     yield from misused_targets(config.prepare or {}, "prepare")

@@ -39,7 +39,7 @@ def check_run(config: Config, ranks: int) -> Iterator[str]:
 
 
 def late_profile(config: Config, steps: int | None) -> Iterator[str]:
-    """Yields an error line if the run ends before the step run.profile; ``steps`` is its length, if known."""
+    """Yields an error line if the run ends before step run.profile; it has ``steps`` steps, if known."""
     last = min(filter(None, (steps, config.run.stop_at_step)), default=None)
     if config.run.profile and last and config.run.profile > last:
         yield f"run.profile={config.run.profile}: the run ends with step {last}; choose an earlier one"

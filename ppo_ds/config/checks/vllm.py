@@ -8,7 +8,7 @@ from ppo_ds.config.schema import PPOConfig
 from ppo_ds.config.text import show
 from ppo_ds.rollout.keys import VLLM
 
-TEMPERATURES = (0.01, 2.0)  # vLLM changes lower temperatures and refuses higher ones
+TEMPERATURES = (0.01, 2.0)  # vLLM changes lower temperatures and rejects higher temperatures
 
 
 def check_vllm(config: PPOConfig, ranks: int) -> Iterator[str]:
