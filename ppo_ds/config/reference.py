@@ -164,7 +164,7 @@ def section_text(members: Mapping[str, type[Section]]) -> str:
     texts = [f"{', '.join(names)}: {text}" if len(members) > 1 else text for text, names in about.items()]
     items = [describe_key(keys, len(keys) < len(members)) for keys in found.values()]
     parts = [f"## {', '.join(members) or 'Top level'}", *texts, "\n".join(items)]
-    return "\n" + "\n\n".join(parts).rstrip().replace("<", "\\<") + "\n"
+    return "\n" + "\n\n".join(parts).rstrip().replace("<", "&lt;") + "\n"
 
 
 def describe_key(keys: list[Key], some: bool) -> str:
