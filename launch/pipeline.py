@@ -1,6 +1,6 @@
 """Runs SFT, reward model, PPO and an evaluation: python launch/pipeline.py +pipeline=NAME [ARGUMENT ...]
 
-Each stage is an ordinary run in its own directory, outputs/NAME/STAGE, with its own launcher. The same
+Each stage is an ordinary run in a separate directory, outputs/NAME/STAGE, with a separate launcher. The same
 command resumes a pipeline that was stopped or killed at any point. Arguments:
 
     KEY=VALUE, GROUP=OPTION          for every stage that has the key or uses the group
@@ -12,8 +12,8 @@ command resumes a pipeline that was stopped or killed at any point. Arguments:
     --cfg job                        prints the configs of the stages, and the arguments of the evaluation
     --config-dir DIR                 another folder of configs, with DIR/pipeline/NAME.yaml
 
-The file conf/pipeline/NAME.yaml lists the stages and, for each, its arguments of launch/train.py. In these
-arguments, ${stages.STAGE.KEY} stands for the value of a key of an earlier stage, as in
+The file conf/pipeline/NAME.yaml lists the stages and the arguments of launch/train.py for each stage. In
+these arguments, ${stages.STAGE.KEY} stands for the value of a key of an earlier stage, as in
 ${stages.sft.run.dir}/model.
 
 Exit code 0: done, or a stage ended early (run.stop_at_step, run.max_minutes); 2: a mistake in the arguments,
@@ -205,7 +205,7 @@ class Planner:
         for argument in shared:
             self.unused.pop(argument, None)
         own = [*shared, *self.substituted(self.own[name], name)]
-        if "reward" in map(key_of, own):  # another reward would refuse the keys of the file's
+        if "reward" in map(key_of, own):  # another reward would reject the keys of the file's reward
             fixed = [argument for argument in fixed if key_of(argument).split(".")[0] != "reward"]
         arguments = [*placed, *fixed, *own]
         config, problems = self.compose(arguments, ranks)
@@ -216,7 +216,7 @@ class Planner:
         self.jobs.append(Job(name, HERE / "train.py", arguments, ranks, config))
 
     def add_evaluation(self, file: EvaluationFile) -> None:
-        """Adds the job that compares models by the reward of the last stage and by that of ``judge``."""
+        """Adds the job that compares models by the last stage's reward and the reward in ``file.judge``."""
         last = self.jobs[-1]
         if not isinstance(last.config, PPOConfig):
             raise UserError(f"{EVALUATION}: the stage before it, {last.name}, must have stage=ppo")
@@ -229,7 +229,7 @@ class Planner:
         own = [*self.substituted(self.own[EVALUATION], EVALUATION), *judge]
         _, problems = self.compose([*last.arguments, *own], ranks)
         self.problems += [f"{EVALUATION}: {line}" for line in problems]
-        # the command compares the models that it is given, whatever the actor of the stage is
+        # the command compares the models in its arguments, not the actor of the stage
         kept = [text for text in last.arguments if key_of(text) not in ACTOR]
         options = ["--out", str(self.folder), "--names", ",".join(file.models)]
         self.jobs.append(Job(EVALUATION, HERE / "evaluate.py", [*options, *paths, *kept, *own], ranks))
@@ -255,7 +255,7 @@ class Planner:
         return missing is not None and any(f"={folder}/" in problem for folder in folders)
 
     def substituted(self, arguments: list[str], where: str) -> list[str]:
-        """Replaces references such as ${stages.sft.run.dir} by the values of the keys that they name."""
+        """Replaces references such as ${stages.sft.run.dir} by the values of these keys."""
         texts = []
         for argument in arguments:
             try:
@@ -265,7 +265,7 @@ class Planner:
         return texts
 
     def value_of(self, reference: re.Match[str]) -> str:
-        """Returns the value that a reference stands for; raises KeyError with the reason if there is none."""
+        """Returns the value of a reference; raises KeyError with the reason if there is none."""
         stage, key = reference.groups()
         if stage not in self.settings:
             raise KeyError(f"no earlier stage is named {stage}{did_you_mean(stage, self.settings)}")
@@ -308,7 +308,7 @@ class Planner:
 
 
 def take(arguments: list[str], key: str) -> str | None:
-    """Removes an argument KEY=VALUE from a list and returns its value, None if there is none."""
+    """Removes an argument KEY=VALUE from a list and returns VALUE, or None if there is no such argument."""
     found = None
     for argument in [text for text in arguments if key_of(text) == key]:
         arguments.remove(argument)
@@ -317,7 +317,7 @@ def take(arguments: list[str], key: str) -> str | None:
 
 
 def key_of(argument: str) -> str:
-    """Returns the key or group of an argument, package included, without leading signs and value."""
+    """Returns the key or group of an argument, with its package, without leading signs and value."""
     return argument.partition("=")[0].lstrip("+~")
 
 
