@@ -144,7 +144,7 @@ def compose_for_models(
 ) -> tuple[PPOConfig, bool]:
     """Composes and checks the config of an evaluation or a chat, and returns whether it has a reward.
 
-    ``models`` come from the command line; ``out`` is the folder of results. Raises UserError with all
+    ``models`` are from the command line; ``out`` is the folder of results. Raises UserError with all
     problems.
     """
     folders = find_folders(options)

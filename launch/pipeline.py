@@ -284,8 +284,7 @@ class Planner:
         """Returns whether an argument without a prefix applies to a stage with this config.
 
         A group applies to the stages that have its section: the section of its package (model@actor.model:
-        actor), otherwise the section with its name. A group without a section, such as zero, applies to all
-        stages.
+        actor), otherwise the section with its name. Groups without a section, such as zero, apply to all.
         """
         key, sections = key_of(argument), type(config).model_fields
         group, _, package = key.partition("@")

@@ -139,7 +139,7 @@ def refuse(error: UserError, watch: Watchdog) -> int:
 
 
 def warn_about(run_dir: Path) -> None:
-    """Prints a warning for each reason why a run would refuse the run directory. Changes nothing in it."""
+    """Prints a warning for each reason why a run would reject the run directory. Changes nothing in it."""
     for problem in find_problems(run_dir):
         write_line(printable(censored(f"warning: {run_dir}: {problem}")))
 

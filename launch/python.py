@@ -139,12 +139,12 @@ def train(
     Ctrl-C ends the run after the current step, with a checkpoint; the same call continues the run.
 
     Args:
-        experiment: An option of conf/experiment, such as grpo, rlhf, sft or quickstart. settings: Config keys
-        and groups with their values, such as {"run.steps": 20, "algo": "rloo"}. reward: A function (prompts,
-        responses, rows) -> scores, or its path, as in reward.path. data: The training data, as data.path or
-        as rows: see ``Data``. Rows are written to outputs/rows. eval_data: The held-out data, in the same
-        forms as ``data``. on_step: Called as (step, metrics) after each step. Exceptions end the run and are
-        raised.
+        experiment: An option of conf/experiment, such as grpo, rlhf, sft or quickstart.
+        settings: Config keys and groups with their values, such as {"run.steps": 20, "algo": "rloo"}.
+        reward: A function (prompts, responses, rows) -> scores, or its path, as in reward.path.
+        data: The training data, as data.path or as rows: see ``Data``. Rows are written to outputs/rows.
+        eval_data: The held-out data, in the same forms as ``data``.
+        on_step: Called as (step, metrics) after each step. An exception ends the run and is raised.
     """
     given = all_settings(settings, named(reward, data=data, eval_data=eval_data))
     check_process()
@@ -195,10 +195,12 @@ def evaluate(
 
     Args:
         models: Run directories, model folders, adapters or Hub names; all are compared with the first one.
-        settings, reward, data: As for ``train``. samples: Sampled responses to each prompt, for pass@k; None:
-        one greedy response. by: A column of the data; scores are also compared for each value of this column.
-        judge: A function that judges pairs of responses, or its path; see docs/evaluation.md. names: The
-        names of the models in the results. out: The folder of the results.
+        settings, reward, data: As for ``train``.
+        samples: Sampled responses to each prompt, for pass@k; None: one greedy response.
+        by: A column of the data; scores are also compared for each value of this column.
+        judge: A function that judges pairs of responses, or its path; see docs/evaluation.md.
+        names: The names of the models in the results.
+        out: The folder of the results.
     """
     given = all_settings(settings, named(reward, data=data))
     joined = None if names is None else ",".join(names)

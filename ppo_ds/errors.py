@@ -7,7 +7,7 @@ class UserError(ValueError):
     """Reports mistakes in the config, the data or a model folder that the user can correct.
 
     Each problem is one line with the key (or ``file:line``), the value and the remedy; unprintable characters
-    are shown as escapes.
+    are escaped.
     """
 
     def __init__(self, *problems: str):

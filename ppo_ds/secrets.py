@@ -1,4 +1,4 @@
-"""Detects keys, tokens and passwords in a config, so that it is rejected, and redacts them in texts."""
+"""Detects keys, tokens and passwords in a config, which is then rejected; redacts them in texts."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ _B, _P, _T, _R, _S = ({"width": name} for name in "BPTRS")
 class _Rows:
     """Base class of data with B rows.
 
-    A column is a tensor, with its width declared in the metadata of the field, or a tuple of Python objects.
-    It cannot be reassigned.
+    Columns cannot be reassigned. A column is a tensor, with its width declared in the field's metadata, or a
+    tuple of Python objects.
     """
 
     def __len__(self) -> int:

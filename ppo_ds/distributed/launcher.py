@@ -33,8 +33,7 @@ def launcher_pids() -> tuple[int, ...]:
 def launch_id(environment: Mapping[str, str]) -> str:
     """Returns an identifier of the launch, the same for all of its ranks on the machine of rank 0.
 
-    Two launches have different identifiers, unless both start without a launcher at the same address and
-    port.
+    Two launches have different identifiers, unless both have no launcher and the same address and port.
     """
     address = (environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     return " ".join([*address, *map(str, launcher_pids()[:1])])

@@ -59,8 +59,8 @@ def start_spin_control(threads: int, cores: int, environment: Mapping[str, str])
     """Starts a thread that controls the spinning of this process's OpenMP threads.
 
     Args:
-        threads: Number of OpenMP threads of this process. cores: Number of cores on which this process may
-        run; libgomp compares its number of threads with it.
+        threads: Number of OpenMP threads of this process.
+        cores: Number of cores on which this process may run; libgomp compares it with the threads.
 
     Returns:
         How waiting threads behave, for the banner. Empty if no control was started: with one thread, far more

@@ -80,8 +80,8 @@ class HybridActor(TrainedModel):
     ) -> str:
         """Chooses how weights are gathered and whether optimizer states are offloaded during generation.
 
-        All ranks must call this when all models are in memory. Before, weights are gathered whole and nothing
-        is offloaded. ``generation_gather`` and ``offload_states`` are the settings of actor.zero.
+        All ranks must call this when all models are in memory. Before this call, weights are gathered whole
+        and nothing is offloaded. ``generation_gather`` and ``offload_states`` are the settings of actor.zero.
         ``decoding_bytes`` is the size of the KV cache and the activations of decoding, and of the weights of
         an inference engine. Returns a line for the start-up banner.
         """
@@ -135,8 +135,8 @@ class HybridActor(TrainedModel):
         """Makes ``engine`` generate: ``generation_mode`` enters ``engine(self.weights())``.
 
         With ``adapters``, ``generation_mode`` enters ``engine(self.weights(merge=False), self.adapters())``,
-        and the engine need not read the weights. Memory freed outside of this context is free during
-        training.
+        and the engine need not read the weights. Memory that the engine frees outside of this context is free
+        during training.
         """
         assert self._has_engine and self._depth == 0
         self._engine, self._sends_adapters = engine, adapters

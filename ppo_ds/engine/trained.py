@@ -24,8 +24,7 @@ from ppo_ds.models.quantized import whole_numel
 class LRSchedule:
     """Learning rate of each optimizer step: linear warm-up, then cosine decay, linear decay or constant.
 
-    ``cosine`` and ``linear`` reach the minimum rate in the last step, ``cosine_annealing`` (as in torch)
-    after it.
+    ``cosine`` and ``linear`` reach the minimum in the last step, ``cosine_annealing`` (as in torch) after it.
     """
 
     lr: float
@@ -118,8 +117,7 @@ class TrainedModel:
 
     The caller divides losses by the totals of the whole optimizer step and multiplies them by the number of
     ranks (algorithm/loss/aggregation.py). DeepSpeed averages gradients over ranks; its division by
-    accumulation steps is off. The result is the exact gradient of the global mean for any division of the
-    rows.
+    accumulation steps is off. The result is the exact gradient of the global mean for any division of rows.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ that rank 0 has found. If nodes share a cache, rank 0 fills it. Tools, which hav
 ``fetch_weights`` and leave the rest to transformers.
 
 The progress bars of the libraries are off (launch/train.py), since every rank would draw one. Rank 0 shows
-downloads of weights.
+downloads.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
     """Raises UserError if a model whose code may run refers to code of another repository.
 
     transformers would download and run that code, although only the code of this model is trusted. If
-    config.json lists config files for versions of transformers, they are checked too: transformers reads one
-    of them.
+    config.json lists config files for versions of transformers, they are checked too, since transformers
+    reads one of them.
     """
     names = ["config.json", "tokenizer_config.json"]
     for name in names:

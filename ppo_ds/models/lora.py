@@ -104,8 +104,7 @@ def without_adapters(module: nn.Module) -> AbstractContextManager[None]:
     """Sets the adapters' scale to 0 inside the block, so that the model computes exactly as its base does.
 
     The adapter layers still run. If they were skipped, ZeRO-3 would discard its prefetch plan, which expects
-    the modules of the last forward. peft's switch would also turn off ``requires_grad`` of an engine's
-    parameters.
+    the modules of the last forward. peft's switch would change ``requires_grad`` of an engine's parameters.
     """
     return rescale_adapter_scale(module, 0.0)
 

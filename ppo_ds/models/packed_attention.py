@@ -6,8 +6,8 @@ as "sdpa"; forwards that are not packed still call the original. Gradient checkp
 unchanged arguments, so the repeated forward is packed too.
 
 On CUDA, 16-bit inputs use a kernel of torch (``torch.nn.attention.varlen``). With
-attn_implementation=flash_attention_2, transformers itself reads these arguments. Neither kernel has been
-tested on a GPU yet.
+attn_implementation=flash_attention_2, transformers itself reads these arguments. Neither kernel was tested on
+a GPU.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def packed_forward(model: PreTrainedModel) -> Iterator[None]:
     """Sets up the context for a forward with ``packed_arguments``, in which no attention mask is made.
 
     Asserts that all layers have received the arguments. The check runs after the forward, because under
-    ZeRO-3 an exception during the forward would leave weights gathered. In ``record_attention_calls`` the
-    caller checks.
+    ZeRO-3 an exception during the forward would leave weights gathered. Inside ``record_attention_calls`` the
+    caller must check.
     """
     if not uses_attention_interface(model) or _calls.get() is not None:
         yield

@@ -106,8 +106,8 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     """Returns a copy of the config with small widths and few layers, at least one of each kind.
 
     The model has about ten thousand parameters besides its embedding. Vocabulary, positions, activation,
-    RoPE, windows, tied weights and special tokens are unchanged, and so is the ratio of query heads to key
-    heads up to MOST_HEADS.
+    RoPE, windows, tied weights and special tokens are unchanged, as is the ratio of query to key heads up to
+    MOST_HEADS.
     """
     small = copy.deepcopy(config)
     text: Any = small.get_text_config()

@@ -352,7 +352,7 @@ def expect_reward_model(
 def _is_decoder(model: Any) -> bool:
     """Returns whether a sequence classifier is a decoder, which has a value at every token.
 
-    Its modules decide, because transformers also registers RoBERTa and BERT as causal models.
+    A decoder is recognized by modules: transformers also registers RoBERTa and BERT as causal models.
     """
     return hasattr(model, "score") and not model.config.is_encoder_decoder
 

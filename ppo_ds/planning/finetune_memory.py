@@ -49,8 +49,9 @@ class FinetuneMemory(RunMemory):
         """Initializes the estimate.
 
         Args:
-            longest: Tokens of the longest text. evaluated: Number of held-out rows or pairs. answers: Number
-            of held-out prompts to answer, and maximum number of tokens of a prompt with its answer.
+            longest: Tokens of the longest text.
+            evaluated: Number of held-out rows or pairs.
+            answers: Number of held-out prompts to answer, and maximum tokens of a prompt with its answer.
         """
         batch = batch_of(config)
         rows = batch.texts * -(-batch.size // hardware.ranks)

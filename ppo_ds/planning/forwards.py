@@ -7,12 +7,12 @@ from ppo_ds.ppo.model_outputs import OldLogprobs
 
 
 def old_logprobs_source(config: PPOConfig) -> OldLogprobs:
-    """Returns which computation the old log-probs come from (see ModelForwards).
+    """Returns the source of the old log-probs (see ModelForwards).
 
     The forward of the update computes them if one optimizer step uses the whole rollout, the old policy does
     not lag, and nothing before the update needs the log-probs: there is no KL in the reward, no importance
-    weight for the decode backend, no value head on the actor, no step in which only the critic learns, and no
-    selection of tokens.
+    weight for the decode backend, no value head on the actor, no step with only the critic, and no selection
+    of tokens.
     """
     algo = config.algo
     if algo.old_logprobs == "rollout":

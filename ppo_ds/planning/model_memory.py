@@ -253,12 +253,15 @@ def static_decode_bytes(
     """Computes the peak memory of the static decode backend, without the weights.
 
     Args:
-        tokens: Cached positions, prompts included. length: Cached positions of one row. rows: Rows that are
-        decoded at the same time. prefill: Prompt positions of one forward, whose keys and values are then
-        copied to the cache. The first prefill runs before the cache is allocated. waiting: True if more
-        prompts are prefilled after the cache is allocated. logit: Bytes per logit of a decode step
-        (logit_bytes). recorded: True if steps are CUDA graphs. Their pool keeps the logits of a step. The
-        first step of a later shape needs a second set of logits outside of the pool (rollout/graphs.py).
+        tokens: Cached positions, prompts included.
+        length: Cached positions of one row.
+        rows: Rows that are decoded at the same time.
+        prefill: Prompt positions of one forward, whose keys and values are then copied to the cache. The
+            first prefill runs before the cache is allocated.
+        waiting: True if more prompts are prefilled after the cache is allocated.
+        logit: Bytes per logit of a decode step (logit_bytes).
+        recorded: True if steps are CUDA graphs. Their pool keeps the logits of a step. The first step of a
+            later shape needs a second set of logits outside of the pool (rollout/graphs.py).
     """
     slots, prompt_cache = kv_cache_bytes(shape, tokens, each), kv_cache_bytes(shape, prefill, each)
     prefilling = prompt_cache + inference_activation_bytes(shape, prefill, length, each)

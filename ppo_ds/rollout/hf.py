@@ -85,9 +85,9 @@ def generate(
 
     Args:
         limits: Maximum number of new tokens of each row [B]. It takes precedence over ``min_new_tokens``.
-        lockstep: Whether to run forwards until all ranks are done, as a sharded model requires. should_stop:
-        Function; once it returns True (with ``lockstep``: on all ranks), generation ends with the next token,
-        even if responses are incomplete.
+        lockstep: Whether to run forwards until all ranks are done, as a sharded model requires.
+        should_stop: Function; once it returns True (with ``lockstep``: on all ranks), generation ends with
+            the next token, even if responses are incomplete.
     """
     width = ids.shape[1]
     recorder = LogprobRecorder(sampling.temperature)

@@ -110,7 +110,8 @@ class TokenBudgets:
         phase is repeated, ``discard`` receives the results of ranks that had finished it. ``economize`` is
         called before a budget is halved: it makes later calls of the phase need less memory with this budget
         and returns the changed setting, or None if it cannot. ``refuse`` is called on all ranks after another
-        error of a repeatable phase, with the rank's error or None; all ranks raise its result.
+        error of a repeatable phase, with the rank's error or None; all ranks raise the exception that it
+        returns.
         """
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -128,7 +129,7 @@ class TokenBudgets:
         """Wraps a collective that may run inside a repeatable phase, such as those that rewards call.
 
         First, the ranks exchange whether one of them has failed, since a failed rank would never reach the
-        collective. World's copy of ``value`` on the device is not covered.
+        collective. Errors in World's later copy of ``value`` to the device are not covered.
         """
 
         def guarded(value: Any, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -101,8 +101,7 @@ class RunLock:
     def start_renewal(self, on_loss: Callable[[str], None]) -> None:
         """Starts the thread that renews the lock.
 
-        If another run has taken the lock, for example while this process was suspended, the thread calls
-        ``on_loss`` with one line.
+        If another run takes the lock, as after a suspension, the thread calls ``on_loss`` with one line.
         """
         threading.Thread(target=self._renew, args=(on_loss,), name="run lock", daemon=True).start()
 
@@ -151,7 +150,7 @@ def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = pri
     about the wait. ``launch`` is the same for all ranks of one launch.
     """
     path, created = run_dir / NAME, [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-    # the holder's token and renewal time when it was first seen, and the time of that
+    # the holder's token and renewal time when it was first seen, and when it was first seen
     first, first_renewed, seen, noticed = "", 0.0, 0.0, False
     removals = 0
     while True:

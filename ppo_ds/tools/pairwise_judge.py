@@ -25,7 +25,8 @@ def verdict(in_order: float, swapped: float) -> dict[str, Any]:
     """Combines the preferences for the first model's response in both orders.
 
     ``preference`` is the mean of both. ``position_bias`` is the preference for response a, in either order,
-    minus 0.5. ``disagrees`` is true if the orders prefer different responses, or if only one prefers any.
+    minus 0.5. ``disagrees`` is true if the orders prefer different responses, or if only one prefers a
+    response.
     """
     return {
         "preference": (in_order + swapped) / 2,

@@ -1,7 +1,7 @@
 """Responses of several models to the same prompts, and their log-probs.
 
 Each rank holds one whole policy at a time. The responses do not depend on the number of ranks: they are
-sampled in groups of prompts, each with a separate seed, which are the same for any number.
+sampled in fixed groups of prompts, each with a separate seed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Peaks are those of dense matrix products; data sheets often quote twice as much, for 2:4 sparsity. Data sheets
 state the bandwidth of NVLink and PCIe as the sum of both directions; the table has the bandwidth of one
-direction. ``memory_gib`` is the capacity that torch reports in out-of-memory errors, which is below the
-nominal capacity.
+direction. ``memory_gib`` is the capacity in torch's out-of-memory errors, which is below the nominal
+capacity.
 
 ``network`` is the network bandwidth of each GPU in NVIDIA's own systems: DGX A100 has one adapter of 200
 Gbit/s per GPU, DGX H100, H200 and B200 have one of 400 Gbit/s. For cards without such a system, one adapter

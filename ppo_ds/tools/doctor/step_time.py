@@ -285,7 +285,7 @@ class StepTime(ABC):
         return seconds
 
     def exchange(self, model: TimedModel, passes: Passes) -> float:
-        """Returns the seconds of forwards in which ranks that divide tokens exchange them for attention."""
+        """Returns the seconds in which ranks that divide tokens exchange data for attention, in forwards."""
         shape = model.shape
         size = 2 * shape.layers * (shape.width + shape.kv_width) * model.each * passes.tokens
         return self.machine.gather(size, 4 * shape.layers * passes.count, passes.parts)

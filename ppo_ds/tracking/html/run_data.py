@@ -71,7 +71,7 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
 
 
 def method(settings: Record) -> str:
-    """Returns a name of the algorithm, from advantage estimator and policy loss, or else of the stage."""
+    """Returns the algorithm's name, from advantage estimator and policy loss, or the stage's name."""
     if settings.get("stage", "ppo") != "ppo":
         return STAGES.get(str(settings["stage"]), str(settings["stage"]))
     values = flattened(settings)
