@@ -52,7 +52,7 @@ class Pending(Generic[T]):
         return next((error for task in self.tasks if task.done() and (error := task.exception())), None)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits at most ``seconds`` (None: no limit) until a task fails; returns whether all are complete."""
+        """Waits until a task fails or all complete, at most ``seconds``; returns whether all are complete."""
         return not wait(self.tasks, seconds, FIRST_EXCEPTION).not_done
 
     def result(self) -> T:

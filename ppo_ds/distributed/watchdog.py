@@ -212,7 +212,7 @@ class Watchdog:
         return None
 
     def _poll_peers(self) -> None:
-        """Waits until the next check is due, and exits if a rank on this machine ends meanwhile."""
+        """Waits until the next check is due; exits if a rank on this machine ends in this time."""
         ended = self._ended.poll(1000 * POLL)
         if not ended or self._stopped.is_set():
             return

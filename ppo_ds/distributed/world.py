@@ -173,9 +173,8 @@ class World:
         """Runs ``action`` on the first rank of every node, and then on all other ranks.
 
         Returns this rank's result. A download, for example, is then in the node's cache when the other ranks
-        look for it. UserErrors are raised on every rank, as by ``on_all``; if the first rank of a node raises
-        one, the other ranks do not run the action. The action may take longer than the timeout of
-        collectives.
+        look for it. UserErrors are raised on every rank, as by ``on_all``; if a node's first rank raises one,
+        the other ranks do not run the action. The action may take longer than the timeout of collectives.
         """
         first = self.is_first_on_node
         result = self.on_all(action if first else lambda: None)

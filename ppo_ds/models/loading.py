@@ -255,8 +255,8 @@ def _compute_buffers(module: Any) -> None:
     """Computes buffers that are missing from the files of a model with own code, such as RoPE frequencies.
 
     transformers 5 creates models on the meta device (except under ZeRO-3) and leaves such buffers
-    uninitialized, unless the model's code computes them in ``_init_weights``, as code written for
-    transformers 4 does not.
+    uninitialized, unless the model's code is written for transformers 5 and computes them in
+    ``_init_weights``.
     """
     buffers = dict(module.named_non_persistent_buffers())
     if buffers:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-# weights with a scale of their own; on some CPUs bitsandbytes misreads blocks that continue in the next row
+# weights per scale; on some CPUs bitsandbytes misreads blocks that continue in the next row
 BLOCK = 64
 # what transformers leaves on a model that it has quantized
 _MARKS = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_4bit")

@@ -181,7 +181,7 @@ class RunMemory:
         )
 
     def averages(self) -> dict[str, int]:
-        """Returns the bytes of the averaged weights as ``ema``, if the run has them."""
+        """Returns {"ema": bytes of the averaged weights}, or {} if the run has none."""
         for name, role in averaged_models(self.config).items():
             if role.ema.decay is not None:
                 return {"ema": self.copy_of(name)}

@@ -43,22 +43,22 @@ class Continuation:
 class Generator(Protocol):
     """Decode backend: continues prompts with the current policy, inside the actor's generation mode.
 
-    The classes that rollout/keys.py names are constructed with these keyword arguments:
+    The classes in rollout/keys.py are constructed with these keyword arguments:
 
-    lm function that returns the transformers model to decode with; each call of the backend must call it. The
-    model can run forwards, but its weights cannot be read or saved: they may be sharded, and LoRA
-        adapters may be merged or separate layers (engine/hybrid.py). run/export.py writes weights
-    tokenizer has pad_id and decode(ids, skip_special_tokens=) token_budget maximum number of tokens (prompts
-    and responses, with padding) decoded at a time lockstep_max None, or a collective that returns the maximum
-    of a number over all ranks. It is given if
+    lm            function that returns the transformers model to decode with; each call of the backend must
+        call it. The model can run forwards, but its weights cannot be read or saved: they may be sharded, and
+        LoRA adapters may be merged or separate layers (engine/hybrid.py). run/export.py writes weights
+    tokenizer     has pad_id and decode(ids, skip_special_tokens=)
+    token_budget  maximum number of tokens (prompts and responses, with padding) decoded at a time
+    lockstep_max  None, or a collective that returns the maximum of a number over all ranks. It is given if
         all ranks must run the same number of forwards of the model (ZeRO-3 layer by layer)
     should_stop   function that returns whether the responses are no longer needed. Once it returns True, the
         backend ends within a few tokens and returns a Rollout with arbitrary tokens, which the caller
         discards. The backend does not raise, since other ranks may already have all of their responses
 
-    A backend with ``own_weights`` calls ``lm`` only when it is constructed, inside the generation mode and
-    for the config and the names of the model. It has a method ``loaded(weights)``, a context manager that
-    receives the weights at each switch to generation (``HybridActor.connect``), and these further arguments:
+    A backend with ``own_weights`` calls ``lm`` only when it is constructed, inside the generation mode, to
+    read the config and the weight names of the model. Its method ``loaded(weights)`` is a context manager
+    that receives the weights at each switch to generation (``HybridActor.connect``). Further arguments:
 
     settings      the section rollout.vllm of the config
     kv_cache      bytes of the key-value cache of this rank

@@ -2,8 +2,7 @@
 
 Conditions, limits and texts are in tracking/metrics.toml. An alarm is raised once its condition has held for
 the given number of steps in a row, and again only after it was false for this number of steps. Steps without
-a finite value do not count. A resumed run reads metrics.jsonl, so it raises the alarms of an uninterrupted
-run.
+a finite value do not count. A resumed run reads metrics.jsonl to raise the alarms of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ def score_fell(score: float, past: Past) -> bool:
 
 
 def another_reward_fell(score: float, past: Past) -> bool:
-    """Reports a policy's over-optimization (Gao et al. 2023); a reward model's scores need not rise."""
+    """Returns whether a policy's score rose while another reward fell (Gao et al. 2023)."""
     is_policy = len(past["reward/score_mean"].recent) > 0
     return is_policy and score > past["eval/score_mean"].first[0] and bool(fallen_rewards(past))
 
@@ -137,7 +136,7 @@ def fallen_rewards(past: Past) -> list[str]:
 
 
 def worse_than_chance_on_pairs(share: float, past: Past) -> bool:
-    """Only a reward model logs rm/accuracy; the eval/accuracy of PPO is the share of correct answers."""
+    """Only for reward models, which log rm/accuracy: PPO's eval/accuracy is a share of correct answers."""
     return share < 0.45 and len(past["rm/accuracy"].recent) > 0
 
 

@@ -26,7 +26,7 @@ MARKER = ".step_export"  # file that export_step writes to each of its folders
 
 
 def export_actor(run_dir: Path, actor: TrainedModel, ema: WeightCopy | None, tokenizer: Tokenizer) -> None:
-    """Writes model/, with ``ema`` model_ema/, and adapter/ if there is one. All ranks must call this."""
+    """Writes model/, model_ema/ (with ``ema``) and adapter/ (with LoRA). All ranks must call this."""
     policy = actor.module
 
     def save_policy(folder: Path, weights: dict[str, Tensor]) -> None:

@@ -79,7 +79,7 @@ class Saver:
     def export_if_due(self) -> None:
         """Exports the models if due by checkpoint.export_every. Call before the step's checkpoint is saved.
 
-        A run that is killed between both repeats the step, so no checkpoint lacks its export.
+        If the run is killed between the two, it repeats the step, so no checkpoint lacks its export.
         """
         if is_due(self.state.step, self.config.export_every):
             with self.context.timer("export"):

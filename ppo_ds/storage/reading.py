@@ -30,10 +30,9 @@ class DamagedFile(UserError):
 
 
 def open_file(file: Path, root: Path | None = None) -> BufferedReader:
-    """Opens a regular file without ever blocking, as opening a pipe could.
+    """Opens a regular file. Never blocks, unlike opening a pipe.
 
-    Raises UserError if ``file`` is no regular file, or if a symbolic link leads out of ``root`` (default: its
-    folder).
+    Raises UserError if it is not a regular file, or if a link leads out of ``root`` (default: its folder).
     """
     if not is_below(file, root or file.parent):
         raise UserError(f"{file}: is reached by a symbolic link to a file elsewhere; replace the link")

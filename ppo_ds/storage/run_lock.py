@@ -123,7 +123,7 @@ class RunLock:
         )
 
     def mark_ending(self) -> None:
-        """Marks the holder as ending, so that the next start waits for it instead of being refused."""
+        """Marks the holder as ending, so that the next start waits for it instead of raising UserError."""
         if not self._holder.ending and not self._released.is_set():
             self._holder = replace(self._holder, ending=1)
             with suppress(OSError):
