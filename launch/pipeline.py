@@ -7,8 +7,8 @@ command resumes a pipeline that was stopped or killed at any point. Arguments:
     STAGE:KEY=VALUE                  for one stage, such as ppo:algo.kl.coef=0.1
     evaluation:KEY=VALUE             for the evaluation, such as evaluation:eval.max_prompts=100
     ranks=N, STAGE:ranks=N           number of ranks; default: one for each visible GPU, or one without GPUs
-    run.name=NAME, run.dir=DIR       name and directory of the pipeline; default: its own name, outputs/<name>
-    run.dry_run=true                 a dry run of each stage with tiny models, on the results of earlier ones
+    run.name=NAME, run.dir=DIR       name and directory of the pipeline; default: its name, outputs/<name>
+    run.dry_run=true                 a dry run of each stage with tiny models, on results of earlier stages
     --cfg job                        prints the configs of the stages, and the arguments of the evaluation
     --config-dir DIR                 another folder of configs, with DIR/pipeline/NAME.yaml
 

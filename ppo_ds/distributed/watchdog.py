@@ -134,7 +134,7 @@ class Watchdog:
     def stop(self) -> None:
         """Stops watching after a successful run.
 
-        All ranks must call this after they have finished. A rank that exits earlier counts as dead.
+        All ranks must call this when finished. A rank that exits before all have called it counts as dead.
         """
         if not self.started:
             return
