@@ -1,12 +1,12 @@
-"""Talks to one model, or to two in turn: python launch/chat.py MODEL [MODEL] [KEY=VALUE ...]
+"""Chats with one or two models: python launch/chat.py MODEL [MODEL] [KEY=VALUE ...]
 
     python launch/chat.py outputs/base outputs/tuned reward=function reward.path=score.py:score
 
 MODEL is a run directory, a model folder, a folder with a LoRA adapter, or a Hub name. The other arguments are
-those of launch/train.py, of which sampling.*, reward.*, actor.model.* (dtype, trust_remote_code, ...),
+those of launch/train.py; only sampling.*, reward.*, actor.model.* (dtype, trust_remote_code, ...),
 data.system, data.chat_template* and run.seed have an effect. sampling.max_new_tokens is 512 unless it is set.
-With a reward, the line below each answer shows its score. --greedy takes the most likely token instead of
-sampling. /help lists the commands of the chat. Lines can come from a pipe. docs/chat.md describes the chat.
+With a reward, the line below each answer shows its score. --greedy chooses the most likely token instead of
+sampling. /help lists the commands of the chat. The input can be a pipe. docs/chat.md describes the chat.
 
 Exit code 0: the chat has ended; 2: the arguments, a model folder or the reward is wrong; 130: interrupted
 while the models were loading; 1: any other error.

@@ -29,7 +29,7 @@ NO_ARGUMENTS = "no arguments were given: begin with an experiment, as in +experi
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors of the command line as UserError. An installed command is shown by its own name."""
+    """Raises UserError for errors of the command line. Shows an installed command by its installed name."""
 
     def __init__(self, *, prog: str, **options: Any):
         shown = command(Path(prog).stem) if INSTALLED else prog
@@ -87,7 +87,7 @@ def load_config(argv: list[str], world_size: int | None = None) -> Config:
 def parse_options(
     argv: list[str], prog: str = "launch/train.py", parents: Sequence[Parser] = ()
 ) -> argparse.Namespace:
-    """Parses the flags, also those of ``parents``; ``overrides`` are for Hydra, and ``help`` is the topic."""
+    """Parses the flags and those of ``parents``; also returns ``overrides`` for Hydra, and the help topic."""
     parser = Parser(prog=prog, add_help=False, parents=parents)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", nargs="?", const="")
@@ -112,7 +112,7 @@ def parse_options(
 
 
 def find_folders(options: argparse.Namespace) -> Folders:
-    """Returns the folders that configs are read from. Raises UserError for one that does not exist."""
+    """Returns the folders from which configs are read. Raises UserError if one does not exist."""
     for flag, folder in (("--config-path", options.config_path), ("--config-dir", options.config_dir)):
         if folder is not None and not os.path.isdir(folder):
             raise UserError(f"{flag}={folder}: no such directory")
@@ -124,7 +124,7 @@ def find_folders(options: argparse.Namespace) -> Folders:
 
 
 def split_models(arguments: list[str]) -> tuple[list[str], list[str], str | None]:
-    """Returns the arguments that name a model, those for Hydra, and actor.model.path if it is among these."""
+    """Returns the model arguments, the arguments for Hydra, and actor.model.path if these set it."""
     models = [one for one in arguments if os.path.exists(one) or ("=" not in one and one[:1] not in "+~")]
     overrides = [text for text in arguments if text not in models]
     base = next((text.partition("=")[2] for text in overrides if text.startswith("actor.model.path=")), None)
@@ -144,7 +144,7 @@ def compose_for_models(
 ) -> tuple[PPOConfig, bool]:
     """Composes and checks the config of an evaluation or a chat, and returns whether it has a reward.
 
-    ``models`` are those of the command line, ``out`` is the folder of the results. Raises UserError with all
+    ``models`` are from the command line; ``out`` is the folder of results. Raises UserError with all
     problems.
     """
     folders = find_folders(options)
@@ -174,8 +174,8 @@ def compose_for_models(
 def complete_for_models(tree: dict[str, Any], models: list[NamedModel], out: Path) -> str:
     """Sets the keys of a config that only training needs, and the defaults of an evaluation.
 
-    The checks of a run want training data and, for eval.rewards, held-out prompts: if the evaluation has only
-    one of data.path and data.eval_path, the other one gets its value. Returns the one that is not used.
+    The checks of a run require training data and, for eval.rewards, held-out prompts. If only one of
+    data.path and data.eval_path is set, the other key gets the same value. Returns the key that is not used.
     """
     actor = tree["actor"]["model"]
     if actor.get("path") not in used_paths(models):  # an experiment's own model, which need not exist

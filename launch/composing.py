@@ -30,7 +30,7 @@ from ppo_ds.errors import UserError
 # Groups whose options set keys of every stage. Keys that the stage of a run does not use are left out.
 STAGE_GROUPS = ("zero", "debug")
 
-# Names of other trainers -> options here that no similar name would suggest
+# Names in other trainers -> options here, which the search for similar names would not find
 OWN_NAMES = {"ppo": "standard"}
 
 # Advice that Hydra appends to its errors; it is wrong here, since keys need no plus sign.
@@ -55,7 +55,7 @@ OmegaConf.register_new_resolver("equal", lambda one, other: one == other, replac
 
 @dataclass(frozen=True)
 class Folders:
-    """The folders that configs are read from, the folder of the primary config first."""
+    """The folders from which configs are read; the folder of the primary config is the first."""
 
     paths: tuple[Path, ...]
 
@@ -123,7 +123,7 @@ def _drop_evaluation_of_other_data(composed: DictConfig, name: str, chosen: list
 
 
 def _drop_other_length(composed: DictConfig, chosen: list[str]) -> None:
-    """Lets run.steps of the command line replace run.epochs of a config file, and the reverse."""
+    """Lets run.steps of the command line replace run.epochs of a config file, and vice versa."""
     given = dict(text.lstrip("+").partition("=")[::2] for text in chosen)
     for key, other in (("run.steps", "run.epochs"), ("run.epochs", "run.steps")):
         if given.get(key, "null") != "null" and other not in given:
@@ -140,8 +140,8 @@ def _data_of(composed: DictConfig) -> dict[str, Any]:
 def _of_its_stage(composed: DictConfig, folders: Folders) -> DictConfig:
     """Returns a composed config without Hydra's own settings and without keys that the stage does not use.
 
-    Only keys of STAGE_GROUPS are left out. A key that has another value than in the group was set by the
-    user, so it is kept and reported as an error later.
+    Only keys of STAGE_GROUPS are left out. If a key's value differs from the value in the group, the user has
+    set it, so it is kept and later reported as an error.
     """
     given: Any = OmegaConf.to_container(composed, resolve=False)
     chosen = given.pop("hydra")["runtime"]["choices"]
@@ -160,10 +160,10 @@ def _of_its_stage(composed: DictConfig, folders: Folders) -> DictConfig:
 
 
 def _parse(arguments: list[str]) -> tuple[list[tuple[str, Override]], list[str]]:
-    """Returns (text, override) of each argument that Hydra can parse, and an error line for each other one.
+    """Returns (text, override) of each argument that Hydra can parse, and an error line for each other.
 
-    The text is the argument; its value is quoted if Hydra cannot parse it or reads it as a sweep, since paths
-    contain commas and brackets.
+    The text is the argument. Its value is quoted if Hydra cannot parse the value or reads it as a sweep,
+    since paths may contain commas and brackets.
     """
     parser = OverridesParser.create()
     parsed: list[tuple[str, Override]] = []
@@ -213,10 +213,10 @@ def _default_groups(file: Path) -> set[str]:
 def _in_order(
     parsed: list[tuple[str, Override]], folders: Folders, in_list: set[str], problems: list[str]
 ) -> list[str]:
-    """Returns the arguments for Hydra: experiments first, since others override them, then groups and keys.
+    """Returns the arguments for Hydra: experiments first, so that others override them; then groups; keys.
 
-    Groups get or lose the plus sign as Hydra requires. Keys always get ++, with which Hydra accepts any key,
-    since ppo_ds reports unknown keys.
+    Groups get or lose the plus sign as Hydra requires. Keys always get ++, so that Hydra accepts any key;
+    ppo_ds reports unknown keys.
     """
     chosen: dict[str, str] = {}
     keys: list[str] = []
@@ -244,7 +244,7 @@ def _in_order(
                         f"{argument}: no such {group}; available: "
                         f"{', '.join(options)}{did_you_mean(meant, options)}"
                     )
-    if wrong:  # further checks would report problems that only follow from the wrong group
+    if wrong:  # further checks would report only consequences of the wrong group
         raise UserError(*problems, *wrong)
     return [*sorted(chosen.values(), key=lambda text: not text.startswith("+experiment=")), *keys]
 

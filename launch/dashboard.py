@@ -5,8 +5,8 @@
 
 It needs the extra dashboards (pip install -c constraints.txt -e '.[dashboards]') and the API key of wandb in
 WANDB_API_KEY or from `wandb login`. The project must have been created, for example by a run with
-tracker=wandb. Exit code 0: the workspace is saved; 2: the command line is wrong or the extra is missing;
-1: wandb refused it, or cannot be reached.
+tracker=wandb. Exit code 0: the workspace is saved; 2: the command line is wrong or the extra is missing; 1:
+wandb rejected the workspace or cannot be reached.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 It takes the command line of launch/train.py, reports whether models, data and reward can be read, and
 estimates the memory and the time of each phase, and the hours of the run. Models are read from their
-config.json files; no weights are loaded. Without the Hub, the models of conf/ have the shapes that ship with
-ppo_ds, and texts count as long as the config allows. Without --gpu, --gpus, --nodes and --gpu-mem it checks
-this machine; with any of them, the disk, /dev/shm and CPU memory that the cluster needs are printed, but not
-checked.
+config.json files; no weights are loaded. Without the Hub, the models of conf/ have the shapes included in
+ppo_ds, and texts count with the maximum length in the config. Without --gpu, --gpus, --nodes and --gpu-mem it
+checks this machine; with any of them, the disk, /dev/shm and CPU memory that a cluster needs are only
+printed.
 
     --gpu NAME        a row of ppo_ds/tools/doctor/gpus.py: h100, a100, rtx4090, ...; needed for the time
     --gpus N          GPUs of the run; with --nodes, GPUs of each node
@@ -13,9 +13,9 @@ checked.
     --gpu-mem GIB     memory of each GPU, instead of the table's (without --gpu: 79.2, that of an H100)
     --assume NAME=VALUE ...   efficiencies and mean lengths, such as mfu=0.45 response=300
 
-Exit code 0: the run can start and fits, or nothing wrong was found and the memory is not estimated, since
-`prepare` creates the models when the run starts; 1: it does not fit, or an input cannot be read; 2: the
-config or an option is wrong.
+Exit code 0: the run can start and fits, or no error was found and memory is not estimated because `prepare`
+creates the models when the run starts; 1: it does not fit, or an input cannot be read; 2: the config or an
+option is wrong.
 """
 
 from __future__ import annotations

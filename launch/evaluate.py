@@ -4,11 +4,11 @@
         reward.path=score.py:score
 
 MODEL is a run directory, a model folder, a folder with a LoRA adapter, or a Hub name; all models are compared
-with the first one. The other arguments are those of launch/train.py, of which data.*, sampling.*, reward.*,
+with the first one. The other arguments are those of launch/train.py; only data.*, sampling.*, reward.*,
 eval.*, memory.*, rollout.backend, actor.model.* (dtype, trust_remote_code, ...) and run.seed have an effect.
-More rewards are +reward@eval.rewards.NAME=GROUP and eval.rewards.NAME.KEY=VALUE, as in training.
-The prompts are those of data.eval_path, or of data.path without it. sampling.max_new_tokens is 512 unless it
-is set. Options:
+As in training, +reward@eval.rewards.NAME=GROUP and eval.rewards.NAME.KEY=VALUE add rewards. The prompts are
+those of data.eval_path if it is set, else of data.path. sampling.max_new_tokens is 512 unless it is set.
+Options:
 
     --samples N           N sampled responses to each prompt, and pass@k; default: one greedy response
     --by COLUMN           scores also for each value of a column of the data, as eval.by=COLUMN
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_evaluation(wanted: Evaluation, watch: Watchdog | None = None) -> World:
-    """Connects the ranks, evaluates and writes the results. The watchdog ends all ranks if one fails."""
+    """Connects the ranks, evaluates and writes the results. If a rank fails, the watchdog ends all ranks."""
     # slow: imports deepspeed
     from ppo_ds.distributed.store import RankStore
     from ppo_ds.distributed.world import connect, seed_everything
@@ -192,7 +192,7 @@ def parse(argv: list[str]) -> Evaluation:
 
 
 def create_folder(out: Path) -> None:
-    """Creates the folder of the results; raises UserError if no file can be written in it."""
+    """Creates the folder of the results; raises UserError if it is not writable."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=out).close()

@@ -1,8 +1,8 @@
-"""Finds out with one short request whether the Hub can be reached.
+"""Checks with one short request whether the Hub can be reached.
 
 Without a network, huggingface_hub, transformers and datasets repeat each request several times, which takes
-minutes for a handful of names. If the Hub cannot be reached, HF_HUB_OFFLINE is therefore set before these
-libraries are imported: they then read only their caches, and fail at once if a name is not there.
+minutes for a few names. If the Hub cannot be reached, HF_HUB_OFFLINE is therefore set before these libraries
+are imported: they then read only their caches, and fail at once if a name is not in the cache.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ DECIDED = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 def use_caches_without_the_hub(names: Collection[str], seconds: float = SECONDS) -> None:
     """Sets HF_HUB_OFFLINE if a run needs the Hub for ``names`` and the Hub cannot be reached.
 
-    Only the first rank of each node asks, since the others send no requests of their own. Does nothing if the
-    user has set HF_HUB_OFFLINE, even to 0, or if huggingface_hub is imported and has read it already.
+    Only the first rank of each node sends the request, since other ranks send none to the Hub. Does nothing
+    if the user has set HF_HUB_OFFLINE, even to 0, or if huggingface_hub, which reads it, is imported already.
     """
     decided = any(name in os.environ for name in DECIDED) or "huggingface_hub" in sys.modules
     if not names or decided or os.environ.get("LOCAL_RANK", "0") != "0":

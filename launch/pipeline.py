@@ -1,19 +1,19 @@
 """Runs SFT, reward model, PPO and an evaluation: python launch/pipeline.py +pipeline=NAME [ARGUMENT ...]
 
-Each stage is an ordinary run in its own directory, outputs/NAME/STAGE, with its own launcher. The same
+Each stage is an ordinary run in a separate directory, outputs/NAME/STAGE, with a separate launcher. The same
 command resumes a pipeline that was stopped or killed at any point. Arguments:
 
     KEY=VALUE, GROUP=OPTION          for every stage that has the key or uses the group
     STAGE:KEY=VALUE                  for one stage, such as ppo:algo.kl.coef=0.1
     evaluation:KEY=VALUE             for the evaluation, such as evaluation:eval.max_prompts=100
     ranks=N, STAGE:ranks=N           number of ranks; default: one for each visible GPU, or one without GPUs
-    run.name=NAME, run.dir=DIR       name and directory of the pipeline; default: its own name, outputs/<name>
-    run.dry_run=true                 a dry run of each stage with tiny models, on the results of earlier ones
+    run.name=NAME, run.dir=DIR       name and directory of the pipeline; default: its name, outputs/<name>
+    run.dry_run=true                 a dry run of each stage with tiny models, on results of earlier stages
     --cfg job                        prints the configs of the stages, and the arguments of the evaluation
     --config-dir DIR                 another folder of configs, with DIR/pipeline/NAME.yaml
 
-The file conf/pipeline/NAME.yaml lists the stages and, for each, its arguments of launch/train.py. In these
-arguments, ${stages.STAGE.KEY} stands for the value of a key of an earlier stage, as in
+The file conf/pipeline/NAME.yaml lists the stages and the arguments of launch/train.py for each stage. In
+these arguments, ${stages.STAGE.KEY} stands for the value of a key of an earlier stage, as in
 ${stages.sft.run.dir}/model.
 
 Exit code 0: done, or a stage ended early (run.stop_at_step, run.max_minutes); 2: a mistake in the arguments,
@@ -205,7 +205,7 @@ class Planner:
         for argument in shared:
             self.unused.pop(argument, None)
         own = [*shared, *self.substituted(self.own[name], name)]
-        if "reward" in map(key_of, own):  # another reward would refuse the keys of the file's
+        if "reward" in map(key_of, own):  # another reward would reject the keys of the file's reward
             fixed = [argument for argument in fixed if key_of(argument).split(".")[0] != "reward"]
         arguments = [*placed, *fixed, *own]
         config, problems = self.compose(arguments, ranks)
@@ -216,7 +216,7 @@ class Planner:
         self.jobs.append(Job(name, HERE / "train.py", arguments, ranks, config))
 
     def add_evaluation(self, file: EvaluationFile) -> None:
-        """Adds the job that compares models by the reward of the last stage and by that of ``judge``."""
+        """Adds the job that compares models by the last stage's reward and the reward in ``file.judge``."""
         last = self.jobs[-1]
         if not isinstance(last.config, PPOConfig):
             raise UserError(f"{EVALUATION}: the stage before it, {last.name}, must have stage=ppo")
@@ -229,7 +229,7 @@ class Planner:
         own = [*self.substituted(self.own[EVALUATION], EVALUATION), *judge]
         _, problems = self.compose([*last.arguments, *own], ranks)
         self.problems += [f"{EVALUATION}: {line}" for line in problems]
-        # the command compares the models that it is given, whatever the actor of the stage is
+        # the command compares the models in its arguments, not the actor of the stage
         kept = [text for text in last.arguments if key_of(text) not in ACTOR]
         options = ["--out", str(self.folder), "--names", ",".join(file.models)]
         self.jobs.append(Job(EVALUATION, HERE / "evaluate.py", [*options, *paths, *kept, *own], ranks))
@@ -255,7 +255,7 @@ class Planner:
         return missing is not None and any(f"={folder}/" in problem for folder in folders)
 
     def substituted(self, arguments: list[str], where: str) -> list[str]:
-        """Replaces references such as ${stages.sft.run.dir} by the values of the keys that they name."""
+        """Replaces references such as ${stages.sft.run.dir} by the values of these keys."""
         texts = []
         for argument in arguments:
             try:
@@ -265,7 +265,7 @@ class Planner:
         return texts
 
     def value_of(self, reference: re.Match[str]) -> str:
-        """Returns the value that a reference stands for; raises KeyError with the reason if there is none."""
+        """Returns the value of a reference; raises KeyError with the reason if there is none."""
         stage, key = reference.groups()
         if stage not in self.settings:
             raise KeyError(f"no earlier stage is named {stage}{did_you_mean(stage, self.settings)}")
@@ -284,8 +284,7 @@ class Planner:
         """Returns whether an argument without a prefix applies to a stage with this config.
 
         A group applies to the stages that have its section: the section of its package (model@actor.model:
-        actor), otherwise the section with its name. A group without a section, such as zero, applies to all
-        stages.
+        actor), otherwise the section with its name. Groups without a section, such as zero, apply to all.
         """
         key, sections = key_of(argument), type(config).model_fields
         group, _, package = key.partition("@")
@@ -308,7 +307,7 @@ class Planner:
 
 
 def take(arguments: list[str], key: str) -> str | None:
-    """Removes an argument KEY=VALUE from a list and returns its value, None if there is none."""
+    """Removes an argument KEY=VALUE from a list and returns VALUE, or None if there is no such argument."""
     found = None
     for argument in [text for text in arguments if key_of(text) == key]:
         arguments.remove(argument)
@@ -317,7 +316,7 @@ def take(arguments: list[str], key: str) -> str | None:
 
 
 def key_of(argument: str) -> str:
-    """Returns the key or group of an argument, package included, without leading signs and value."""
+    """Returns the key or group of an argument, with its package, without leading signs and value."""
     return argument.partition("=")[0].lstrip("+~")
 
 

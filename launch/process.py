@@ -1,4 +1,4 @@
-"""Holds what the commands share: messages to the user, exit codes, the lock of a directory, the environment.
+"""Holds code that all commands use: messages, exit codes, the lock of a directory, the environment.
 
 Nothing here imports torch before ``prepare_environment`` has set the variables that torch reads.
 """
@@ -39,31 +39,31 @@ QUIET = {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "WANDB_SILENT": "true",
     "KINETO_LOG_LEVEL": "99",  # of torch.profiler
-    # Otherwise torch logs ten lines on each rank when a failed rank's store is gone, and on GPUs, before the
-    # trainer's line, C++ stacks if NCCL loses a peer. What ends a process is raised or printed all the same.
+    # Otherwise torch logs ten lines on each rank when a failed rank's store is gone. If NCCL loses a peer,
+    # torch logs C++ stacks before the trainer's line. Errors that end a process are still raised or printed.
     "TORCH_CPP_LOG_LEVEL": "FATAL",
 }
 DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
     # On H100 and B200, torch prefers cuDNN's attention (check_prefer_cudnn_attention in its sdp_utils.cpp).
-    # cuDNN compiles a plan for each new shape, and nearly every padded micro-batch has a new shape. Not tried
-    # on a GPU.
+    # cuDNN compiles a plan for each new shape, and nearly every padded micro-batch has a new shape. Not
+    # tested on a GPU.
     "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
 }
 # The names that torch 2.11 to 2.13 read; the first is the current one.
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# Buffers of the phases of a step differ in size. With fixed segments, those that are freed leave holes.
+# The phases of a step allocate buffers of different sizes. With fixed segments, freed buffers leave holes.
 # CUDA graphs work with expandable segments since torch 2.5, as long as they contain no NCCL collectives
-# (https://github.com/pytorch/pytorch/issues/158029); those of the decode backends contain none.
-# Not tried on a GPU.
+# (https://github.com/pytorch/pytorch/issues/158029); the graphs of the decode backends contain none. Not
+# tried on a GPU.
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
-# time that the other ranks wait before they end: when one rank ends, the launcher ends rank 0 too, which must
-# print the problems first
+# time for which the other ranks wait before they end: when one rank ends, the launcher also ends rank 0,
+# which must print the problems first
 RANK_0_SECONDS = 10.0
 
 
 def take_lock(run_dir: Path) -> run_lock.RunLock | None:
-    """Checks the run directory on rank 0 and takes its lock, which is held until this process ends.
+    """Checks the run directory on rank 0 and acquires its lock until this process ends.
 
     The other ranks on rank 0's node only check that no other run holds the lock, so that they end with the
     same exit code as rank 0. Nothing heavy is imported.
@@ -139,7 +139,7 @@ def refuse(error: UserError, watch: Watchdog) -> int:
 
 
 def warn_about(run_dir: Path) -> None:
-    """Prints a warning for each reason why a run would refuse the run directory. Changes nothing in it."""
+    """Prints a warning for each reason why a run would reject the run directory. Changes nothing in it."""
     for problem in find_problems(run_dir):
         write_line(printable(censored(f"warning: {run_dir}: {problem}")))
 
@@ -152,11 +152,10 @@ def prepare_environment(verbose: bool, trains: bool = False, fixed_segments: boo
     """Sets environment variables that torch, deepspeed and transformers read at import or at first use.
 
     Variables that the user has set are kept. With ``verbose``, the log levels of the libraries do not change.
-    The umask is set so that new files are never writable for every user, since a later start would refuse
-    such files.
+    The umask is set so that new files are never writable for every user: a later start would reject them.
 
-    With ``fixed_segments``, expandable segments, which vLLM's memory pool for sleeping does not support, are
-    not switched on (not tried on a GPU). With ``trains``, raises UserError if this machine has a GPU that
+    With ``fixed_segments``, expandable segments are not enabled, since vLLM's memory pool for sleeping does
+    not support them (not tested on a GPU). With ``trains``, raises UserError if this machine has a GPU that
     torch cannot use and the user has not chosen the CPU.
     """
     os.umask(os.umask(0o077) | 0o002)
@@ -170,7 +169,7 @@ def prepare_environment(verbose: bool, trains: bool = False, fixed_segments: boo
             os.environ.setdefault(name, value)
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a package that is not needed
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns of a package that is not needed
     import torch
 
     if not torch.cuda.is_available():

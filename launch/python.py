@@ -1,4 +1,4 @@
-"""Trains and evaluates from Python: the same path as the commands, in one process that goes on afterwards.
+"""Trains and evaluates from Python with the code of the commands, in one process that continues afterwards.
 
     from ppo_ds import train
 
@@ -74,7 +74,7 @@ class Training:
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """The metrics of all steps, one row per step, also of the steps before a resume."""
+        """The metrics of all steps, one row per step, including steps before a resume."""
         return read_table(self.run_dir / "metrics.jsonl").set_index("step")
 
     @property
@@ -106,7 +106,7 @@ class Comparison:
 
 
 class OnStep(Tracker):
-    """Calls a function after each step. Its exception ends the run as a signal does: the step is saved."""
+    """Calls a function after each step. If it raises, the run ends as by a signal, and the step is saved."""
 
     def __init__(self, call: Callable[[int, Record], object] | None):
         if call is not None:
@@ -136,14 +136,14 @@ def train(
 ) -> Training:
     """Trains as ``python launch/train.py +experiment=EXPERIMENT KEY=VALUE ...`` does, in this process.
 
-    Ctrl-C ends the run after the step in progress, with a checkpoint; the same call continues it.
+    Ctrl-C ends the run after the current step, with a checkpoint; the same call continues the run.
 
     Args:
         experiment: An option of conf/experiment, such as grpo, rlhf, sft or quickstart.
         settings: Config keys and groups with their values, such as {"run.steps": 20, "algo": "rloo"}.
         reward: A function (prompts, responses, rows) -> scores, or its path, as in reward.path.
         data: The training data, as data.path or as rows: see ``Data``. Rows are written to outputs/rows.
-        eval_data: The held-out data, in the same forms.
+        eval_data: The held-out data, in the same forms as ``data``.
         on_step: Called as (step, metrics) after each step. An exception ends the run and is raised.
     """
     given = all_settings(settings, named(reward, data=data, eval_data=eval_data))
@@ -197,7 +197,7 @@ def evaluate(
         models: Run directories, model folders, adapters or Hub names; all are compared with the first one.
         settings, reward, data: As for ``train``.
         samples: Sampled responses to each prompt, for pass@k; None: one greedy response.
-        by: A column of the data, by whose values scores are compared too.
+        by: A column of the data; scores are also compared for each value of this column.
         judge: A function that judges pairs of responses, or its path; see docs/evaluation.md.
         names: The names of the models in the results.
         out: The folder of the results.
@@ -218,8 +218,8 @@ def evaluate(
 def register(key: str, name: str | None = None) -> Callable[[T], T]:
     """Returns a decorator that makes a function or class a value of ``key`` in this process.
 
-    The value is ``name``, by default the object's own name, or ``ppo_ds.registered:NAME`` for reward.path.
-    A config names code in a module without registration: algo.policy.loss=package.module.name.
+    The value is ``name`` (default: the name of the function or class); for reward.path it is
+    ``ppo_ds.registered:NAME``. Code in a module needs no registration: algo.policy.loss=package.module.name.
 
     Args:
         key: algo.policy.loss, a function (PolicyTerms, section) -> TokenLoss or a class derived from
@@ -246,7 +246,7 @@ def register(key: str, name: str | None = None) -> Callable[[T], T]:
 
 
 def check_process() -> None:
-    """Raises UserError where ``train`` cannot run: on one of several ranks, or outside of the main thread."""
+    """Raises UserError if ``train`` cannot run: on one of several ranks, or outside of the main thread."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}: train() runs in one process; start several ranks with "
@@ -257,7 +257,7 @@ def check_process() -> None:
 
 
 def all_settings(settings: Settings | None, of_arguments: Settings) -> Settings:
-    """Returns the settings and those that follow from other arguments; raises UserError if one is in both."""
+    """Adds the settings of other arguments to ``settings``; raises UserError if a key is in both."""
     if not isinstance(settings, Mapping | None):
         raise UserError(f"settings={settings!r}: must be a dict, such as {{'run.steps': 20}}")
     if twice := [key for key in of_arguments if key in (settings or {})]:
@@ -276,7 +276,7 @@ def named(reward: Callable[..., Any] | str | None, **data: Data | None) -> dict[
 
 
 def path_of(argument: str, function: Callable[..., Any] | str | None) -> str | None:
-    """Returns the path of a function, which is registered unless it is given by its path."""
+    """Returns the path of a function; if ``function`` is not a path, registers it."""
     if function is None or isinstance(function, str):
         return function
     check_callable(argument, function)
@@ -298,7 +298,7 @@ def check_callable(name: str, function: Any, arguments: Sequence[Any] | None = N
 
 
 def write_rows(data: Iterable[Any], name: str = "data") -> Path:
-    """Writes rows to a file whose name follows from its content, so that a resumed run finds the same one."""
+    """Writes rows to a file named by a hash of its content, so that a resumed run uses the same file."""
     if isinstance(data, Mapping) or not (isinstance(data, Iterable) or hasattr(data, "to_dict")):
         kind = type(data).__name__
         raise UserError(f"{name}: is a {kind}; give a path, a list of rows, or one split of a data set")
@@ -320,7 +320,7 @@ def write_rows(data: Iterable[Any], name: str = "data") -> Path:
 
 
 def plain(value: Any) -> Any:
-    """Converts what JSON does not know: arrays and numbers of numpy, and dates."""
+    """Converts objects that JSON lacks: arrays and numbers of numpy, and dates."""
     for convert in ("tolist", "isoformat"):
         if hasattr(value, convert):
             return getattr(value, convert)()
@@ -332,7 +332,7 @@ def overrides(settings: Settings) -> list[str]:
 
 
 def in_hydra(value: Any) -> str:
-    """Writes a value in the grammar of Hydra, which reads unquoted text such as 1e-6 or null as a value."""
+    """Formats a value in Hydra's grammar. Quotes text such as 1e-6 or null, which Hydra would convert."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{in_hydra(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -353,7 +353,7 @@ def read_table(path: Path) -> pandas.DataFrame:
 
 @contextmanager
 def signals_restored() -> Iterator[None]:
-    """Restores the handlers of signals, which a run replaces, and the notebook's pipe of signals."""
+    """Restores the signal handlers that a run replaces, and the notebook's pipe for signals."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     wakeup = signal.set_wakeup_fd(-1)
     try:

@@ -1,8 +1,8 @@
 """Replays the optimizer step that ended a run: python launch/replay.py RUN_DIR/dumps/step_000012.
 
-It runs on the CPU, row by row, and prints the losses of each row and its first non-finite tensor.
+It runs on the CPU, row by row, and prints each row's losses and first non-finite tensor.
 
-Exit code 0: replayed, with any result; 2: the replay is not possible, and one line states the reason; 1: any
+Exit code 0: replayed, with any result; 2: the replay is not possible (one line states the reason); 1: any
 other error.
 """
 

@@ -3,8 +3,8 @@
     python launch/report.py RUN              # writes RUN/report.html
     python launch/report.py RUN RUN ... -o compared.html
 
-RUN is a run directory (run.dir) of any stage, also of a run that was killed or is still running. The page is
-one file that needs no network. Exit code 0: written; 2: a RUN is no run directory; 1: any other error.
+RUN is a run directory (run.dir) of any stage, even if the run was killed or is still running. The page is one
+file that needs no network. Exit code 0: written; 2: a RUN is no run directory; 1: any other error.
 """
 
 from __future__ import annotations

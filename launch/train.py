@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def open_screen() -> Screen | None:
-    """Opens the screen of rank 0, which shows the start-up and then the run; None on the other ranks."""
+    """Opens rank 0's screen, which shows the start-up and then the run; returns None on other ranks."""
     if os.environ.get("RANK", "0") != "0":
         return None
     screen = Screen()

@@ -6,8 +6,8 @@ _MAX_CHARACTERS = 2000  # maximum length of a line
 class UserError(ValueError):
     """Reports mistakes in the config, the data or a model folder that the user can correct.
 
-    Each problem is one line that names the key (or ``file:line``), the value and the remedy; unprintable
-    characters are shown as escapes.
+    Each problem is one line with the key (or ``file:line``), the value and the remedy; unprintable characters
+    are escaped.
     """
 
     def __init__(self, *problems: str):
@@ -16,16 +16,16 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """Ends a run with exit code 1 for a reason that its line explains, on the rank that found the problem."""
+    """Ends a run with exit code 1; the rank that found the problem prints the message, which is one line."""
 
 
 def not_installed(package: str, extra: str) -> str:
-    """Describes a package that is missing, and the extra that installs it."""
+    """Returns the message that ``package`` is not installed, with the command that installs its extra."""
     return f"the package {package} is not installed; run: pip install -c constraints.txt -e '.[{extra}]'"
 
 
 def single_line(text: str) -> str:
-    """Replaces line breaks and control characters by escapes; shortens a long text in the middle."""
+    """Replaces line breaks and control characters by escapes; cuts a long text in the middle."""
     if len(text) > _MAX_CHARACTERS:  # the key is at the beginning and the remedy at the end: cut the middle
         text = f"{text[: _MAX_CHARACTERS // 2]} ... {text[-_MAX_CHARACTERS // 2 :]}"
     return printable(text)

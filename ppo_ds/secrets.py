@@ -1,4 +1,4 @@
-"""Detects keys, tokens and passwords in a config, which is then refused, and removes them from texts."""
+"""Detects keys, tokens and passwords in a config, which is then rejected; redacts them in texts."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ _REMEDY = (
 def secrets_in(tree: Any, key: str = "", inside_secret: bool = False) -> Iterator[str]:
     """Yields one error line, without the secret itself, for each value of a config that holds a secret.
 
-    ``inside_secret``: a section around ``tree`` has the name of a secret. A number is a secret only under
-    such a name, and not if its key ends with "token" or "tokens".
+    ``inside_secret``: whether a section that contains ``tree`` has the name of a secret. A number counts as a
+    secret only under such a name, unless its key ends with "token" or "tokens".
     """
     last = re.sub(r"(\[\d+\])+$", "", key.rpartition(".")[2])  # x-api-key, apiKey, token
     words = re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last)).lower()
@@ -87,7 +87,7 @@ def secrets_in(tree: Any, key: str = "", inside_secret: bool = False) -> Iterato
 
 def censored(text: str) -> str:
     """Returns the text with everything that looks like a secret replaced by ``***``."""
-    for _, value in _secret_variables():  # also as exceptions (KeyError), and JSON quote them
+    for _, value in _secret_variables():  # also as quoted by KeyError and by JSON
         for spelling in (value, repr(value)[1:-1], json.dumps(value)[1:-1]):
             text = text.replace(spelling, "***")
     text = _URL_USER.sub("***", _TOKEN.sub("***", text))
@@ -95,7 +95,7 @@ def censored(text: str) -> str:
 
 
 def censored_tree(tree: Any) -> Any:
-    """Returns a copy of nested dicts and lists with every text censored, also in keys."""
+    """Returns a copy of nested dicts and lists in which all strings, keys included, are censored."""
     if isinstance(tree, dict):
         return {censored_tree(name): censored_tree(item) for name, item in tree.items()}
     if isinstance(tree, list | tuple):

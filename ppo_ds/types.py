@@ -46,7 +46,7 @@ _B, _P, _T, _R, _S = ({"width": name} for name in "BPTRS")
 class _Rows:
     """Base class of data with B rows.
 
-    A column cannot be reassigned. It is either a tensor, whose width the metadata of the field declares, or a
+    Columns cannot be reassigned. A column is a tensor, with its width declared in the field's metadata, or a
     tuple of Python objects.
     """
 
@@ -80,16 +80,16 @@ class _Rows:
 class Prompts(_Rows):
     """Prompts to generate responses for.
 
-    ``metadata`` holds the rows of the data set, from which rewards can read a reference answer. It also has
-    the reserved keys that data/prompts.py adds. One of these is prompt_text, the prompt before truncation,
-    whereas ``ids`` are the tokens that the policy receives.
+    ``metadata`` holds the rows of the data set, for example with a reference answer for rewards.
+    data/prompts.py adds reserved keys to each row, such as prompt_text, the prompt before truncation. ``ids``
+    are the tokens that the policy receives.
     """
 
     ids: Tensor = field(metadata=_P)  # [B,P] long, left-padded
     mask: Tensor = field(metadata=_P)  # [B,P] bool
     limits: Tensor = field(metadata=_B)  # [B] long: the maximum number of tokens of each response
     metadata: tuple[Row, ...]  # B rows
-    # [B] long: seeds of the random numbers with which tokens are drawn; None: torch's random state
+    # [B] long: seeds for sampling tokens; None: torch's random state is used
     seeds: Tensor | None = field(default=None, metadata=_B)
 
 
@@ -150,7 +150,7 @@ class Sequences(_Rows):
 
     @property
     def generated_lengths(self) -> Tensor:
-        """Number of tokens that the policy generated, [B] long: all but the feedback of an environment."""
+        """Number of tokens that the policy generated, [B] long, without the feedback of an environment."""
         if self.feedback_mask is None:
             return self.response_lengths
         return self.response_lengths - self.feedback_mask.sum(1)
@@ -208,7 +208,7 @@ class Rollout(Sequences):
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of B responses. ``per_token`` is 0 for sequence-level rewards, ``total`` for step rewards."""
+    """Scores of B responses. Sequence-level rewards have ``per_token`` = 0, step rewards ``total`` = 0."""
 
     total: Tensor  # [B] float32
     per_token: Tensor  # [B,R] float32, 0 outside the mask
@@ -232,7 +232,7 @@ class Scores:
 class Reward(Protocol):
     """Computes the scores r(x, y) of responses.
 
-    Each rank calls it with its own rows. All ranks call it the same number of times.
+    All ranks must call this equally often, each with its own rows.
     """
 
     def __call__(self, rollout: Rollout) -> Scores: ...
@@ -306,13 +306,13 @@ class PreferencePairs(_Rows):
 
     ids: Tensor = field(metadata=_T)  # [B,2,T] long, right-padded
     mask: Tensor = field(metadata=_T)  # [B,2,T] bool
-    margins: Tensor = field(metadata=_B)  # [B] float32: the least difference of the two scores; 0: none
+    margins: Tensor = field(metadata=_B)  # [B] float32: minimum difference of the two scores; 0: no minimum
     counted: Tensor = field(metadata=_B)  # [B] bool: False for pairs without a loss, which only fill a batch
 
     def filled(self, ranks: int) -> Self:
         """Appends copies of the last pair until ``ranks`` divides the number of pairs.
 
-        The copies do not count.
+        The copies have no loss.
         """
         count, missing = len(self), -len(self) % ranks
         pairs = self.select(torch.cat([torch.arange(count), torch.full((missing,), count - 1)]))

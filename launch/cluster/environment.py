@@ -2,9 +2,9 @@
 
     python launch/cluster/environment.py FILE [ARGUMENT ...]
 
-`deepspeed --hostfile` passes on variables such as NCCL_*, and the lines NAME=VALUE of the file that
-DS_ENV_FILE names. Secrets are left out, because the launcher logs the values and pdsh shows them in the list
-of processes. So are variables that differ between nodes. The arguments are those of the training.
+`deepspeed --hostfile` forwards environment variables such as NCCL_*, and the lines NAME=VALUE of the file in
+DS_ENV_FILE. Secrets are omitted, because the launcher logs the values and pdsh shows them in the list of
+processes. Variables that differ between nodes are omitted too. The arguments are those of launch/train.py.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ NAMES = (
 )
 # set on each node, for its own devices and ranks
 OWN_OF_NODE = re.compile(r"CUDA_VISIBLE_DEVICES|NVIDIA_VISIBLE_DEVICES|DS_ENV_FILE|TORCHELASTIC_.*")
-# DeepSpeed passes on these variables by itself, keys included
+# DeepSpeed itself forwards these variables, even if they are keys
 BY_DEEPSPEED = ("MLFLOW", "MV2", "NCCL", "PYTHON", "UCX")
-# DeepSpeed encloses values in double quotes, in which the shell of the other node would expand these. pdsh
-# replaces %h, %u, %n and %% in everything that it passes on.
+# DeepSpeed encloses values in double quotes, in which the other node's shell would expand these characters.
+# pdsh replaces %h, %u, %n and %% in all text that it forwards.
 EXPANDED = re.compile(r"[\"$`\\!\n\r]|%[hun%]")
-# It also encloses arguments with a space, whose own quotes it escapes; to other arguments it adds no quotes.
+# DeepSpeed encloses and escapes only arguments with a space; other arguments get no quotes.
 UNQUOTED = re.compile(r"[\s\"'$`\\!;&|<>(){}]|%[hun%]|^#|^$")
 
 
 def lines(environment: Mapping[str, str]) -> list[str]:
-    """Returns a line for each variable to pass on; raises UserError for a value that cannot be passed on."""
+    """Returns a line for each variable to forward; raises UserError for a value that cannot be forwarded."""
     chosen = {}
     for name, value in sorted(environment.items()):
         by_deepspeed = name.startswith(BY_DEEPSPEED)
@@ -56,7 +56,7 @@ def lines(environment: Mapping[str, str]) -> list[str]:
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Raises UserError for an argument of the training that the shells of the nodes would change, or run."""
+    """Raises UserError for an argument of the training that the shells of the nodes would change or run."""
     for argument in arguments:
         if EXPANDED.search(argument.replace('"', "")) if " " in argument else UNQUOTED.search(argument):
             remedy = "write the key into a file conf/experiment/NAME.yaml, and give +experiment=NAME"

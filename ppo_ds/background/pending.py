@@ -1,4 +1,4 @@
-"""Results that are computed in the background, so that other work can go on meanwhile."""
+"""Results that are computed in the background while the main thread does other work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ U = TypeVar("U")
 
 
 class PeerTaskFailed(RunError):
-    """Raised on the ranks whose own tasks have not failed when a task of another rank has."""
+    """Raised if a task of another rank has failed, on the ranks whose tasks have not."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Pending(Generic[T]):
     finish: Callable[[], T]  # computes the result, in the main thread, once all tasks are complete
     tasks: tuple[Future[Any], ...] = ()  # empty if the result is known already
     cancel: Callable[[], None] = lambda: None  # makes the tasks end early; does not wait for them
-    # computes the result; may be a collective that raises on all ranks if that fails on one of them
+    # calls a function that computes the result; may be a collective that raises on all ranks if one fails
     agree: Callable[[Callable[[], Any]], Any] = call
 
     @classmethod
@@ -52,7 +52,7 @@ class Pending(Generic[T]):
         return next((error for task in self.tasks if task.done() and (error := task.exception())), None)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits at most ``seconds`` (None: no limit) until a task fails; returns whether all are complete."""
+        """Waits until a task fails or all complete, at most ``seconds``; returns whether all are complete."""
         return not wait(self.tasks, seconds, FIRST_EXCEPTION).not_done
 
     def result(self) -> T:
@@ -84,9 +84,9 @@ def all_of(parts: Sequence[Pending[T]]) -> Pending[list[T]]:
 
 
 def start_all(starting: Iterable[Pending[T]]) -> list[Pending[T]]:
-    """Returns the pending results of an iterable that starts one after the other.
+    """Iterates over ``starting``, which starts one task after the other, and returns their pending results.
 
-    If a start raises, the results that are already started are cancelled.
+    If starting a task raises an exception, the tasks already started are cancelled.
     """
     started: list[Pending[T]] = []
     try:
@@ -99,11 +99,12 @@ def start_all(starting: Iterable[Pending[T]]) -> list[Pending[T]]:
 
 
 def wait_on_all_ranks(pending: Pending[T], world: World, check: Callable[[], None]) -> T:
-    """Waits until the results of all ranks are known, and returns that of this rank.
+    """Waits until the results of all ranks are complete, and returns this rank's result.
 
     All ranks must call this. ``check`` is a collective that raises Abandoned on all ranks after a stop
     request. Each completed task counts as progress on all ranks, so that slow tasks are not taken for a hang.
-    If a task fails, all ranks raise: its rank the task's error, or all the error of ``pending.agree``.
+    If a task fails, its rank raises the task's error and the other ranks raise PeerTaskFailed, unless
+    ``pending.agree`` raises another error on all ranks.
     """
 
     def raise_for_peer() -> T:

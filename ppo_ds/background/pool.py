@@ -2,7 +2,7 @@
 
 The calls wait in one event loop of this process. The code that they wait for runs elsewhere: in a thread, in
 the event loop of async user functions, or in a worker process (rewards/processes.py). Only a process can be
-ended: a thread that exceeds its limit keeps running, without effect on the results.
+ended; a thread that exceeds its limit keeps running, but its result is ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Pool:
         self._slots = asyncio.Semaphore(workers)
 
     def start(self, calls: Iterable[Callable[[], Coroutine[Any, Any, R]]]) -> Pending[list[R]]:
-        """Starts the calls; their results have the same order. To cancel them ends the waiting ones."""
+        """Starts the calls; their results have the same order. Cancelling them ends the calls that wait."""
 
         async def run(call: Callable[[], Coroutine[Any, Any, R]]) -> R:
             async with self._slots:
@@ -46,7 +46,7 @@ class Pool:
 
 
 async def result_within(seconds: float | None, future: Future[R]) -> R:
-    """Waits for a future of another thread or loop, which is cancelled if this wait is.
+    """Waits for a future of another thread or loop; if the wait is cancelled, cancels the future.
 
     Raises NoResult after ``seconds`` (None: no limit).
     """
@@ -61,7 +61,7 @@ async def result_within(seconds: float | None, future: Future[R]) -> R:
 
 
 def start_thread(function: Callable[..., R], *arguments: Any) -> Future[R]:
-    """Calls a function in a new thread, which does not keep the process from ending."""
+    """Calls a function in a new daemon thread."""
     future: Future[R] = Future()
     future.set_running_or_notify_cancel()  # a running thread cannot be cancelled
 
@@ -77,7 +77,7 @@ def start_thread(function: Callable[..., R], *arguments: Any) -> Future[R]:
 
 
 async def call_user(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a plain or async function of a user: in a new thread, or in the event loop of the caller."""
+    """Calls a user's function in a new thread; if it is async, awaits it in the caller's event loop."""
     result = await result_within(None, start_thread(function, *arguments))
     try:
         return await result if inspect.isawaitable(result) else result
@@ -89,18 +89,18 @@ async def call_user(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def as_plain_error(error: BaseException) -> RuntimeError:
-    """Converts an exception of a user's code that would end the event loop or a task of it."""
+    """Returns a RuntimeError for an exception of user code that would end the event loop or a task in it."""
     return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
 
 
 def start_coroutine(coroutine: Coroutine[Any, Any, R], loop: str) -> Future[R]:
-    """Starts a coroutine in the event loop of that name; to cancel the future ends the coroutine."""
+    """Starts a coroutine in the event loop named ``loop``; cancelling the future ends the coroutine."""
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop(loop))
 
 
 @cache
 def event_loop(name: str) -> asyncio.AbstractEventLoop:
-    """Returns an event loop of this process, which runs in a thread of its own."""
+    """Returns the event loop with this name, which runs in a separate thread of this process."""
     loop = asyncio.new_event_loop()
     Thread(target=loop.run_forever, name=name, daemon=True).start()
     return loop

@@ -1,4 +1,4 @@
-"""Imports a user's function or class by its path, and finds where its code is.
+"""Imports a user's function or class by its path, and finds its file and line.
 
 Worker processes use this module too, so it imports no torch.
 """
@@ -27,7 +27,7 @@ TRIAL_RESPONSE = "This is a trial response."  # the argument of calls before mod
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Returns whether a call of ``function`` gives a coroutine; it may be an object with an async call."""
+    """Returns whether calling ``function`` (a function or callable object) returns a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -70,9 +70,9 @@ def where_defined(function: Callable[..., Any]) -> str:
 
 
 def where_raised(error: BaseException, function: Callable[..., Any]) -> str:
-    """Returns FILE:LINE of the last line in the file of ``function`` that ran before an exception.
+    """Returns FILE:LINE of the last traceback entry of ``error`` that is in the file of ``function``.
 
-    If it passed no line of that file, returns where the function is defined.
+    If there is none, returns where the function is defined.
     """
     code = _code_of(function)
     frames = traceback.extract_tb(error.__traceback__)
@@ -81,7 +81,7 @@ def where_raised(error: BaseException, function: Callable[..., Any]) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Formats the traceback of an exception without the frames of ppo_ds and asyncio that call user code."""
+    """Formats a traceback without the frames of ppo_ds and asyncio that lead to the user's code."""
     stdlib = sysconfig.get_path("stdlib")
     callers = (str(Path(__file__).parents[1]), *(f"{stdlib}/{name}" for name in ("asyncio", "concurrent")))
     frames = traceback.extract_tb(error.__traceback__)

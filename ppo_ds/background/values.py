@@ -12,7 +12,7 @@ _MAX_SCORE = 3.4028234663852886e38  # the largest float32
 
 
 class NoResult(Exception):
-    """Raised for a call without a result: it exceeded its time limit (``timed_out``), or its process died.
+    """Raised if a call has no result: it exceeded its time limit (``timed_out``), or its process died.
 
     A reward function may raise it for a response that it cannot score.
     """

@@ -29,10 +29,10 @@ def script(name: str) -> str:
 
 
 def command(name: str) -> str:
-    """Returns how a user starts the command ``name``: python launch/NAME.py, or ppo-ds-NAME if installed."""
+    """Returns the command line that starts ``name``: python launch/NAME.py, or ppo-ds-NAME if installed."""
     return f"{PREFIX}{name}" if INSTALLED else f"python {script(name)}"
 
 
 def with_commands(text: str) -> str:
-    """Returns a help text in which every ``python launch/NAME.py`` is written as a user starts it."""
+    """Replaces every ``python launch/NAME.py`` in a help text by the result of ``command``."""
     return re.sub(r"python launch/(\w+)\.py", lambda found: command(found[1]), text)

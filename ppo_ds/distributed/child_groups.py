@@ -1,4 +1,4 @@
-"""Runs commands, each with all of its processes in a process group, and passes stop signals on to them.
+"""Runs commands, each in a separate process group, and forwards stop signals to all their processes.
 
 A signal to the ``deepspeed`` command ends that command at once, while its ranks continue until they have
 saved. A caller that waited for the command alone would end, or start the next command, before the ranks end.
@@ -48,7 +48,7 @@ class ChildGroups:
     def run(self, command: Sequence[str]) -> int:
         """Runs a command and returns its exit code once all processes of its group have ended.
 
-        The exit code of a command that signal N ended is 128 + N. Starts nothing after a stop signal.
+        If signal N ended the command, the exit code is 128 + N. After a stop signal, no command is started.
         """
         if self.stop_signal is not None:
             return 128 + self.stop_signal

@@ -38,7 +38,7 @@ def run_exit_actions() -> None:
 def exit_now(code: int) -> NoReturn:
     """Ends this process with the exit code ``code``.
 
-    No destructor runs: in those of communicators, a rank that has failed would wait for the other ranks.
+    No destructor runs: the destructors of communicators would make a failed rank wait for the other ranks.
     """
     # with a timeout, since the main thread may hold the locks of the streams
     run_with_timeout(1.0, lambda: (sys.stdout.flush(), sys.stderr.flush()))

@@ -29,7 +29,7 @@ visits: Counter[str] = Counter()  # number of visits by place
 
 
 def fault(place: str) -> None:
-    """Makes this process fail if PPO_DS_FAULT requests a fault at ``place``."""
+    """Applies the fault, if any, that PPO_DS_FAULT requests at ``place``."""
     requested = os.environ.get("PPO_DS_FAULT")
     if requested is None:
         return

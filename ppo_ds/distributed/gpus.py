@@ -1,4 +1,4 @@
-"""GPUs of this machine, found without torch, and torch's reason why it cannot use them."""
+"""Finds the GPUs of this machine without torch, and the reason why torch cannot use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ppo_ds.errors import UserError
 
-# Variables that hide GPUs from torch, by vendor; ROCm reads that of CUDA too.
+# Variables that hide GPUs from torch, by vendor; ROCm also reads CUDA's variable.
 NVIDIA = ("CUDA_VISIBLE_DEVICES",)
 AMD = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # NVIDIA's driver lists its GPUs in /proc, also inside a container that was started without them.
@@ -32,7 +32,7 @@ class Gpu(NamedTuple):
 def cpu_requested(environment: Mapping[str, str], variables: Iterable[str] = NVIDIA) -> bool:
     """Returns whether the user has chosen the CPU, with DS_ACCELERATOR or by hiding all GPUs.
 
-    ``variables`` are those that hide the GPUs of the machine; variables of other vendors have no effect.
+    ``variables`` are the environment variables that hide this machine's GPUs; other vendors' are ignored.
     """
     hidden = any(environment.get(name, "0").strip() in HIDDEN for name in variables)
     return hidden or environment.get("DS_ACCELERATOR") == "cpu"
@@ -93,7 +93,7 @@ def reason() -> str:
 
 
 def supports_expandable_segments() -> bool:
-    """Returns whether torch's expandable segments may be used. Under WSL allocations with them can fail.
+    """Returns whether torch's expandable segments may be used: under WSL, allocations in them can fail.
 
     See https://github.com/pytorch/pytorch/issues/192330.
     """

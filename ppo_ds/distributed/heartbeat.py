@@ -1,4 +1,4 @@
-"""Process-wide heartbeat: the phase that this rank is in and the number of pieces of work it has completed.
+"""Process-wide heartbeat: this rank's current phase and its number of completed pieces of work.
 
 The watchdog (distributed/watchdog.py) reads it to tell slow work from a hang, and the console shows it on a
 terminal. There is one heartbeat per process, like the global random state, so that code deep in a rollout can
@@ -61,9 +61,9 @@ def enter(phase: str, since: float | None = None) -> tuple[str, float]:
 
 @contextmanager
 def counting(total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Yields a function that receives how many of ``total`` units are done. Blocks may be nested.
+    """Yields a function to report how many of ``total`` units are done.
 
-    A nested block counts the parts of one unit of the block around it.
+    Blocks may be nested: a nested block counts the parts of one unit of the enclosing block.
     """
     global _current
     outer = _current.work

@@ -1,4 +1,4 @@
-"""The launcher that started this rank: its process ids, and the port that it chose for the ranks.
+"""Process ids and launch id of the launcher that started this rank, and a free port for a launch.
 
 A signal to the ``deepspeed`` command ends only that command. Its ranks would continue as orphans, with the
 port, the GPUs and the run directory of the next start. Each rank therefore watches its launchers' ids.
@@ -17,7 +17,7 @@ def launcher_pids() -> tuple[int, ...]:
     """Returns the process ids of this rank's launchers.
 
     These are the parent and the grandparent under ``deepspeed``, and the parent under ``torchrun``. Plain
-    python has no launcher. The result changes once a launcher has ended, when its child gets a new parent.
+    python has no launcher. When a launcher ends, its child gets a new parent, so the result changes.
     """
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -33,7 +33,7 @@ def launcher_pids() -> tuple[int, ...]:
 def launch_id(environment: Mapping[str, str]) -> str:
     """Returns an identifier of the launch, the same for all of its ranks on the machine of rank 0.
 
-    Two launches differ in it, unless both start ranks without a launcher and use the same address and port.
+    Two launches have different identifiers, unless both have no launcher and the same address and port.
     """
     address = (environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     return " ".join([*address, *map(str, launcher_pids()[:1])])
@@ -41,10 +41,10 @@ def launch_id(environment: Mapping[str, str]) -> str:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yields a port that the kernel gives to no other program meanwhile, for the ranks of one launch.
+    """Yields a port that is reserved for the ranks of one launch until the end of the block.
 
-    The port's socket is bound but does not listen. Another socket can therefore listen on the port if it is
-    bound with SO_REUSEADDR, as that of torch's TCPStore is.
+    The port's socket is bound but does not listen. A socket that sets SO_REUSEADDR, as torch's TCPStore does,
+    can therefore listen on the port; the kernel assigns the port to no other program.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as reservation:

@@ -1,4 +1,4 @@
-"""Memory: settings of the C library for tensors on the CPU, and errors of a device without free memory."""
+"""Memory: settings of the C library for tensors on the CPU, and detection of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def keep_freed_memory() -> bool:
 
     By default glibc returns freed blocks of more than a few MB to the kernel at once, so the tensors of each
     step are allocated on new pages, each of which the kernel must clear and map. This took a tenth or more of
-    a training step on a CPU when measured. Memory now stays with the process, with an unchanged peak.
+    a training step on a CPU when measured. Now the process keeps the memory; its peak is unchanged.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -27,9 +27,9 @@ def keep_freed_memory() -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether the device's memory ran out, in torch or in a library that allocates by itself.
+    """Returns whether the device's memory ran out, in torch or in a library that allocates memory itself.
 
-    NCCL (a DistBackendError), cuBLAS and vLLM report it as a RuntimeError with these words.
+    NCCL (with a DistBackendError), cuBLAS and vLLM raise a RuntimeError that contains one of ``words``.
     """
     words = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     in_library = isinstance(error, RuntimeError) and any(each in str(error) for each in words)

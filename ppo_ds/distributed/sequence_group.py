@@ -1,7 +1,7 @@
 """Ulysses sequence parallelism: the tokens of a forward are divided among the ranks of a group.
 
-Each rank runs all layers on its tokens. For attention, all-to-all exchanges give each rank all tokens of its
-share of the heads, and back (Jacobs et al. 2023; the exchange is DeepSpeed's ``DistributedAttention``).
+Each rank runs all layers on its tokens. All-to-all exchanges before and after attention give each rank all
+tokens for its share of the heads, and back (Jacobs et al. 2023; DeepSpeed's ``DistributedAttention``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class _Sum(torch.autograd.Function):
-    """Sums over a group, and in the backward the gradients."""
+    """Sums a tensor over a group. The backward sums its gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -34,9 +34,9 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class SequenceGroup:
-    """The group of this rank if the ranks are divided into groups of ``size`` consecutive ranks.
+    """The group of this rank when the ranks are divided into groups of ``size`` consecutive ranks.
 
-    A collective of all ranks. All methods are collectives of the group.
+    All ranks must call this. All ranks of the group must call each method.
     """
 
     def __init__(self, rank: int, ranks: int, size: int, timeout: timedelta):
@@ -58,9 +58,9 @@ class SequenceGroup:
         return total
 
     def attention(self, compute: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Computes attention [b,t,heads,d] of this rank's t tokens to those of the group; differentiable.
+        """Computes attention [b,t,heads,d] of this rank's tokens to all tokens of the group; differentiable.
 
         query is [b,t,heads,d], key and value are [b,t,groups,d]; ``size`` divides heads and groups.
-        ``compute`` is called with all tokens of a share of the heads, in the same layout.
+        ``compute`` is called with all tokens of the group for a share of the heads, in the same layout.
         """
         return self._exchange(query, key, value, 0, None, compute)

@@ -1,14 +1,14 @@
 """Stops the OpenMP threads of this process from spinning while other processes compete for its cores.
 
 A thread that waits for the others of its team, at the start or at the end of a parallel region, first spins
-and then sleeps. GNU's runtime (libgomp, in the wheels of torch for Linux) spins 300,000 times, which took
-8 ms on an AMD EPYC. On a quiet machine that saves the time of a wake-up. If the thread that it waits for
-needs the same core, it delays that thread by up to 8 ms in each of thousands of regions per step.
+and then sleeps. GNU's runtime (libgomp, in the wheels of torch for Linux) spins 300,000 times, which took 8
+ms on an AMD EPYC. On a quiet machine, spinning saves the time of a wake-up. If the awaited thread needs the
+same core, spinning delays it by up to 8 ms in each of thousands of regions per step.
 
 The runtime cannot see other processes. It spins only 100 times while its process has more OpenMP threads than
 there are cores (GOMP_SPINCOUNT in the manual of libgomp). This module therefore measures how long the threads
-wait for a core, and adds idle OpenMP threads while that is too long. Variables that libgomp reads when it is
-loaded would fix one number for the whole run: small numbers cost time on a quiet machine, and large ones on a
+wait for a core, and adds idle OpenMP threads while that time is too long. libgomp's environment variables
+would fix the number of spins for the whole run: a small one costs time on a quiet machine, a large one on a
 busy machine. Figures: docs/dev/performance.md, "Threads on a busy machine".
 """
 
@@ -28,18 +28,21 @@ from typing import NamedTuple
 TASKS = Path("/proc/self/task")
 MAPS = Path("/proc/self/maps")
 USER_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-# libgomp and the runtimes of Intel and LLVM, which can take its place with LD_PRELOAD. Paths may have spaces.
+# libgomp, and the runtimes of Intel and LLVM that LD_PRELOAD can load instead. Paths may have spaces.
 RUNTIMES = re.compile(r"/(?:.*/)?(libgomp|libiomp5|libomp)\b[^/\s]*\.so\S*")
-# Time of one measurement, during which the threads spin. Shorter ones take single moments for a busy machine.
+# Time of one measurement, during which the threads spin. If it were shorter, a single moment of waiting would
+# count as a busy machine.
 WINDOW_SECONDS = 1.0
 SLEEP_SECONDS = 20.0  # time between a measurement on a busy machine and the next one
-IDLE_SECONDS = 1.0  # the same if the process computed nothing during the measurement
-# Share of its time that a thread waits for a core on a busy machine. A program of equal priority on the same
-# core makes it 0.5. Beside programs of low priority (nice) it stays small, and there spinning is faster.
+IDLE_SECONDS = 1.0  # this time if the process computed nothing during the measurement
+# Above this fraction of time in which a thread waits for a core, the machine counts as busy. A program of
+# equal priority on the same core makes the fraction 0.5. With programs of low priority (nice) it stays small,
+# and spinning is then faster.
 BUSY = 0.3
-# Where more would be needed, there is no control: libgomp ends the process if it cannot create a thread, and
-# each rank creates its own. With far more cores than threads, the threads of a rank rarely share a core.
-# libgomp counts cores without regard to CPU quotas: with a quota of 2 on 64 cores, 64 would be needed.
+# If more would be needed, no control is started: libgomp ends the process if it cannot create a thread, and
+# each rank creates this number of threads. With far more cores than threads, the threads of a rank rarely
+# share a core. libgomp counts cores without regard to CPU quotas: with a quota of 2 on 64 cores, 64 would be
+# needed.
 MAX_IDLE_THREADS = 8
 
 log = logging.getLogger(__name__)
@@ -53,15 +56,15 @@ class Times(NamedTuple):
 
 
 def start_spin_control(threads: int, cores: int, environment: Mapping[str, str]) -> str:
-    """Starts the control of this process's OpenMP threads in a thread of its own.
+    """Starts a thread that controls the spinning of this process's OpenMP threads.
 
     Args:
         threads: Number of OpenMP threads of this process.
-        cores: Number of cores on which this process may run, which libgomp compares its threads with.
+        cores: Number of cores on which this process may run; libgomp compares it with the threads.
 
     Returns:
-        How waiting threads behave, for the banner. Empty without a control: with one thread or far more cores
-        than threads, an OpenMP runtime other than libgomp, or a kernel that does not count waiting times.
+        How waiting threads behave, for the banner. Empty if no control was started: with one thread, far more
+        cores than threads, another OpenMP runtime than libgomp, or a kernel without waiting times.
     """
     if threads == 1:
         return ""
@@ -88,11 +91,11 @@ def find_libgomp(maps: str) -> str | None:
 
 
 def control(library: ctypes.CDLL, idle: int) -> None:
-    """Measures the waiting times again and again, and lets the threads sleep while the machine is busy.
+    """Repeatedly measures the waiting times, and lets the threads sleep while the machine is busy.
 
-    The threads spin during each measurement, since those that sleep would wait for a core also on a machine
-    where spinning is better. While the process computes nothing, the last result stays. Ends with a warning
-    if the times can no longer be read. The threads then spin as the runtime decides.
+    The threads spin during each measurement, since sleeping threads would wait for a core even on a machine
+    where spinning is faster. While the process computes nothing, the last result stays in effect. If the
+    times can no longer be read, warns and returns; the threads then spin as the runtime decides.
     """
     busy = False
     while True:
@@ -111,9 +114,9 @@ def control(library: ctypes.CDLL, idle: int) -> None:
 
 @contextmanager
 def idle_threads(library: ctypes.CDLL, count: int) -> Iterator[None]:
-    """Keeps a team of OpenMP threads that sleep, so that libgomp shortens the spinning of all teams.
+    """Keeps a team of sleeping OpenMP threads, so that libgomp shortens the spinning of all teams.
 
-    A thread that ends also ends the team that it has started.
+    A team ends with the thread that has started it.
     """
     started, done = threading.Event(), threading.Event()
     no_effect = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
@@ -150,11 +153,11 @@ def thread_times(tasks: Path) -> dict[str, Times]:
 
 
 def waiting_share(before: Mapping[str, Times], after: Mapping[str, Times], seconds: float) -> float | None:
-    """Returns the largest share of its time that a thread has waited for a core.
+    """Returns the largest fraction of its time that any thread has waited for a core.
 
-    Threads that slept during three quarters of the ``seconds`` do not count. Returns None if all did. Any
-    other thread counts, also one that is not OpenMP's, because the kernel does not tell them apart. If such a
-    thread waits for a core, more threads are ready to run than there are cores, and spinning delays them too.
+    Threads that slept for three quarters of ``seconds`` do not count; if all did, returns None. Other threads
+    count even if they are not OpenMP's, because the kernel does not tell them apart. If such a thread waits
+    for a core, more threads are ready to run than there are cores, and spinning delays them too.
     """
     shares = []
     for thread in before.keys() & after.keys():

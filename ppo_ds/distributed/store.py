@@ -19,7 +19,7 @@ class StoreUnavailable(ConnectionError):
 
 
 class RankStore:
-    """Separate connection of this rank to the store of the process group, which no collective blocks.
+    """Separate connection of this rank to the process group's store; collectives do not block it.
 
     No method is a collective. Each method raises StoreUnavailable if the store does not answer.
     """
@@ -41,7 +41,7 @@ class RankStore:
             store.set(PREFIX + key, value)
 
     def get(self, key: str) -> str | None:
-        """Returns the last value that a rank put for ``key``, or None if there is no value. Does not wait.
+        """Returns the last value that a rank put for ``key``, or None if there is none, without waiting.
 
         With several machines, anyone who can connect to the port can put a value, so callers must check it.
         """

@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class Subgroup:
-    """The group of this rank if the ranks are divided into groups of ``size`` consecutive ranks.
+    """The group of this rank when the ranks are divided into groups of ``size`` consecutive ranks.
 
-    A collective of all ranks. Methods are collectives of the group, by gloo for small objects on the CPU.
+    All ranks must call this. All ranks of the group must call each method; objects are exchanged over gloo.
     """
 
     def __init__(self, world: World, size: int):

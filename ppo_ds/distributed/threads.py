@@ -72,8 +72,9 @@ def user_limit(environment: Mapping[str, str]) -> int | None:
 def share(rank: int, ranks: Sequence[Cores], requested: int | None, limit: int | None = None) -> Threads:
     """Computes the number of threads of ``rank`` from the cores of all ranks.
 
-    ``requested`` (run.threads) takes precedence. Without it, ranks that may run on a core share it equally.
-    The sum of this rank's shares, at most its share of the quota, is rounded down to [1, ``limit``].
+    ``requested`` (run.threads) takes precedence. Otherwise, ranks that may run on a core share it equally.
+    Returns the sum of this rank's shares, at most its share of the quota and ``limit``, rounded down, at
+    least 1.
     """
     own = ranks[rank]
     local = [cores for cores in ranks if cores.machine == own.machine]

@@ -1,9 +1,9 @@
 """Watchdog: a thread on each rank that ends the rank when a peer fails or dies, or when the run hangs.
 
-A rank that waits in a collective does not learn the cause by itself: gloo raises an error of its own, which
-would hide the cause, and NCCL waits until its timeout. The first rank to fail writes the failure into the
-store that all ranks share (distributed/store.py), and every watchdog reads it within a second. The ranks on
-the same machine notice if a process dies without writing it. The loss of a machine is detected as a hang.
+A rank that waits in a collective does not learn the cause by itself: gloo raises an error that would hide the
+cause, and NCCL waits until its timeout. The first rank to fail writes the failure into the store that all
+ranks share (distributed/store.py), and every watchdog reads it within a second. If a process dies without
+writing a failure, the ranks on its machine notice this. The loss of a machine is detected as a hang.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Watchdog:
         self._callbacks.append(callback)
 
     def set_timeout(self, minutes: float, close_record: Callable[[str], None]) -> None:
-        """Sets the timeout: from now on, ``minutes`` without a heartbeat end the run.
+        """Sets the timeout: from now on, the run ends after ``minutes`` without a heartbeat.
 
         ``close_record`` is called with the reason if this rank exits because another rank failed.
         """
@@ -134,7 +134,7 @@ class Watchdog:
     def stop(self) -> None:
         """Stops watching after a successful run.
 
-        All ranks must have finished, and none may exit before all have called this: it would count as dead.
+        All ranks must call this when finished. A rank that exits before all have called it counts as dead.
         """
         if not self.started:
             return
@@ -148,7 +148,7 @@ class Watchdog:
         """Reports an error of this rank: prints ``text``, notifies the other ranks and returns ``code``.
 
         The caller must then exit with that code, as the other ranks do. If another rank has failed before,
-        this method does not return but exits, since that rank's error is the cause. ``reason`` is a short
+        this method exits instead of returning, since that rank's error is the cause. ``reason`` is a short
         phrase that the other ranks print. ``own=True`` means that no other rank can have caused the error and
         that ``text`` is complete. The other ranks then print nothing.
         """
@@ -212,7 +212,7 @@ class Watchdog:
         return None
 
     def _poll_peers(self) -> None:
-        """Waits until the next check is due, and exits if a rank on this machine ends meanwhile."""
+        """Waits until the next check is due; exits if a rank on this machine ends in this time."""
         ended = self._ended.poll(1000 * POLL)
         if not ended or self._stopped.is_set():
             return
@@ -231,7 +231,7 @@ class Watchdog:
     def _read_failure(self) -> Failure | None:
         """Returns the failure that is in the store, or None.
 
-        An invalid failure was written from outside the run; it ends the run with an error.
+        If the failure is invalid, it was written from outside the run, and the run ends with an error.
         """
         text = self._store.get(FAILURE)
         if text is None:
@@ -282,7 +282,7 @@ class Watchdog:
         self._process.exit(code)
 
     def _check_progress(self, suspended: int | None) -> None:
-        """Publishes a hang after a timeout without a beat; each rank reports it at its next check."""
+        """If no beat came within the timeout, publishes a hang, which each rank reports at its next check."""
         if (limit := self._limit) is None:
             return
         now, beats = self._process.clock(), heartbeat.read().beats
@@ -334,8 +334,8 @@ def _no_progress(who: str, limit: float) -> str:
 def local_peers(world: World) -> dict[int, int]:
     """Maps the pidfds of the other ranks' processes on this machine to the ranks. All ranks must call this.
 
-    A pidfd becomes readable once its process has ended. A machine is identified by the boot id of its
-    kernel and its namespace of process ids, so containers count as machines.
+    A pidfd becomes readable once its process has ended. A machine is identified by the boot id of its kernel
+    and its namespace of process ids, so each container counts as a machine.
     """
     machine = None
     with contextlib.suppress(OSError):  # not Linux

@@ -61,7 +61,7 @@ class Waiting:
 class World:
     """The ranks of the run, as seen from this rank, and their collectives.
 
-    Every public method except ``quiet`` is a collective: each rank must call it, in the same order.
+    All ranks must call every public method except ``quiet``, in the same order.
     """
 
     rank: int
@@ -72,7 +72,7 @@ class World:
     waiting: Waiting
     verbose: bool = False
     deterministic: bool = False  # backward passes use deterministic algorithms of torch
-    # ranks that divide the tokens of a forward (memory.sequence_parallel); None: each rank has its own rows
+    # ranks that divide the tokens of a forward (memory.sequence_parallel); None: ranks divide only rows
     sequence: SequenceGroup | None = None
 
     @property
@@ -82,17 +82,17 @@ class World:
 
     @property
     def sequence_argument(self) -> dict[str, SequenceGroup]:
-        """The argument of a model's forward whose tokens ranks divide; {} if none do."""
+        """The argument for a model's forward by which ranks divide its tokens; {} if they do not."""
         return {} if self.sequence is None else {"sequence": self.sequence}
 
     @property
     def data_size(self) -> int:
-        """The number of shares of the rows in training; the ranks of a sequence group have the same share."""
+        """The number of parts of the rows in training; all ranks of a sequence group have the same part."""
         return self.size // self.sequence_ranks
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank's share of the rows in training."""
+        """The index of this rank's part of the rows in training."""
         return self.rank // self.sequence_ranks
 
     @property
@@ -116,7 +116,7 @@ class World:
             return total.to(x.device)
 
     def sum_of_shares(self, x: Tensor) -> Tensor:
-        """Returns the sum of ``x``, which is equal on the ranks of a sequence group, over these groups."""
+        """Returns the sum of ``x`` over sequence groups; ``x`` must be equal on all ranks of a group."""
         return self.sum(x if self.rank % self.sequence_ranks == 0 else torch.zeros_like(x))
 
     def max(self, x: Tensor) -> Tensor:
@@ -155,8 +155,8 @@ class World:
     def on_all(self, action: Callable[[], T]) -> T:
         """Runs ``action`` on every rank and returns this rank's result.
 
-        If it raises UserError on some ranks, every rank raises the UserError of the first of these ranks.
-        The action may take longer than the timeout of collectives.
+        If ``action`` raises UserError on some ranks, every rank raises the UserError of the first of these
+        ranks. The action may take longer than the timeout of collectives.
         """
         result, problems = None, list[str]()
         try:
@@ -173,9 +173,8 @@ class World:
         """Runs ``action`` on the first rank of every node, and then on all other ranks.
 
         Returns this rank's result. A download, for example, is then in the node's cache when the other ranks
-        look for it. UserErrors are raised on every rank, as by ``on_all``; if the first rank of a node raises
-        one, the other ranks do not run the action. The action may take longer than the timeout of
-        collectives.
+        look for it. UserErrors are raised on every rank, as by ``on_all``; if a node's first rank raises one,
+        the other ranks do not run the action. The action may take longer than the timeout of collectives.
         """
         first = self.is_first_on_node
         result = self.on_all(action if first else lambda: None)
@@ -206,7 +205,7 @@ class World:
 
 
 def single_process_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that a launcher sets, for a process without a launcher; otherwise {}."""
+    """Returns the variables that a launcher would set, or {} if a launcher started this process."""
     if "RANK" in environment:
         return {}
     return {
@@ -266,9 +265,9 @@ def join_process_group(on_gpu: bool, timeout: timedelta) -> None:
 
     If all ranks run on this machine, other machines cannot connect to the ports of the group.
 
-    The group is not created by DeepSpeed (0.19.8), which binds it to a GPU (``device_id``). torch would then
-    split every later group from it, those of vLLM too: a collective of all ranks, also of those outside the
-    new group and for groups that use gloo, so that a group that some ranks create in another order hangs.
+    DeepSpeed (0.19.8) would bind the group to a GPU (``device_id``). torch would then split every later group
+    from this one, including the groups of vLLM and those that use gloo. A split is a collective of all ranks,
+    even of ranks outside the new group. It would hang if ranks create groups in different orders.
     """
     if dist.is_initialized():
         return
@@ -296,14 +295,14 @@ def connect(
     deterministic: bool = False,
     sequence_ranks: int = 1,
 ) -> World:
-    """Joins the other ranks over NCCL on GPUs and over gloo on CPUs.
+    """Joins the other ranks over NCCL on GPUs and over gloo on CPUs. All ranks must call this.
 
     The timeout of collectives is ``timeout_minutes`` + COLLECTIVE_MARGIN. ``threads`` is the number of
     threads per rank. If it is None, each rank uses its share of the cores (distributed/threads.py).
     ``sequence_ranks`` consecutive ranks divide the tokens of a forward.
 
-    With ``deterministic``, cuBLAS gets workspaces of a fixed size before its first use, as torch demands for
-    deterministic algorithms (``torch.use_deterministic_algorithms``).
+    With ``deterministic``, cuBLAS gets workspaces of a fixed size before its first use, as
+    ``torch.use_deterministic_algorithms`` requires.
 
     DeepSpeed's shared-memory collectives for CPUs are switched off first: they compile C++ on first use, hang
     on a stale lock, and leak 66 MiB of /dev/shm per rank and run. gloo's results are bit-identical to theirs.

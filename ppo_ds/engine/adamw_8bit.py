@@ -1,9 +1,9 @@
 """AdamW with moments of 8 bits (Dettmers et al. 2022), from bitsandbytes.
 
-A moment is a code, an index into a table of 256 numbers, times the scale of its block of 256 elements.
-Checkpoints store moments in fp32, so that they depend neither on blocks nor on the optimizer. ``encoded``
-finds codes and scales with exactly these values again if the blocks are the same. A step reads the values
-only, so that a resumed run continues bit for bit with the same ranks and ZeRO stage.
+A moment is the product of a number in a table of 256, whose index is its code, and the scale of its block of
+256 elements. Checkpoints store moments in fp32, so that they depend neither on blocks nor on the optimizer.
+If the blocks are the same, ``encoded`` finds codes and scales that decode to exactly these values. A step
+depends only on the values, so a run that resumes with the same ranks and ZeRO stage continues bit for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_8bit(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def add_fp32_moments(optimizer: Any, shares: list[Tensor]) -> None:
-    """Adds the moments of ``shares`` in fp32 to the states of an 8-bit optimizer."""
+    """Adds fp32 moments of ``shares`` (from ``optimizer_shares``) to an 8-bit optimizer's states."""
     groups = optimizer.param_groups
     for share in shares:
         if not optimizer.state[share]:  # before the first step; with ZeRO-3 the groups are empty
@@ -43,7 +43,7 @@ def add_fp32_moments(optimizer: Any, shares: list[Tensor]) -> None:
 
 
 def remove_fp32_moments(optimizer: Any, *, store: bool) -> None:
-    """Removes the moments in fp32 again; ``store`` makes them those of the optimizer."""
+    """Removes the fp32 moments; with ``store``, encodes them as the optimizer's 8-bit moments first."""
     for state in optimizer.state.values():
         for name, codes, table, scales in MOMENTS:
             values = state.pop(name)
@@ -57,10 +57,10 @@ def decoded(codes: Tensor, table: Tensor, scales: Tensor) -> Tensor:
 
 
 def encoded(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns codes and scales of ``values``, which decode to exactly these values if any do.
+    """Returns codes and scales that decode to exactly ``values``, if any do, and otherwise to close ones.
 
-    The largest magnitude of a block was divided by its scale. The table reaches from -0.993 to 1, so that a
-    scale that is computed from a negative value may be wrong in the last bits: its neighbours are tried too.
+    The scale is computed from the element of largest magnitude in the block. The table covers -0.993 to 1, so
+    a scale computed from a negative element may be wrong in the last bits: adjacent floats are tried too.
     """
     blocks = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     largest = torch.maximum(blocks.amax(1), blocks.amin(1) / table[0] if table[0] < 0 else blocks.amax(1))
@@ -70,7 +70,7 @@ def encoded(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         tried = (scale.view(torch.int32)[:, None] + offsets).view(torch.float32)[..., None]
         found = torch.bucketize(part[:, None] / tried, borders)
         exact = (table[found] * tried == part[:, None]).all(-1, keepdim=True)
-        best = exact.int().argmax(1, keepdim=True)  # the first one if none is exact
+        best = exact.int().argmax(1, keepdim=True)  # the first scale if none is exact
         codes.append(found.take_along_dim(best, 1)[:, 0].to(torch.uint8))
         scales.append(tried.take_along_dim(best, 1)[:, 0, 0])
     return torch.cat(codes).flatten()[: values.numel()].view(values.shape), torch.cat(scales)

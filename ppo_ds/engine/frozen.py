@@ -30,7 +30,7 @@ class HostWeights:
     """
 
     def __init__(self, module: nn.Module, device: torch.device):
-        """Moves the parameters to a new block one by one, so that at most one of them is in memory twice."""
+        """Moves the parameters to a new block one by one: at most one parameter is in memory twice."""
         self._slots = [
             (owner, name, parameter)  # a tied parameter has several
             for owner in module.modules()
@@ -50,7 +50,7 @@ class HostWeights:
         lock_pages(block, device)
 
     def restore(self) -> None:
-        """Points the module's parameters to the block again, without a copy; frees those on the device."""
+        """Points the module's parameters to the block again, without a copy; frees the device's memory."""
         for owner, name, parameter in self._slots:
             parameter.data = self._host[parameter]
             setattr(owner, name, parameter)  # Module.to replaces parameters of some devices
@@ -58,7 +58,7 @@ class HostWeights:
 
 @dataclass(eq=False)
 class FrozenModel:
-    """Model for forward passes without gradients, which must run inside ``resident()``; see ``freeze``."""
+    """Model for forward passes without gradients. Forwards must run inside ``resident()``. See ``freeze``."""
 
     module: Any
     forward: Callable[..., Any]  # runs the module
@@ -94,7 +94,7 @@ class FrozenModel:
 
     @contextmanager
     def decoding(self) -> Iterator[nn.Module]:
-        """Yields the causal LM of a frozen policy, whose own forwards may run inside the block.
+        """Yields the causal LM of a frozen policy. Inside the block, its forward may be called directly.
 
         With ZeRO-3 all ranks must run the same number of forwards.
         """
@@ -111,8 +111,8 @@ def freeze(
 ) -> FrozenModel:
     """Makes a FrozenModel of ``module``.
 
-    With ``deepspeed_config`` the model is a ZeRO-3 engine, whose config has its own offload setting,
-    otherwise a replica on every rank. ``offload`` keeps a replica in CPU memory between uses.
+    With ``deepspeed_config`` the model is a ZeRO-3 engine, and that config decides about offload. Otherwise
+    it is a replica on every rank, which ``offload`` keeps in CPU memory between uses.
     """
     module.eval().requires_grad_(False)
     if deepspeed_config is None:
@@ -134,7 +134,7 @@ class FrozenBase(FrozenModel):
     def __init__(
         self, trained: TrainedModel, *, base_weights: Callable[[nn.Module], AbstractContextManager[None]]
     ):
-        """Stores ``base_weights``, which makes a context where the module computes as before its training."""
+        """Stores ``base_weights``, which returns a context for computing as before the training."""
         super().__init__(trained.module, trained, trained.world.device)
         self._base_weights = base_weights
 

@@ -17,7 +17,7 @@ GATHER_ELEMENTS = 100_000_000
 
 
 def chunked(items: Iterable[T], numel: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Splits ``items`` in order into lists; a list ends once it has ``limit`` elements."""
+    """Splits ``items`` in order into lists; a list ends once its items have ``limit`` elements in total."""
     chunk: list[T] = []
     elements = 0
     for item in items:

@@ -1,6 +1,6 @@
 """Gradient norm and skipped optimizer steps of a DeepSpeed engine, for every ZeRO stage.
 
-DeepSpeed 0.19 itself skips steps with non-finite gradients, except in fp32 without ZeRO. It cannot be asked
+DeepSpeed 0.19 itself skips steps with non-finite gradients, except in fp32 without ZeRO. It has no function
 to skip a step with finite gradients, so ``skip_step`` fills the gradients with NaN. ``skip_step`` also clears
 the accumulation buffers. With ZeRO 1 or 2, 16 bits and an offloaded optimizer, DeepSpeed would leave the NaN
 in these buffers and skip every later step too.
@@ -18,7 +18,7 @@ from torch import Tensor
 def local_gradients(engine: Any) -> list[Tensor]:
     """Returns this rank's share of the gradients.
 
-    With an offloaded optimizer, returns the norm of each gradient instead, which DeepSpeed has computed.
+    With an offloaded optimizer, returns instead the norm of each gradient, as computed by DeepSpeed.
     """
     wrapper = engine.optimizer
     if hasattr(wrapper, "norm_for_param_grads"):
@@ -36,7 +36,7 @@ def local_gradients(engine: Any) -> list[Tensor]:
 def local_squared_norm(engine: Any) -> Tensor:
     """Computes the sum of squares of ``local_gradients``: 0-dim, float64, on the engine's device.
 
-    Not a collective, and does not wait for the device.
+    Not a collective. Does not wait for the device.
     """
     gradients = local_gradients(engine)
     wide = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in gradients)  # one at a time

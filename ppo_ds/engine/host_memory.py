@@ -23,7 +23,7 @@ def aligned(size: int) -> int:
 
 
 def lock_pages(block: Tensor, device: torch.device) -> bool:
-    """Page-locks a block that is copied to or from ``device``; returns whether it did.
+    """Page-locks a block that is copied to or from ``device``; returns whether this succeeded.
 
     The block must not be freed before ``unlock_pages``. Only GPUs need locked pages. Warns on failure.
     """

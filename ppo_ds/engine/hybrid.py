@@ -9,14 +9,15 @@ them directly for decoding. With ZeRO-3 there are two modes (actor.zero.generati
   and ranks may decode different numbers of tokens. LoRA adapters are merged into the copy, whose weights are
   rounded to its dtype: in bf16, its log-probs differ from the training log-probs by a few thousandths of a
   nat. Adapters are never merged into the trained model's own weights. The copy is freed for training, where
-  the free memory determines the size of micro-batches, so that its addresses change with every phase.
+  the free memory determines the size of micro-batches. The addresses of the copy therefore change with every
+  phase.
 - layers: the sharded model itself decodes, and each forward gathers one layer after the other
   (engine/layerwise_generation.py). This is for models that do not fit on one device. All ranks must then run
   the same number of forwards (lockstep).
 
-An inference engine that has weights of its own (rollout.backend=vllm) needs neither. It receives all weights
+An inference engine with separate weights (rollout.backend=vllm) needs neither mode. It receives all weights
 at each switch to generation, one decoder layer at a time, for every ZeRO stage. If it can decode with LoRA
-adapters, it receives these at each switch, and the base, which does not change, as often as it asks for it.
+adapters, it receives the adapters at each switch, and the base, which does not change, only when it reads it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.models.lora import PlainWeight, checkpoint_tensors, plain_weights
 from ppo_ds.models.quantized import whole_numel
 
-# A context in which an inference engine generates with the given weights, by their names in a checkpoint. A
-# second iterator yields adapters, by their names in the causal LM; the weights are then those of the base.
+# A context in which an inference engine generates with the given weights, named as in a checkpoint. A second
+# iterator yields adapters, named as in the causal LM; the weights are then those of the base.
 Engine = Callable[..., AbstractContextManager[None]]
 
 
@@ -58,7 +59,7 @@ class HybridActor(TrainedModel):
         """Wraps ``module`` in an engine and, with ZeRO-3, creates the inference copy.
 
         ``make_inference_copy`` returns an unsharded causal LM without weights. None means that an inference
-        engine with weights of its own generates; ``connect`` receives it. ``timer("switch")`` is a context
+        engine with separate weights generates; pass it to ``connect``. ``timer("switch")`` returns a context
         that measures the time of each switch. Weights are gathered in chunks of ``gather_elements`` elements.
         """
         super().__init__(module, **engine)
@@ -79,8 +80,8 @@ class HybridActor(TrainedModel):
     ) -> str:
         """Chooses how weights are gathered and whether optimizer states are offloaded during generation.
 
-        A collective, to be called when all models are in memory. Until then, weights are gathered whole and
-        nothing is offloaded. ``generation_gather`` and ``offload_states`` are the settings of actor.zero.
+        All ranks must call this when all models are in memory. Before this call, weights are gathered whole
+        and nothing is offloaded. ``generation_gather`` and ``offload_states`` are the settings of actor.zero.
         ``decoding_bytes`` is the size of the KV cache and the activations of decoding, and of the weights of
         an inference engine. Returns a line for the start-up banner.
         """
@@ -118,7 +119,7 @@ class HybridActor(TrainedModel):
 
     @property
     def lockstep_max(self) -> Callable[[int], int] | None:
-        """With ``lockstep``, a collective that returns the maximum of a number over all ranks, else None."""
+        """With ``lockstep``, a collective that returns a number's maximum over all ranks. Otherwise None."""
         return (lambda number: self.world.max_int(int(number))) if self.lockstep else None
 
     @property
@@ -133,15 +134,16 @@ class HybridActor(TrainedModel):
     def connect(self, engine: Engine, *, adapters: bool = False) -> None:
         """Makes ``engine`` generate: ``generation_mode`` enters ``engine(self.weights())``.
 
-        With ``adapters`` it enters ``engine(self.weights(merge=False), self.adapters())``, and the engine
-        need not read the weights. If memory is freed outside of this context, it is free during training.
+        With ``adapters``, ``generation_mode`` enters ``engine(self.weights(merge=False), self.adapters())``,
+        and the engine need not read the weights. Memory that the engine frees outside of this context is free
+        during training.
         """
         assert self._has_engine and self._depth == 0
         self._engine, self._sends_adapters = engine, adapters
 
     @torch.no_grad()
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and value of each matrix of the adapters; with ZeRO-3 all ranks must read all."""
+        """Yields the name and value of each adapter matrix; with ZeRO-3 every rank must read all of them."""
         matrices = [item for item in self.module.lm.named_parameters() if item[1].requires_grad]
         for chunk in chunked(matrices, lambda item: whole_numel(item[1]), self._gather_elements):
             sharded = [parameter for _, parameter in chunk]
@@ -152,7 +154,7 @@ class HybridActor(TrainedModel):
 
     @torch.no_grad()
     def weights(self, *, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the value of each weight of the causal LM, as an export would write them.
+        """Yields the name and value of each weight of the causal LM, as an export would write them.
 
         Adapters are merged unless ``merge`` is False, and tied weights are yielded once. At most one decoder
         layer, or chunks of ``gather_elements``, are in memory besides the model. With ZeRO-3 every rank must
@@ -174,7 +176,7 @@ class HybridActor(TrainedModel):
 
     @contextmanager
     def generation_mode(self) -> Iterator[None]:
-        """Switches to generation for the duration of the block. A collective: all ranks enter together.
+        """Switches to generation for the duration of the block. All ranks must call this.
 
         A nested block has no effect. The actor switches back to training after an exception, too.
         """
@@ -186,9 +188,9 @@ class HybridActor(TrainedModel):
             self._depth -= 1
 
     def take_switched_gb(self) -> float:
-        """Returns the GiB that this rank has gathered or moved to and from the CPU since the last call.
+        """Returns the GiB that this rank has gathered, or moved to and from the CPU, since the last call.
 
-        If weights are gathered layer by layer, every forward adds the size of all weights.
+        If weights are gathered layer by layer, each forward counts as the size of all weights.
         """
         taken, self._switched_bytes = self._switched_bytes, 0
         return taken / GIB
@@ -247,9 +249,9 @@ class HybridActor(TrainedModel):
 
 
 def by_layer(weights: list[PlainWeight]) -> list[list[PlainWeight]]:
-    """Groups consecutive weights of one decoder layer, whose names have the same first number.
+    """Groups weights by decoder layer, which is the first number in their names.
 
-    Other weights are groups of one.
+    Each weight without a number is a group.
     """
     groups: dict[str, list[PlainWeight]] = {}
     for weight in weights:

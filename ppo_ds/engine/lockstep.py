@@ -1,4 +1,4 @@
-"""Optimizer step of several models that all ranks take or all ranks skip."""
+"""Optimizer step of several models that either all ranks take or all ranks skip."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def step_or_skip(
 ) -> LockstepResult:
     """Steps all ``models`` if every loss and gradient is finite on every rank, else drops their gradients.
 
-    The decision needs one collective and one synchronization with the device. If only some ranks or models
-    took the step, replicas would diverge and ZeRO-3 would hang.
+    All ranks must call this. The decision needs one collective and one synchronization with the device. If
+    only some ranks or models took the step, replicas would diverge and ZeRO-3 would hang.
 
     Args:
         models: The models by name, with accumulated gradients.

@@ -1,9 +1,9 @@
 """Access to the fp32 weights and AdamW moments of a DeepSpeed engine by parameter name, for every ZeRO stage.
 
 ZeRO keeps them in flat partitions whose layout depends on the stage and the number of ranks. This module
-gets whole parameters, which depend on neither, with one collective per parameter, so that a rank holds at
-most one whole parameter in addition to its own partition. It sets the elements of a parameter that are in
-this rank's partition, and states which elements these are, so that a rank reads nothing else.
+returns whole parameters, with one collective per parameter, so that a rank holds at most one whole parameter
+in addition to its partition. When it sets a parameter, it sets only the elements in this rank's partition;
+``local_range`` returns which elements these are, so that a rank reads nothing else.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 class MasterWeights:
     """Gets and sets the trained parameters of ``model``. Frozen parameters are not included.
 
-    After the last ``set_local``, call ``refresh()``, which updates the module's weights. An 8-bit optimizer
-    has moments for ``get`` and ``set_local`` inside ``opened_masters`` only.
+    After the last ``set_local``, call ``refresh()``, which updates the module's weights. With an 8-bit
+    optimizer, ``get`` and ``set_local`` support moments only inside ``opened_masters``.
     """
 
     def __init__(self, model: TrainedModel):
@@ -66,9 +66,9 @@ class MasterWeights:
         self.link_states()
 
     def link_states(self) -> None:
-        """Links optimizer states to parameters again.
+        """Links the optimizer states of all parameter groups to the parameters again.
 
-        DeepSpeed does so only once, after the step of the first parameter group, without the other groups.
+        DeepSpeed links them only once, after the first parameter group's step, and only for this group.
         """
         if hasattr(self._wrapper, "_lazy_init_hp_params_optimizer_state"):
             self._wrapper._hp_optimizer_states_linked = False
@@ -96,7 +96,7 @@ class MasterWeights:
         return local_range(self.parameters[name], self._model.zero_stage, self._world.rank)
 
     def set_local(self, name: str, part: str, values: Tensor) -> None:
-        """Sets the elements of ``part`` that this rank keeps, those of ``local_range``. Not a collective."""
+        """Sets this rank's elements of ``part``, which are those of ``local_range``. Not a collective."""
         parameter = self.parameters[name]
         if self._whole is not None:
             whole = self._whole_part(name, part)
@@ -169,7 +169,7 @@ class MasterWeights:
 
 @contextmanager
 def opened_masters(model: TrainedModel, *, store: bool = False) -> Iterator[MasterWeights]:
-    """Yields MasterWeights with moments; ``store`` gives an 8-bit optimizer the new ones at the end."""
+    """Yields MasterWeights with moments; with ``store``, encodes them for an 8-bit optimizer at the end."""
     optimizer = model.engine.basic_optimizer
     if is_8bit(optimizer):
         add_fp32_moments(optimizer, optimizer_shares(model))
@@ -186,7 +186,7 @@ def opened_masters(model: TrainedModel, *, store: bool = False) -> Iterator[Mast
 def optimizer_shares(model: TrainedModel) -> list[Tensor]:
     """Returns this rank's share of the fp32 weights: the tensors that the optimizer updates.
 
-    With ZeRO these are flat partitions, including padding, and without ZeRO whole parameters.
+    With ZeRO these are flat partitions, including padding; without ZeRO they are whole parameters.
     """
     if model.zero_stage == 3:  # torch's optimizer holds them only during a step
         return list(model.engine.optimizer.fp32_partitioned_groups_flat)
@@ -196,12 +196,12 @@ def optimizer_shares(model: TrainedModel) -> list[Tensor]:
 def local_range(parameter: nn.Parameter, zero_stage: int, rank: int) -> slice:
     """Returns the elements of the flattened ``parameter`` that are in the partition of ``rank``.
 
-    For ZeRO 1 and 2, DeepSpeed has stored them in the parameter for the rank of this process.
+    For ZeRO 1 and 2, this is the range that DeepSpeed has stored in the parameter, for this process's rank.
     """
     if zero_stage == 0:
         return slice(0, parameter.numel())
     if zero_stage == 3:
-        # equal shares, the last of them padded; a small parameter has none on the last ranks
+        # equal shares, the last one padded; the last ranks have no share of a small parameter
         share, numel = parameter.ds_tensor.numel(), parameter.ds_numel
         return slice(min(share * rank, numel), min(share * (rank + 1), numel))
     mapping = parameter._hp_mapping  # None if the whole parameter is on other ranks

@@ -1,4 +1,4 @@
-"""Memory budget of the generation phase, and the plan for gathering weights and offloading states in it."""
+"""Memory budget of the generation phase, and its plan for gathering weights and offloading states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ppo_ds.distributed.world import World
 GIB, MIB = 2**30, 2**20
 USABLE = 0.9  # usable fraction of the free memory; the rest is lost to fragmentation
 LAZY = GIB // 2  # GPU memory that is allocated after the start-up: kernels, workspaces, buffers of NCCL
-LIBRARIES = GIB  # CPU memory of the imported libraries, and of whatever else runs on the machine
+LIBRARIES = GIB  # CPU memory of the imported libraries, and of other programs on the machine
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class GenerationPlan:
 def plan_generation(
     budget: MemoryBudget, *, generation_gather: str, offload_states: str, on_gpu: bool
 ) -> GenerationPlan:
-    """Resolves ``generation_gather`` and ``offload_states`` of actor.zero, each of which may be auto.
+    """Resolves ``generation_gather`` and ``offload_states`` of actor.zero if they are auto.
 
     Offloading costs time once per phase, and gathering by layers once per token. If memory is short, auto
     therefore offloads states first and gathers by layers only if that is not enough. On a CPU auto never
@@ -86,7 +86,7 @@ def format_bytes(size: int) -> str:
 def free_bytes(world: World) -> int:
     """Returns the free memory of this rank's device.
 
-    On a CPU this is the rank's share of the machine's available memory, whatever a container's limit.
+    On a CPU this is the rank's share of the machine's available memory; a container's limit is ignored.
     """
     if world.device.type == "cpu":
         return psutil.virtual_memory().available // world.threads.ranks
@@ -97,10 +97,10 @@ def free_bytes(world: World) -> int:
 def tensor_memory(world: World, resident: int) -> int:
     """Returns the bytes that all tensors of a rank may take together. All ranks must call this.
 
-    The result is that of the rank with the least memory. On a GPU, it is the memory of the tensors of this
-    process and the free memory, without LAZY. ``resident`` is the estimate of what is resident between two
-    phases; tensors beyond this estimate are not counted, since they stay. On a CPU, it is the rank's share of
-    the machine's memory without LIBRARIES; it depends on nothing that changes between two starts.
+    The result is the minimum over ranks. On a GPU, a rank's memory is that of its tensors plus the free
+    memory, minus LAZY. ``resident`` is an estimate of the tensors that exist between two phases; those beyond
+    the estimate are not counted, since they are not freed. On a CPU, it is the rank's share of the machine's
+    memory minus LIBRARIES, which is the same at each start.
     """
     if world.device.type == "cpu":
         own = cpu_memory(world.threads.ranks)
@@ -115,7 +115,7 @@ def cpu_memory(ranks: int) -> int:
 
 
 def host_memory(cgroup: Path = CGROUP) -> int:
-    """Returns the CPU memory of this machine in bytes, or the limit of this container if that is lower."""
+    """Returns the CPU memory of this machine in bytes, or the container's limit if it is lower."""
     limits = [psutil.virtual_memory().total]
     for file in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, v1
         try:

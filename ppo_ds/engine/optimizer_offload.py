@@ -48,7 +48,7 @@ class OptimizerOffload:
 
     @contextmanager
     def offloaded(self) -> Iterator[int]:
-        """Offloads the states for the duration of the block, in which they must not be accessed.
+        """Offloads the states for the duration of the block; they must not be accessed inside it.
 
         Yields the number of bytes that were copied. Not a collective.
         """
@@ -81,7 +81,7 @@ class OptimizerOffload:
                 _as_bytes(storage).copy_(copy, non_blocking=True)
             for storage, size in buckets:
                 storage.resize_(size)
-            get_accelerator().synchronize()  # needed because gradients are reduced on another stream
+            get_accelerator().synchronize()  # because gradients are reduced on another stream
 
     def _states(self) -> list[UntypedStorage]:
         """Returns the storages of optimizer states, except those that forwards need.
@@ -109,7 +109,7 @@ class OptimizerOffload:
         return self._on_device(bucket.buffer for bucket in buckets if bucket.buffer is not None)
 
     def _on_device(self, tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-        """Returns the non-empty storages of ``tensors`` on the model's device, each of them once."""
+        """Returns the non-empty storages of ``tensors`` on the model's device, without duplicates."""
         device = self._model.world.device.type
         storages = [x.untyped_storage() for x in tensors if x.device.type == device]
         return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())

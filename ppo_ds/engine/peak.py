@@ -1,6 +1,6 @@
 """Peak rates of this machine, measured at start-up: matrix products and memory bandwidth.
 
-Each rate is the best of several measurements, which short loads do not lower. Not tested on a GPU.
+Each rate is the best of several measurements, so that short loads do not lower it. Not tested on a GPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def gemm_flops_per_s(
 ) -> float:
     """Measures the FLOPs per second of the fastest product ``[m,k] @ [n,k].T`` with this process's threads.
 
-    A multiplication and an addition are two FLOPs. ``shapes`` are tuples (m, k, n) to try beside GEMM_SHAPES,
-    such as those of a model's layers. ``seconds`` is the approximate time for all shapes together.
+    A multiplication and an addition are two FLOPs. ``shapes`` are tuples (m, k, n) to try in addition to
+    GEMM_SHAPES, such as those of a model's layers. ``seconds`` is the approximate total time.
     """
     tried = (*GEMM_SHAPES.get(device.type, GEMM_SHAPES["cpu"]), *shapes)
     rates = []

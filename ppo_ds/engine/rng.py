@@ -62,7 +62,7 @@ def set_rng(states: RandomStates, world: World) -> None:
 
 @contextmanager
 def fork_rng(world: World) -> Iterator[None]:
-    """Restores the random states at the end of the block, so that draws inside it do not change the run."""
+    """Restores the random states at the end of the block, so that draws in it do not affect the run."""
     before = get_rng(world)
     try:
         yield
@@ -75,7 +75,7 @@ def rng_file(directory: Path, rank: int) -> Path:
 
 
 def save_rng(directory: Path, world: World, states: RandomStates | None = None) -> Path:
-    """Writes this rank's ``states``, by default the current ones, and returns the file."""
+    """Writes this rank's ``states`` (default: the current states) and returns the file."""
     states = states or get_rng(world)
     path = rng_file(directory, world.rank)
     write_tensors(path, states.tensors, metadata={"rest": json.dumps(states.rest)})
@@ -85,7 +85,7 @@ def save_rng(directory: Path, world: World, states: RandomStates | None = None) 
 def load_rng(directory: Path, world: World) -> None:
     """Restores this rank's states.
 
-    If the saved run had fewer ranks, a rank without a file is seeded from rank 0's file and its rank number.
+    If the saved run had fewer ranks, a rank without a file is seeded from rank 0's file and the rank number.
     Raises OSError if a file has no valid states: numpy does not check them, and a later draw would crash.
     """
     path = rng_file(directory, world.rank)

@@ -24,7 +24,7 @@ from ppo_ds.models.quantized import whole_numel
 class LRSchedule:
     """Learning rate of each optimizer step: linear warm-up, then cosine decay, linear decay or constant.
 
-    ``cosine`` and ``linear`` end at the minimum rate; ``cosine_annealing`` (as in torch) a step before it.
+    ``cosine`` and ``linear`` reach the minimum in the last step, ``cosine_annealing`` (as in torch) after it.
     """
 
     lr: float
@@ -37,7 +37,7 @@ class LRSchedule:
     def at(self, step: int) -> float:
         """Returns the learning rate of a step, counted from 0.
 
-        The rate of the first step is not 0, since a step without effect would hide bugs.
+        The first step's rate is not 0, since a step without effect would hide bugs.
         """
         warmup = self.warmup_steps
         if warmup is None:
@@ -68,7 +68,7 @@ def parameter_groups(
     """Groups the trained parameters by weight decay and learning rate.
 
     Weight decay applies to matrices, and not to norms, biases and other vectors. ``lr_factors`` multiply the
-    schedule's rate; the default is 1. ZeRO-3 keeps the shape of a parameter that it flattens in ``ds_shape``.
+    schedule's rate (default: 1). ZeRO-3 flattens parameters and keeps their shapes in ``ds_shape``.
     """
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for parameter in module.parameters():
@@ -94,8 +94,8 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     On a GPU, the backward passes of attention and of embeddings add with atomic operations, whose order
     differs from run to run. Operations without a deterministic algorithm raise RuntimeError with their name.
 
-    Only backward passes run in such a block: torch refuses the cumulative sums of top_p sampling on a GPU,
-    although those over rows do not depend on an order (torch 2.13, ``use_deterministic_algorithms``).
+    Only backward passes run in such a block: on a GPU, torch (2.13) would reject the cumulative sums of top_p
+    sampling, although sums over rows are deterministic (``use_deterministic_algorithms``).
     """
     if not enabled:
         yield
@@ -104,7 +104,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     was_enabled = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # to fill with NaN is slow
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filling with NaN is slow
     try:
         yield
     finally:
@@ -116,8 +116,8 @@ class TrainedModel:
     """Wraps a module in a DeepSpeed engine (ZeRO 0 to 3).
 
     The caller divides losses by the totals of the whole optimizer step and multiplies them by the number of
-    ranks (algorithm/loss/aggregation.py). DeepSpeed averages gradients over ranks, without its division by
-    accumulation steps. The result is the exact gradient of the global mean for any division of the rows.
+    ranks (algorithm/loss/aggregation.py). DeepSpeed averages gradients over ranks; its division by
+    accumulation steps is off. The result is the exact gradient of the global mean for any division of rows.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class TrainedModel:
         lr_factors: Mapping[nn.Parameter, float] | None = None,
         settings: Mapping[str, float] | None = None,
     ):
-        """See ``parameter_groups`` for ``lr_factors``. ``eight_bit`` selects AdamW with moments of 8 bits.
+        """See ``parameter_groups`` for ``lr_factors``. ``eight_bit`` selects AdamW with 8-bit moments.
 
-        ``settings``, for checkpoints, are config keys and values that the model's tensors do not store.
+        ``settings`` are config keys and values that checkpoints store in addition to the model's tensors.
         """
         self.settings = dict(settings or {})
         self.world = world
@@ -169,10 +169,10 @@ class TrainedModel:
 
     @contextmanager
     def replaced_weights(self, refresh: Callable[[], None]) -> Iterator[None]:
-        """Forbids training inside the block, in which the module has other weights (engine/weight_copy.py).
+        """Forbids training inside the block, where the module has other weights (engine/weight_copy.py).
 
-        If an exception leaves the block, ``refresh`` runs before the next use of the module, and not at once:
-        ``refresh`` is a collective, and the exception may have occurred on one rank only.
+        If an exception leaves the block, ``refresh`` runs before the next use of the module, not at once: it
+        is a collective, and the exception may have occurred on one rank only.
         """
         assert not self._weights_replaced, (
             "weights are replaced already: WeightCopy.swapped() inside swapped()"
@@ -188,16 +188,16 @@ class TrainedModel:
             self._weights_replaced = False
 
     def restore_weights(self) -> None:
-        """Restores the module's own weights if an exception has left ``replaced_weights``.
+        """Restores the trained weights if an exception has left the block of ``replaced_weights``.
 
-        A collective if the weights must be restored.
+        All ranks must call this if the weights must be restored.
         """
         if self._refresh_weights is not None:
             refresh, self._refresh_weights = self._refresh_weights, None
             refresh()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulates the gradient of a micro-batch, which may be the ``last`` one of the optimizer step."""
+        """Accumulates a micro-batch's gradient; ``last``: it is the optimizer step's last micro-batch."""
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         self.engine.set_gradient_accumulation_boundary(last)
         with deterministic_algorithms(self.world.deterministic):
@@ -211,7 +211,7 @@ class TrainedModel:
         return local_squared_norm(self.engine)
 
     def step(self) -> StepInfo:
-        """Clips and applies the accumulated gradient. In fp32 without ZeRO, the gradient must be finite."""
+        """Clips and applies the accumulated gradient, which must be finite in fp32 without ZeRO."""
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         lr = self.schedule.at(self.steps)
         for group in self.engine.optimizer.param_groups:

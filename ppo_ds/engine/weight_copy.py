@@ -1,9 +1,9 @@
 """Second set of an engine's trained weights: the exponential moving average of a policy, or a lagging copy.
 
 Each rank keeps its share of the copy in fp32, partitioned like the optimizer's master weights. Updates
-therefore need no communication and work in the same way for every ZeRO stage. Averaging the module's
-parameters would have no effect with ZeRO-3, where they are empty between forwards, and in 16 bits small
-changes would be lost to rounding. ``swapped`` exchanges the copy with the engine's weights for all uses.
+therefore need no communication and work in the same way for every ZeRO stage. An average of the module's
+parameters would not work: with ZeRO-3 they are empty between forwards, and in 16 bits small changes would be
+lost to rounding. ``swapped`` exchanges the copy with the engine's weights for all uses.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class WeightCopy:
         """Gives the engine the copy's weights inside the block, for forwards, generation and export.
 
         All ranks must call this. Training inside the block is forbidden. After it, the engine's weights are
-        bit-identical to those before it. After an exception, the master weights are exchanged back at once,
-        the module's weights at the next use of the model (see ``TrainedModel.replaced_weights``).
+        bit-identical to those before. After an exception, the master weights are restored at once, the
+        module's weights at the next use of the model (see ``TrainedModel.replaced_weights``).
         """
         assert self.model.module.training, (
             "swapped() inside generation_mode(), which has the weights of its start"

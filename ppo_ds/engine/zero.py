@@ -22,7 +22,7 @@ def merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
 def communication_dtype(dtype: str, ranks: int, raw: dict[str, Any]) -> str:
     """Returns the dtype in which gradients are summed over ``ranks``: fp32, bf16 or fp16.
 
-    ``raw`` is the user's own JSON, whose ``communication_data_type`` takes precedence.
+    ``raw`` is the user's JSON config; its ``communication_data_type`` takes precedence.
     """
     own = raw.get("communication_data_type")
     if own is not None:
@@ -42,10 +42,10 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Returns the config of one engine.
 
-    Batch sizes are fixed at 1. Micro-batches are formed by number of tokens and their number differs from
-    step to step, so TrainedModel itself marks the accumulation boundary of each optimizer step. Stage 0 in 16
-    bits runs as stage 1: the mathematics is the same, but DeepSpeed's stage 0 accumulates micro-batch
-    gradients in 16 bits, where small terms are lost (in bf16, 1 + 2^-9 = 1). ``raw`` is the user's own JSON
+    Batch sizes are fixed at 1. Micro-batches are formed by number of tokens, so their number differs from
+    step to step, and TrainedModel marks the accumulation boundary of each optimizer step. Stage 0 in 16 bits
+    runs as stage 1: the mathematics is the same, but DeepSpeed's stage 0 accumulates micro-batch gradients in
+    16 bits, where small terms are lost (in bf16, 1 + 2^-9 = 1). ``raw`` is the user's JSON config
     (``actor.deepspeed``), which overrides everything else.
     """
     zero: dict[str, Any] = {"stage": 1 if stage == 0 and dtype != "fp32" else stage}
@@ -83,10 +83,10 @@ def deepspeed_config(
 
 
 def new_node_groups() -> None:
-    """Lets the next model that is sharded create its own groups of zero_hpz_partition_size ranks.
+    """Lets the next sharded model create new groups of zero_hpz_partition_size ranks.
 
-    DeepSpeed 0.19.8 keeps these groups in a global variable, and ``zero.Init`` refuses to create them for a
-    second model, although it creates them for each model with this setting (partition_parameters.py). A model
-    that is already sharded holds its own reference to its groups.
+    DeepSpeed 0.19.8 keeps these groups in a global variable. ``zero.Init`` creates them for each model with
+    this setting, but raises an error for the second model (partition_parameters.py). A model that is already
+    sharded holds a reference to its groups.
     """
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None

@@ -1,4 +1,4 @@
-"""Reward models with their own scoring method ``get_score(tokenizer, chat)``, such as InternLM2's.
+"""Reward models with a scoring method ``get_score(tokenizer, chat)``, such as InternLM2's.
 
 A model that also has ``get_scores(tokenizer, chats)`` can score a batch. The model's code applies the chat
 template, adds special tokens and padding, and chooses the position of the score.
@@ -24,7 +24,7 @@ _MARKUP = 8  # approximate number of tokens that a template adds to one message
 
 
 class ChatScorer(nn.Module):
-    """Wraps a model that has its own ``get_score``, together with its tokenizer."""
+    """Wraps a model that has a method ``get_score``, and the model's tokenizer."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer):
         super().__init__()
@@ -50,7 +50,7 @@ class ChatScorer(nn.Module):
 
 
 def expect_trusted(path: str, trust_remote_code: bool, key: str) -> None:
-    """Raises UserError if the model's code may not run; ``key`` is the model's section in the config."""
+    """Raises UserError if the config does not trust the model's code; ``key`` is the model's section."""
     if not trust_remote_code:
         raise UserError(
             f"{key}.trust_remote_code=false: get_score is Python code from the files of {path}; "

@@ -1,13 +1,13 @@
 """Downloads the files of Hub models, once for all ranks of a node, and prints the size of the weights.
 
-A rank that loads a model asks the Hub for a dozen files, and the Hub refuses many requests from one address
-(HTTP 429). Before the models of a run are loaded, rank 0 therefore lists their files, the first rank of each
-node downloads what its cache lacks, and then all ranks load only files of the cache, of the commit that rank
-0 has found. A cache that several nodes share is filled by rank 0. Tools, which have no other ranks, call
+A rank that loads a model requests a dozen files from the Hub, which rejects many requests from one address
+(HTTP 429). Before the models of a run are loaded, rank 0 therefore lists their files, and the first rank of
+each node downloads files that its cache lacks. All ranks then load only from the cache, and only the commit
+that rank 0 has found. If nodes share a cache, rank 0 fills it. Tools, which have one rank, call
 ``fetch_weights`` and leave the rest to transformers.
 
-The progress bars of the libraries are off (launch/train.py), since every rank would draw its own. Rank 0
-shows the download of weights.
+The progress bars of the libraries are off (launch/train.py), since every rank would draw one. Rank 0 shows
+downloads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WEIGHTS = re.compile(r"(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
 _UNUSED = re.compile(
     r".*\.(?:safetensors|bin|h5|msgpack|ot|gguf|onnx|onnx_data|pt|pth|ckpt|npz|tflite|md|png|jpe?g|gif|pdf)"
 )
-# transformers asks the Hub for these files even if it may only read files of the cache, unless the cache says
+# transformers requests these files from the Hub even if it may only read the cache, unless the cache records
 # that they do not exist
 _LOOKED_FOR = ("adapter_config.json",)
 _TEMPLATES = "additional_chat_templates/"
@@ -53,7 +53,7 @@ UNREACHABLE = (
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model that the config names by its Hub id."""
+    """A model that the config specifies by Hub id."""
 
     key: str  # the config key of the path, for messages
     path: str
@@ -63,7 +63,7 @@ class HubModel:
 
 @dataclass(frozen=True)
 class HubFiles:
-    """The files of one commit of a Hub model; none are known if the Hub could not be asked."""
+    """The files of one commit of a Hub model; empty if the Hub could not be reached."""
 
     model: HubModel
     commit: str
@@ -80,7 +80,7 @@ class HubFiles:
 
 
 class DownloadBar(tqdm):
-    """Progress of one file: a bar on a terminal, otherwise a line every 10 % and every 30 seconds."""
+    """Progress of one file: a bar on a terminal; otherwise a line every 10 % and every 30 seconds."""
 
     LINE_PARTS, LINE_SECONDS = 10, 30.0
 
@@ -104,14 +104,14 @@ class DownloadBar(tqdm):
             print(line, file=sys.stderr, flush=True)
 
 
-# The models that this process loads from its cache only, by path and revision.
+# The models that this process loads only from the cache, by path and revision.
 _downloaded: dict[tuple[str, str | None], HubFiles] = {}
 
 
 def hub_arguments(path: str, revision: str | None) -> dict[str, Any]:
     """Returns the arguments of transformers that apply to the Hub but not to a local folder.
 
-    They exclude requests to the Hub if ``download_files`` has downloaded the model.
+    If ``download_files`` has downloaded the model, they prevent requests to the Hub.
     """
     if os.path.isdir(path):
         return {}
@@ -122,7 +122,7 @@ def hub_arguments(path: str, revision: str | None) -> dict[str, Any]:
 
 
 def cached_folder(path: str, revision: str | None) -> Path | None:
-    """Returns the folder with the files of a model: a local one, or that of the Hub cache if it has one."""
+    """Returns the folder with a model's files, a local one or one in the Hub cache; None if there is none."""
     if os.path.isdir(path):
         return Path(path)
     files = _downloaded.get((path, revision))
@@ -133,8 +133,8 @@ def cached_folder(path: str, revision: str | None) -> Path | None:
 def download_files(models: Sequence[HubModel], world: World) -> None:
     """Downloads all files of the models except for their weights. All ranks must call this.
 
-    From then on, this process loads these models without asking the Hub. Local folders, and paths that are
-    no Hub ids, are ignored. Raises UserError if a model is neither in the cache nor on the Hub.
+    Afterwards, this process loads these models without requests to the Hub. Local folders, and paths that are
+    not Hub ids, are ignored. Raises UserError if a model is neither in the cache nor on the Hub.
     """
     unique: dict[tuple[str, str | None], HubModel] = {}
     for model in models:
@@ -165,25 +165,25 @@ def download_weights(models: Sequence[HubModel], world: World) -> None:
                 announce(files.model, sum(size for name, size in files.weights if name in missing))
             download(files, missing, bar=DownloadBar if world.is_main else None)
 
-    # rank 0 first: where the nodes share a cache, the others then find the files there
+    # rank 0 first: if nodes share a cache, the other ranks then find the files there
     world.on_all(fetch if world.is_main else lambda: None)
     world.on_first_of_node(fetch)
 
 
 def is_hub_id(path: str) -> bool:
-    """Returns whether a path has the form of a Hub id and is no local folder."""
+    """Returns whether a path has the form of a Hub id and is not a local folder."""
     return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not os.path.exists(path)
 
 
 def list_files(model: HubModel) -> HubFiles | None:
-    """Asks the Hub for the files of a model and downloads its small files.
+    """Lists the files of a model on the Hub and downloads its small files.
 
-    If the Hub does not list them but the cache has the model with weights, the cache is used as it is.
-    Returns None if the cache has only other files of the model: transformers then asks for each file, which
-    some mirrors of the Hub answer although they do not list files.
+    If the Hub does not list files but the cache has the model with weights, the cache is used unchanged. If
+    the cache has only other files of the model, returns None: transformers then requests each file, since
+    some mirrors of the Hub provide files without listing them.
     """
     try:
-        # writes the commit of the revision into the cache, where a start without a network looks for it
+        # writes the revision's commit into the cache, for starts without a network
         config = hf_hub_download(model.path, "config.json", revision=model.revision)
         commit = Path(config).parent.name
         info = HfApi().model_info(model.path, revision=commit, files_metadata=True)
@@ -213,8 +213,8 @@ def list_files(model: HubModel) -> HubFiles | None:
 def download(files: HubFiles, names: Sequence[str], bar: type[tqdm] | None = None) -> None:
     """Downloads the files that the local cache lacks; raises UserError if one cannot be downloaded.
 
-    Also copies code to the folder from which transformers imports it. If several ranks did this at once, one
-    could import a file that another is still writing.
+    Also copies the model's code to the folder from which transformers imports it. If several ranks did this
+    at once, one rank could import a file that another rank is still writing.
     """
     if not names:
         return
@@ -255,9 +255,9 @@ def announce(model: HubModel, size: int) -> None:
 def fetch_weights(path: str, revision: str | None, key: str) -> None:
     """Downloads the weights of a Hub model that are not in the local cache yet.
 
-    Only the first rank of each node does this. When the other ranks load the same files, they wait until the
-    files are complete. Does nothing for a local folder, and after ``download_files``. If the Hub cannot be
-    reached or has no such model, the error is raised later, when the model is loaded.
+    Only the first rank of each node downloads. When other ranks load these files, they wait until the files
+    are complete. Does nothing for a local folder, and after ``download_files``. If the Hub cannot be reached
+    or does not have the model, loading the model raises the error later.
     """
     if os.path.isdir(path) or (path, revision) in _downloaded or os.environ.get("LOCAL_RANK", "0") != "0":
         return

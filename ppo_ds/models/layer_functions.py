@@ -1,9 +1,9 @@
 """Replaces functions inside the layers of a model by faster ones: RMSNorm and RoPE.
 
-They are replaced by the functions of ``ops.fused``, which compute the same numbers bit for bit. A class or
-function of transformers is replaced only if its results in a small example are equal, so that families with
-other formulas are left alone. Only attributes of module instances are set: names of weights and
-modules, hooks, adapters and copies made from a model's class and config do not change.
+The functions of ``ops.fused`` replace them and compute the same numbers bit for bit. A class or function of
+transformers is replaced only if its results in a small example are equal, so families with other formulas
+keep theirs. Only attributes of module instances are set: names of weights and modules, hooks, adapters and
+copies made from a model's class and config do not change.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def use_fused_functions(model: nn.Module) -> None:
     for module in model.modules():
         kind: Any = type(module)
         forward = norm_forward(kind)
-        # In Qwen3 norms come before RoPE. The order in which the gradients of their weights are summed
-        # depends on the strides of RoPE's gradient, which differ from autograd's.
+        # Qwen3 has norms before RoPE. The order in which the gradients of the norms' weights are summed
+        # depends on the strides of RoPE's gradient, which differ from autograd's strides.
         if forward is None and "q_norm" not in dict(module.named_children()):
             forward = attention_forward(kind)
         if forward is not None:
@@ -58,7 +58,7 @@ def norm_forward(kind: Any) -> Callable[..., Tensor] | None:
 def _norm_formula(kind: type[nn.Module]) -> tuple[bool, Literal["variance_epsilon", "eps"]] | None:
     """Returns whether an RMSNorm multiplies by 1 + weight (Gemma), and the name of its epsilon.
 
-    Returns None if the class computes anything else.
+    Returns None if the class computes another formula.
     """
     if "RMSNorm" not in kind.__name__:
         return None
@@ -92,8 +92,8 @@ def _norm_results(kind: Any, eps: str, dtype: torch.dtype) -> tuple[bool, bool]:
 def attention_forward(kind: Any) -> Callable[..., Any] | None:
     """Returns the forward of the attention class ``kind`` with ``rotary`` in place of its RoPE.
 
-    Returns None if the class is no attention with the usual RoPE. transformers defines RoPE as a function
-    next to the class, so the forward is copied with other globals.
+    Returns None if the class is not an attention with the usual RoPE. transformers defines RoPE as a function
+    in the module of the class, so the returned forward is a copy with replaced globals.
     """
     forward = kind.forward
     if not isfunction(forward) or _ROTARY not in forward.__code__.co_names:
@@ -103,7 +103,7 @@ def attention_forward(kind: Any) -> Callable[..., Any] | None:
         return None
 
     def whole_or_own(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-        # GPT-NeoX and Phi-3 may rotate a part of the coordinates only
+        # GPT-NeoX and Phi-3 may rotate only some of the coordinates
         chosen = rotary if cos.shape[-1] == q.shape[-1] else own
         return chosen(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 

@@ -1,7 +1,7 @@
 """Lays out the rows of a micro-batch for a forward, padded or packed.
 
 A micro-batch [B,T] has prompts padded on the left and responses padded on the right. Most of that padding is
-unnecessary, since the longest prompt and the longest response are seldom in one row. A layout makes the
+unnecessary, since the longest prompt and the longest response are rarely in the same row. A layout makes the
 tokens of each row contiguous:
 
     padded  [B,n]: every row begins at column 0; n is the largest number of tokens in a row. Padding comes
@@ -9,7 +9,7 @@ tokens of each row contiguous:
     packed  [1,N]: all rows are concatenated, N tokens without padding; attention stays within each row
         (packed_attention.py).
 
-With a sequence group, each of its ranks gets an equal part of the columns of a packed layout.
+With a sequence group, each rank of the group gets an equal part of the columns of a packed layout.
 
 Indices are computed on the CPU from the mask. If ids and mask are on the CPU, a forward never waits for the
 device.
@@ -35,8 +35,8 @@ class Layout:
     """Input [b,t] of a forward for a micro-batch of B rows and R response columns, with index tensors.
 
     The indices map between the input and the micro-batch. All tensors are on the device of the model. K is
-    the number of labels: the response tokens of the micro-batch whose log-probs are computed. N is the number
-    of states before and after its response tokens.
+    the number of labels, which are the response tokens whose log-probs are computed. N is the number of
+    states before and after response tokens.
     """
 
     ids: Tensor  # [b,t]
@@ -53,7 +53,7 @@ class Layout:
     state_indices: Tensor  # [N] indices of the states in the flattened [B*(R+1)]
     rows: int  # B
     width: int  # R
-    sequence: SequenceGroup | None  # the ranks that divide the tokens; K and N count those of this rank
+    sequence: SequenceGroup | None  # the ranks that divide the tokens; K and N then count only this rank's
 
     def arguments(self, positions: bool = True, masked: bool = False) -> dict[str, Any]:
         """Returns the keyword arguments for the forward pass of a causal model.
@@ -80,13 +80,13 @@ class Layout:
         return self._scattered(values, self.state_indices, self.width + 1)
 
     def _scattered(self, values: Tensor, indices: Tensor, width: int) -> Tensor:
-        """Scatters values to ``indices`` of the flattened [B,width], those of all ranks that share tokens."""
+        """Scatters values of all ranks that divide the tokens to ``indices`` of the flattened [B,width]."""
         scattered = values.new_zeros(self.rows * width).index_copy(0, indices, values).view(self.rows, width)
         return scattered if self.sequence is None else self.sequence.sum(scattered)
 
 
 def row_extents(mask: Tensor, response_width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the numbers of tokens, first columns and numbers of response tokens of rows, [B] each.
+    """Returns each row's number of tokens, first column and number of response tokens, [B] each.
 
     Asserts that the tokens of each row are contiguous, with at least one before the response.
     """
@@ -112,8 +112,8 @@ def make_layout(
     """Makes the layout of ids and attention_mask [B,T], which are on the CPU or on the device of ``model``.
 
     The last ``response_width`` columns are the responses (0 if the rows have no responses). ``label_mask``
-    [B,R] selects the response tokens that are labels (None: all of them). ``sequence`` divides the columns of
-    a packed layout.
+    [B,R] selects the response tokens that are labels (None: all of them). ``sequence`` divides packed
+    columns.
     """
     device = next(model.parameters()).device if ids.device.type == "cpu" else ids.device
     mask = attention_mask.cpu().bool()

@@ -1,8 +1,7 @@
-"""Linear layers whose products on a CPU are computed by the faster library, see compute/matmul.py.
+"""Linear layers whose products on a CPU are computed by the faster library (compute/matmul.py).
 
-For the time of a rollout, their weights can be copied to the layout in which oneDNN multiplies them
-(``packed_weights``). Otherwise oneDNN rearranges the weights in every product, which takes up to a half of
-the time of a product with few rows.
+For a rollout, ``packed_weights`` can copy their weights to the layout in which oneDNN multiplies. Otherwise
+oneDNN rearranges the weights in every product, which takes up to half of the time of a product with few rows.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 
 from ppo_ds.compute import matmul
 
-# Maximum bytes of packed weights. In full training the update needs more memory than decoding with a copy of
-# this size; the memory estimate of generation counts the copy.
+# Maximum bytes of packed weights. In full training, the update needs more memory than decoding with a copy of
+# this size. The memory estimate of generation includes the copy.
 MOST_PACKED = 2**29
 # Packing a weight takes about as long as 5 to 10 products with few rows save.
 FEWEST_PRODUCTS = 32
@@ -45,7 +44,7 @@ def install_linears(model: nn.Module) -> None:
 
 
 def pays(size: int, products: int) -> bool:
-    """Returns whether weights of ``size`` bytes are packed if each is multiplied ``products`` times."""
+    """Returns whether weights of ``size`` bytes should be packed if each is multiplied ``products`` times."""
     return products >= FEWEST_PRODUCTS and size <= MOST_PACKED
 
 
@@ -53,9 +52,9 @@ def pays(size: int, products: int) -> bool:
 def packed_weights(model: nn.Module, products: int) -> Iterator[None]:
     """Lets each ``Linear`` of ``model`` multiply a packed copy of its weight inside the block.
 
-    The weights must not change inside the block, and no gradients are computed. Nothing is packed if oneDNN
-    does not compute the products, if the weights need more than ``MOST_PACKED`` bytes, or if each of them is
-    multiplied less than ``FEWEST_PRODUCTS`` times (``products``).
+    The weights must not change inside the block, and no gradients are computed. ``products`` is the number of
+    times that each weight is multiplied. Nothing is packed if this is less than ``FEWEST_PRODUCTS``, if the
+    weights need more than ``MOST_PACKED`` bytes, or if oneDNN does not compute the products.
     """
     layers = [
         module for module in model.modules() if isinstance(module, Linear) and matmul.packs(module.weight)

@@ -5,8 +5,8 @@ tokens only. The trunk therefore computes the hidden states once, and ``LMHead``
 entropy at the response positions without materializing logits.
 
 Some model families change the logits after the head, by a soft cap (Gemma 2), a scale (Cohere, Granite) or a
-truncation of the vocabulary; ``probe_head`` detects this. In other families the head is not linear. Both
-kinds of models compute the logits of the response positions with their own forward.
+truncation of the vocabulary; ``probe_head`` detects this. In other families the head is not linear. For both
+kinds, the model's own forward computes the logits of the response positions.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MARK = 1000.1  # replaces all logits in a probe; a soft cap or a scale changes 
 class LMHead(Linear):
     """Linear LM head that computes logits, or statistics of given labels such as their log-probs.
 
-    ``forward`` computes both, because the hooks of ZeRO-3 are on the forward of a module: they gather the
-    weight for it, and again for the backward.
+    ``forward`` computes both, because ZeRO-3's hooks gather the weight only for a module's forward and
+    backward.
     """
 
     def forward(
@@ -46,9 +46,9 @@ class LMHead(Linear):
     ) -> Tensor | LabelStatistics:
         """Returns the logits [...,V] of hidden [...,H].
 
-        On a GPU, logits of 16-bit states are in fp32, so that decoding draws from the distribution that
-        training computes. With labels [K] it returns the statistics of hidden [K,H] and the labels instead.
-        They belong to the distribution softmax(logits / temperature) and are in nats and fp32.
+        On a GPU, logits of 16-bit states are in fp32, so that decoding samples from the distribution that
+        training computes. With labels [K], returns instead the statistics of hidden [K,H] and the labels
+        under softmax(logits / temperature), in nats and fp32.
         """
         if labels is None:
             if has_fp32_products(hidden, self.weight):
@@ -119,9 +119,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def forward_at(
     lm: PreTrainedModel, positions: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor, ModelOutput]:
-    """Runs the model's own forward, with its head applied to ``positions`` [K] of the flattened states only.
+    """Runs the model's own forward, but applies the head only at ``positions`` [K] of the flattened states.
 
-    Returns the states [b*t,H] before this selection, and the model's output with logits [1,K,V].
+    Returns the states [b*t,H] at all positions, and the model's output with logits [1,K,V].
     """
     given: list[Tensor] = []
 

@@ -71,7 +71,7 @@ def load_config(
         )
     _remove_dropout(config)
     _undo_rope_rewrite(config)
-    # The run's config chooses the attention. The entry in the folder's config could name code on the Hub.
+    # The run's config chooses the attention. The entry in the folder's config could refer to code on the Hub.
     config._attn_implementation = None
     return config
 
@@ -84,10 +84,11 @@ def config_of(model: ModelConfig, key: str) -> PreTrainedConfig:
 
 
 def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
-    """Raises UserError if a model whose code may run names code of another repository.
+    """Raises UserError if a model whose code may run refers to code of another repository.
 
     transformers would download and run that code, although only the code of this model is trusted. If
-    config.json lists files for versions of transformers, transformers reads one of these instead.
+    config.json lists config files for versions of transformers, they are checked too, since transformers
+    reads one of them.
     """
     names = ["config.json", "tokenizer_config.json"]
     for name in names:
@@ -112,9 +113,9 @@ def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
 def refuse_adapter_on_hub(path: str, revision: str | None, key: str) -> None:
     """Raises UserError if a model of the Hub contains an adapter, that is, an adapter_config.json.
 
-    transformers would load the weights of the base model that this file names, and run its code if the code
-    of ``path`` may run. The base model may be any other repository, or a folder of this machine. Local
-    folders are not checked: if a folder has a config.json, transformers loads the weights in that folder.
+    transformers would load the weights of the base model in this file, and run the base model's code if the
+    code of ``path`` may run. The base model may be any repository or a folder of this machine. Local folders
+    are not checked: if a folder has a config.json, transformers loads the weights in that folder.
     """
     if os.path.isdir(path):
         return
@@ -126,7 +127,7 @@ def refuse_adapter_on_hub(path: str, revision: str | None, key: str) -> None:
             **hub_arguments(path, revision),
         )
     except OSError:
-        return  # the Hub cannot be reached, which loading the model reports
+        return  # the Hub cannot be reached; loading the model reports this
     if file is not None:
         raise UserError(
             f"{key}={path}: contains an adapter (adapter_config.json), whose base model would be loaded from "
@@ -160,7 +161,7 @@ def from_pretrained(
         with torch.device("meta"):
             skeleton = auto_class.from_config(copy.deepcopy(config))
         quantized = nf4_arguments(skeleton, torch_dtype(model.dtype))
-    # an index of weights with values of other types causes these; so do mistakes of a model's own code
+    # caused by an index of weights with values of wrong types, or by errors in a model's own code
     damaged = () if model.trust_remote_code else (AttributeError, TypeError)
     with user_errors(path, key, *damaged):
         module, info = auto_class.from_pretrained(
@@ -205,14 +206,14 @@ def weight_names(path: str, revision: str | None = None) -> set[str] | None:
             with safe_open(file, framework="pt") as weights:
                 return set(weights.keys())
         except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError):
-            continue  # the file is absent, or damaged, which loading the weights reports
+            continue  # the file is absent or damaged; loading the weights reports damage
     return None
 
 
 def refuse_missing(
     path: str, info: dict[str, Any], *, allowed: Sequence[str] = (), key: str = "model.path"
 ) -> None:
-    """Raises UserError if a weight is missing from the files or has another shape there.
+    """Raises UserError if a weight is missing from the files or has a different shape there.
 
     transformers initializes such weights at random. The weights in ``allowed`` may be missing.
     """
@@ -236,7 +237,7 @@ def _some(names: list[str]) -> str:
 def _remove_dropout(config: PreTrainedConfig) -> None:
     """Sets every dropout of a config to 0.
 
-    Old log-probs, ratios and values are compared between forwards; dropout would add noise to them.
+    Old log-probs, ratios and values compare two forwards; dropout would add noise.
     """
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):  # text_config, attn_config, ...
@@ -251,11 +252,11 @@ def _is_own_code(type_: type) -> bool:
 
 
 def _compute_buffers(module: Any) -> None:
-    """Computes the buffers that the files of a model with its own code lack, such as RoPE's frequencies.
+    """Computes buffers that are missing from the files of a model with own code, such as RoPE frequencies.
 
-    transformers 5 creates models without memory and then leaves such buffers uninitialized, unless the code
-    computes them again in ``_init_weights``, which code written for transformers 4 does not do. Under ZeRO-3
-    models are created with memory.
+    transformers 5 creates models on the meta device (except under ZeRO-3) and leaves such buffers
+    uninitialized, unless the model's code is written for transformers 5 and computes them in
+    ``_init_weights``.
     """
     buffers = dict(module.named_non_persistent_buffers())
     if buffers:
@@ -266,10 +267,10 @@ def _compute_buffers(module: Any) -> None:
 
 
 def _undo_rope_rewrite(config: PreTrainedConfig) -> None:
-    """Sets ``rope_scaling`` of a config class from the model's own code back to None if that was its value.
+    """Sets ``rope_scaling`` back to None if the config class is the model's own code and this was its value.
 
-    transformers 5 replaces None by a dict without ``type``. Code written for transformers 4 treats every
-    dict as a scaling and reads its type. A class that has ``rope_parameters`` expects the dict.
+    transformers 5 replaces None by a dict without ``type``. Code written for transformers 4 would read the
+    type of the dict. Classes with ``rope_parameters`` are not changed, since they expect the dict.
     """
     if not _is_own_code(type(config)):
         return
@@ -282,7 +283,7 @@ def _undo_rope_rewrite(config: PreTrainedConfig) -> None:
 def _checked(path: str, key: str) -> str:
     """Returns the path with ~ expanded.
 
-    Raises UserError if the path is not a folder and does not have the form of a Hub id.
+    Raises UserError if the path is neither a folder nor has the form of a Hub id.
     """
     path = os.path.expanduser(path)
     if os.path.isdir(path):
@@ -298,19 +299,19 @@ def _checked(path: str, key: str) -> str:
 
 
 def refuse_links(folder: str, key: str) -> None:
-    """Raises UserError if a model folder has a symbolic link to a file outside of it, or a pipe.
+    """Raises UserError if a model folder has a symbolic link to a file outside the folder, or a pipe.
 
-    The content of that file would be saved with the trained model, for example as its chat template.
+    The content of that file would be saved with the trained model, for example as a chat template.
     """
     for problem in entries_from_elsewhere(Path(folder)):
         raise UserError(f"{key}={folder}: {problem}")
 
 
 def refuse_names_of_files_elsewhere(folder: str, key: str) -> None:
-    """Raises UserError if a JSON file of a model folder names a file outside of it.
+    """Raises UserError if a JSON file of a model folder contains the path of a file outside the folder.
 
-    transformers joins the names of weight files, and of configs and tokenizers for its versions, to the path
-    of the folder without a check.
+    transformers joins the names of weight files, and of configs and tokenizers for certain versions, to the
+    path of the folder without a check.
     """
     lists = [("config.json", "configuration_files"), ("tokenizer_config.json", "fast_tokenizer_files")]
     indices = Path(folder).rglob("*.index.json")  # config.json can select one in any folder below
@@ -332,9 +333,9 @@ def refuse_names_of_files_elsewhere(folder: str, key: str) -> None:
 def attention(model: ModelConfig, key: str) -> str | None:
     """Returns transformers' attn_implementation for a model section, or None for transformers' default.
 
-    The default is sdpa, or eager in families without sdpa (DeBERTa). In these families, setting
-    sdpa explicitly is an error. Raises UserError for a name that is not built in, because transformers may
-    load code of that name from the Hub, unless the section sets trust_remote_code.
+    The default is sdpa, or eager in families without sdpa (DeBERTa), for which an explicit sdpa is an error.
+    A name that is not built in raises UserError unless the section sets trust_remote_code, because
+    transformers may load code of that name from the Hub.
     """
     name = model.attn_implementation
     if name not in ATTENTION and not model.trust_remote_code:
@@ -349,7 +350,7 @@ def attention(model: ModelConfig, key: str) -> str | None:
 def code_arguments(model: ModelConfig, config: PreTrainedConfig) -> dict[str, Any]:
     """Returns the arguments of transformers' from_config for a model that runs its own code.
 
-    The code is that of the config's revision. It is not requested from the Hub if it is in the cache.
+    The code comes from the config's revision, and is not requested from the Hub if it is in the cache.
     """
     revision = hub_arguments(model.path, model.revision).get("revision")
     if revision is None or not model.trust_remote_code or not getattr(config, "auto_map", None):
@@ -359,11 +360,11 @@ def code_arguments(model: ModelConfig, config: PreTrainedConfig) -> dict[str, An
 
 @contextmanager
 def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
-    """Turns the exceptions of loading a model into UserErrors that name ``key`` and the path.
+    """Converts exceptions while loading a model into UserErrors with ``key`` and the path.
 
     transformers raises OSError, ValueError or ImportError for most problems of a folder, a Hub id or its
-    code. An invalid config.json can cause other exceptions, such as KeyError or AssertionError; ``more`` adds
-    types of exceptions to these.
+    code. ``more`` are further types of exceptions to convert, such as KeyError or AssertionError, which an
+    invalid config.json can cause.
     """
     usual = (OSError, ValueError, ImportError, AssertionError, KeyError, ZeroDivisionError, RecursionError)
     try:

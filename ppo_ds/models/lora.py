@@ -1,8 +1,8 @@
 """Low-rank adapters on frozen weights (Hu et al. 2021): y = W x + alpha / rank * B A x, through peft.
 
 The layers are wrapped in place, so that ``generate``, the config and the head of an adapted model work as
-before. A is initialized at random and B at zero, so that an adapted model initially computes what its base
-computes. The base weights are never changed; inference copies and saved models contain merged weights.
+before. A is initialized at random and B with zeros, so that an adapted model initially computes the same as
+its base model. The base weights are never changed; inference copies and saved models contain merged weights.
 """
 
 from __future__ import annotations
@@ -101,11 +101,10 @@ def adapter_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def without_adapters(module: nn.Module) -> AbstractContextManager[None]:
-    """Sets the adapters' scale to 0 inside the block, so that the model computes exactly what its base does.
+    """Sets the adapters' scale to 0 inside the block, so that the model computes exactly as its base does.
 
-    The adapter layers still run. Skipping them would discard the prefetch plan of ZeRO-3, which expects the
-    modules of the last forward, and peft's own switch would turn off ``requires_grad`` of parameters that
-    belong to an engine.
+    The adapter layers still run. If they were skipped, ZeRO-3 would discard its prefetch plan, which expects
+    the modules of the last forward. peft's switch would change ``requires_grad`` of an engine's parameters.
     """
     return rescale_adapter_scale(module, 0.0)
 
@@ -124,7 +123,7 @@ class PlainWeight:
         return [self.base, *(_matrices(self.layer) if self.layer else ())]
 
     def merged(self, device: torch.device, merge: bool = True) -> Tensor:
-        """Returns the merged weight, or that of the base alone, as a new tensor in the dtype of the base."""
+        """Returns the merged weight (without ``merge``: the base weight) as a new tensor in its dtype."""
         if self.layer is None or not merge:
             return plain_weight(self.base).detach().to(device, copy=True)
         return _merged(self.layer, plain_weight(self.base), *_matrices(self.layer)).to(device)
@@ -152,8 +151,8 @@ def plain_weights(module: nn.Module) -> list[PlainWeight]:
 def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Converts a state dict of ``model`` to that of the model without adapters by merging the adapters.
 
-    ``state`` itself is changed and returned, so that each base weight is freed once its merged copy is made:
-    both of all weights of a 70B model take 280 GB.
+    ``state`` is changed in place and returned, so that each base weight is freed once its merged copy exists:
+    for a 70B model, two copies of all weights take 280 GB.
     """
     for name, layer in adapter_layers(model).items():
         down, up = (state.pop(f"{name}.{part}.{ADAPTER}.weight") for part in ("lora_A", "lora_B"))
@@ -166,14 +165,14 @@ def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
 def merge_saved_adapter(model: PreTrainedModel, directory: Path, key: str) -> None:
     """Merges the LoRA adapter in ``directory`` into the weights of ``model``, its base.
 
-    The weights are those that ``merged_state`` computes. Raises UserError, which names ``key``, for other
-    kinds of adapters and for an adapter of another model.
+    The result is the same as that of ``merged_state``. Raises UserError with ``key`` for other kinds of
+    adapters and for an adapter of another model.
     """
     refuse_links(str(directory), key)
     try:
         config: Any = PeftConfig.from_pretrained(str(directory))
         state = load_file(directory / "adapter_model.safetensors")
-    except Exception as error:  # peft raises any for values of other types
+    except Exception as error:  # peft raises any exception for values of wrong types
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{key}={directory}: its adapter cannot be read ({reason})") from error
     extras = ("use_dora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices")
@@ -248,7 +247,7 @@ def checkpoint_names(lm: PreTrainedModel) -> set[str]:
 
 
 def tied_names(lm: PreTrainedModel) -> dict[str, list[str]]:
-    """Returns the further names of each weight that ``lm`` uses in several places, such as a tied head."""
+    """Returns the other names of each weight that ``lm`` uses in several places, such as a tied head."""
     first: dict[int, str] = {}
     others: dict[str, list[str]] = {}
     for name, parameter in lm.named_parameters(remove_duplicate=False):

@@ -1,7 +1,7 @@
 """NEFTune (Jain et al. 2023): uniform noise on the embeddings of the tokens, in training only.
 
-Each component of the embedding of a row of L tokens and width d gets uniform noise of at most
-alpha / sqrt(L d). The noise of a row depends only on its seed. It is the same on any number of ranks, in any
+In a row of L tokens with embeddings of width d, each component gets uniform noise of at most alpha / sqrt(L
+d). The noise of a row depends only on its seed. The noise is the same on any number of ranks, in any
 micro-batch, in padded and packed rows, and after a resume.
 """
 
@@ -31,7 +31,7 @@ class EmbeddingNoise:
 
 @contextmanager
 def noisy_embeddings(lm: PreTrainedModel, layout: Layout, noise: EmbeddingNoise | None) -> Iterator[None]:
-    """Adds ``noise`` to the embeddings of the forward of ``layout`` inside the block."""
+    """Adds ``noise`` to the embeddings in the forward of ``layout`` that runs inside the block."""
 
     if noise is None:
         yield

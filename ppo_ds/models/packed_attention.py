@@ -1,13 +1,13 @@
-"""Attention of packed rows, in which several sequences share one row and each attends to itself only.
+"""Attention of packed rows, in which several sequences share one row and each attends only to itself.
 
 In all models that support attention backends, transformers passes unknown arguments of the forward (here the
 ends of the sequences) to the attention function of every layer. This module replaces the function registered
 as "sdpa"; forwards that are not packed still call the original. Gradient checkpointing repeats a layer with
-the same arguments, so that the repeated forward is packed too.
+unchanged arguments, so the repeated forward is packed too.
 
 On CUDA, 16-bit inputs use a kernel of torch (``torch.nn.attention.varlen``). With
-attn_implementation=flash_attention_2 transformers reads the same arguments itself. Neither kernel has been
-tested on a GPU yet.
+attn_implementation=flash_attention_2, transformers itself reads these arguments. Neither kernel was tested on
+a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ppo_ds.distributed.sequence_group import SequenceGroup
 from ppo_ds.types import to_device
 
 _HAS_AMX = torch.cpu._is_amx_tile_supported()  # its 16-bit products are several times as fast as fp32
-# whether the kernel takes fewer heads of key and value than of the query; True from torch 2.12 on
+# whether the kernel supports fewer heads of key and value than of the query (since torch 2.12)
 _GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -71,8 +71,8 @@ def packed_arguments(
 ) -> dict[str, Any]:
     """Returns the arguments of a packed forward, with the names that transformers' flash attention uses.
 
-    ``sequence_ends`` is for attention without a kernel: reading the ends from a GPU would wait in each layer.
-    ``sequence`` divides the tokens of the row, to which it adds a sequence that makes them divisible.
+    ``sequence_ends`` is for attention without a kernel: reading the ends from a GPU would make each layer
+    wait. ``sequence`` divides the tokens of the row; a padding sequence makes their number divisible.
     """
     if sequence is not None and (filling := -sum(lengths) % sequence.size):
         lengths = [*lengths, filling]
@@ -92,8 +92,7 @@ def packed_arguments(
 def layout_forward(model: PreTrainedModel, packed: bool) -> Iterator[None]:
     """Sets up the context for a forward of a Layout (layout.py).
 
-    Outside of this context transformers detects packed rows from the position ids, for which the host waits
-    for the device.
+    Outside of this context, transformers detects packed rows from position ids, for which the host waits.
     """
     token = _layout_known.set(True)
     try:
@@ -107,9 +106,9 @@ def layout_forward(model: PreTrainedModel, packed: bool) -> Iterator[None]:
 def packed_forward(model: PreTrainedModel) -> Iterator[None]:
     """Sets up the context for a forward with ``packed_arguments``, in which no attention mask is made.
 
-    Asserts that all layers have received the arguments. The check runs after the forward, because an
-    exception in the middle of it would leave weights gathered under ZeRO-3. Inside ``record_attention_calls``
-    the caller does the check.
+    Asserts that all layers have received the arguments. The check runs after the forward, because under
+    ZeRO-3 an exception during the forward would leave weights gathered. Inside ``record_attention_calls`` the
+    caller must check.
     """
     if not uses_attention_interface(model) or _calls.get() is not None:
         yield
@@ -185,8 +184,8 @@ def whole_rows(
 ) -> Tensor:
     """Computes attention of rows that are not packed; ``attention`` documents the shapes.
 
-    On a CPU without AMX, the backward of torch's bf16 kernel takes longer than a forward and a backward in
-    fp32 together, so that the backward uses fp32 there.
+    On a CPU without AMX, the backward of torch's bf16 kernel takes longer than a forward plus a backward in
+    fp32, so the backward uses fp32 there.
     """
 
     def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -202,9 +201,9 @@ def whole_rows(
 
 
 class _Fp32Backward(torch.autograd.Function):
-    """Computes attention in the dtype of its inputs; its backward repeats it in fp32.
+    """Computes attention in the dtype of its inputs; the backward repeats the forward in fp32.
 
-    It keeps only the inputs, so that it takes no more memory than the 16-bit kernel.
+    Only the inputs are saved for the backward, so this takes no more memory than the 16-bit kernel.
     """
 
     @staticmethod
@@ -275,7 +274,7 @@ def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
 
 AttentionInterface.register("sdpa", attention)
 AttentionMaskInterface.register("sdpa", mask_unless_packed)
-# transformers has no argument that turns the detection off: a model without position ids makes its own and
+# transformers has no argument that turns the detection off: a model without position ids computes them and
 # runs the detection on them.
 masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
@@ -301,9 +300,9 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 def why_padded(model: PreTrainedModel, layout: str, device: torch.device) -> str | None:
     """Returns why ``memory.layout`` (auto, packed or padded) excludes packed rows in this model, or None.
 
-    ``auto`` allows them on a GPU that has the kernel. On a CPU they gain nothing: forward and backward of
-    Llamas with 2 to 4 layers took 0.9 to 1.2 times as long as with rows grouped by length, see
-    compute/batching.py. If this function returns None, ``PackableModel.choose_layout`` still tests the model.
+    ``auto`` allows packed rows on a GPU that has the kernel. On a CPU they gain nothing: forward and backward
+    of Llamas with 2 to 4 layers took 0.9 to 1.2 times as long as with rows grouped by length
+    (compute/batching.py). If the result is None, ``PackableModel.choose_layout`` still tests the model.
     """
     if layout == "padded":
         return "memory.layout=padded"
@@ -328,7 +327,7 @@ class LayoutChoice:
     packed: bool
     reason: str | None = None  # why rows are padded
     kernel: bool = False  # whether a kernel computes the packed attention of every layer
-    unexpected: bool = False  # whether the reason is a warning: only a test of the model has shown it
+    unexpected: bool = False  # whether to warn of the reason, which only a test of the model has shown
 
 
 class PackableModel(nn.Module):
@@ -360,8 +359,8 @@ class PackableModel(nn.Module):
         """Chooses and sets the layout of this model for ``memory.layout`` (auto, packed or padded).
 
         Packed rows are first tested with two forwards, since no flag of a model class shows whether its
-        layers respect the ends of the sequences. ``forward`` calls this model through its engine, which is a
-        collective under ZeRO-3.
+        layers respect the ends of the sequences. ``forward`` calls this model through its engine. Under
+        ZeRO-3 all ranks must call this.
         """
         self.packed = False
         if reason := why_padded(self.trunk, layout, device):
@@ -385,8 +384,8 @@ class PackableModel(nn.Module):
         """Compares the hidden states of two short rows between a padded and a packed forward.
 
         Returns the reason why rows cannot be packed, or None, and whether a kernel supports the heads of
-        every layer. Only the second row is compared, since only its tokens come after those of another row.
-        The median over its tokens is used, since rounding may route a token to another expert.
+        every layer. Only the second row is compared, since in the packed row only its tokens follow another
+        sequence. The median over its tokens is used, since rounding may route a token to another expert.
         """
         ids = torch.arange(2 * _SECOND).view(2, _SECOND) % self.vocab_size
         mask = torch.ones(2, _SECOND, dtype=torch.bool)

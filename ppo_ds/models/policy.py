@@ -47,7 +47,7 @@ class Policy(PackableModel):
     """
 
     def __init__(self, lm: PreTrainedModel, temperature: float, value_head: bool = False):
-        """Wraps ``lm``; ``value_head`` adds a critic that shares its trunk, with a head of zeros."""
+        """Wraps ``lm``; ``value_head`` adds a critic that shares the trunk; its head starts with zeros."""
         super().__init__()
         self.lm = lm
         install_head(lm)
@@ -60,7 +60,7 @@ class Policy(PackableModel):
         # for the saved model.
         self.generation_config = saveable(lm.generation_config)
         lm.generation_config = GenerationConfig()
-        # None until the first forward has probed the head. A model without an LMHead always computes logits.
+        # None until the first forward has probed the head. Without an LMHead, logits are always computed.
         linear = isinstance(lm.get_output_embeddings(), LMHead)
         self.head_probe: HeadProbe | None = None if linear else HeadProbe(False, False)
         self._positions = "position_ids" in inspect.signature(lm.forward).parameters
@@ -84,9 +84,9 @@ class Policy(PackableModel):
 
         ``with_entropy``, ``with_aux``, ``with_mean`` and ``with_correct`` add these outputs. ``temperature``
         replaces the sampling temperature. ``entropy_gradient=False`` detaches the entropy, which makes the
-        backward cheaper. With ``label_mask`` [B,R] the head runs for the selected tokens only, and all other
-        columns are 0. ``noise`` is added to the embeddings. The ranks of ``sequence`` have the same rows, and
-        each computes a part of the tokens.
+        backward cheaper. With ``label_mask`` [B,R] the head runs only for the selected tokens, and all other
+        columns are 0. ``noise`` is added to the embeddings. All ranks of ``sequence`` must pass identical
+        rows; each computes a part of the tokens.
         """
         layout = make_layout(
             ids,
@@ -130,8 +130,7 @@ class Policy(PackableModel):
         """Runs one forward of the model.
 
         Returns the input states [b*t,H] of the head, the logits [1,K,V] at ``positions``, and the
-        load-balancing loss if requested. The logits are None if the head can compute the log-probs from the
-        states.
+        load-balancing loss if requested. The logits are None if the head computes log-probs from the states.
         """
         if with_aux:
             arguments = arguments | {"output_router_logits": True}
@@ -173,7 +172,7 @@ class Policy(PackableModel):
     def save(self, directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """Writes a Hugging Face folder for ``AutoModelForCausalLM.from_pretrained``, with adapters merged.
 
-        ``state_dict`` has the keys of ``self.lm`` and is changed, see ``merged_state``.
+        ``state_dict`` has the keys of ``self.lm`` and is changed in place (see ``merged_state``).
         """
         plain = merged_state(self.lm, self.lm.state_dict() if state_dict is None else state_dict)
         cleared, self.lm.generation_config = self.lm.generation_config, self.generation_config
@@ -183,7 +182,7 @@ class Policy(PackableModel):
             self.lm.generation_config = cleared
 
     def save_adapter(self, directory: Path, state_dict: dict[str, Tensor]) -> None:
-        """Writes only the adapter, for peft to load onto the base; writes nothing without an adapter."""
+        """Writes only the adapter, which peft can add to the base; without an adapter, writes nothing."""
         if adapter_layers(self.lm):
             with draft_directory(directory) as draft:
                 save_adapter(self.lm, draft, state_dict)
@@ -208,8 +207,8 @@ def statistics_from_logits(
 def saveable(config: GenerationConfig) -> GenerationConfig:
     """Sets do_sample in a generation config that is invalid without it, and returns the config.
 
-    The configs of many models have a temperature without do_sample. transformers up to 5.17 refuses to write
-    such a config, so that saving the model at the end of training would fail.
+    The configs of many models have a temperature without do_sample. transformers up to 5.17 does not write
+    such a config, so saving the model at the end of training would fail.
     """
     try:
         config.validate(strict=True)
@@ -223,7 +222,7 @@ def load_policy(
 ) -> Policy:
     """Loads a policy from a local folder or the Hub, and merges the LoRA adapter in the folder ``adapter``.
 
-    Raises UserError, which names ``key``, if the folder does not contain a complete causal LM.
+    Raises UserError with ``key`` if the folder does not contain a complete causal LM.
     """
     lm, info = from_pretrained(AutoModelForCausalLM, model, config=config_of(model, key), key=key)
     refuse_missing(model.path, info, key=key)
@@ -238,8 +237,8 @@ def load_policy(
 def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
     """Makes ``from_pretrained`` shard each weight over the ranks as it is read (ZeRO-3).
 
-    No rank ever holds a whole model. transformers shards models as long as an HfDeepSpeedConfig exists. It is
-    deleted at the end so that later models are not sharded.
+    No rank ever holds a whole model. transformers shards models as long as an HfDeepSpeedConfig exists; this
+    object is deleted at the end, so that later models are not sharded.
     """
     alive = HfDeepSpeedConfig(deepspeed_config)
     try:
@@ -251,7 +250,7 @@ def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
 def unsharded_twin(lm: nn.Module, device: torch.device) -> nn.Module:
     """Copies the architecture and the buffers of ``lm``; the copied parameters are empty and filled later.
 
-    ``lm`` may be sharded; its buffers (RoPE's inverse frequencies) never are. Parameters tied in ``lm`` are
+    ``lm`` may be sharded, but not its buffers (RoPE's inverse frequencies). Parameters tied in ``lm`` are
     tied in the copy. The copy has no adapters: it is filled with the ``plain_weights`` of ``lm``.
     """
     with torch.device("meta"):
@@ -278,9 +277,9 @@ def rope_length_limit(config: PreTrainedConfig) -> tuple[str, int] | None:
 
     Returns None if they are constant for all lengths.
 
-    For a longer row "longrope" switches to its other set of frequencies and "dynamic" scales them, for the
-    whole batch at once. The log-probs of a row would then depend on the other rows of its batch. They would
-    also differ between decoding, where rows end one by one, and training.
+    If a batch has a longer row, "longrope" switches to its other set of frequencies and "dynamic" scales the
+    frequencies, for all rows. The log-probs of a row would then depend on the other rows of the batch, and
+    would differ between decoding, where rows end one by one, and training.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}

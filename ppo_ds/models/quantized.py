@@ -1,8 +1,9 @@
 """Frozen weights in 4 bits: NF4 with double quantization (QLoRA, Dettmers et al. 2023), from bitsandbytes.
 
 transformers quantizes the linear layers of the trunk as it loads them, on the CPU, so that all ranks and
-exports have the same codes. Embeddings, norms, heads and layers whose inputs are no multiple of 64 keep the
-model's dtype, in which each layer also computes. State dicts have the names and shapes without quantization.
+exports have the same codes. Embeddings, norms, heads, and layers whose input size is no multiple of 64 keep
+the model's dtype. All layers compute in this dtype. Names and shapes in state dicts are those without
+quantization.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-# weights with a scale of their own; on some CPUs bitsandbytes misreads blocks that continue in the next row
+# weights per scale; on some CPUs bitsandbytes misreads blocks that continue in the next row
 BLOCK = 64
 # what transformers leaves on a model that it has quantized
 _MARKS = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_4bit")
 
 
 def nf4_arguments(skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the arguments of from_pretrained; ``skeleton`` is the model without weights."""
+    """Returns arguments of from_pretrained that quantize; ``skeleton`` is the model without weights."""
     modules = skeleton.base_model.modules()
     in_blocks = {id(module) for module in modules if getattr(module, "in_features", 0) % BLOCK == 0}
     plain = [name for name, module in skeleton.named_modules() if name and id(module) not in in_blocks]
@@ -37,7 +38,7 @@ def nf4_arguments(skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, An
 
 
 def hide_quantization(model: Any) -> None:
-    """Makes a quantized model look like one without quantization, in its config and in state dicts."""
+    """Removes quantization from a model's config, and from its state dicts when they are created."""
     for name in _MARKS:
         delattr(model, name)
     del model.config.quantization_config
@@ -53,7 +54,7 @@ def is_quantized(weight: Any) -> bool:
 
 
 def plain_weight(weight: Tensor) -> Tensor:
-    """Returns a quantized weight as a new tensor in the model's dtype, and any other weight itself."""
+    """Returns a new dequantized tensor in the model's dtype; any other weight is returned unchanged."""
     if not is_quantized(weight):
         return weight
     from bitsandbytes.functional import dequantize_4bit

@@ -1,4 +1,4 @@
-"""Determines the sizes of a model, from which compute/sizes.py computes FLOPs and planning/ memory."""
+"""Determines the sizes of a model, which compute/sizes.py uses for FLOPs and planning/ for memory."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def size_of(model: nn.Module) -> Size:
 
 
 def head_size(config: Any) -> int:
-    """Returns the size of an attention head, by the config of a language model."""
+    """Returns the size of an attention head from the config of a language model."""
     heads = getattr(config, "num_attention_heads", None) or 0
     return getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
 
 
 def expert_counts(config: Any) -> tuple[int, int]:
-    """Returns the number of routed experts and how many of them a token uses; zeros unless both are known."""
+    """Returns the number of routed experts and the number used per token; zeros unless both are known."""
     experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), None)
     active = getattr(config, "num_experts_per_tok", None)
     return (experts, active) if experts and active else (0, 0)
@@ -169,8 +169,7 @@ def with_value_head(shape: Shape) -> Shape:
 def planned_own_code_shape(section: ModelConfig, *, key: str) -> Shape:
     """Returns the shape of a reward model with its own code from its config.json; no code is run.
 
-    Raises UserError, which names ``key``, if the file has no sizes: the memory of a run without this model
-    would be too low.
+    Raises UserError with ``key`` if the file has no sizes: memory without this model would be too low.
     """
     with user_errors(section.path, key, Exception):
         config, _ = PreTrainedConfig.get_config_dict(section.path, revision=section.revision)
@@ -186,8 +185,7 @@ def planned_own_code_shape(section: ModelConfig, *, key: str) -> Shape:
 def own_code_shape(config: Mapping[str, Any]) -> Shape | None:
     """Returns the shape of a frozen decoder with its own code and one score, from its config.json.
 
-    The model counts as a Llama decoder without an LM head. Returns None if the config lacks one of the usual
-    names.
+    The shape is computed as for a Llama decoder without an LM head. Returns None if a usual key is missing.
     """
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes = [size for name in names if isinstance(size := config.get(name), int) and size > 0]

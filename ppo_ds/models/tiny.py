@@ -103,11 +103,11 @@ _AT_MOST = {  # upper bounds of other config values
 
 
 def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a copy of the config with few layers, at least one of each kind, and small widths.
+    """Returns a copy of the config with small widths and few layers, at least one of each kind.
 
     The model has about ten thousand parameters besides its embedding. Vocabulary, positions, activation,
-    RoPE, windows, tied weights and special tokens are unchanged, and so is the ratio of query heads to key
-    heads up to MOST_HEADS.
+    RoPE, windows, tied weights and special tokens are unchanged, as is the ratio of query to key heads up to
+    MOST_HEADS.
     """
     small = copy.deepcopy(config)
     text: Any = small.get_text_config()
@@ -159,8 +159,8 @@ def save_shrunk(
 ) -> None:
     """Writes a tiny random model with the architecture and the tokenizer of ``path`` to ``folder``.
 
-    No weights are read. The model has the class that config.json names, so that it has a score head only if
-    the original has one; with ``language_model`` it is always a causal LM. Errors name ``key``.
+    No weights are read. The model has the class in config.json, so it has a score head only if the original
+    has one. With ``language_model`` it is always a causal LM. Errors name ``key``.
     """
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
     tokenizer = load_tokenizer(path, revision, trust_remote_code, key=key)

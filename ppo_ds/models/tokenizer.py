@@ -1,8 +1,8 @@
 """Loads Hugging Face tokenizers and wraps them with one pad id and one set of stop ids.
 
-The wrapped tokenizer is never changed, except for a chat template from the config, so that a trained model is
-saved with the tokenizer that was loaded. Without a pad token the first end token is used for padding. Masks
-are never computed from ids, so this cannot mask an end token inside a prompt.
+The wrapped tokenizer is never changed, except for a chat template from the config, so the loaded tokenizer is
+saved with a trained model. Without a pad token the first end token is used for padding. Masks are never
+computed from ids, so this cannot mask an end token inside a prompt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOKENIZER_FILE = "tokenizer.json"
 # limits of rendering a chat template, which is a program from a model's folder
 CHARACTERS = 10_000_000  # maximum length of a rendered chat, about 2.5 million tokens
 SECONDS = 10.0  # maximum CPU time; most templates take less than a millisecond
-BYTES = 2 * 1024**3  # maximum memory that all threads of the process may allocate meanwhile
+BYTES = 2 * 1024**3  # maximum memory that all threads of the process may allocate during rendering
 NEEDED = "the folder needs tokenizer.json and tokenizer_config.json"
 
 
@@ -57,7 +57,7 @@ class Tokenizer:
         chat_template_kwargs: dict[str, Any] | None = None,
         key: str = "model.path",
     ):
-        """Wraps ``hf``; raises UserError, which names ``key``, if it has neither a pad nor an end token.
+        """Wraps ``hf``; raises UserError with ``key`` if ``hf`` has neither a pad nor an end token.
 
         ``end_ids`` are end tokens of the model's generation config, in addition to the tokenizer's own.
         """
@@ -87,7 +87,7 @@ class Tokenizer:
 
     @property
     def unknown_id(self) -> int | None:
-        """The id of unknown characters; None without one, or if it is a special token of another use."""
+        """The id of unknown characters; None without one, or if the token also has another special use."""
         unknown, others = self.hf.unk_token_id, (self.pad_id, self.hf.bos_token_id, *self.stop_ids)
         return None if unknown in others else unknown
 
@@ -97,7 +97,7 @@ class Tokenizer:
 
     @cached_property
     def joint(self) -> str:
-        """The text that joins a prompt and an answer: a space, or nothing if the tokenizer has no space."""
+        """The text between a prompt and an answer: a space, or "" if the tokenizer has no space."""
         return "" if self.count_unknown([self.hf(" ", add_special_tokens=False)["input_ids"]]) else " "
 
     @property
@@ -117,7 +117,7 @@ class Tokenizer:
         )["input_ids"]
 
     def render_chat(self, messages: list[Message], to_answer: bool = True) -> str:
-        """Renders a chat as text; ``to_answer`` appends the beginning of the assistant's next message."""
+        """Renders a chat as text; ``to_answer`` appends the marks that start the assistant's next message."""
         if not self.has_chat_template:
             raise UserError(
                 "a chat, but the tokenizer has no chat template; set data.chat_template=<Jinja or file>, "
@@ -156,7 +156,7 @@ class Tokenizer:
         )
 
     def with_padding(self, pad_id: int) -> Tokenizer:
-        """Returns a copy that pads on the right with ``pad_id``, and has the same vocabulary."""
+        """Returns a copy with the same vocabulary that pads on the right with ``pad_id``."""
         hf = copy.deepcopy(self.hf)
         if hf.pad_token_id != pad_id:
             hf.pad_token = hf.convert_ids_to_tokens(pad_id)
@@ -164,7 +164,7 @@ class Tokenizer:
         return Tokenizer(hf, self.stop_ids, self.chat_template_kwargs)
 
     def with_tools(self, schemas: list[dict[str, Any]]) -> Tokenizer:
-        """Returns a tokenizer that shows tools, given as JSON schemas, in each chat."""
+        """Returns a tokenizer that passes JSON schemas of tools to the template of each chat."""
         return Tokenizer(self.hf, self.stop_ids, self.chat_template_kwargs | {"tools": schemas})
 
     def save(self, folder: str | Path) -> None:
@@ -173,18 +173,18 @@ class Tokenizer:
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the JSON schema of a function, made of its type hints and its docstring with a section Args."""
+    """Returns the JSON schema of a function, from its type hints and the Args section of its docstring."""
     return get_json_schema(function)
 
 
 def join_texts(prompt: str, response: str, joint: str) -> str:
-    """Joins a prompt and a response by ``joint``, unless either has white space there."""
+    """Joins a prompt and a response by ``joint``, or by nothing if white space already separates them."""
     touching = not prompt or prompt[-1].isspace() or response[:1].isspace()
     return prompt + ("" if touching else joint) + response
 
 
 class TemplateFault(ValueError):
-    """Raised if a chat template is not valid Jinja, refuses a chat, or fails while rendering it."""
+    """Raised if a chat template is not valid Jinja, rejects a chat, or fails while rendering it."""
 
 
 @contextmanager
@@ -210,7 +210,7 @@ def render(hf: PreTrainedTokenizerBase, messages: list[Message], **options: Any)
 def render_spans(
     hf: PreTrainedTokenizerBase, messages: list[Message], **options: Any
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Renders a chat as text, with the spans between the marks of the template; may raise TemplateFault."""
+    """Renders a chat as text; also returns the spans that the template marks. May raise TemplateFault."""
     with template_faults(messages):
         texts, spans = render_jinja_template(
             [messages],
@@ -239,7 +239,7 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Loads the tokenizer of a local folder or a Hub model; ``revision`` applies to the Hub only.
 
-    ``chat_template``, a Jinja template, replaces the tokenizer's own. Errors name ``key``, the config key of
+    ``chat_template``, a Jinja template, replaces the tokenizer's own. Errors name ``key``, the key of
     ``path``.
     """
     folder = Path(os.path.expanduser(path))
@@ -264,7 +264,7 @@ def load_tokenizer(
         remedy = _remedy(error, key)
         meant = did_you_mean_model(path) if remedy == UNREACHABLE else ""
         raise UserError(f"{key}={path}: {remedy}{meant}") from error
-    # for some families transformers makes a tokenizer without any files
+    # for some families transformers creates a tokenizer even without files
     if len(hf) <= len(hf.get_added_vocab()):
         raise UserError(f"{key}={path}: the tokenizer has no vocabulary; {NEEDED}")
     if chat_template is not None:
@@ -275,9 +275,9 @@ def load_tokenizer(
 def _python_tokenizer(path: str, revision: str | None) -> Any | None:
     """Returns the Python tokenizer class in a model's own code, or None if transformers may choose the class.
 
-    If the code also has a fast class and the model has no tokenizer.json, transformers 5 takes the fast class
-    and converts the vocabulary itself, without the converter in the model's code. The special tokens of
-    InternLM2 would then get other ids than in training, outside of the embedding.
+    If the code also has a fast class and the model has no tokenizer.json, transformers 5 uses the fast class
+    and converts the vocabulary without the converter in the model's code. The special tokens of InternLM2
+    would then get ids that differ from training and are outside of the embedding.
     """
     where = hub_arguments(path, revision)
     code = get_tokenizer_config(path, **where).get("auto_map") or {}
@@ -292,7 +292,7 @@ def _python_tokenizer(path: str, revision: str | None) -> Any | None:
 
 
 def _remedy(error: Exception, key: str) -> str:
-    """Explains why a tokenizer could not be loaded, and names a remedy."""
+    """Explains why a tokenizer could not be loaded, and suggests a remedy."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         switch = key.removesuffix("path") + "trust_remote_code"
@@ -312,7 +312,7 @@ def _remedy(error: Exception, key: str) -> str:
 def _generation_end_ids(path: str, revision: str | None, key: str) -> tuple[int, ...]:
     """Returns the end tokens in generation_config.json.
 
-    Chat models often end turns with a token other than the tokenizer's EOS; the file then lists both.
+    Chat models often end turns with a token other than the tokenizer's EOS; the file then lists both tokens.
     """
     try:
         ids = GenerationConfig.from_pretrained(path, **hub_arguments(path, revision)).eos_token_id

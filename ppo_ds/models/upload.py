@@ -16,9 +16,9 @@ NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 def check_push(name: str) -> str:
-    """Returns the token of the environment.
+    """Returns the Hub token of the environment.
 
-    Raises UserError without a token, or if ``name`` is not of the form ORG/NAME.
+    Raises UserError if there is no token, or if ``name`` is not of the form ORG/NAME.
     """
     if not NAME.fullmatch(name):
         raise UserError(f"--push={name}: must be ORG/NAME, such as your-name/my-model")
@@ -33,7 +33,7 @@ def check_push(name: str) -> str:
 def push(folder: Path, name: str, token: str, *, private: bool) -> str:
     """Uploads all files of ``folder`` as one commit to the repository ``name``; returns its address.
 
-    The repository is created if it does not exist; ``private`` has no effect on one that exists.
+    The repository is created if it does not exist; ``private`` has no effect on an existing repository.
     Raises UserError with the Hub's message.
     """
     api = HfApi(token=token)

@@ -2,8 +2,8 @@
 
 They differ from ``AutoModelForSequenceClassification`` in two points. The score of a decoder is read at the
 last *attended* position, which is found from the mask. transformers uses the rightmost id that is not the pad
-id, which is the position before the end token if pad and end are the same. A decoder that accepts position
-ids always gets them.
+id; if pad and end tokens are equal, this is the position before the end token. A decoder that accepts
+position ids always gets them.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ _HEAD = "score.weight"  # name of the sequence classification head in every deco
 
 
 class ScoreHead(nn.Linear):
-    """Linear head that computes in fp32 whatever the dtype of its weight.
+    """Linear head that computes in fp32, for any dtype of its weight.
 
     Values are regressed on returns, and bf16 has only about three decimal digits. The head can keep a copy of
-    its initial parameters, so that a critic that was initialized from a reward model can still compute that
-    model's scores.
+    its initial parameters: a critic initialized from a reward model can then still compute its scores.
     """
 
     as_kept = False  # whether ``forward`` uses the copies that ``keep`` made
@@ -61,7 +60,7 @@ class ScoreHead(nn.Linear):
     def keep(self) -> None:
         """Copies the current parameters; under ZeRO-3 they must be gathered.
 
-        The copies are not in the state dict, since a resumed run loads them from the model's folder again.
+        The copies are not in the state dict: a resumed run loads them from the model's folder again.
         """
         bias = None if self.bias is None else self.bias.detach().clone()
         self.register_buffer("kept_weight", self.weight.detach().clone(), persistent=False)
@@ -70,7 +69,7 @@ class ScoreHead(nn.Linear):
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """The entries of config.json that stage=reward_model adds to its model; None in any other model."""
+    """The entries that stage=reward_model adds to its model's config.json; None in any other model."""
 
     template: Literal["text", "chat"] | None  # score_template, the format of the training texts: text or chat
     chat_template_kwargs: dict[str, Any]  # score_chat_template_kwargs
@@ -80,7 +79,7 @@ class TrainingRecord:
 
 
 def training_record(config: PreTrainedConfig) -> TrainingRecord:
-    """Reads the record from a Hugging Face config; entries that are not valid count as missing."""
+    """Reads the record from a Hugging Face config; invalid entries count as missing."""
     template: Any = getattr(config, "score_template", None)
     kwargs = getattr(config, "score_chat_template_kwargs", None)
     joint = getattr(config, "score_joint", None)
@@ -105,7 +104,7 @@ def zeroed_head(width: int, dtype: torch.dtype) -> ScoreHead:
 class ScoreModel(PackableModel):
     """Sequence classifier with one label.
 
-    A decoder computes a value at each token, an encoder one score for the whole text.
+    A decoder computes a value at each token; an encoder computes one score for the whole text.
     """
 
     def __init__(self, model: PreTrainedModel, new_head: bool = False):
@@ -120,7 +119,7 @@ class ScoreModel(PackableModel):
         if model.config.model_type == "deberta-v2":
             modeling_deberta_v2.make_log_bucket_position = log_bucket_positions  # for the whole process
         if self.is_decoder and isinstance(model.score, nn.Linear):
-            linear = model.score  # its parameters, sharded under ZeRO-3, move to the new head
+            linear = model.score  # the parameters, which are shards under ZeRO-3, move to the new head
             model.score = ScoreHead(
                 linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
             )
@@ -137,8 +136,8 @@ class ScoreModel(PackableModel):
         """Returns values [B,R+1] in fp32, or scores [B] without ``response_width``, for ids and mask [B,T].
 
         Column t holds the value of the state before response token t. The column after a row's last token
-        holds the value of its final state, and all later columns are 0. The ranks of ``sequence`` have the
-        same rows, and each computes a part of the tokens.
+        holds the value of its final state, and all later columns are 0. All ranks of ``sequence`` must pass
+        identical rows; each computes a part of the tokens.
         """
         if response_width is None:
             return self.scores(ids, attention_mask, token_type_ids)
@@ -165,8 +164,8 @@ class ScoreModel(PackableModel):
 
     def gradient_checkpointing_enable(self) -> None:
         """Makes the backward pass recompute activations."""
-        # reentrant checkpointing gives no gradients to a block whose input needs none, such as the first
-        # block
+        # with reentrant checkpointing, a block whose input needs no gradient, such as the first one, gets no
+        # gradients
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def save(
@@ -240,8 +239,8 @@ def as_kept(model: ScoreModel) -> Iterator[None]:
 def load_critic(section: ModelConfig, *, zero_head: bool, key: str = "critic.model.path") -> ScoreModel:
     """Loads a critic from a causal LM or a reward model.
 
-    A trained score head is kept. If the folder has no score head, the head is set to zeros with
-    ``zero_head``; without it a UserError that names ``key`` is raised.
+    A trained score head is kept. If the folder has no score head, ``zero_head`` creates a head of zeros;
+    without it, UserError with ``key`` is raised.
     """
     path = section.path
     model, info = from_pretrained(
@@ -270,9 +269,8 @@ def load_scorer(
 ) -> ScoreModel:
     """Loads a reward model to train, from a language model, an encoder or an earlier reward model.
 
-    A trained head is kept. If the files have no head, a new head starts at zero, or from a normal
-    distribution with a standard deviation of 1 / sqrt(d + 1) for d inputs (Stiennon et al. 2020), and depends
-    only on ``seed``.
+    A trained head is kept. If the files have no head, a new head starts with zeros, or from ``seed`` with
+    normal numbers of standard deviation 1 / sqrt(d + 1) for d inputs (Stiennon et al. 2020).
     """
     path = section.path
     model, info = from_pretrained(
@@ -297,7 +295,7 @@ def _replace_linear(
 ) -> None:
     """Replaces a linear layer of a head by one with new weights.
 
-    The layer is replaced instead of filled, because under ZeRO-3 its weights are shards.
+    Its weights are not filled in place, because under ZeRO-3 they are shards.
     """
     old = model.get_submodule(name)
     if not isinstance(old, nn.Linear):
@@ -319,7 +317,7 @@ def _replace_linear(
 def load_reward_model(section: ModelConfig, *, key: str = "reward.model.path") -> ScoreModel:
     """Loads a frozen reward model.
 
-    The files must hold all weights of an ``AutoModelForSequenceClassification`` with one label.
+    The files must contain all weights of an ``AutoModelForSequenceClassification`` with one label.
     """
     model, info = from_pretrained(
         AutoModelForSequenceClassification, section, config=_one_label_config(section, key), key=key
@@ -334,8 +332,8 @@ def expect_reward_model(
 ) -> tuple[int, bool, TrainingRecord]:
     """Raises UserError if the config or the names of the weights show that a model is not a reward model.
 
-    Returns the number of rows of its embedding, whether it is a decoder, and the record of its training. No
-    weights are read.
+    Reads no weights. Returns the number of rows of its embedding, whether it is a decoder, and its training
+    record.
     """
     path = section.path
     config = _one_label_config(section, key)
@@ -354,7 +352,7 @@ def expect_reward_model(
 def _is_decoder(model: Any) -> bool:
     """Returns whether a sequence classifier is a decoder, which has a value at every token.
 
-    It is recognized by its modules, because transformers also registers RoBERTa and BERT as causal models.
+    A decoder is recognized by modules: transformers also registers RoBERTa and BERT as causal models.
     """
     return hasattr(model, "score") and not model.config.is_encoder_decoder
 
@@ -387,7 +385,7 @@ def _one_label_config(section: ModelConfig, key: str) -> PreTrainedConfig:
 
 
 def can_start_critic(section: ModelConfig, tokenizer: Tokenizer, *, key: str = "reward.model.path") -> bool:
-    """Returns whether a model is a decoder with the vocabulary of ``tokenizer``, the actor's tokenizer."""
+    """Returns whether a model is a decoder with the vocabulary of ``tokenizer``, which is the actor's."""
     config = config_of(section, key)
     try:
         with torch.device("meta"):
@@ -403,9 +401,9 @@ def can_start_critic(section: ModelConfig, tokenizer: Tokenizer, *, key: str = "
 
 
 def log_bucket_positions(relative_pos: Tensor, bucket_size: int, max_position: int) -> Tensor:
-    """Computes what ``make_log_bucket_position`` of transformers computes.
+    """Computes the same as ``make_log_bucket_position`` of transformers, without a copy to the device.
 
-    transformers makes a constant on the CPU and copies it to the device of ``relative_pos``. On a GPU the
+    transformers creates a constant on the CPU and copies it to the device of ``relative_pos``. On a GPU the
     host would wait for this copy in every forward.
     """
     middle = bucket_size // 2

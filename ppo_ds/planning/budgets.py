@@ -1,13 +1,13 @@
-"""Resolves the token budgets of the section memory that are ``auto``.
+"""Resolves the token budgets of the config section memory that are ``auto``.
 
-A run and the doctor use the same arithmetic: a budget is the largest number for which the estimate of every
-phase (ppo_memory.py, finetune_memory.py) fits into the usable memory. On a GPU, the run measures this memory
-after it has loaded the models, and the doctor uses the memory of the named GPU. On a CPU both use the
-machine's total memory, so that every start gets the same numbers.
+A run and the doctor compute budgets in the same way: a budget is the largest number for which the estimate of
+every phase (ppo_memory.py, finetune_memory.py) fits into the usable memory. On a GPU, the run measures this
+memory after it has loaded the models, and the doctor uses the memory given by ``--gpu-mem``. On a CPU both
+use the machine's total memory, so that every start computes the same numbers.
 
-A resume on the same number of ranks takes the numbers of the checkpoint, since micro-batches of another size
-round differently. A budget that ran out of memory is recorded in the file memory.json of the run directory
-with half of its number, which overrides the checkpoint.
+A run that resumes on the same number of ranks uses the checkpoint's numbers, since micro-batches of another
+size round differently. If memory runs out with a budget, half of the budget is recorded in the file
+memory.json of the run directory, which overrides the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ RECORD = "memory.json"
 STEP = 1024  # budgets below the limit are multiples of this
 # Upper limits. On a CPU, a larger forward is not faster.
 CPU_LIMITS = {"rollout_tokens": 32768, "score_tokens": 16384, "train_tokens": 8192}
-# On a GPU, a forward of this many tokens takes a second on a 7B model and 0.1 s on a 0.5B model, so that the
-# launch of kernels, and with ZeRO-3 the gathering of weights, take at most a few percent of it. Forwards and
-# backwards with gradients take three times as long.
+# On a GPU, a forward of this many tokens takes a second on a 7B model and 0.1 s on a 0.5B model, so launching
+# kernels, and with ZeRO-3 gathering weights, take at most a few percent of the time. Forwards and backwards
+# with gradients take three times as long.
 GPU_LIMITS = {"score_tokens": 65536, "train_tokens": 32768}
-# From about 300 rows on (the FLOPs that an H100 can do per byte that it reads), a decode step is limited by
-# arithmetic, so that more rows only make it longer.
+# An H100 can compute about 300 FLOPs per byte that it reads. With more than about 300 rows, a decode step is
+# therefore limited by arithmetic, and more rows only make it longer.
 MAX_DECODED_ROWS = 512
 PHASES = {  # budget -> phases whose memory it determines
     "rollout_tokens": ("switch", "generate"),
@@ -54,7 +54,7 @@ PHASES = {  # budget -> phases whose memory it determines
 
 
 def used_budgets(config: Config) -> dict[str, Any]:
-    """Returns the budgets that the stage uses, numbers or auto, by their names."""
+    """Returns the budgets that the stage uses by name, each a number or auto."""
     keys = dict(config.memory) if isinstance(config, TextConfig) else {}
     return {name: keys[name] for name in PHASES if name in keys}
 
@@ -72,7 +72,7 @@ def with_numbers(config: ConfigT, numbers: Mapping[str, int]) -> ConfigT:
 
 
 def with_cpu_limits(config: ConfigT) -> ConfigT:
-    """Returns a copy of the config in which each budget that is auto has its limit on a CPU."""
+    """Returns a copy of the config in which each auto budget is replaced by its upper limit on a CPU."""
     return with_numbers(config, {name: CPU_LIMITS[name] for name in automatic(config)})
 
 
@@ -139,13 +139,13 @@ def resolve(
 
 
 def highest_phase(name: str, found: Estimate) -> tuple[str, int]:
-    """Returns the phase with the highest peak of those that a budget determines; ("", 0) without any."""
+    """Returns, of the phases that a budget determines, the one with the highest peak; ("", 0) if none."""
     peaks = ((phase, found.phases[phase]) for phase in PHASES[name] if phase in found.phases)
     return max(peaks, key=lambda item: item[1], default=("", 0))
 
 
 def largest(limit: int, row_tokens: int, fits: Callable[[int], bool]) -> int:
-    """Returns the largest multiple of STEP that fits, ``limit`` if that fits, or one row if nothing does."""
+    """Returns ``limit`` if it fits, else the largest multiple of STEP that fits, else ``row_tokens``."""
     if fits(limit):
         return limit
     count = bisect_left(range(STEP, limit, STEP), True, key=lambda tokens: not fits(tokens))
@@ -228,9 +228,8 @@ def known_budgets(
 ) -> tuple[dict[str, int], dict[str, int], list[str]]:
     """Returns the budgets that an earlier start has determined.
 
-    Also returns, for each budget that ran out of memory, the number before it was halved, and lines for the
-    start-up banner. A number on the command line takes precedence, unless it is the one that ran out of
-    memory.
+    Also returns the number before halving of each budget with which memory ran out, and lines for the
+    start-up banner. A number on the command line takes precedence, unless memory has run out with it.
 
     Args:
         checkpoint: The section memory of a checkpoint of this number of ranks, or None.
@@ -260,7 +259,7 @@ def token_budgets(
     halved_from: Mapping[str, int],
     on_change: Callable[[Mapping[str, int]], None],
 ) -> TokenBudgets:
-    """Makes the budgets of a run. Until ``settle``, those that are auto have their upper limit on a CPU."""
+    """Makes the budgets of a run. Until ``settle``, auto budgets have their upper limit on a CPU."""
     given = {name: tokens for name, tokens in used_budgets(config).items() if tokens != "auto"}
 
     def budget(name: str) -> TokenBudget:
@@ -277,7 +276,7 @@ def token_budgets(
 
 
 def read_record(run_dir: Path) -> dict[str, dict[str, int]]:
-    """Returns the budgets that ran out of memory in earlier starts; {} if the file is missing or damaged."""
+    """Returns the budgets recorded in earlier starts; {} if the file is missing or damaged."""
     try:
         found = read_json(run_dir / RECORD)
         return {

@@ -51,7 +51,7 @@ class FinetuneMemory(RunMemory):
         Args:
             longest: Tokens of the longest text.
             evaluated: Number of held-out rows or pairs.
-            answers: Number of held-out prompts that are answered, and the most tokens of one with its answer.
+            answers: Number of held-out prompts to answer, and maximum tokens of a prompt with its answer.
         """
         batch = batch_of(config)
         rows = batch.texts * -(-batch.size // hardware.ranks)
@@ -84,7 +84,7 @@ class FinetuneMemory(RunMemory):
         return gathered + decode_bytes_bound(shape, rows * self.answer_tokens, rows, each, logit)
 
     def head_positions(self, tokens: int) -> int:
-        """Counts all tokens for a language model, and one per text for a score."""
+        """Counts all tokens for a language model, and one position per text for a score."""
         return tokens if self.shapes[self.name].head else tokens // self.length
 
 

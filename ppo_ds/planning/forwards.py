@@ -1,4 +1,4 @@
-"""Determines which forwards of a PPO step also serve for something else, from the config alone."""
+"""Determines from the config alone which forwards of a PPO step are used for more than one purpose."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from ppo_ds.ppo.model_outputs import OldLogprobs
 
 
 def old_logprobs_source(config: PPOConfig) -> OldLogprobs:
-    """Returns which computation gives the old log-probs, see ModelForwards.
+    """Returns the source of the old log-probs (see ModelForwards).
 
     The forward of the update computes them if one optimizer step uses the whole rollout, the old policy does
     not lag, and nothing before the update needs the log-probs: there is no KL in the reward, no importance
-    weight for the decode backend, no value head on the actor, no step in which only the critic learns, and no
-    selection of tokens.
+    weight for the decode backend, no value head on the actor, no step with only the critic, and no selection
+    of tokens.
     """
     algo = config.algo
     if algo.old_logprobs == "rollout":
@@ -36,16 +36,16 @@ def one_optimizer_step(config: PPOConfig) -> bool:
 
 
 def kept_roles(config: PPOConfig) -> tuple[str, ...]:
-    """Returns the models whose forwards before the update also serve for the update.
+    """Returns the models whose forwards before the update are reused in the update.
 
-    With memory.reuse_forwards=auto this is at most the actor, whose backward is the first of the update, so
-    that peak memory stays the same. The critic's graph adds to it: its gradients, or the graph itself, are
-    then in memory during the actor's backward.
+    With memory.reuse_forwards=auto this is at most the actor: its backward is the first of the update, so
+    peak memory stays the same. Reusing the critic's forward increases the peak: the critic's gradients, or
+    its graph, are then in memory during the actor's backward.
 
-    Other forwards of the same weights between a forward and its backward exclude a model: those of the
-    reference or the reward model that is the same model without its adapters, and of the lagged policy. PTX
-    losses come first in the update. Log-probs and entropies for the selection of tokens need other options.
-    Ranks that divide tokens have other rows in the update.
+    A model is excluded if its weights run another forward between a forward and its backward, as for a
+    reference or reward model that is this model without adapters, or for the lagged policy. PTX losses
+    exclude it because they come first in the update, the selection of tokens because its log-probs and
+    entropies need other options, and sequence parallelism because ranks have other rows in the update.
     """
     algo, reuse = config.algo, config.memory.reuse_forwards
     if reuse == "off" or not one_optimizer_step(config) or config.memory.sequence_parallel > 1:

@@ -2,8 +2,8 @@
 
 The persistent and temporary buffers of DeepSpeed (0.19.8) were read from its code. Activations are those that
 autograd keeps for a decoder of the transformers library: norms in fp32, fused attention, a gated MLP. Other
-families are treated like such a decoder, without the gate if they have none. docs/dev/scaling.md compares the
-sums with measured runs.
+families are treated like such a decoder, but without a gate if they have none. docs/dev/scaling.md compares
+the sums with measured runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EngineMemory:
     # when the last backward ends and gradients are reduced, beyond ``gradients`` and ``bucket``
     reduction: int = 0
     step: int = 0  # in the optimizer step, beyond ``gradients``
-    gathered: int = 0  # ZeRO-3: weights that are gathered at the same time in a forward and backward
+    gathered: int = 0  # ZeRO-3: weights that are gathered at once in a forward and backward
     host: int = 0  # at most, resident bytes in CPU memory instead of on the device
 
     @property
@@ -79,18 +79,19 @@ class Engine:
                 host=engine.moments + self._offloaded(share),
             )
         if self.offload_params:
-            # locked once for each tensor, at most twice its size, and once for all trained ones (stage3.py:
-            # _create_param_groups_fp16_flat_cpu_memory); torch keeps the former
+            # locked twice: for each tensor, at most twice its size, and for all trained tensors together
+            # (stage3.py: _create_param_groups_fp16_flat_cpu_memory); torch keeps the first
             engine = replace(engine, weights=0, host=engine.host + 2 * weights + locked_bytes(each * share))
         return engine
 
     def _offloaded(self, share: int) -> int:
         """Computes the CPU memory of offloaded master weights and gradients, ``share`` of each on a rank.
 
-        ZeRO-3 has the gradients twice, the second time by sub-groups, and does not lock the master weights
-        (stage3.py: grad_partitions_flat_buffer, initialize_optimizer_states). The other stages lock the
-        master weights, the gradients, the new weights and, if there are several micro-batches, the gradients
-        of each tensor, at most twice its size (stage_1_and_2.py: buffer_to_accumulate_to_in_cpu).
+        ZeRO-3 has two copies of the gradients, one of them by sub-groups, and does not page-lock the master
+        weights (stage3.py: grad_partitions_flat_buffer, initialize_optimizer_states). The other stages
+        page-lock the master weights, the gradients, the new weights and, with several micro-batches, the
+        gradients of each tensor, which take at most twice their size (stage_1_and_2.py:
+        buffer_to_accumulate_to_in_cpu).
         """
         if self.stage == 3:
             whole, rest = divmod(share, SUB_GROUP)
@@ -101,9 +102,9 @@ class Engine:
     def _on_device(self, shape: Shape) -> EngineMemory:
         """Computes the memory of the engine if it offloads nothing.
 
-        Where gradients are not in the dtype of the communication, DeepSpeed copies a bucket into that dtype
-        (``allreduce_bucket`` in runtime/engine.py and runtime/zero/stage_1_and_2.py). ZeRO-3 has its
-        persistent bucket in that dtype (runtime/zero/stage3.py).
+        If gradients are not in the communication dtype, DeepSpeed copies a bucket to this dtype
+        (``allreduce_bucket`` in runtime/engine.py and runtime/zero/stage_1_and_2.py). ZeRO-3 keeps its
+        persistent bucket in this dtype (runtime/zero/stage3.py).
         """
         each, trained, share = self.each, shape.trained, -(-shape.trained // self.ranks)
         flat = min(trained, self.bucket)  # elements that ZeRO copies in order to reduce them
@@ -145,7 +146,7 @@ class Engine:
 
 
 def locked_bytes(size: int) -> int:
-    """Returns what torch takes for a page-locked tensor of ``size`` bytes: the next power of two."""
+    """Returns the bytes that torch allocates for a page-locked tensor of ``size``: the next power of two."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
@@ -185,17 +186,17 @@ def inference_activation_bytes(shape: Shape, tokens: int, length: int, each: int
 
 
 def output_bytes(each: int, on_gpu: bool) -> int:
-    """Returns the bytes of a logit of a causal LM. On a GPU, logits are in fp32 (models/lm_head.py)."""
+    """Returns the bytes per logit of a causal LM. On a GPU, logits are in fp32 (models/lm_head.py)."""
     return FP32 if on_gpu else each
 
 
 def sampling_bytes(top_k: int, top_p: float) -> int:
-    """Returns the bytes per logit that sampling takes at its peak, beyond the logits (ops/token_sampling.py).
+    """Returns the peak bytes per logit of sampling, without the logits themselves (ops/token_sampling.py).
 
     Without filters these are fp32 copies of the logits, their log-probs, and the probabilities or a padded
     copy. ``top_k`` > 1 also needs filtered logits and a mask; 1 is greedy. ``top_p`` < 1 also needs sorted
-    logits, their softmax and its running sum, and their order in int64. Workspaces of the kernels, such as
-    those of a sort on a GPU, are not counted.
+    logits, their softmax, the running sum of the softmax, and the order of the logits in int64. Workspaces of
+    the kernels, such as those of a sort on a GPU, are not counted.
     """
     filtered = FP32 + 1 if top_k > 1 else 0
     ordered = 3 * FP32 + 8 if top_p < 1.0 else 0
@@ -203,14 +204,14 @@ def sampling_bytes(top_k: int, top_p: float) -> int:
 
 
 def logit_bytes(each: int, on_gpu: bool, top_k: int, top_p: float) -> int:
-    """Returns the bytes per logit of a decode step: of the model's output and of sampling."""
+    """Returns the bytes per logit of a decode step, for the model's output and for sampling."""
     return output_bytes(each, on_gpu) + sampling_bytes(top_k, top_p)
 
 
 def head_forward_bytes(shape: Shape, positions: int, each: int, output: int, block: int) -> int:
     """Computes the memory for log-probs and entropies of ``positions`` states.
 
-    ``output`` is the number of bytes of a logit that the model computes (output_bytes). ``block`` is the
+    ``output`` is the number of bytes per logit of the model's output (``output_bytes``). ``block`` is the
     number of logits that are in memory at the same time (compute/linear_logprobs.py).
     """
     states = 2 * positions * shape.hidden * each
@@ -222,8 +223,8 @@ def head_forward_bytes(shape: Shape, positions: int, each: int, output: int, blo
 def head_backward_bytes(shape: Shape, positions: int, each: int, output: int, block: int, kept: int) -> int:
     """Computes the memory of the head's forward and backward; see head_forward_bytes for ``output``.
 
-    It includes the states, their fp32 gradient, blocks of logits, the kept logits if there are at most
-    ``kept`` of them, and the gradient of the weight.
+    It includes the states, their fp32 gradient, blocks of logits, all logits if there are at most ``kept``,
+    which are then kept for the backward, and the gradient of the weight.
     """
     logits = positions * shape.vocabulary
     states = positions * shape.hidden * (3 * each + FP32)
@@ -255,12 +256,12 @@ def static_decode_bytes(
         tokens: Cached positions, prompts included.
         length: Cached positions of one row.
         rows: Rows that are decoded at the same time.
-        prefill: Prompt positions of one forward; their keys and values are then copied to the cache. The
+        prefill: Prompt positions of one forward, whose keys and values are then copied to the cache. The
             first prefill runs before the cache is allocated.
         waiting: True if more prompts are prefilled after the cache is allocated.
         logit: Bytes per logit of a decode step (logit_bytes).
-        recorded: True if steps are CUDA graphs. Their pool keeps the logits of a step, and the first step of
-            a later shape, which is not in the pool, needs a second set (rollout/graphs.py).
+        recorded: True if steps are CUDA graphs. Their pool keeps the logits of a step. The first step of a
+            later shape needs a second set of logits outside of the pool (rollout/graphs.py).
     """
     slots, prompt_cache = kv_cache_bytes(shape, tokens, each), kv_cache_bytes(shape, prefill, each)
     prefilling = prompt_cache + inference_activation_bytes(shape, prefill, length, each)
@@ -281,11 +282,11 @@ def decode_bytes_bound(
     """Computes an upper bound of the memory of decoding, used to choose the generation plan.
 
     It includes the KV cache, the prefill of ``prefill`` tokens, and one row of logits per sequence, as in
-    static_decode_bytes. With ``prefill`` None, all tokens are prefilled at once, which bounds any backend.
-    Otherwise keys and values of these tokens are in memory twice, as in the static backend; see there for
-    ``recorded``.
+    static_decode_bytes. If ``prefill`` is None, all tokens are prefilled at once, which is an upper bound for
+    any backend. Otherwise keys and values of the prefilled tokens are in memory twice, as in the static
+    backend. See static_decode_bytes for ``recorded``.
 
-    A prefill needs the activations of one layer: four hidden states and three of the MLP.
+    A prefill needs the activations of one layer: four hidden states and three MLP states.
     """
     activations = (4 * shape.hidden + 3 * shape.inner) * each
     logits = rows * shape.vocabulary * logit * (2 if recorded else 1)

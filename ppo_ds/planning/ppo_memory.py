@@ -29,14 +29,14 @@ from ppo_ds.planning.vllm_memory import VllmMemory, engine_memory, synced_bytes
 from ppo_ds.rollout.continuous_batch import COLUMNS, PREFILL_TOKENS, fast_batch_size
 from ppo_ds.rollout.graphs import KEPT_GRAPHS
 
-# Executable CUDA graph of a decode step, besides its tensors: by vLLM's pull requests 11349 and 22897, 6 to
-# 28 MiB.
+# Executable CUDA graph of a decode step, without its tensors: 6 to 28 MiB according to vLLM's pull requests
+# 11349 and 22897.
 GRAPH = 28 * 2**20
 
 
 @dataclass(frozen=True)
 class Models:
-    """The shapes of all roles. A role that shares the weights of another has no entry."""
+    """The shapes of all roles. A role that shares another role's weights has no entry."""
 
     actor: Shape
     critic: Shape | None
@@ -127,7 +127,7 @@ class PPOMemory(RunMemory):
             peaks["ref_logprobs"] = self._frozen_forward(models.reference, tokens, self.length)
         if models.critic is not None:
             peaks["values"] = self.trained_forward("critic", tokens, prefetch)
-            # which runs first; ZeRO-3 keeps its last layers gathered as if a backward followed
+            # the critic runs first; ZeRO-3 keeps its last layers gathered as if a backward followed
             peaks["old_logprobs"] += self.engines["critic"].gathered
         return peaks
 
@@ -137,12 +137,12 @@ class PPOMemory(RunMemory):
         return uploaded + gathered + self.forward(model.shape, tokens, length, model.each)
 
     def forward_tokens(self, budget: int, rows: int) -> int:
-        """Counts this rank's tokens of the largest forward, which a sequence group divides."""
+        """Counts this rank's part of the tokens of the largest forward, which a sequence group divides."""
         parts = self.config.memory.sequence_parallel
         return ceil(forward_tokens(parts * budget, parts * rows, self.length) / parts)
 
     def head_positions(self, tokens: int) -> int:
-        """Counts the response tokens among ``tokens``; the head is applied to those only.
+        """Counts the response tokens among ``tokens``, to which alone the head is applied.
 
         A rank of a sequence group may have no prompt tokens.
         """
@@ -205,10 +205,10 @@ class PPOMemory(RunMemory):
     def _engine_generation(
         self, engine: VllmMemory, rest: int, phases: dict[str, int]
     ) -> tuple[str, bool, int]:
-        """Adds the phases of an engine with own weights to ``phases``; returns the values of _generation.
+        """Adds the phases of an engine with own weights to ``phases``; returns the same as ``_generation``.
 
-        The KV cache is allocated after the weights have arrived. ``rest`` contains what the engine keeps
-        between two phases.
+        The KV cache is allocated after the weights have arrived. ``rest`` includes the engine's bytes between
+        two phases.
         """
         _, shape, each = self._role("actor")
         between = engine.between
@@ -224,7 +224,7 @@ class PPOMemory(RunMemory):
     def _plan(
         self, rest: int, *, decoding: int, weights: int = 0, layer: int = 0
     ) -> tuple[GenerationPlan, int]:
-        """Plans generation as a run does; also returns the bytes of the states that it offloads."""
+        """Plans generation as a run does; also returns the bytes of the optimizer states to offload."""
         idle = sum(
             engine.masters + engine.moments + (engine.buffers if self._role(role)[0].zero.stage == 3 else 0)
             for role, engine in self.engines.items()
@@ -249,13 +249,13 @@ class PPOMemory(RunMemory):
     def _updates(self) -> dict[str, int]:
         """Computes the peak of each model's update.
 
-        The peak is at one of three moments: the backward of the largest micro-batch begins, the last backward
-        ends, or the optimizer steps. Both backwards come before both steps (ppo/learner.py): the gradients of
-        one model stay in memory during the backward of the other.
+        The peak is at one of three moments: when the backward of the largest micro-batch begins, when the
+        last backward ends, or during the optimizer step. Both models' backwards come before both steps
+        (ppo/learner.py), so one model's gradients are in memory during the other model's backward.
 
-        A graph of the actor that an earlier forward keeps (memory.reuse_forwards) adds nothing: that forward
-        is the last before the update, on the only micro-batch, and the actor's backward comes first. A kept
-        graph of the critic is in memory during the actor's backward, or the critic's gradients are.
+        If the actor's graph comes from an earlier forward (memory.reuse_forwards), it adds nothing: that
+        forward is the last before the update, on the only micro-batch, and the actor's backward comes first.
+        If the critic's graph does, it or the critic's gradients are in memory during the actor's backward.
         """
         actor, critic = self.engines["actor"], self.engines.get("critic")
         if critic is None:
@@ -272,7 +272,7 @@ class PPOMemory(RunMemory):
 def decoding_bytes(config: PPOConfig, shape: Shape, each: int, rows: int, length: int, on_gpu: bool) -> int:
     """Returns an upper bound of the bytes for decoding ``rows`` rows of at most ``length`` tokens on a rank.
 
-    The plan of generation uses it for any backend without weights of its own.
+    The plan of generation uses this bound for any backend that decodes with the actor's weights.
     """
     sampling, budget = config.sampling, int(config.memory.rollout_tokens)
     tokens = min(budget, rows * length)
@@ -288,12 +288,12 @@ def decoding_bytes(config: PPOConfig, shape: Shape, each: int, rows: int, length
 
 
 def records_steps(config: PPOConfig, on_gpu: bool) -> bool:
-    """Returns whether decode steps are CUDA graphs, unless weights are gathered layer by layer."""
+    """Returns whether decode steps are CUDA graphs; they never are if weights are gathered by layers."""
     return on_gpu and config.rollout.backend != "hf"
 
 
 def packed_bytes(config: PPOConfig, shape: Shape, on_gpu: bool) -> int:
-    """Computes the bytes of the packed weights in generation (models/linear.py), unless it runs by layers."""
+    """Computes the bytes of packed weights (models/linear.py) in generation with whole weights."""
     dtype = torch_dtype(config.actor.model.dtype)
     packs = not on_gpu and config.rollout.backend != "hf" and matmul.packs(torch.empty(1, dtype=dtype))
     size = dtype.itemsize * shape.linear

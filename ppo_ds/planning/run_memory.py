@@ -1,8 +1,8 @@
 """Estimates the memory of the parts of a run that all stages have, on one rank.
 
-No weights are loaded. model_memory.py computes the memory of a model; this module adds up what is in memory
-at the same time. Phases have the names of the trainer's time/* metrics. The estimate of a PPO run is in
-ppo_memory.py, that of the other stages in finetune_memory.py.
+No weights are loaded. model_memory.py computes the memory of a model; this module adds up the parts that are
+in memory at the same time. Phases have the names of the trainer's time/* metrics. PPO runs are estimated in
+ppo_memory.py, the other stages in finetune_memory.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ppo_ds.planning.model_memory import (
 from ppo_ds.planning.vllm_memory import VllmMemory
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-# Memory of a GPU besides tensors. vLLM's pull request 10511 reports 1.79 GiB on one GPU of 80 GB (the CUDA
+# Memory of a GPU without tensors. vLLM's pull request 10511 reports 1.79 GiB on one GPU of 80 GB (the CUDA
 # context, kernels, workspaces) and 3.58 GiB on two, with NCCL. Not measured with this trainer.
 CONTEXT = int(1.8 * 2**30)
-# Of NCCL, for each of the two communicators: that of the run, and that of DeepSpeed. By NCCL's issues 864 and
+# Memory of NCCL for each of two communicators, the run's and DeepSpeed's. According to NCCL's issues 864 and
 # 1685, a communicator takes 0.5 to 1.6 GiB, depending on channels and algorithms.
 COMMUNICATOR = int(0.9 * 2**30)
 COMMUNICATORS = 2
@@ -58,7 +58,7 @@ class FrozenModel:
         return ceil(self.shape.weight_bytes(self.each) / (ranks if self.sharded else 1))
 
     def host(self, ranks: int) -> int:
-        """Returns an upper bound of its CPU memory; torch page-locks each tensor of a sharded model."""
+        """Returns an upper bound of this model's CPU memory; if sharded, torch page-locks each tensor."""
         return self.resident(ranks) * (2 if self.sharded else 1) if self.offloaded else 0
 
 
@@ -76,7 +76,7 @@ class Hardware:
 
     @property
     def context(self) -> int:
-        """Bytes of a GPU that the CUDA context and NCCL take."""
+        """Bytes of a GPU that the CUDA context and NCCL use."""
         return CONTEXT + (COMMUNICATORS * COMMUNICATOR if self.ranks > 1 else 0)
 
     @property
@@ -95,7 +95,7 @@ class Estimate:
 
     resident: dict[str, int]  # by role: memory on the device between two phases
     phases: dict[str, int]  # peak of each phase, resident memory included
-    host: int  # CPU memory for offloading, for runs on GPUs: an upper bound, see Engine.memory
+    host: int  # upper bound of the CPU memory for offloading, for runs on GPUs (see Engine.memory)
     engines: dict[str, EngineMemory]
     generation: str  # how the weights are held for decoding
     layerwise: bool = False  # each forward of generation gathers the weights layer by layer
@@ -155,8 +155,8 @@ class RunMemory:
             moment=1 if role.optim.name == "adamw_8bit" else FP32,
             offload_optimizer=zero.offload_optimizer,
             offload_params=zero.offload_params,
-            # DeepSpeed allocates the whole bucket whatever the size of the model: a GPU reserves all of it, a
-            # CPU only the pages that are written to
+            # DeepSpeed allocates the whole bucket for models of any size: a GPU reserves all of it, a CPU
+            # only the pages that are written to
             bucket=bucket if self.hardware.on_gpu else min(bucket, shape.trained),
             separate_host=self.hardware.on_gpu,
         ).memory(shape)
@@ -181,14 +181,14 @@ class RunMemory:
         )
 
     def averages(self) -> dict[str, int]:
-        """Returns the bytes of the averaged weights as ``ema``, if the run has them."""
+        """Returns {"ema": bytes of the averaged weights}, or {} if the run has none."""
         for name, role in averaged_models(self.config).items():
             if role.ema.decay is not None:
                 return {"ema": self.copy_of(name)}
         return {}
 
     def head_positions(self, tokens: int) -> int:
-        """Counts the positions among ``tokens`` that the head of a model is applied to."""
+        """Counts the positions among ``tokens`` to which the head of a model is applied."""
         return tokens
 
     def forward_tokens(self, budget: int, rows: int) -> int:
@@ -198,8 +198,7 @@ class RunMemory:
     def loading(self) -> int:
         """Computes the peak while models are loaded one after the other.
 
-        An engine below ZeRO stage 3 copies its trained weights into one flat tensor before the old ones are
-        freed.
+        Below ZeRO stage 3, an engine copies its trained weights into one flat tensor and then frees them.
         """
         loaded = peak = 0
         for role, engine in self.engines.items():
@@ -229,7 +228,7 @@ class RunMemory:
         return max(inference_activation_bytes(shape, tokens, length, each), head)
 
     def graph(self, role: str) -> int:
-        """Computes what the largest forward of a trained role keeps for its backward, and the head's peak."""
+        """Computes the bytes that a role's largest forward keeps for its backward, and the head's peak."""
         section, shape, each = self._role(role)
         tokens = self.forward_tokens(int(self.config.memory.train_tokens), self.update_rows)
         positions = self.head_positions(tokens)
@@ -261,7 +260,6 @@ def forward_tokens(budget: int, rows: int, length: int) -> int:
 def gathered_bytes(shape: Shape, each: int, prefetch: bool) -> int:
     """Computes the bytes of the weights that ZeRO-3 holds gathered at the same time in a forward.
 
-    The largest tensor counts twice while it is assembled; with ``prefetch``, the next tensors are gathered
-    too.
+    The largest tensor counts twice while it is assembled; ``prefetch`` adds the next tensors.
     """
     return each * min(2 * shape.parameters, (2 * PREFETCH if prefetch else 0) + 2 * shape.largest_tensor)

@@ -19,13 +19,14 @@ GIB = 2**30
 
 # tokens of the largest block of the KV cache (vLLM's default on a CPU); one block is never used
 BLOCK = 128
-# Defaults of vLLM on GPUs of at least 70 GiB except the A100, which has 8,192 tokens and 256 sequences
-# (engine/arg_utils.py). Both bound the activations of a step.
+# Defaults of vLLM on GPUs of at least 70 GiB, except the A100 (8,192 tokens and 256 sequences;
+# engine/arg_utils.py). Both limit the activations of a step.
 BATCHED_TOKENS, SEQUENCES = 16_384, 1024
 # All captured CUDA graphs. vLLM's pull request 5515 reports 0.6 GiB for Llama 3 70B on 8 GPUs, and its issue
 # 47654 1.4 GiB for a larger model on 8 GPUs.
 GRAPHS = int(1.5 * 2**30)
-# NCCL communicator of a tensor-parallel group: by vLLM's pull requests 46234 and 51485, 0.9 to 1 GiB.
+# NCCL communicator of a tensor-parallel group: 0.9 to 1 GiB according to vLLM's pull requests 46234 and
+# 51485.
 COMMUNICATOR = 2**30
 
 
@@ -35,7 +36,7 @@ class VllmMemory:
 
     weights: int
     kv_cache: int
-    activations: int  # at most, of a prefill or of sampling
+    activations: int  # upper bound, of a prefill or of sampling
     kept: int  # CUDA graphs and the communicator, which stay in memory while the engine sleeps
     group: int = 1  # ranks that share the weights
     sleep: int = 0  # level between two generation phases, see VLLMConfig
@@ -47,9 +48,9 @@ class VllmMemory:
         return self.weights + self.kv_cache + self.activations + self.kept
 
     def loading(self, synced: int) -> int:
-        """Returns the bytes while new weights arrive, for which ``synced`` further bytes are needed.
+        """Returns the bytes while the engine receives new weights, which needs ``synced`` additional bytes.
 
-        A sleeping engine allocates its KV cache afterwards.
+        An engine that sleeps between phases allocates its KV cache afterwards.
         """
         return self.weights + self.kept + synced + (0 if self.sleep else self.kv_cache)
 
@@ -60,19 +61,19 @@ class VllmMemory:
 
     @property
     def host(self) -> int:
-        """Bytes of CPU memory that the engine takes while it sleeps: level 1 copies weights."""
+        """Bytes of CPU memory of a sleeping engine: level 1 copies the weights there."""
         return self.weights if self.sleep == 1 else 0
 
 
 def kv_heads(shape: Shape) -> int:
-    """Returns the number of heads of the keys."""
+    """Returns the number of key heads."""
     return max(1, shape.heads * shape.kv_width // max(1, shape.width))
 
 
 def vllm_weight_bytes(shape: Shape, tensor_parallel: int, each: int) -> int:
     """Computes the weights of one rank without LoRA adapters.
 
-    The keys' and values' projections are divided among at most as many ranks as the keys have heads.
+    The projections of keys and values are divided among at most as many ranks as there are key heads.
     """
     adapters = shape.trained if shape.trained < shape.parameters else 0
     divided = -(-(shape.parameters - adapters) // tensor_parallel)
@@ -82,19 +83,19 @@ def vllm_weight_bytes(shape: Shape, tensor_parallel: int, each: int) -> int:
 
 
 def vllm_cache_tokens(token_budget: int, longest: int, tensor_parallel: int) -> int:
-    """Returns the tokens that each rank of a group brings to the KV cache: its budget, or more.
+    """Returns the tokens that each rank of a group adds to the KV cache: its budget, or more.
 
-    A group needs room for one row of ``longest`` tokens at least, without which vLLM does not start.
+    vLLM starts only if the cache of a group has room for at least one row of ``longest`` tokens.
     """
     least = (-(-longest // BLOCK) + 2) * BLOCK
     return max(token_budget, -(-least // tensor_parallel))
 
 
 def vllm_cache_bytes(shape: Shape, tokens: int, tensor_parallel: int, each: int) -> int:
-    """Computes the share of one rank in the KV cache of a group whose ranks bring ``tokens`` tokens each.
+    """Computes one rank's share of the KV cache of a group in which each rank adds ``tokens`` tokens.
 
-    Each rank has a part of the heads for all tokens of the group. While the keys have at least as many heads
-    as the group has ranks, this is as much memory as all heads for the rank's own tokens.
+    Each rank has a part of the heads for all tokens of the group. If there are at least as many key heads as
+    ranks, this takes as much memory as all heads for the rank's tokens.
     """
     shards = min(tensor_parallel, kv_heads(shape))
     return kv_cache_bytes(shape, tokens * tensor_parallel, each) // shards
@@ -103,10 +104,10 @@ def vllm_cache_bytes(shape: Shape, tokens: int, tensor_parallel: int, each: int)
 def vllm_activation_bytes(shape: Shape, tensor_parallel: int, each: int, sampled: int) -> int:
     """Computes the peak of a step: a layer of a prefill, or the logits of all sequences while sampling.
 
-    ``sampled`` is the number of bytes per logit that sampling takes beyond the logits
-    (sampling_bytes). Every rank has the logits of the whole vocabulary. vLLM's second model runner also keeps
-    a count of each token for each sequence (v1/worker/gpu/sample/penalties.py), but samples with one fp32
-    copy of the logits: together less than ``sampled``.
+    ``sampled`` is the number of bytes per logit that sampling takes in addition to the logits
+    (sampling_bytes). Every rank has the logits of the whole vocabulary. vLLM's second model runner also
+    counts each token of each sequence (v1/worker/gpu/sample/penalties.py), but samples with one fp32 copy of
+    the logits; together these take less than ``sampled``.
     """
     layer = 3 * shape.hidden + (3 if shape.gated else 2) * shape.inner // tensor_parallel
     logits = SEQUENCES * shape.vocabulary * (each + FP32 + sampled)
@@ -148,7 +149,7 @@ def engine_memory(
 
 
 def synced_bytes(shape: Shape, each: int, sharded: bool) -> int:
-    """Computes what a transfer of all weights to the engine takes at its peak, besides the engine.
+    """Computes the peak bytes of a transfer of all weights to the engine, without the engine's memory.
 
     Weights are copied layer by layer (HybridActor.weights). If they are ``sharded``, they are also gathered.
     The engine keeps the embedding until it receives the next weight. Adapters are merged in fp32.

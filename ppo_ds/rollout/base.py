@@ -33,32 +33,32 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Responses in progress, one per prompt, and the moment at which generation ends (rollout.partial)."""
+    """Responses in progress, one per prompt, and the condition that ends generation (rollout.partial)."""
 
     begun: Sequence[Sequence[int]]  # tokens that each response already has, fewer than its limit
-    # takes the rows whose responses have ended, and returns whether the others are interrupted
+    # receives the rows whose responses have ended; returns whether to interrupt the others
     enough: Callable[[Set[int]], bool]
 
 
 class Generator(Protocol):
     """Decode backend: continues prompts with the current policy, inside the actor's generation mode.
 
-    The classes that rollout/keys.py names are constructed with these keyword arguments:
+    The classes in rollout/keys.py are constructed with these keyword arguments:
 
-    lm            function that returns the transformers model to decode with. Each call of the backend calls
-        it. The model can run forwards, but its weights cannot be read or saved: they may be sharded, and LoRA
-        adapters may be merged or separate layers (engine/hybrid.py). run/export.py writes weights
+    lm            function that returns the transformers model to decode with; each call of the backend must
+        call it. The model can run forwards, but its weights cannot be read or saved: they may be sharded, and
+        LoRA adapters may be merged or separate layers (engine/hybrid.py). run/export.py writes weights
     tokenizer     has pad_id and decode(ids, skip_special_tokens=)
-    token_budget  maximum number of tokens (prompts and responses, padding counted) decoded at a time
+    token_budget  maximum number of tokens (prompts and responses, with padding) decoded at a time
     lockstep_max  None, or a collective that returns the maximum of a number over all ranks. It is given if
         all ranks must run the same number of forwards of the model (ZeRO-3 layer by layer)
     should_stop   function that returns whether the responses are no longer needed. Once it returns True, the
         backend ends within a few tokens and returns a Rollout with arbitrary tokens, which the caller
         discards. The backend does not raise, since other ranks may already have all of their responses
 
-    A backend with ``own_weights`` calls ``lm`` only when it is constructed, inside the generation mode and
-    for the config and the names of the model. It has a method ``loaded(weights)``, a context manager that
-    receives the weights at each switch to generation (``HybridActor.connect``), and these further arguments:
+    A backend with ``own_weights`` calls ``lm`` only when it is constructed, inside the generation mode, to
+    read the config and the weight names of the model. Its method ``loaded(weights)`` is a context manager
+    that receives the weights at each switch to generation (``HybridActor.connect``). Further arguments:
 
     settings      the section rollout.vllm of the config
     kv_cache      bytes of the key-value cache of this rank
@@ -77,9 +77,9 @@ class Generator(Protocol):
         ``truncate_at_stop`` makes the Rollout from generated tokens [B,R] and their log-probs [B,R]: it
         applies the limits, stop tokens and stop strings. The log-probs are computed from the full
         distribution at ``sampling.temperature``, regardless of top_k and top_p. Rows with ``prompts.seeds``
-        draw with their seeds, except by hf, and not from torch's random state. All ranks call the backend the
-        same number of times, each with its own prompts. The backend calls ``distributed.heartbeat.beat`` in
-        the main thread whenever tokens are done; calls without progress would hide a hang.
+        are sampled with their seeds instead of torch's random state, except by hf. All ranks must call the
+        backend equally often, each with its prompts. The backend calls ``distributed.heartbeat.beat`` in the
+        main thread whenever it has generated tokens; a call without progress would hide a hang.
         """
 
 
@@ -89,17 +89,17 @@ class PartialGenerator(Generator, Protocol):
     def __call__(
         self, prompts: Prompts, sampling: SamplingParams, continuation: Continuation | None = None
     ) -> Rollout:
-        """Returns the whole response to each prompt, or its tokens so far if it was interrupted.
+        """Returns the whole response to each prompt, or the tokens so far of an interrupted response.
 
         The KV cache of the tokens in ``continuation.begun`` is computed with the current weights. Limits,
-        min_new_tokens and stop strings count these tokens; their log-probs are not computed, and are 0 in the
-        Rollout. A response that did not start has no tokens. Rows start in their order.
+        min_new_tokens and stop strings include these tokens. Their log-probs are not computed and are 0 in
+        the Rollout. A response that was not started has no tokens. Rows are started in order.
         """
 
 
 @dataclass
 class DecodeBackend:
-    """Base class of the decode backends here; its fields are the arguments that ``Generator`` describes."""
+    """Base class of this package's decode backends; ``Generator`` describes its fields."""
 
     lm: Callable[[], nn.Module]
     _: KW_ONLY
@@ -112,13 +112,13 @@ class DecodeBackend:
 def max_new_tokens(prompts: Prompts, sampling: SamplingParams) -> Tensor:
     """Returns the maximum number of new tokens of each row [B].
 
-    The row's own limit or ``sampling.max_new_tokens``; the smaller one goes before ``min_new_tokens``.
+    This is the minimum of the row's limit and ``sampling.max_new_tokens``; it overrides ``min_new_tokens``.
     """
     return prompts.limits.clamp(max=sampling.max_new_tokens)
 
 
 def draw_uniforms(prompts: Prompts, limits: Tensor, device: torch.device) -> Tensor:
-    """Draws numbers [B,R] float64 in [0,1); with seeds, those of a row do not depend on the other rows."""
+    """Draws numbers [B,R] float64 in [0,1); with seeds, a row's numbers do not depend on the other rows."""
     shape = (len(prompts), int(limits.max()))
     if prompts.seeds is None:
         return torch.rand(*shape, dtype=torch.float64, device=device)
@@ -166,16 +166,16 @@ def truncate_at_stop(
     """Builds a Rollout from generated tokens, each row truncated at its first stop, limit or length.
 
     Masks are computed from these ends, never from ``ids != pad``, so they keep an end token inside a chat
-    prompt, and an end token that is also the pad token. A stop counts up to the last position in the limit.
+    prompt, and an end token that is also the pad token. A stop at the last position of the limit counts.
 
     Args:
         responses: Generated tokens [B,R] long, including stop tokens and the tokens of stop strings.
             Positions after the end of a row may hold any ids.
         logprobs: Log-probs [B,R] fp32 of these tokens; positions after the end of a row may hold any values.
         lengths: Number of generated tokens of each row [B] long. A row that is shorter than its limit and
-            contains no stop (it was interrupted) is truncated at its length and is not ``finished``. May be
-            None only if every row holds generated tokens up to its first stop or its limit. Otherwise padding
-            before that point would be trained as response tokens.
+            contains no stop (it was interrupted) is truncated at its length and is not ``finished``. None is
+            allowed only if every row holds generated tokens up to its first stop or its limit; otherwise
+            padding before that point would be trained as response tokens.
     """
     limits = max_new_tokens(prompts, sampling)
     ends = limits.clamp(max=responses.shape[1]).to(responses.device)

@@ -1,7 +1,7 @@
-"""Preallocated KV cache of slots: each sequence has a slot, and each slot its own position.
+"""Preallocated KV cache: each sequence has a slot, and each slot has a separate position.
 
-transformers' StaticCache writes all rows of a batch at one position, this one each row at its own. A forward
-gets views of the rows and columns in use, so that free slots and positions cost nothing.
+transformers' StaticCache writes all rows of a batch at one position; this cache writes each row at a separate
+one. A forward gets views of the rows and columns in use, so that free slots and positions cost nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _SlotLayer(CacheLayerMixin):
 
     def __init__(self, cache: SlotCache):
         super().__init__()
-        # a strong reference would make a cycle, which is freed only when the garbage collector runs
+        # a strong reference would make a cycle, which only the garbage collector would free
         self.cache = weakref.proxy(cache)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -77,7 +77,7 @@ class SlotCache(Cache):
         self.drop_rows()
 
     def drop_rows(self) -> None:
-        """Drops the rows of a forward. They would keep the memory pool of a CUDA graph from being freed."""
+        """Drops the rows of a forward, which would keep a CUDA graph's memory pool from being freed."""
         self._storage_rows.clear()
 
     def storage_rows(self, heads: int) -> Tensor:
@@ -96,7 +96,7 @@ class SlotCache(Cache):
     def fill(self, prefix: Prefix, rows: Tensor, slots: Tensor) -> None:
         """Copies the prompts ``rows`` of ``prefix`` to the start of ``slots`` (both [m] long).
 
-        Old contents of later columns stay: they are masked until they are overwritten.
+        Later columns keep their old contents, which are masked until they are overwritten.
         """
         for layer, (keys, values) in zip(self.layers, prefix, strict=True):
             if not layer.is_initialized:

@@ -1,8 +1,8 @@
-"""Continuous batching: responses are decoded side by side, each in a slot of the cache.
+"""Continuous batching: responses are decoded together, each in a slot of the cache.
 
-A prompt is prefilled once for all of its responses. A response that has ended frees its slot for the next
-response in the queue; once the queue is empty, the batch shrinks. The slots in use are always the first ones,
-so that a forward can leave out all other slots.
+A prompt is prefilled once for all of its responses. When a response ends, the next response in the queue gets
+its slot; once the queue is empty, the batch shrinks. The slots in use are always the first ones, so that a
+forward can omit all other slots.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ppo_ds.types import Prompts, to_device
 # vectors.
 COLUMNS = 8
 # With CUDA graphs, the number of columns grows in steps of about a quarter, since each shape is recorded: a
-# row of 8,192 tokens has 16 shapes. They are multiples of GRAPH_COLUMNS. From FIRST_GRAPH_COLUMNS on,
+# row of 8,192 tokens has 16 shapes. The numbers are multiples of GRAPH_COLUMNS. From FIRST_GRAPH_COLUMNS on,
 # attention reads at most 40 % more columns than are in use (448 for 321); from 449 on, at most a third more.
 FIRST_GRAPH_COLUMNS = 256
 GRAPH_COLUMNS = 64
-# Maximum number of tokens that are prefilled together (a longer prompt is prefilled on its own). It is enough
-# to keep a GPU busy; more would need more memory, since keys and values of these prompts are briefly in
-# memory twice.
+# Maximum number of tokens that are prefilled together (a longer prompt is prefilled on its own). This is
+# enough to keep a GPU busy. A larger number would need more memory, since keys and values of these prompts
+# are briefly in memory twice.
 PREFILL_TOKENS = 8192
 
 
@@ -49,7 +49,7 @@ class _Vote(IntEnum):
 
 @dataclass
 class _PromptGroup:
-    """A prompt, and the rows with this prompt whose responses have not started or not continued."""
+    """A prompt, and the rows with this prompt whose responses have not yet been started or continued."""
 
     ids: Tensor  # [P] long, unpadded, with the tokens that the responses already have
     begun: int  # the number of these tokens
@@ -67,9 +67,9 @@ class _Response:
 
 
 def group_prompts(prompts: Prompts, begun: Sequence[Sequence[int]], in_order: bool) -> list[_PromptGroup]:
-    """Groups rows with equal prompts and ``begun`` tokens, the longest first unless ``in_order``.
+    """Groups rows with equal prompts and equal ``begun`` tokens; keeps their order if ``in_order``.
 
-    Because of this order, prompts that are prefilled together have similar lengths.
+    Otherwise the longest come first, so that prompts that are prefilled together have similar lengths.
     """
     groups: dict[tuple[int, ...], _PromptGroup] = {}
     for row, (ids, mask, tokens) in enumerate(zip(prompts.ids, prompts.mask, begun, strict=True)):
@@ -82,7 +82,7 @@ def group_prompts(prompts: Prompts, begun: Sequence[Sequence[int]], in_order: bo
 def fast_batch_size(n: int) -> int:
     """Returns the number of rows to compute for n rows in use: 16 for 7 to 15, else n.
 
-    In a product, MKL reads float32 weights once for every three rows, but from 16 rows on once for all rows.
+    MKL reads float32 weights once per three rows of a product; with 16 or more rows, once for all rows.
     """
     return 16 if 6 < n < 16 else n
 
@@ -139,7 +139,7 @@ class ContinuousBatch:
     def decode_all(self) -> None:
         """Decodes all responses.
 
-        In lockstep, ranks vote before each prefill and round of decode steps; those without work run dummies.
+        In lockstep, ranks vote before each prefill and round of decode steps; ranks without work run dummies.
         """
         count = len(self.limits)
         with counting(count, "responses") as done:
@@ -177,7 +177,7 @@ class ContinuousBatch:
     def wants_prompts(self) -> bool:
         """Returns whether prompts are left and enough slots are free.
 
-        A forward for each single free slot would cost more than it gains.
+        Enough is an eighth of the slots: a prefill for each freed slot would cost more than it gains.
         """
         enough = min(self.not_started, max(1, self.total // 8))
         return self.not_started > 0 and self.total - len(self.live) >= enough and not self.enough
@@ -196,7 +196,7 @@ class ContinuousBatch:
             self.start(prefix, chunk)
 
     def next_prompts(self) -> list[_PromptGroup]:
-        """Returns the next prompts of the queue, as many as the free slots and ``prefill_tokens`` allow.
+        """Returns as many of the next prompts in the queue as the free slots and ``prefill_tokens`` allow.
 
         The list ends earlier if the padding of the next prompt would cost more than another forward.
         """
@@ -213,7 +213,7 @@ class ContinuousBatch:
     def start(self, prefix: Prefix, groups: Sequence[_PromptGroup]) -> None:
         """Starts responses to ``groups``, the first prompts of the queue, in the free slots.
 
-        ``prefix`` has their keys and values. Rows that get no slot stay at the front of the queue.
+        ``prefix`` holds the prompts' keys and values. Rows that get no slot stay at the front of the queue.
         """
         new: list[_Response] = []
         sources: list[int] = []
@@ -247,7 +247,7 @@ class ContinuousBatch:
     # -- tokens -----------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Runs the decode steps until the next check; without lockstep, no more than the responses need."""
+        """Runs decode steps until the next check; without lockstep, at most as many as the responses need."""
         left = max((response.end - response.position for response in self.live), default=0)
         steps = self.check_every if self.lockstep else min(self.check_every, left)
         assert steps > 0, "a response continues beyond its limit"
@@ -264,7 +264,7 @@ class ContinuousBatch:
     def forward_width(self, live: int) -> int:
         """Returns the number of slots in a forward: the ``live`` slots or a few more.
 
-        With CUDA graphs it is the number of all slots or a half, a quarter and so on, for few shapes.
+        With CUDA graphs, it is all slots or a half, a quarter, ... of them, to limit the number of shapes.
         """
         if self.graphs.recorder is None:
             return min(fast_batch_size(live), self.total)

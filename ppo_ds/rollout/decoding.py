@@ -30,9 +30,9 @@ class Decoder:
     def prefill(self, ids: Tensor) -> Prefix:
         """Returns the keys and values of every layer for right-padded ids [c,P].
 
-        Attention is causal, so that the padding on the right does not affect the tokens before it.
+        Attention is causal, so the padding on the right does not affect the tokens.
         """
-        # made without the config, with which layers with a sliding window would keep only the window
+        # created without the config; with it, layers with a sliding window would keep only the window
         cache = DynamicCache()
         positions = torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1)
         ids = to_device(ids, self.device)
@@ -77,8 +77,8 @@ def explicit_mask_attention(lm: nn.Module) -> Iterator[None]:
 def refusal(lm: nn.Module, longest: int | None = None) -> str | None:
     """Returns why ``Decoder`` cannot decode this model, in a few words, or None if it can.
 
-    A sliding window is supported if no sequence, the longest of ``longest`` tokens, exceeds it. With loaded
-    weights, logits of a few tokens, the same on all ranks, are compared with those of plain forwards.
+    A sliding window is supported if the longest sequence, of ``longest`` tokens, does not exceed it. If the
+    weights are loaded, logits of a few tokens, equal on all ranks, are compared with plain forwards.
     """
     config = lm.config.get_text_config(decoder=True)
     if lm.config.is_encoder_decoder:
@@ -109,8 +109,8 @@ def refusal(lm: nn.Module, longest: int | None = None) -> str | None:
 def compare_with_forward(lm: nn.Module, length: int) -> str | None:
     """Decodes the last two tokens of sequences of 5 and 3 tokens and compares the logits with plain forwards.
 
-    The cache has ``length`` columns, so that the logits differ in a model that counts positions from the last
-    column instead of using the mask. Returns a description of the difference, or None without one.
+    The cache has ``length`` columns, so that a model that counts positions from the last column instead of
+    using the mask computes other logits. Returns a description of the difference, or None if there is none.
     """
     vocabulary = lm.get_input_embeddings().num_embeddings
     with explicit_mask_attention(lm):

@@ -2,20 +2,22 @@
 
 A graph replays the same kernels on the same addresses, so a step must read and write tensors with fixed
 addresses (the KV cache and the state of the slots), must not wait for the device, and needs one graph per
-shape. Graphs are kept for one rollout, since afterwards the cache is freed and with ZeRO-3 the weights move
-too. Recording a shape costs about as much as two plain steps.
+shape. Graphs are kept for one rollout, since afterwards the cache is freed and with ZeRO-3 the weights get
+other addresses. Recording a shape costs about as much as two plain steps.
 
-Memory pools. The graphs of a rollout share a private pool of torch's caching allocator: only one of them runs
-at a time, and no result of a step is in the pool. The allocator counts the graphs of a pool and refuses to
-record into a pool whose last graph is gone (``create_or_incref_pool`` in c10/cuda/CUDACachingAllocator.cpp
-asserts use_count > 0). Each set of graphs therefore has a new pool, and is never empty in a later recording.
+Memory pools. The graphs of a rollout share a private pool of torch's caching allocator: only one graph runs
+at a time, and no result of a step is in the pool. The allocator counts the graphs of a pool and fails to
+record into a pool whose last graph was deleted (``create_or_incref_pool`` in
+c10/cuda/CUDACachingAllocator.cpp asserts use_count > 0). Each set of graphs therefore has a new pool, and
+keeps at least one graph during later recordings.
 
-Failed recordings. In torch 2.11 and 2.12, ``CUDAGraph.capture_end`` raises an invalidated capture before it
-tells the allocator that the capture is over, and the next ``empty_cache`` fails with an internal assertion
-(pytorch pull request 180395). With these versions, the run ends with an error. From torch 2.13 on, decoding
-continues without graphs; until pull request 190348, memory of the failed recording is not reused.
+Failed recordings. In torch 2.11 and 2.12, ``CUDAGraph.capture_end`` raises the error of an invalidated
+capture before it tells the allocator that the capture is over. The next ``empty_cache`` then fails with an
+internal assertion (pytorch pull request 180395). With these versions, the run ends with an error. From torch
+2.13 on, decoding continues without graphs; before pull request 190348, memory of the failed recording is not
+reused.
 
-This module has been tested with stand-ins for CUDA graphs only (tests/rollout, tests/gpu_sim), not on a GPU.
+This module has been tested only with simulated CUDA graphs (tests/rollout, tests/gpu_sim), not on a GPU.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ log = logging.getLogger(__name__)
 
 # Number of graphs that are kept; the least recently used one is dropped. Columns grow during a rollout, so
 # the graphs of smaller shapes are dropped. At least two are needed: a pool must not lose its last graph
-# before the next recording, and a dropped graph must not be the one that was launched last.
+# before the next recording, and the graph that was launched last must not be dropped.
 KEPT_GRAPHS = 4
-# False where the allocator is left unusable by a capture that fails
+# False if a failed capture leaves the allocator unusable
 FAILURES_ARE_HARMLESS = torch.__version__ >= (2, 13)
 
 
@@ -46,12 +48,11 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, step: Callable[[], None]) -> None:
-        """Runs the step once on the stream that is used for recording.
+        """Runs the step once on the stream that is used for recording, without the pool.
 
         Libraries allocate their workspaces in this run. A workspace that is allocated during a recording
-        would stay in the pool and keep its memory from being freed. The tensors of this run are therefore not
-        in the pool either: while the step of another shape is warmed up, there are two sets of logits, which
-        the estimate of memory counts (``static_decode_bytes``).
+        would stay in the pool and keep the pool's memory from being freed. During the warm-up of another
+        shape, there are two sets of logits, one in the pool; ``static_decode_bytes`` counts both.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -61,9 +62,9 @@ class CudaRecorder:
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """Records the step without running it and returns its replay.
 
-        Raises RuntimeError if the recording fails, and its subclass RunError if the run cannot go on. The
-        allocator cannot free cached blocks while it records. If memory runs out, they are freed and the
-        step is recorded once more, in a new pool because the old one may have lost its only graph.
+        Raises RuntimeError if the recording fails, and the subclass RunError if the run cannot continue. The
+        allocator cannot free cached blocks during a recording. If memory runs out, these blocks are freed and
+        the step is recorded again, in a new pool because the old pool may have lost its only graph.
         """
         try:
             return self.capture(step)
@@ -76,7 +77,7 @@ class CudaRecorder:
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Captures one graph, without the synchronisation and ``empty_cache`` of ``torch.cuda.graph``.
 
-        Neither is needed: nothing runs during a capture, and replays are ordered by the current stream.
+        Neither is needed: nothing runs during a capture, and the current stream orders the replays.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
@@ -94,8 +95,8 @@ class CudaRecorder:
 def end_capture(graph: torch.cuda.CUDAGraph, failed: bool = False) -> None:
     """Ends a capture; ignores errors if the step has ``failed``, since the caller then raises its error.
 
-    Raises RunError if the capture does not end in a version of torch that cannot go on after that. A phase
-    that has run out of memory cannot be repeated with a smaller budget there, since its memory is not freed.
+    Raises RunError if the capture does not end and this version of torch cannot continue after that. A phase
+    that ran out of memory then cannot be repeated with a smaller budget, since its memory is not freed.
     """
     try:
         graph.capture_end()
@@ -168,7 +169,7 @@ class Graphs:
             replay()
 
     def close(self) -> None:
-        """Drops the graphs and frees their memory, which nothing else can use. The device must be idle."""
+        """Drops the graphs and frees their pool, which no other tensors can use. The device must be idle."""
         self._graphs.clear()
         if self._warm:
             torch.cuda.empty_cache()

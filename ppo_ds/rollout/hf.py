@@ -28,7 +28,7 @@ from ppo_ds.types import Prompts, Rollout, to_device
 class HFGenerator(DecodeBackend):
     """Decodes prompts in chunks of at most ``token_budget`` tokens (prompts and responses with padding).
 
-    The arguments are those of ``Generator``; ``should_stop`` is called at every token.
+    The arguments are described in ``Generator``; ``should_stop`` is called at every token.
     """
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:
@@ -86,8 +86,8 @@ def generate(
     Args:
         limits: Maximum number of new tokens of each row [B]. It takes precedence over ``min_new_tokens``.
         lockstep: Whether to run forwards until all ranks are done, as a sharded model requires.
-        should_stop: Function that ends generation with the next token once it returns True (with
-            ``lockstep``: once it returns True on all ranks), even if responses are incomplete.
+        should_stop: Function; once it returns True (with ``lockstep``: on all ranks), generation ends with
+            the next token, even if responses are incomplete.
     """
     width = ids.shape[1]
     recorder = LogprobRecorder(sampling.temperature)
@@ -135,7 +135,7 @@ def generation_config(sampling: SamplingParams, max_new_tokens: int, pad_id: int
 
 
 class LogprobRecorder(LogitsProcessor):
-    """Records the log-prob of each drawn token from the raw logits, before any warper changes them.
+    """Records the log-prob of each sampled token from the raw logits, before any warper changes them.
 
     The token drawn at step t is known at step t + 1, so only the logits [B,V] of one step are kept at a time.
     """
@@ -146,7 +146,7 @@ class LogprobRecorder(LogitsProcessor):
         self.logprobs: list[Tensor] = []
 
     def take(self, tokens: Tensor) -> None:
-        """Records the log-probs of tokens [B] drawn from the pending logits."""
+        """Records the log-probs of tokens [B] that were sampled from the pending logits."""
         if self.pending is not None:
             logprobs, _ = logprobs_and_entropy_from_logits(
                 self.pending, tokens, self.temperature, with_entropy=False
@@ -162,7 +162,7 @@ class LogprobRecorder(LogitsProcessor):
     def stacked(self, responses: Tensor) -> Tensor:
         """Returns the log-probs [B,R] of the responses [B,R].
 
-        If generate() discarded its last step, the logits of that step stay pending and are not used.
+        If generate() discarded its last step, the logits of that step are not used.
         """
         if len(self.logprobs) < responses.shape[1]:
             self.take(responses[:, -1])
@@ -173,8 +173,8 @@ class LogprobRecorder(LogitsProcessor):
 class StopStringCriteria(StoppingCriteria):
     """Ends rows whose decoded response contains a stop string.
 
-    That of transformers also matches text that begins in the prompt, and converts tokens to text differently.
-    Rows that only it ends would be filled with padding, indistinguishable from response tokens.
+    The criterion of transformers also matches text that begins in the prompt, and decodes tokens differently.
+    If only that criterion ended a row, the row would be filled with padding that looks like response tokens.
     """
 
     prompt_width: int
@@ -192,7 +192,7 @@ class StopStringCriteria(StoppingCriteria):
 
 
 class _RowLimits(StoppingCriteria):
-    """Ends each row at its own limit, so that decoding ends once no row may continue."""
+    """Ends each row at the row's limit, so that decoding ends once all rows have ended."""
 
     def __init__(self, prompt_width: int, limits: Tensor):
         self.ends = prompt_width + limits  # [B] on the device of the ids

@@ -1,4 +1,4 @@
-"""Defines the section rollout, and the decode backends by their names.
+"""Defines the config section rollout, and the decode backends by name.
 
 To add a backend, write a class that implements `ppo_ds.rollout.base.Generator`, and a class here.
 """
@@ -40,13 +40,14 @@ class RolloutConfig(Variants):
     code = "generator"
     # Dotted name of a class that implements `ppo_ds.rollout.base.Generator`, which documents its constructor
     generator: ClassVar[str]
-    # Dotted name of a function (model, number of tokens of the longest sequence) that returns the reason why
-    # the backend cannot decode the model, or None. It is called with the model in memory. Without a function
-    # the backend decodes every model that the checks before loading accept (assemble/preflight.py).
+    # Dotted name of a function (model, tokens of the longest sequence) that returns the reason why the
+    # backend cannot decode the model, or None. It is called with the model in memory. Without a function the
+    # backend decodes every model that the checks before loading accept (assemble/preflight.py).
     refusal: ClassVar[str | None] = None
-    # True once the backend was measured to be faster than the backends below it. auto tries these in order.
+    # True if measurements show that the backend is faster than the backends below. auto tries such backends
+    # in order.
     in_auto: ClassVar[bool] = False
-    # True if the backend has weights of its own, which it receives at each switch to generation
+    # True if the backend has separate weights, which it receives at each switch to generation
     own_weights: ClassVar[bool] = False
 
     prompts_per_step: Count = Field(description="Number of prompts in one PPO step, over all ranks.")
@@ -58,7 +59,7 @@ class RolloutConfig(Variants):
 
 
 class Auto(RolloutConfig):
-    """The first of static and hf that can decode the model and agrees with training."""
+    """Uses static if it can decode the model and agrees with training, otherwise hf."""
 
     backend: Literal["auto"] = "auto"
 
@@ -117,12 +118,12 @@ class VLLMConfig(Section):
     )
 
     def sleep_level(self, on_gpu: bool, lora: bool = False) -> int:
-        """Resolves ``sleep``. On a GPU, auto frees weights that are sent again: all but the base of LoRA."""
+        """Resolves ``sleep``. On a GPU, auto frees all weights that are sent again; LoRA's base is not."""
         return int(self.sleep) if self.sleep != "auto" else (1 if lora else 2) if on_gpu else 0
 
 
 class VLLM(PartialRollouts):
-    """An engine of vLLM in the trainer's process, with weights of its own (rollout.vllm)."""
+    """An engine of vLLM in the trainer's process, with separate weights (rollout.vllm)."""
 
     backend: Literal["vllm"] = "vllm"
     generator = "ppo_ds.rollout.vllm.VLLMGenerator"

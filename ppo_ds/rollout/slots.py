@@ -16,10 +16,10 @@ class Slots:
     """S slots, each with at most one response in progress, for B rows of prompts; R is the largest limit."""
 
     def __init__(self, slots: int, limits: Tensor, uniforms: Tensor, sampling: SamplingParams):
-        """Makes empty slots for rows with ``limits`` [B] on the device of ``uniforms``.
+        """Creates empty slots for rows with ``limits`` [B] on the device of ``uniforms``.
 
         ``uniforms`` [B,R] float64 in [0,1) are the random numbers of all responses. Each number belongs to a
-        row and a position, so that a response does not depend on its slot or on when it starts.
+        row and a position, so a response does not depend on its slot or start time.
         """
         (rows, width), device = uniforms.shape, uniforms.device
         self.sampling = sampling
@@ -37,10 +37,10 @@ class Slots:
         self.alive = torch.zeros(slots, dtype=torch.bool, device=device)
 
     def put(self, slots: Tensor, rows: Tensor, tokens: Tensor, positions: Tensor, counts: Tensor) -> None:
-        """Starts responses from their last ``tokens``, at ``positions``; they have ``counts`` (all [m])."""
+        """Starts responses of ``counts`` tokens with the last ``tokens``, at ``positions`` (all [m])."""
         self.tokens[slots], self.positions[slots], self.rows[slots] = tokens, positions, rows
         self.counts[slots] = counts
-        # an assignment of a number to indices would copy the number to the device and wait
+        # assigning a number to indices would copy it to the device and wait
         self.alive.index_fill_(0, slots, True)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:

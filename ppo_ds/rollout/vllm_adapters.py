@@ -1,7 +1,7 @@
 """LoRA adapters in an engine of vLLM, which adds them to a base that is never changed.
 
-vLLM reads an adapter from a folder, here a temporary one of each rank, and keeps a copy under a number. The
-calls were read from the code of vLLM 0.32.
+vLLM reads an adapter from a folder, here a temporary folder of each rank, and keeps a copy under a number.
+The calls follow the code of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ppo_ds.rollout.vllm_support import ADAPTER_RANKS, slot_rank
 
 
 def adapter_problem(lm: PreTrainedModel) -> str | None:
-    """Returns why vLLM cannot decode ``lm`` with its adapters, before an engine starts; None if unknown."""
+    """Returns why vLLM cannot decode ``lm`` with adapters; None if no reason is known before the start."""
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     rank, name = lm.peft_config[ADAPTER].r, type(lm).__name__
@@ -43,7 +43,7 @@ class AdapterSlot:
         self.request: Any = None  # selects the adapters in a request
 
     def replace(self, state: Mapping[str, Tensor]) -> None:
-        """Gives the engine new adapters, by their names in the model, and removes the earlier ones."""
+        """Loads new adapters, named as in the model, into the engine and removes the earlier adapters."""
         from vllm.lora.request import LoRARequest
 
         if self.request is not None:
@@ -57,7 +57,7 @@ class AdapterSlot:
                 raise RuntimeError("vLLM did not accept new LoRA adapters")
 
     def try_zeros(self) -> str | None:
-        """Returns why vLLM does not apply all adapters of the model, or None. The values are not read."""
+        """Returns why vLLM does not apply all adapters of the model, or None. Tests with zeros as values."""
         trained = [(name, p) for name, p in self._lm.named_parameters() if p.requires_grad]
         try:
             self.replace({name: torch.zeros(*whole_shape(p)) for name, p in trained})

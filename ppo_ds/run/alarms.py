@@ -1,8 +1,8 @@
-"""Alarms: recognize the usual ways in which a run fails, from its logged metrics; they never stop a run.
+"""Alarms: recognize the usual failures of a run from its logged metrics; they never stop a run.
 
-Conditions, limits and texts are in tracking/metrics.toml. An alarm is raised once its condition holds for the
-given number of steps in a row, and again only after it was false for as many. Steps without a finite value do
-not count. A resumed run reads metrics.jsonl and so raises the same alarms as one that was not interrupted.
+Conditions, limits and texts are in tracking/metrics.toml. An alarm is raised once its condition has held for
+the given number of steps in a row, and again only after it was false for this number of steps. Steps without
+a finite value do not count. A resumed run reads metrics.jsonl to raise the alarms of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOISE = 8.0
 
 @dataclass
 class Series:
-    """Summarizes the values of one metric so far, as the conditions need them."""
+    """Summarizes the values of one metric so far, for the conditions of alarms."""
 
     first: list[float] = field(default_factory=list)  # at most WINDOW values
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -52,8 +52,8 @@ class Series:
     def mean_error(self) -> float:
         """The standard error of ``mean``, estimated from the changes between consecutive values.
 
-        The mean absolute change of normal values is 2/sqrt(pi) times their standard deviation; it contains
-        little of a trend or of a single jump.
+        For normal values, the mean absolute change is 2/sqrt(pi) times the standard deviation. A trend or a
+        single jump hardly affects it.
         """
         return math.sqrt(math.pi) / 2 * self.sum_of_changes / max(self.changes, 1) / math.sqrt(WINDOW)
 
@@ -63,11 +63,11 @@ class Series:
         return sum(self.first) / WINDOW if len(self.first) == WINDOW else None
 
 
-# the finite values of each metric, the current step and the evaluation before the first step included
+# the finite values of each metric, including the current step and the evaluation before the first step
 Past = Mapping[str, Series]
 
 
-# kind of a condition -> whether a value meets it, given the limit and the earlier values, and it in words
+# kind of condition -> whether a value meets it, given the limit and earlier values; and its description
 CONDITIONS: dict[str, tuple[Callable[[float, Any, Series], bool], str]] = {
     "above": (lambda value, limit, series: value > limit, "above {:g}"),
     "below": (lambda value, limit, series: value < limit, "below {:g}"),
@@ -89,11 +89,11 @@ CONDITIONS: dict[str, tuple[Callable[[float, Any, Series], bool], str]] = {
 
 def most_groups_equal(share: float, past: Past) -> bool:
     spread = past["reward/score_std"].recent
-    return share >= 0.9 and not (spread and spread[-1] == 0)  # all scores are equal: another rule
+    return share >= 0.9 and not (spread and spread[-1] == 0)  # all scores are equal: another alarm
 
 
 def entropy_collapsed(entropy: float, past: Past) -> bool:
-    """Compares with the start; a solved task has a low entropy too, but its scores hardly differ."""
+    """Compares with the start. Low entropy is normal for a solved task, whose scores hardly differ."""
     start, spread = past["policy/entropy"].start, past["reward/score_std"]
     if start is None or spread.start is None:
         return False
@@ -109,9 +109,9 @@ def longer_but_not_better(length: float, past: Past) -> bool:
 
 
 def score_fell(score: float, past: Past) -> bool:
-    """Compares the mean of the last steps with the best one.
+    """Compares the mean score of the last WINDOW steps with the best such mean.
 
-    The fall must exceed the first spread, and NOISE standard errors of such a mean.
+    The fall must exceed both the spread of scores at the start and NOISE standard errors of a mean.
     """
     scores, spread = past["reward/score_mean"], past["reward/score_std"].start
     if scores.mean is None or spread is None:
@@ -120,13 +120,13 @@ def score_fell(score: float, past: Past) -> bool:
 
 
 def another_reward_fell(score: float, past: Past) -> bool:
-    """Reports over-optimization (Gao et al. 2023). The eval/score_mean of a reward model has no direction."""
+    """Returns whether a policy's score rose while another reward fell (Gao et al. 2023)."""
     is_policy = len(past["reward/score_mean"].recent) > 0
     return is_policy and score > past["eval/score_mean"].first[0] and bool(fallen_rewards(past))
 
 
 def fallen_rewards(past: Past) -> list[str]:
-    """Returns eval/<name>_mean of the rewards that are below their start by over half of the first spread."""
+    """Returns eval/<name>_mean of the rewards that fell by over half of their spread at the start."""
     spreads = {name.replace("_mean", "_std"): name for name in past if re.fullmatch(r"eval/.+_mean", name)}
     return [
         name
@@ -136,7 +136,7 @@ def fallen_rewards(past: Past) -> list[str]:
 
 
 def worse_than_chance_on_pairs(share: float, past: Past) -> bool:
-    """Only a reward model logs rm/accuracy; the eval/accuracy of PPO is the share of correct answers."""
+    """Only for reward models, which log rm/accuracy: PPO's eval/accuracy is a share of correct answers."""
     return share < 0.45 and len(past["rm/accuracy"].recent) > 0
 
 
@@ -155,7 +155,7 @@ ALARMS = {name: metric.alarm for name, metric in METRICS.items() if metric.alarm
 
 
 def holds(name: str, value: float, past: Past) -> bool:
-    """Returns whether the condition of the alarm on a metric holds for the value of the step."""
+    """Returns whether the condition of a metric's alarm holds for this step's value."""
     alarm = ALARMS[name]
     if alarm.kind == "rule":
         return RULES[alarm.limit](value, past)
@@ -210,7 +210,7 @@ class Alarms:
         ]
 
     def raises(self, name: str, value: float) -> bool:
-        """Returns whether the value raises the alarm on a metric; it may also end it."""
+        """Returns whether the value raises the metric's alarm. The value may also end the alarm."""
         if holds(name, value, self.past) == (name in self.raised):
             self.contradicted[name] = 0
             return False

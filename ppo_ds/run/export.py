@@ -22,11 +22,11 @@ from ppo_ds.run.stage import RunContext, Stage
 from ppo_ds.storage.drafts import draft_directory, remove_drafts, write_file
 
 log = logging.getLogger(__name__)
-MARKER = ".step_export"  # file in each folder that export_step has written
+MARKER = ".step_export"  # file that export_step writes to each of its folders
 
 
 def export_actor(run_dir: Path, actor: TrainedModel, ema: WeightCopy | None, tokenizer: Tokenizer) -> None:
-    """Writes model/, with ``ema`` model_ema/, and adapter/ if there is one. All ranks must call this."""
+    """Writes model/, model_ema/ (with ``ema``) and adapter/ (with LoRA). All ranks must call this."""
     policy = actor.module
 
     def save_policy(folder: Path, weights: dict[str, Tensor]) -> None:
@@ -48,7 +48,8 @@ def export_model(
 ) -> None:
     """Writes the weights of ``model`` and the tokenizer to ``folder``, which is replaced.
 
-    All ranks must call this. Rank 0 calls ``save`` with the only copy of the weights below ``prefix``.
+    All ranks must call this. Rank 0 calls ``save`` with the weights whose names start with ``prefix``, of
+    which it keeps no other copy.
     """
     weights = consolidated(model)
     if weights is not None:
@@ -62,9 +63,9 @@ def export_model(
 def export_step(step: int, stage: Stage, context: RunContext, keep: int | None) -> None:
     """Writes the export of a step to step_models/step_NNNNNN, complete or not at all.
 
-    All ranks must call this. Then deletes those of later steps, which a resumed or rolled back run repeats,
-    and all but the newest ``keep``. A folder without MARKER is neither replaced nor deleted, since the run
-    has not written it. Raises RunError on rank 0 if the export cannot be written.
+    All ranks must call this. Then deletes exports of later steps, which a resumed or rolled-back run repeats,
+    and all but the newest ``keep`` exports. A folder without MARKER is neither replaced nor deleted, since no
+    run has written it. Raises RunError on rank 0 if the export cannot be written.
     """
     root, world = context.run_dir / "step_models", context.world
     final = root / f"step_{step:06d}"
@@ -78,7 +79,7 @@ def export_step(step: int, stage: Stage, context: RunContext, keep: int | None) 
             if world.is_main:
                 write_file(draft / MARKER, "")
             fault("export.before_rename")
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises another error if the disk is full
         raise RunError(f"{final} was not written: {error}") from error
 
     def prune() -> None:

@@ -1,8 +1,8 @@
 """Dump of the optimizer step that ended a run, for inspection: dumps/step_000012/.
 
-update.json holds the non-finite number, its rank and row, and all rows as text; update.safetensors the
-tensors of the rows; config.yaml; and a folder for each model as in a checkpoint, without the step. Nothing is
-pickled.
+update.json holds the non-finite number, its rank and row, and all rows as text. update.safetensors holds the
+tensors of the rows. There are also config.yaml and, as in a checkpoint, a folder for each model, in its state
+before the step. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ def dump_failure(
 ) -> str:
     """Writes the dump and returns the error message. All ranks must call this.
 
-    ``what`` names the tensors that the run itself found not finite, ``replayed`` has the results of a replay.
-    ``rows`` are those of the optimizer step as text, of which the message shows "prompt"; ``place`` is the
-    name of a row in the message, such as "row {number}"; ``columns`` are the tensors of the rows, ``about``
-    further entries of update.json, and ``hint`` the end of the message if the dump was written.
+    ``what`` are the names of the tensors in which the run found non-finite numbers, ``replayed`` the results
+    of a replay. ``rows`` are the rows of the optimizer step as text; the message shows their "prompt".
+    ``place`` is a template for naming a row in the message, such as "row {number}". ``columns`` are the
+    tensors of the rows, ``about`` further entries of update.json. ``hint`` ends the message if the dump was
+    written.
     """
     first = " and ".join(what)
     first += " (finite when the step was replayed: a fault of the hardware or of a kernel?)"

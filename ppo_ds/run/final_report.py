@@ -27,8 +27,8 @@ def write_report(
 ) -> None:
     """Draws curves.png and prints the results and the saved files of a run. Only rank 0 calls it.
 
-    Without ``exported``, the run was interrupted and has written no model. ``checkpoint`` is the line on the
-    last checkpoint, ``best`` are TrainState.best_metrics.
+    Without ``exported``, the run was interrupted and has written no model. ``checkpoint`` is a line about the
+    last checkpoint; ``best`` is TrainState.best_metrics.
     """
     before, after = state.first_eval, state.last_eval
     drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)

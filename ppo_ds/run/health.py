@@ -14,7 +14,7 @@ class SkippedStep:
 
 
 class TooManySkips(Exception):
-    """Raised on all ranks at the same point once health.max_skips optimizer steps in a row were skipped."""
+    """Raised on all ranks at the same point after health.max_skips skipped optimizer steps in a row."""
 
     def __init__(self, skipped: SkippedStep):
         super().__init__(" and ".join(skipped.what))
@@ -40,7 +40,7 @@ class Health:
     def record_skip(self, skipped: SkippedStep, counted: bool = True) -> None:
         """Records a skipped optimizer step; raises TooManySkips at the limit.
 
-        Overflows while the loss scale is still adapting are not ``counted``.
+        ``counted=False`` is for overflows while the loss scale is still adapting.
         """
         self.reasons += skipped.what
         self.since = self.since if self.skips else self.step
@@ -49,7 +49,7 @@ class Health:
             raise TooManySkips(skipped)
 
     def limit_reached(self, step: int) -> str:
-        """Returns the error message of a run that reaches the limit in ``step``."""
+        """Returns the error message for a run that reaches the limit of skips in ``step``."""
         began = (
             f"; the first of these was in step {self.since}"
             if self.since is not None and self.since < step

@@ -32,7 +32,7 @@ REPORTED_RESPONSES = 8  # sample responses per evaluation; the final report comp
 
 @dataclass(kw_only=True)
 class Run:
-    """Trains a stage until its end, a signal, a limit or non-finite numbers; all ranks decide the same."""
+    """Trains a stage until its end, a signal, a limit or non-finite numbers. All ranks stop together."""
 
     # components
     context: RunContext
@@ -45,12 +45,12 @@ class Run:
     name: str
     config: RunConfig
     eval_every: int | None  # steps between evaluations
-    heldout: Mapping[str, str]  # metrics of the evaluations in summary.json, see StageEntry
+    heldout: Mapping[str, str]  # metrics of the evaluations in summary.json (see StageEntry)
 
     # state of this process
     alarms: Alarms = field(init=False, default_factory=Alarms)  # used by rank 0
     reason: ExitReason = field(init=False, default="done")
-    # message of a run that nonfinite, max_kl, max_parity or reward_error ends
+    # error message if nonfinite, max_kl, max_parity or reward_error ends the run
     error: str | None = field(init=False, default=None)
     eval_score: float | None = field(init=False, default=None)  # Saver.score_of the last step if it counts
     clock: float = field(init=False, default=0.0)  # rank 0's clock after the last step, in seconds
@@ -70,7 +70,7 @@ class Run:
         self.repeat_alarms()
 
     def repeat_alarms(self) -> None:
-        """Brings the alarms to the state after the steps in metrics.jsonl, without raising them again."""
+        """Restores the state of the alarms from the steps in metrics.jsonl, without raising alarms again."""
         records = read_metrics(self.context.run_dir / "metrics.jsonl")
         self.alarms = Alarms.after([self.state.first_eval or {}, *records])
 
@@ -143,7 +143,7 @@ class Run:
             return
 
     def trace_if_due(self) -> AbstractContextManager[None]:
-        """Returns a context manager that writes a trace of its block if the next step is run.profile."""
+        """Returns a context manager; if the next step is run.profile, it writes a trace of its block."""
         step = self.state.step + 1
         folder = self.context.run_dir / "profile" / f"step_{step:06d}"
         return self.context.timer.trace(folder, self.world) if step == self.config.profile else nullcontext()
@@ -157,14 +157,14 @@ class Run:
     # -- evaluation ------------------------------------------------------------------------------------------
 
     def evaluate(self) -> Evaluation | None:
-        """Evaluates; run.max_minutes then leaves as much time for the evaluation of the last step."""
+        """Evaluates; the measured time is then reserved before run.max_minutes for the last evaluation."""
         begin = time.monotonic()
         evaluation = self.stage.evaluate()
         self.context.stop.reserved = time.monotonic() - begin
         return evaluation
 
     def evaluate_if_due(self) -> Evaluation | None:
-        """Returns the evaluation of this step, without metrics if none is due; None if interrupted."""
+        """Returns this step's evaluation, empty if none is due, or None if a stop request interrupted it."""
         step, self.eval_score = self.state.step, None
         if self.context.stop.agreed_reason() == "time_limit":
             self.reason = "time_limit"
@@ -185,8 +185,9 @@ class Run:
         self.tracker.samples(step, evaluation.rows, split=evaluation.data)
         if evaluation.data != HELD_OUT:
             return Evaluation({}, [])
-        # An evaluation besides the schedule, at a stop, selects no checkpoint and does not count, so that a
-        # resumed run has the same best checkpoint and ends at the same step. The last one of the run may.
+        # An evaluation outside the schedule, at a stop, selects no checkpoint and does not count for the
+        # patience, so that a resumed run has the same best checkpoint and ends at the same step. The last
+        # evaluation of the run may select.
         if step == self.stage.total_steps or is_due(step, self.eval_every):
             self.eval_score = self.saver.score_of(evaluation)
         if self.eval_score is not None and is_due(step, self.eval_every):
@@ -194,7 +195,7 @@ class Run:
         return evaluation
 
     def complete_step(self, metrics: Metrics) -> None:
-        """Repeats the interrupted evaluation of the last step, then logs and saves that step again."""
+        """Repeats the interrupted evaluation of the last step, then logs and saves the step again."""
         evaluated = self.evaluate_if_due()
         if evaluated is not None:
             self.tracker.log(self.state.step, metrics | evaluated.metrics)
@@ -223,7 +224,7 @@ class Run:
         state.unevaluated = dict(line) if evaluation is None else None
 
     def raise_alarms(self, metrics: Metrics) -> None:
-        """Logs the alarms that the metrics of the last step raise."""
+        """Logs the alarms that are raised by the metrics of the last step."""
         for text in self.alarms.check(metrics) if self.world.is_main else []:
             log.warning("alarm: step %d: %s", self.state.step, text)
             self.tracker.event(self.state.step, "alarm", text)
@@ -253,7 +254,7 @@ class Run:
     def rollback_on_nonfinite(self) -> Iterator[None]:
         """Returns to the last checkpoint after too many skipped optimizer steps in a row.
 
-        The run ends instead without a checkpoint, with a damaged one, and after an earlier rollback.
+        The run ends instead if there is no checkpoint, if it is damaged, or after an earlier rollback.
         """
         try:
             yield
@@ -347,6 +348,6 @@ class Run:
         """Closes the trackers of a run that ``error`` has ended. Not a collective."""
         self.mark_ending()
         message = f"{type(error).__name__}: {error}"
-        with suppress(OSError):  # on a full disk, the error that ended the run is printed all the same
+        with suppress(OSError):  # on a full disk, the error that ended the run is still printed
             self.tracker.event(self.state.step, "ended", f"error: {message}")
             self.tracker.finish({"exit_reason": "error", "error": message})

@@ -19,16 +19,16 @@ _SQUARES = "_of_squares"
 class MetricSums:
     """Accumulates masked means and maxima that are exact over ranks and micro-batches.
 
-    Means are never averaged. The shape of a part says how it is reduced, as in algorithm/aggregation.py: [2]
-    is (sum, count), [5] moments of an explained variance, 0-dim a maximum. Every rank must add the same names
-    in the same order; ``reduced`` is a collective.
+    Means are never averaged. The shape of a part determines its reduction, as in algorithm/aggregation.py:
+    [2] is a (sum, count), [5] are moments of an explained variance, and 0-dim is a maximum. Every rank must
+    add the same names in the same order. All ranks must call ``reduced``.
     """
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}  # float64
 
     def add_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Adds the parts that a loss function returns beside the loss."""
+        """Adds the parts that a loss function returns in addition to the loss."""
         for name, part in parts.items():
             part = part.detach().double()
             if name in self._parts:
@@ -71,7 +71,7 @@ class MetricSums:
 
 
 def _joined(parts: dict[str, Tensor], join: Callable[[list[Tensor]], Tensor], world: World) -> Tensor:
-    """Joins parts on this rank's device, since losses may be on the GPU and counts on the CPU."""
+    """Joins parts on this rank's device: losses may be on the GPU and counts on the CPU."""
     return join([to_device(part, world.device) for part in parts.values()])
 
 

@@ -16,7 +16,7 @@ from ppo_ds.distributed.world import World
 from ppo_ds.engine.trained import TrainedModel
 from ppo_ds.types import Sequences
 
-# a model, and the function that computes its loss of a micro-batch, which it returns first
+# a model, and a function that returns its loss for a micro-batch as the first item
 Replayed = tuple[TrainedModel, Callable[[Any], tuple[Any, ...]]]
 
 
@@ -35,8 +35,8 @@ def replay_rows(
 ) -> list[ReplayedRow]:
     """Runs forward and backward of the models on one row at a time; returns the rows of all ranks in order.
 
-    All ranks must call this. ``plan`` has the positions of this rank's rows in the minibatch, ``micros`` the
-    rows. Gradients are dropped, so that weights, optimizers and counters do not change.
+    All ranks must call this. ``plan`` holds the positions of this rank's rows in the minibatch, ``micros``
+    the rows themselves. Gradients are dropped; weights, optimizers and counters do not change.
     """
     rows = [ReplayedRow(int(position), world.rank) for position in plan]
     for name, (model, compute_loss) in models.items():

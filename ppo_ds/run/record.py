@@ -1,7 +1,7 @@
-"""Keeps the record of an earlier run in its run directory, or moves it away before a new run starts there.
+"""Keeps the record of an earlier run in a run directory, or moves it before a new run starts there.
 
-It is moved to earlier_1, earlier_2, ..., whose name ends in ``.unfinished`` until the move is complete;
-``finish_move`` completes a move that a kill interrupted.
+The record is moved to a folder earlier_1, earlier_2, ... The folder's name ends in ``.unfinished`` until the
+move is complete; ``finish_move`` completes a move that a kill interrupted.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ RECORD = tuple(
 # All files and folders that run.resume=restart moves.
 WHOLE_RECORD = (*RECORD, "checkpoints", "dumps", "exports", "wandb")
 UNFINISHED = ".unfinished"
-# Exit reasons of a run that has nothing left to train.
+# Exit reasons of a run that is complete.
 FINISHED = ("done", "early_stop")
 
 
 def begins_anew(run_dir: Path, now: Settings) -> bool:
     """Returns whether run.resume=restart begins a new run instead of continuing the one in ``run_dir``.
 
-    An unfinished run that was itself started with run.resume=restart and has the same settings is continued:
-    otherwise a job that a scheduler stops and starts again would never finish.
+    If the earlier run is unfinished, was also started with run.resume=restart and has the same settings, it
+    is continued: otherwise a job that a scheduler stops and starts again would never finish.
     """
     before = recorded_settings(run_dir)
     if before is None or before["run"].get("resume") != "restart" or changes(before, now):
@@ -69,7 +69,7 @@ def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: boo
         names = []
     elif start is None and before is not None and not changes(before, now):
         names = []
-    else:  # the checkpoints are moved too, since the new run would treat them as its own and delete them
+    else:  # the checkpoints are moved too, since the new run would otherwise delete them like its own
         names = [*RECORD, "checkpoints"]
     return [name for name in names if (run_dir / name).exists()]
 
@@ -80,7 +80,7 @@ def recorded_steps(run_dir: Path) -> int:
 
 
 def outdated_preparation(before: Settings | None, now: Settings) -> list[str]:
-    """Returns the name of `prepare`'s folder in the run directory if its arguments have changed, else []."""
+    """Returns `prepare`'s folder in the run directory if the arguments of `prepare` have changed, else []."""
     made = ((before or {}).get("prepare") or {}).get("dir")
     if before is None or not isinstance(made, str):
         return []
@@ -92,9 +92,8 @@ def outdated_preparation(before: Settings | None, now: Settings) -> list[str]:
 def open_run_directory(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
     """Creates a run directory, writes config.yaml to it and returns lines for the start-up banner.
 
-    A new directory is accessible only to its owner. The record of a run that is not continued from the
-    checkpoint ``start`` is moved; with ``restart`` any record is. May raise UserError, see
-    ``check_run_directory``.
+    A new directory is accessible only to its owner. If no run is continued from the checkpoint ``start``, or
+    with ``restart``, an earlier record is moved. May raise UserError (see ``check_run_directory``).
     """
     with writing(run_dir):
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -122,7 +121,7 @@ def write_settings(run_dir: Path, settings: Settings) -> None:
 
 @contextmanager
 def writing(run_dir: Path) -> Iterator[None]:
-    """Turns an error of the file system into a UserError that names the run directory."""
+    """Converts an OSError inside the block into a UserError with the run directory."""
     try:
         yield
     except OSError as error:

@@ -39,7 +39,7 @@ class Saver:
     selection: Selection  # of the best checkpoint
 
     state: TrainState = field(init=False, default_factory=TrainState)  # progress of the run
-    last_checkpoint: Path | None = field(init=False, default=None)  # the last one saved or resumed from
+    last_checkpoint: Path | None = field(init=False, default=None)  # last checkpoint saved or resumed from
     interval_start: float = field(init=False, default=0.0)  # clock from which checkpoint.minutes counts
     saved_step: int | None = field(init=False, default=None)  # completed steps in the last checkpoint
 
@@ -53,10 +53,11 @@ class Saver:
     def save_if_due(
         self, eval_score: float | None, clock: float, last: bool = False, again: bool = False
     ) -> None:
-        """Saves a checkpoint if one is due. With ``last`` one is due unless checkpoint.every is 0.
+        """Saves a checkpoint if one is due. With ``last`` it is due unless checkpoint.every is 0.
 
-        While steps are being skipped, only the last one is saved: a rollback needs a healthy state. ``clock``
-        is in seconds and the same on all ranks; ``again`` saves the step even if its checkpoint exists.
+        While optimizer steps are being skipped, only the run's last checkpoint is saved: a rollback needs a
+        healthy state. ``clock`` is in seconds and equal on all ranks. ``again`` replaces an existing
+        checkpoint.
         """
         if self.context.health.skips and not last:
             return
@@ -64,7 +65,7 @@ class Saver:
         best = eval_score is not None and self.state.is_improvement(eval_score)
         if best:
             self.state.best_score, self.state.best_step = eval_score, step
-        # no checkpoint before the first step, since an interrupted Stage.start is repeated from the beginning
+        # no checkpoint before the first step, since an interrupted Stage.start is repeated as a whole
         by_time = minutes is not None and clock - self.interval_start >= 60 * minutes
         due = step > 0 and every != 0 and (last or by_time or is_due(step, every))
         if (due or best) and (again or self.saved_step != step):
@@ -76,22 +77,22 @@ class Saver:
             self.start_interval(clock)
 
     def export_if_due(self) -> None:
-        """Exports the models if checkpoint.export_every says so, before the checkpoint of the step is saved.
+        """Exports the models if due by checkpoint.export_every. Call before the step's checkpoint is saved.
 
-        A run that is killed in between repeats the step, so that no checkpoint lacks its export.
+        If the run is killed between the two, it repeats the step, so no checkpoint lacks its export.
         """
         if is_due(self.state.step, self.config.export_every):
             with self.context.timer("export"):
                 export_step(self.state.step, self.stage, self.context, self.config.keep_exports)
 
     def score_of(self, evaluation: Evaluation) -> float | None:
-        """Returns the score by which an evaluation competes for the best checkpoint, if one is kept."""
+        """Returns the score of an evaluation for the best checkpoint, or None if no best one is kept."""
         if not self.config.keep_best or evaluation.data != HELD_OUT:
             return None
         return self.selection.score(evaluation.metrics)
 
     def check_disk_space(self) -> None:
-        """Raises UserError if the disk has no room for a checkpoint and an export that are still to come."""
+        """Raises UserError if the disk lacks space for the next checkpoint and export."""
         models, copies = self.stage.models, self.stage.weight_copies
         exported = exported_bytes(models, copies) if self.config.export_every else 0
         if self.config.every == 0 and not self.config.keep_best:
@@ -114,7 +115,7 @@ class Saver:
             for line in changed_rows(state["progress"].get("data", {}), self.stage.data, path):
                 self.context.banner.warn(line)
             self.load_state_dict(state)
-        except (LookupError, TypeError, AttributeError) as error:  # valid JSON that no run has written
+        except (LookupError, TypeError, AttributeError) as error:  # valid JSON, but not written by a run
             raise UserError(f"run.resume: {path}: invalid state.json: {error!r}; use another") from error
         self.saved_step, self.last_checkpoint = self.state.step, path
 

@@ -62,7 +62,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Result of one training step, as counted by run.steps; it may have several optimizer steps."""
+    """Result of one training step, as counted by run.steps, which may have several optimizer steps."""
 
     metrics: Metrics  # the same on every rank; includes health/skipped_steps, see metrics.step_metrics
     episodes: int  # samples of all ranks
@@ -72,7 +72,7 @@ class StepResult:
     # computes perf/* and mem/* from time/*; a collective
     performance: Callable[[Metrics], Metrics] = lambda costs: {}
     warnings: tuple[str, ...] = ()
-    failure: tuple[ExitReason, str] | None = None  # ends the run once the step is logged
+    failure: tuple[ExitReason, str] | None = None  # error message that ends the run once the step is logged
 
 
 @runtime_checkable
@@ -85,9 +85,9 @@ class Stateful(Protocol):
 
 
 class Stage(Stateful, Protocol):
-    """One kind of training; tests/run/toy_stage.py is a minimal one. All methods are collectives.
+    """One kind of training; tests/run/toy_stage.py is a minimal stage. All ranks must call each method.
 
-    ``state_dict`` is copied before every step, to undo it. Its key "progress" belongs to the run.
+    ``state_dict`` is copied before every step, to undo the step. Its key "progress" belongs to the run.
     """
 
     models: Mapping[str, TrainedModel]  # saved in every checkpoint
@@ -103,8 +103,8 @@ class Stage(Stateful, Protocol):
     def step(self, index: int) -> StepResult:
         """Trains one step.
 
-        Raises Abandoned on a stop request, or StepRefused if the run must end, before any weight has changed,
-        and TooManySkips when Health raises it.
+        Before any weight has changed, may raise Abandoned on a stop request, or StepRefused if the run must
+        end. Also raises TooManySkips if Health does.
         """
 
     def evaluate(self) -> Evaluation | None:

@@ -47,7 +47,7 @@ RESUME_HINTS: dict[ExitReason, str] = {  # how a run that ended early continues 
 
 @dataclass(frozen=True)
 class Selection:
-    """Rule by which evaluations are compared, for the best checkpoint and the early stop."""
+    """Rule for comparing evaluations, for the best checkpoint and the early stop."""
 
     metric: str  # eval/...
     lower_is_better: bool = False
@@ -59,9 +59,9 @@ class Selection:
         return f"{'lowest' if self.lower_is_better else 'highest'} {self.metric}"
 
     def score(self, metrics: Metrics) -> float:
-        """Returns the metric as a score, of which the highest is the best.
+        """Returns the metric as a score; a higher score is better.
 
-        Raises UserError if ``metrics`` lacks it, which only happens for a subset that the data do not have.
+        Raises UserError if ``metrics`` lacks the metric, which only happens if the data lack the subset.
         """
         if self.metric not in metrics:
             raise UserError(
@@ -73,7 +73,7 @@ class Selection:
 
 @dataclass
 class TrainState:
-    """Progress of a run, saved in every checkpoint beside weights, optimizers and random states."""
+    """Progress of a run, saved in every checkpoint with weights, optimizers and random states."""
 
     # progress
     step: int = 0  # completed steps
@@ -88,20 +88,20 @@ class TrainState:
     evals_without_improvement: int = 0  # evaluations in a row
     first_eval: Metrics | None = None
     last_eval: Metrics | None = None
-    last_eval_step: int | None = None  # None also in checkpoints of earlier versions
+    last_eval_step: int | None = None  # also None in checkpoints of earlier versions
     first_rows: list[dict[str, Any]] = field(default_factory=list)
     last_rows: list[dict[str, Any]] = field(default_factory=list)
     # metrics of the last step if a stop request interrupted its evaluation
     unevaluated: Metrics | None = None
 
     def select_by(self, rule: str) -> None:
-        """Forgets the best checkpoint if it was selected by another rule than ``rule``."""
+        """Forgets the best checkpoint if it was selected by a rule other than ``rule``."""
         if self.best_rule not in (None, rule):
             self.best_score, self.best_step, self.evals_without_improvement = None, None, 0
         self.best_rule = rule
 
     def is_improvement(self, score: float) -> bool:
-        """Returns whether a score is better than that of the best checkpoint; NaN never is."""
+        """Returns whether a score is better than the best checkpoint's. NaN never is."""
         return score > (-math.inf if self.best_score is None else self.best_score)
 
     def count_evaluation(self, score: float) -> None:
@@ -115,9 +115,9 @@ class TrainState:
         return {"best_step": self.best_step, "best_by": selection.metric, "best_value": value}
 
     def heldout_metrics(self, names: Mapping[str, str]) -> dict[str, float]:
-        """Returns heldout_<name>_<before|after> for the summary, without metrics that were not measured.
+        """Returns heldout_<name>_<before|after> for the summary, for the metrics that were measured.
 
-        The prefix is train_prompts_ if the run has no held-out data. ``names`` maps each name to its metric.
+        If the run has no held-out data, the prefix is train_prompts_. ``names`` maps each name to its metric.
         """
         evaluations = {"before": self.first_eval or {}, "after": self.last_eval or {}}
         return {

@@ -1,4 +1,4 @@
-"""Stop requests: signals and the time limit, agreed on by all ranks before any of them stops."""
+"""Stop requests by signals and the time limit; all ranks agree on a request before any rank stops."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 Reason = Literal["time_limit", "signal"]
 REASONS: tuple[Reason | None, ...] = (None, "time_limit", "signal")  # in increasing order of precedence
 # A launcher forwards a Ctrl-C that the terminal has already sent to every process. A second SIGINT within
-# this time is taken for the forwarded one.
+# this time counts as the forwarded one.
 FORWARDING_SECONDS = 2.0
 STORE_KEY = "stop"
 
 
 class Abandoned(Exception):
-    """Raised on all ranks at the same point to leave the step in progress, which then counts as not begun."""
+    """Raised on all ranks at the same point to abandon the current step, which then counts as not begun."""
 
 
 class StepRefused(Abandoned):
-    """Raised on all ranks at the same point to leave the step, as Abandoned, and to end the run."""
+    """Raised on all ranks at the same point to abandon the current step and to end the run."""
 
     def __init__(self, reason: ExitReason, message: str):
         super().__init__(message)
@@ -43,8 +43,8 @@ class StopRequest:
     """Stops all ranks when one of them receives SIGTERM, SIGINT or SIGUSR1, or when a launcher exits.
 
     A second Ctrl-C, more than FORWARDING_SECONDS after the first, ends the process at once. Every rank learns
-    of a request within about a second, even in a collective, but not at the same moment: decisions about
-    collectives need ``raise_if_stopped`` or ``agreed_reason``, which give the same result on every rank.
+    of a request within about a second, even in a collective, but not at the same moment. Decisions about
+    collectives need ``raise_if_stopped`` or ``agreed_reason``, with equal results on all ranks.
     """
 
     def __init__(self, world: World, max_minutes: float | None, store: RankStore):
@@ -60,7 +60,7 @@ class StopRequest:
         self._wakeup_fd: int | None = None  # the read end of a pipe of signal numbers
 
     def install_handlers(self) -> None:
-        """Starts to handle signals and the time limit. Until then a signal ends the process."""
+        """Starts to handle signals and the time limit. Before, a signal ends the process."""
         self.deadline = None if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
         self._wakeup_fd, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         # Python calls a handler only when the main thread returns from a collective, perhaps minutes later.
@@ -70,11 +70,11 @@ class StopRequest:
             signal.signal(number, self.handle)
 
     def request(self, reason: str) -> None:
-        """Stops all ranks as a signal does."""
+        """Requests a stop of all ranks, as a signal does."""
         self._request = reason
 
     def should_stop(self) -> bool:
-        """Returns whether this rank knows of a request; stays true from then on. Not a collective."""
+        """Returns whether this rank knows of a request, and then always True. Not a collective."""
         return self._request is not None
 
     def agreed_reason(self) -> Reason | None:
@@ -93,7 +93,7 @@ class StopRequest:
         if (signals := self._wakeup_fd) is None:
             return
         if self._request is None and (request := self.read_request(signals)) is not None:
-            self._request = request  # not assigned if None, since the handler may set it meanwhile
+            self._request = request  # not assigned if None, since the handler may set it at the same time
         if self._request is None or self._published:
             return
         self._published = True

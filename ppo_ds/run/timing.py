@@ -29,11 +29,10 @@ REMEDIES = {  # phase -> advice if the phase runs out of memory; other phases ha
 
 
 class PhaseTimer:
-    """Sums the seconds of named phases and sets the phase of the heartbeat; an inner one counts as the outer.
+    """Sums the seconds of named phases and sets the heartbeat's phase. Nested phases count as the outer one.
 
     On a GPU the seconds are measured between CUDA events, which are read once per step, so that the host can
-    run ahead. While the device is idle, the time counts for the phase of the host's work. Not tested on a
-    GPU.
+    run ahead. Time in which the device is idle counts for the host's current phase. Not tested on a GPU.
     """
 
     def __init__(self, device: torch.device):
@@ -44,7 +43,7 @@ class PhaseTimer:
         self._started = time.perf_counter()
 
     def _mark(self) -> Any:
-        """Returns the current time, or on a GPU an event on the current stream. Does not synchronize."""
+        """Returns the current time; on a GPU, an event on the current stream. Does not synchronize."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -73,7 +72,8 @@ class PhaseTimer:
     def trace(self, folder: Path, world: World) -> Iterator[None]:
         """Writes a trace of the block on rank 0 by torch.profiler to ``folder``/trace.json.gz.
 
-        All ranks must call this. Each phase is a span with the name of its metric. An exception writes none.
+        All ranks must call this. Each phase is a span with the name of its metric. After an exception, none
+        is written.
         """
         with torch.profiler.profile() if world.is_main else nullcontext() as profiler:
             self._span = torch.profiler.record_function
@@ -107,8 +107,8 @@ def write_trace(profiler: Any, folder: Path) -> None:
 def compare_times(world: World, step_seconds: float) -> tuple[Metrics, float]:
     """Returns health/rank_time_spread_s, and the clock of rank 0 in seconds. All ranks must call this.
 
-    The spread is the longest busy time of a rank minus the shortest. Busy is the step without the waits in
-    collectives of World; waits in ZeRO's own collectives count as busy.
+    The spread is the longest busy time of a rank minus the shortest. The busy time is that of the step
+    without waits in collectives of World; waits in ZeRO's collectives count as busy.
     """
     busy = step_seconds - world.waiting.take()
     clock = time.monotonic() if world.is_main else -math.inf

@@ -1,9 +1,9 @@
 """Token budgets of a run, and the protocol that halves a budget after an out-of-memory error.
 
 Phases without collectives of DeepSpeed are repeated: a rank that runs out of memory reports it at the end of
-the phase, all ranks halve the budget, restore their random states and run the phase again. Any other phase
+the phase, and all ranks halve the budget, restore their random states and run the phase again. Other phases
 cannot be repeated, because the other ranks wait in a collective: the rank records half of the budget in the
-run directory and ends the run, and the same command resumes. A budget is halved only once.
+run directory and ends the run, which the same command resumes. A budget is halved only once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TokenBudget:
 
     name: str  # of the key in the section memory
     tokens: int
-    # the number before an out-of-memory error, which may have been in an earlier start of the run
+    # the number before an out-of-memory error, in this start or an earlier one
     halved_from: int | None = None
 
     def __int__(self) -> int:
@@ -53,7 +53,7 @@ class TokenBudget:
         return self.halved_from is None and self.tokens > 1
 
     def halve(self) -> None:
-        """Halves the number; allowed once."""
+        """Halves the budget. May be called once."""
         assert self.can_halve
         self.tokens, self.halved_from = self.tokens // 2, self.tokens
 
@@ -63,7 +63,7 @@ Refuse = Callable[[BaseException | None], BaseException]
 
 
 class PeerFailed(Exception):
-    """Raised in a phase on ranks whose collective cannot run, as another rank has failed."""
+    """Raised inside a phase if a collective cannot run because another rank has failed."""
 
     def __init__(self, failure: int):
         self.failure = failure
@@ -106,11 +106,12 @@ class TokenBudgets:
         """Wraps a phase that uses ``budget``: if memory runs out, the phase is repeated or the run ends.
 
         ``what`` describes the phase in messages. A phase is ``repeatable`` if its only collectives are those
-        at its beginning, before any memory is allocated, and those that ``guard_collective`` wraps.
-        ``discard`` receives the result of a rank that had finished a phase which is repeated. ``economize``
-        makes the next runs need less memory with the same budget, and returns the setting that does it, or
-        None; it is called before a budget is halved. After any other error of a repeatable phase on one rank,
-        all ranks raise what ``refuse`` returns, a collective that gets the error of its rank or None.
+        at its beginning, before any memory is allocated, and those that ``guard_collective`` wraps. If the
+        phase is repeated, ``discard`` receives the results of ranks that had finished it. ``economize`` is
+        called before a budget is halved: it makes later calls of the phase need less memory with this budget
+        and returns the changed setting, or None if it cannot. ``refuse`` is called on all ranks after another
+        error of a repeatable phase, with the rank's error or None; all ranks raise the exception that it
+        returns.
         """
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -127,8 +128,8 @@ class TokenBudgets:
     ) -> Callable[Concatenate[Any, P], T]:
         """Wraps a collective that may run inside a repeatable phase, such as those that rewards call.
 
-        The ranks first exchange whether one of them has failed, since that rank would never reach the
-        collective. The copy of ``value`` that World then makes on the device is not covered.
+        First, the ranks exchange whether one of them has failed, since a failed rank would never reach the
+        collective. Errors in World's later copy of ``value`` to the device are not covered.
         """
 
         def guarded(value: Any, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -147,9 +148,9 @@ class TokenBudgets:
         economize: Callable[[], str | None],
         refuse: Refuse | None,
     ) -> T:
-        """Runs a phase and repeats it with less memory if a rank runs out of memory.
+        """Runs a phase; if a rank runs out of memory, repeats the phase with less memory.
 
-        All ranks must call this. All ranks either ``economize`` or halve the budget.
+        All ranks must call this. Either all ranks ``economize``, or all halve the budget.
         """
         while True:
             restore_rng = rng_snapshot(self.world)
@@ -202,9 +203,9 @@ class TokenBudgets:
     def ending(
         self, budget: TokenBudget, what: str, economize: Callable[[], str | None] = lambda: None
     ) -> Iterator[None]:
-        """Ends the run if memory runs out in the block, which cannot be repeated. Not a collective.
+        """Ends the run if memory runs out inside the block of this context manager. Not a collective.
 
-        Half of the budget is recorded for the next start; the message names the setting of ``economize`` too.
+        Records half of the budget for the next start. The message includes the result of ``economize``.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""Writes files and directories that are complete or absent, even after a kill or a loss of power.
+"""Writes files and directories so that even after a kill or a loss of power each is complete or absent.
 
 Content is written to a draft beside the target, forced to the disk and renamed. A draft has a random name and
 is created exclusively, so that an existing entry, such as a link, is never opened. ``remove_drafts`` deletes
@@ -25,14 +25,14 @@ _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write_file(path: Path, data: bytes | str) -> None:
-    """Replaces a file atomically, on the disk. Text becomes UTF-8, with ``?`` for lone surrogates."""
+    """Replaces a file atomically and forces it to the disk. Text is UTF-8, with ``?`` for lone surrogates."""
     with draft_file(path) as file:
         file.write(data.encode(errors="replace") if isinstance(data, str) else data)
 
 
 @contextmanager
 def draft_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a draft of ``path`` for writing, and replaces ``path`` by it at the end of the block.
+    """Opens a draft of ``path`` for writing. At the end of the block, the draft replaces ``path``.
 
     An exception deletes the draft and leaves ``path`` unchanged. A link is replaced, not followed.
     """
@@ -51,7 +51,7 @@ def draft_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def draft_directory(path: Path) -> Iterator[Path]:
-    """Creates an empty draft of the directory ``path``, and replaces ``path`` by it at the end of the block.
+    """Creates an empty draft of the directory ``path``. At the end of the block, the draft replaces ``path``.
 
     Missing parents are created. An exception deletes the draft and leaves ``path`` unchanged.
     """
@@ -70,7 +70,7 @@ def draft_directory(path: Path) -> Iterator[Path]:
 
 
 def publish_directory(draft: Path, path: Path) -> None:
-    """Renames a draft, whose content must be on the disk, to ``path``, and deletes what was there."""
+    """Renames a draft, whose content must be on the disk, to ``path``; deletes the previous directory."""
     old = None
     if path.is_dir() and not path.is_symlink():
         old = path.rename(draft_path(path))
@@ -89,7 +89,7 @@ def draft_path(path: Path) -> Path:
 def remove_drafts(directory: Path, *, name: str | None = None, older_than: float = 0.0) -> None:
     """Deletes the drafts that killed writers left in ``directory``, or only those of ``name``.
 
-    ``older_than``, in seconds, spares the drafts of other processes that are writing there.
+    Drafts younger than ``older_than`` seconds are kept: other processes may still write them.
     """
     if not directory.is_dir():
         return

@@ -1,4 +1,4 @@
-"""Reads the files of a run directory or a model folder, which may come from someone else, within limits."""
+"""Reads files of run directories and model folders, which may be untrusted, with limits of size and depth."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ _VALUES = (str, int, float, dict, list, type(None))
 
 
 class DamagedFile(UserError):
-    """Reports a file that does not hold the format it should have."""
+    """Reports a file that is not in the expected format."""
 
 
 def open_file(file: Path, root: Path | None = None) -> BufferedReader:
-    """Opens a regular file, and does not wait for a writer as it would for a pipe.
+    """Opens a regular file. Never blocks, unlike opening a pipe.
 
-    Raises UserError if it is no regular file, or if a symbolic link leads out of ``root``, by default the
-    folder of the file.
+    Raises UserError if it is not a regular file, or if a link leads out of ``root`` (default: its folder).
     """
     if not is_below(file, root or file.parent):
         raise UserError(f"{file}: is reached by a symbolic link to a file elsewhere; replace the link")
@@ -54,7 +53,7 @@ def read_text(file: Path, root: Path | None = None, limit: int = MAX_BYTES) -> s
 
 
 def read_json(file: Path, root: Path | None = None) -> Any:
-    """Returns the content of a JSON file; DamagedFile or another UserError if it exceeds a limit."""
+    """Returns the content of a JSON file. Raises DamagedFile if it is invalid, UserError above a limit."""
     return _parsed(file, json.loads, read_text(file, root))
 
 
@@ -64,7 +63,7 @@ def read_yaml(file: Path, root: Path | None = None) -> Any:
 
 
 def read_checked(file: Path, model: type[BaseModel]) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises UserError, which names the key, if ``model`` refuses it."""
+    """Returns the object in a JSON file. If ``model`` rejects it, raises UserError with the key."""
     content = read_json(file)
     try:
         model.model_validate(content, strict=True)
@@ -94,7 +93,7 @@ def _parsed(file: Path, parse: Callable[[str], Any], text: str) -> Any:
 
 
 def is_plain(tree: Any) -> bool:
-    """Returns whether a tree has only values of JSON, text as keys and at most MAX_DEPTH levels."""
+    """Returns whether a tree has only JSON values, string keys and at most MAX_DEPTH levels."""
     level = [tree]
     for _ in range(MAX_DEPTH):
         mappings = [item for item in level if isinstance(item, dict)]
@@ -105,13 +104,13 @@ def is_plain(tree: Any) -> bool:
                 return False
         inner = [value for mapping in mappings for value in mapping.values()]
         inner += [value for item in level if isinstance(item, list) for value in item]
-        # each part once, or the time would grow exponentially with parts that occur twice
+        # each object once: with objects that occur twice, the time would otherwise grow exponentially
         level = list({id(value): value for value in inner}.values())
     return not level
 
 
 def entries_from_elsewhere(folder: Path) -> Iterator[str]:
-    """Yields a line for each symbolic link below ``folder`` that leaves it, and each pipe or device."""
+    """Yields a line for each symbolic link that leads out of ``folder``, and each pipe or device in it."""
     root = folder.resolve()
     for directory, folders, files in os.walk(root):
         for path in (Path(directory, name) for name in sorted([*folders, *files])):
@@ -124,7 +123,7 @@ def entries_from_elsewhere(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def memory_limit(more: int) -> Iterator[None]:
-    """Limits the memory that all threads may allocate inside the block to ``more`` bytes, on Linux only."""
+    """Limits the memory that the process may allocate inside the block to ``more`` bytes. Only on Linux."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with suppress(OSError):  # not Linux
         most = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + more
@@ -137,8 +136,8 @@ def memory_limit(more: int) -> Iterator[None]:
 
 
 def is_below(path: Path, folder: Path) -> bool:
-    """Returns whether a path is in ``folder`` when all links are followed."""
+    """Returns whether a path is in ``folder`` after all links are followed."""
     root = folder.resolve()
-    # the links of the Hub's cache, from snapshots/REVISION to blobs beside snapshots, stay in it
+    # in the Hub's cache, snapshots/REVISION links to ../../blobs, which also counts as inside
     places = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
     return any(Path(os.path.realpath(path)).is_relative_to(place) for place in places)

@@ -1,7 +1,7 @@
 """Checks whether other users could change the files of a run directory, or redirect what a run writes.
 
-The directories that runs and exports write to are checked with their entries, but nothing below, since each
-entry is replaced as a whole. ``run.dir`` itself may be a link. wandb makes links in its own directory.
+The directories to which runs and exports write are checked, and their direct entries, each of which is
+replaced as a whole. ``run.dir`` itself may be a link. wandb creates links in its directory.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ def dry_run_directory(run_dir: str) -> Path:
 def check_run_directory(run_dir: Path) -> list[str]:
     """Returns warnings about a run directory, which need not exist.
 
-    Raises UserError if another user could make the run write elsewhere: there are links where runs write,
-    every user may write, or the directory belongs to another user who is not root. Root may use any
-    directory.
+    Raises UserError if another user could make the run write elsewhere: if there are links where runs write,
+    if every user may write, or if the owner is neither this user nor root. Root may use any directory.
     """
     try:
         for problem in find_problems(run_dir):

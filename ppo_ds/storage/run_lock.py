@@ -1,9 +1,9 @@
 """Lock of a run directory: at most one run at a time writes into it.
 
-The holder keeps ``run.lock`` open under ``flock``, and the file names it. As some file systems have no such
-locks, or hide them from other machines, it also renews the file's modification time: a holder that this
-kernel cannot vouch for counts as ended after 60 s. There, two starts at the same moment may both get the
-lock.
+The holder keeps ``run.lock`` open under ``flock``; the file describes the holder. Some file systems do not
+support such locks or do not share them between machines. The holder therefore also renews the file's
+modification time. If this kernel cannot see the holder's lock, the holder counts as ended 60 s after the last
+renewal; two runs that start at the same moment may then both get the lock.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ENDING = 60.0  # longest wait of a start for a holder that is ending
 REACTION = 0.7
 POLL = 0.1  # time between two attempts to take the lock
 MAX_TIME = 1e11  # of a holder's start, in seconds since 1970; a later one cannot be shown as a date
-# times that a start creates a directory which another run removes at its end; where no directory can be
-# created, as in /proc, the same error stays
+# attempts of a start to create a directory that another run removes at its end; where no directory can be
+# created, as in /proc, every attempt fails with the same error
 MAX_REMOVALS = 1000
 
 
 def machine_id() -> str:
-    """Returns an identifier that is equal for two processes on the same kernel."""
+    """Returns an identifier of the running kernel: two processes on the same kernel get the same one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
@@ -84,7 +84,7 @@ class RunLock:
     """The lock of one run directory, held by this process until ``release``."""
 
     def __init__(self, path: Path, descriptor: int, created: list[Path], launch: str):
-        """Writes this process into an open lock file; ``release`` removes empty ones of ``created``."""
+        """Writes this process into an open lock file; ``release`` removes empty folders of ``created``."""
         self.path = path
         self._descriptor, self._created = descriptor, created
         self._holder = Holder(launch=launch)
@@ -93,7 +93,7 @@ class RunLock:
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """Closes the file in a forked process, which would keep the lock after the holder's death."""
+        """Closes the file in a forked process, which would otherwise keep the lock after the holder's end."""
         if not self._released.is_set():
             self._released.set()
             os.close(self._descriptor)
@@ -101,8 +101,7 @@ class RunLock:
     def start_renewal(self, on_loss: Callable[[str], None]) -> None:
         """Starts the thread that renews the lock.
 
-        It calls ``on_loss`` with one line if another run has taken the lock, as after a suspension of this
-        process.
+        If another run takes the lock, as after a suspension, the thread calls ``on_loss`` with one line.
         """
         threading.Thread(target=self._renew, args=(on_loss,), name="run lock", daemon=True).start()
 
@@ -124,7 +123,7 @@ class RunLock:
         )
 
     def mark_ending(self) -> None:
-        """Marks the holder as ending, so that the next start waits for it instead of being refused."""
+        """Marks the holder as ending, so that the next start waits for it instead of raising UserError."""
         if not self._holder.ending and not self._released.is_set():
             self._holder = replace(self._holder, ending=1)
             with suppress(OSError):
@@ -144,14 +143,14 @@ class RunLock:
 
 
 def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = print) -> RunLock:
-    """Takes the lock of ``run_dir``, which is created if it is missing.
+    """Acquires the lock of ``run_dir``; creates the directory if it is missing.
 
     Raises UserError if another run holds it. Waits up to ``ENDING`` seconds for a holder that is ending, and
-    up to ``STALE`` seconds for a renewal by a holder elsewhere; ``notice`` gets one line about such a wait.
-    ``launch`` is the same for all ranks of one launch.
+    up to ``STALE`` seconds for a renewal by a holder on another machine. ``notice`` is called with a line
+    about the wait. ``launch`` is the same for all ranks of one launch.
     """
     path, created = run_dir / NAME, [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-    # the token and the time of renewal of the holder when it was first seen, and when that was
+    # the holder's token and renewal time when it was first seen, and when it was first seen
     first, first_renewed, seen, noticed = "", 0.0, 0.0, False
     removals = 0
     while True:
@@ -187,7 +186,7 @@ def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = pri
 
 
 def check_free(run_dir: Path, launch: str) -> None:
-    """Raises UserError if a run of another ``launch`` holds the lock; for ranks that do not take it."""
+    """Raises UserError if a run of another ``launch`` holds the lock. For ranks that do not acquire it."""
     deadline = time.monotonic() + REACTION  # rank 0 of this launch may be about to write its name
     while True:
         try:
@@ -204,7 +203,7 @@ def check_free(run_dir: Path, launch: str) -> None:
 
 @contextmanager
 def _opened(path: Path, create: int = 0) -> Iterator[int]:
-    """Opens the lock file; anything but a regular file is an OSError."""
+    """Opens the lock file; raises OSError if it is not a regular file."""
     flags = os.O_RDWR | create | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     try:
@@ -217,7 +216,7 @@ def _opened(path: Path, create: int = 0) -> Iterator[int]:
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Returns whether the kernel has given the lock to this process; None if the file system has no locks."""
+    """Tries to lock the file and returns whether it could; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -228,7 +227,7 @@ def _try_lock(descriptor: int) -> bool | None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Returns whether an open file is still the one at ``path``."""
+    """Returns whether the file opened as ``descriptor`` is still the file at ``path``."""
     return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
 
 

@@ -21,8 +21,8 @@ POLL = 0.2
 def probe(directory: Path) -> Iterator[str]:
     """Creates a probe in ``directory`` and yields its name; deletes it at the end.
 
-    No other process may have a probe there; one that a killed process has left is deleted first. A directory
-    that did not exist is deleted too if it is empty.
+    No other process may have a probe there; probes left by killed processes are deleted first. A directory
+    that did not exist before is deleted again if it is empty.
     """
     created = not directory.exists()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def probe(directory: Path) -> Iterator[str]:
 
 
 def sees_probe(directory: Path, name: str) -> bool:
-    """Returns whether the probe ``name`` of another process appears, within VISIBLE_SECONDS.
+    """Returns whether another process's probe ``name`` appears within VISIBLE_SECONDS.
 
     An NFS client may answer from its cache. It asks the server again when a directory is opened
     (close-to-open consistency, nfs(5)), so every directory of the path is opened before the file.

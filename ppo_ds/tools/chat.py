@@ -1,7 +1,7 @@
 """Chat with one or two policies on the console: conversations, commands, streamed answers and their scores.
 
-Each model has a conversation of its own, with its own answers to the same messages. The models answer one
-after the other, with the same random numbers for both, so that a chat with the same input can be repeated.
+Each model has a separate conversation: all models receive the same messages, and each sees only its answers.
+The models answer one after the other, with the same random numbers; the same input repeats a chat.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ JOINERS = "\u200c\u200d"  # Persian and emoji need them
 
 @dataclass
 class Partner:
-    """A model with its conversation."""
+    """A model and its conversation."""
 
     name: str
     policy: Policy
@@ -62,7 +62,7 @@ class Partner:
         """Returns the text and the ids that the model continues.
 
         Without a chat template this is the last message as plain text. Raises UserError if the template
-        refuses the conversation or the model has no positions left for an answer.
+        rejects the conversation or the model has no positions left for an answer.
         """
         chat = self.tokenizer.has_chat_template
         text = self.tokenizer.render_chat(self.messages) if chat else self.messages[-1]["content"]
@@ -118,7 +118,7 @@ class Chat:
         note(self.console, f"a new conversation {about}")
 
     def save(self, path: Path) -> str:
-        """Writes one JSON line per model; returns a line about it."""
+        """Writes one JSON line per model to ``path``; returns a line for the console."""
         rows = [{"model": one.name, "messages": one.messages} for one in self.partners if one.messages]
         try:
             path = path.expanduser()
@@ -127,7 +127,7 @@ class Chat:
             if not rows:
                 return "nothing was said yet"
             write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        except (OSError, ValueError, RuntimeError) as error:  # a NUL; ~ of a user that does not exist
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL, or ~ of a user that does not exist
             reason = getattr(error, "strerror", None) or error
             return f"{str(path)[:200]}: cannot be written: {reason}; choose another name"
         return f"saved in {path}"
@@ -159,7 +159,7 @@ class Chat:
 
 
 def respond(partner: Partner, show: Callable[[str], None]) -> tuple[str, str]:
-    """Generates the answer to the last message; returns it and a line about it. ``show`` gets its pieces."""
+    """Generates an answer and shows its pieces with ``show``; returns the answer and a line about it."""
     text, ids = partner.prompt()
     limit = min(partner.sampling.max_new_tokens, (partner.policy.max_tokens or 2**31) - len(ids))
     sampling, start = replace(partner.sampling, max_new_tokens=limit), time.perf_counter()
@@ -210,7 +210,7 @@ def note(console: Console, text: str, style: str = "yellow") -> None:
 
 
 def displayable(text: str) -> str:
-    """Returns text of several lines with escapes for characters that could control a terminal."""
+    """Escapes the characters of a text that could control a terminal; keeps line breaks."""
     return "".join(
         c if c.isprintable() or c in f"\n\t{JOINERS}" or unicodedata.category(c) == "Zs" else printable(c)
         for c in text

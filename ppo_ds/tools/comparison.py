@@ -1,7 +1,7 @@
 """Statistics of an evaluation that compares models: mean scores, win rates and pass@k, with intervals.
 
-All intervals are percentile bootstrap intervals over prompts: the values of a prompt, such as the scores of
-several responses, are averaged first, and the prompts are resampled.
+All intervals are percentile bootstrap intervals over prompts: first the values of each prompt, such as the
+scores of several responses, are averaged, and then the prompts are resampled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Estimate = dict[str, float]  # "mean", "low" and "high": an estimate and its con
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of one value per prompt, with an interval from the same resamples in each call."""
+    """Returns the mean of one value per prompt, with an interval. Each call uses the same resamples."""
     given = np.asarray(values, dtype=np.float64)
     random = np.random.default_rng(0)
     rows = max(1, CHUNK // len(given))
@@ -37,9 +37,9 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def outcomes(scores: Values, others: Values, texts: Texts, other_texts: Texts) -> np.ndarray:
-    """Returns for each prompt the shares of pairs of responses that are won, tied and lost, [prompts, 3].
+    """Returns, for each prompt, the fractions of response pairs that are won, tied and lost: [prompts, 3].
 
-    Each response of one model is compared with each response of the other to the same prompt.
+    To each prompt, each response of one model is compared with each response of the other model.
     """
     groups = zip(scores, others, texts, other_texts, strict=True)
     return np.array([outcome_shares(*group) for group in groups])
@@ -49,8 +49,8 @@ def compare(scores: Mapping[str, Values], texts: Mapping[str, Texts]) -> dict[st
     """Compares models by the scores of their responses to the same prompts.
 
     Returns the mean score of each model ("score"), the win rate of each model against each model before it
-    ("win_rate"), all with intervals, and the shares of won, tied and lost pairs against the first model
-    ("against_first"). A tie is half a win, and equal responses are ties.
+    ("win_rate"), all with intervals, and the fractions of won, tied and lost pairs against the first model
+    ("against_first"). A tie counts as half a win. Equal responses are ties.
     """
     names = list(scores)
 
@@ -89,7 +89,7 @@ def pass_at_k(count: int, correct: int, k: int) -> float:
 
 
 def pass_rates(correct: Sequence[Sequence[bool]]) -> dict[str, Estimate]:
-    """Returns pass@k over prompts for k = 1, 2, 4, ... and the number of responses to each prompt."""
+    """Returns pass@k over prompts for k = 1, 2, 4, ..., and for k = the number of responses per prompt."""
     count = len(correct[0])
     powers = [2**i for i in range(count.bit_length()) if 2**i < count]
     return {str(k): estimate([pass_at_k(len(row), sum(row), k) for row in correct]) for k in [*powers, count]}
@@ -156,7 +156,7 @@ def response_rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Formats a table after an empty line."""
+    """Formats a table, with an empty line before it."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [""]
     for row in rows:

@@ -1,7 +1,7 @@
 """Builds a workspace of Weights & Biases from the catalogue of metrics.
 
-It has a section for each prefix of metrics, with the panels of ``report.html``, all other metrics and the
-histograms, and a section with tables of responses. It needs the extra ``dashboards``.
+The workspace has a section for each prefix of metrics, with the panels of ``report.html``, all other metrics
+and the histograms. Another section has tables of responses. This module needs the extra ``dashboards``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ OPEN = ("reward", "eval", "kl", "policy")  # prefixes of the sections that are o
 def save_workspace(entity: str, project: str, name: str, view: str | None = None) -> str:
     """Saves the workspace on the server and returns its address.
 
-    ``view`` is the address of a saved workspace whose sections and name are replaced; None: a new one is
-    added to the project. Raises UserError if the extra is missing, and the library's errors.
+    ``view`` is the address of a saved workspace, to replace its sections and name; None adds a new workspace
+    to the project. Raises UserError if the extra is missing, and the library's errors.
     """
     try:
         from wandb_workspaces import workspaces as ws
@@ -67,7 +67,7 @@ def build_sections() -> list[Any]:
 
 
 def single_panels(metrics: Iterable[Metric]) -> list[Panel]:
-    """Returns a panel for each metric that no panel of the catalogue shows; ``step`` is the axis of all."""
+    """Returns a panel for each metric that no panel of the catalogue shows, with ``step`` as the x axis."""
     shown = {"step"}.union(*(panel.metrics for panel in PANELS))
     return [
         Panel(metric.label[:1].upper() + metric.label[1:], metric.unit, {metric.name: ""})
@@ -83,7 +83,7 @@ def _line_plot(panel: Panel) -> Any:
     names = [name for name in panel.metrics if "<" not in name]
     families = [name for name in panel.metrics if "<" in name]
     metric = find(next(iter(panel.metrics)))
-    # wandb draws no bands, so the title has the healthy range of the first metric
+    # wandb draws no bands, so the title contains the healthy range of the first metric
     healthy = f" (healthy: {in_words(metric.healthy)})" if metric and metric.healthy else ""
     return wr.LinePlot(
         title=panel.title + healthy,

@@ -63,9 +63,9 @@ def evaluate(
 ) -> Comparison:
     """Compares ``models`` on the prompts of ``config``. All ranks must call this.
 
-    All models are compared with the first one. actor.model gives all of their settings but the paths.
-    ``rewards`` maps names to sections. ``samples`` is the number of sampled responses to each prompt; None:
-    one greedy response. ``note`` receives lines about the progress.
+    All models are compared with the first one. Their settings are those of actor.model, except for the paths.
+    ``rewards`` maps names to config sections. ``samples`` is the number of sampled responses to each prompt;
+    None: one greedy response. ``note`` is called with lines about the progress.
     """
     readers = read_prompts(config, world, models, samples)
     check_functions(world, readers, rewards, judge)
@@ -113,7 +113,7 @@ def check_functions(
         if judge is not None:
             judge.try_on(next(iter(readers.values())).batches[0].prompts.metadata[0])
 
-    # on one rank only, since a user's function may have side effects
+    # only on one rank, since a user's function may have side effects
     world.on_all(lambda: check() if world.is_main else None)
 
 
@@ -130,7 +130,7 @@ def score_responses(
 ) -> dict[str, ScoreLists]:
     """Scores all responses; returns model -> reward -> scores of each batch. All ranks must call this.
 
-    Rewards get the tokenizer of the model that they score, and share their own models.
+    Each reward uses the tokenizer of the scored policy. Reward models are loaded once for all policies.
     """
     note = cache(note)  # the same lines for each tokenizer
     load_frozen = RewardModels(world, note)
@@ -164,7 +164,7 @@ def score_responses(
 def result_rows(
     found: Mapping[str, Responses], scores: Mapping[str, ScoreLists]
 ) -> tuple[list[dict[str, Any]], list[Row]]:
-    """Returns this rank's rows of evaluation.jsonl, and for each of them the row of the data set."""
+    """Returns this rank's rows of evaluation.jsonl, and the data set's row for each of them."""
     rows: list[dict[str, Any]] = []
     metadata: list[Row] = []
     batches = next(iter(found.values())).reader.batches
@@ -208,7 +208,7 @@ def add_verdicts(
 def by_prompt(
     rows: Sequence[dict[str, Any]], name: str, get: Callable[[dict[str, Any]], Any]
 ) -> list[list[Any]]:
-    """Returns a value of each response of a model, grouped by prompt. ``rows`` are sorted by prompt."""
+    """Returns ``get`` of each response of a model, grouped by prompt. ``rows`` are sorted by prompt."""
     groups: dict[int, list[Any]] = {}
     for row in rows:
         groups.setdefault(row["number"], []).append(get(row["responses"][name]))
@@ -271,9 +271,9 @@ def by_column(
 def accuracy(
     scores: Mapping[str, Mapping[str, list[list[float]]]], correct_above: float | None
 ) -> dict[str, Any]:
-    """Returns pass@k by the first reward if ``correct_above`` is given, and by rewards of 0 and 1 alone.
+    """Returns pass@k for the first reward if ``correct_above`` is given, and for rewards of only 0 and 1.
 
-    The latter need several responses to a prompt. ``scores`` maps reward -> model -> prompt -> response.
+    The latter rewards need several responses to a prompt. ``scores``: reward -> model -> prompt -> response.
     """
     found: dict[str, Any] = {}
     for position, (reward, by_model) in enumerate(scores.items()):
@@ -293,7 +293,7 @@ def accuracy(
 def divergence(
     rows: Sequence[dict[str, Any]], names: Sequence[str], sampling: SamplingConfig, greedy: bool
 ) -> dict[str, Any]:
-    """Returns the KL of each model to the first one, or the mean log-ratio if it does not estimate the KL."""
+    """Returns the KL of each model to the first; if responses do not estimate it, the mean log-ratio."""
     first, others = names[0], names[1:]
     measured = [name for name in others if "log_ratio" in rows[0]["responses"][name]]
     found: dict[str, Any] = {}
@@ -321,7 +321,7 @@ def divergence(
 
 
 def judge_statistics(rows: Sequence[dict[str, Any]], names: Sequence[str], path: str) -> dict[str, Any]:
-    """Returns the win rates of all models against the first one by the judge, and its consistency."""
+    """Returns the judge's win rates of all models against the first one, and the judge's consistency."""
     found = {}
     for name in names[1:]:
         preferences = by_prompt(rows, name, lambda response: response["judge"]["preference"])

@@ -1,7 +1,7 @@
 """Exports a checkpoint as a Hugging Face folder, in one process on the CPU, even while its run is training.
 
 Only the model sections of the run's config are used; its data, rewards and other code are not loaded. Memory
-holds one copy of the model, or two with adapters, because merging does not overwrite the base weights.
+holds one copy of the model, or with adapters two copies, because merging does not overwrite the base weights.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ LEFTOVER_SECONDS = 6 * 3600
 
 
 def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> Path:
-    """Returns ``path`` itself if it is a checkpoint, or a checkpoint of the run directory ``path``.
+    """Returns ``path`` if it is a checkpoint, or else a checkpoint of the run directory ``path``.
 
-    From a run directory it selects the checkpoint of ``step``, the best one, or by default the newest.
+    In a run directory, selects the checkpoint of ``step``, the best one, or by default the newest.
     """
     if not os.path.isdir(path):
         raise UserError(f"{path}: no such folder; give a run directory, or one of its checkpoints")
@@ -80,15 +80,15 @@ def export(
 ) -> Path:
     """Writes the model ``role``, a key of FOLDERS, to ``out``, and the actor's adapter to ``out/adapter``.
 
-    Each of the two folders gets a model card. The folder, whose path is returned, is complete or absent.
-    ``force`` replaces a model folder, ``name`` is the name on the Hub for the card, and ``adapter`` raises
-    UserError, and writes nothing, if the model has no adapter.
+    Each of the two folders gets a model card. Returns the path of the folder, which is complete or absent.
+    ``force`` replaces an existing model folder. ``name`` is the name on the Hub for the card. With
+    ``adapter``, a model without an adapter raises UserError, and nothing is written.
     """
     out = target_folder(checkpoint, role, out, force)
     config = read_config(checkpoint, role, trust_remote_code)
     tokenizer, module = initial_model(config, role, checkpoint)
     model, copy = (main_model(checkpoint), "ema") if role == "ema" else (role, None)
-    # stage=reward_model stores the settings of its export, which follow from its data
+    # stage=reward_model stores the settings for its export, which depend on its data
     exports = read_state(checkpoint)["state"].get("export", {}) if model == "scorer" else {}
     saved = exports.get("ema" if role == "ema" else "model", {})
     try:
@@ -136,7 +136,7 @@ def read_config(checkpoint: Path, role: str, trust_remote_code: bool) -> TextCon
     """Returns the config of the checkpoint's run.
 
     Raises UserError if a file of the checkpoint is damaged or is a link to a file elsewhere, if the
-    checkpoint has no weights of ``role``, or if its settings are refused.
+    checkpoint has no weights of ``role``, or if its settings are invalid.
     """
     if damage := damage_of(checkpoint):
         raise UserError(
@@ -161,8 +161,8 @@ def read_config(checkpoint: Path, role: str, trust_remote_code: bool) -> TextCon
 def moved_paths(value: Any, old: str, new: str) -> Any:
     """Returns a copy of a nested dict in which the prefix ``old`` of paths is replaced by ``new``.
 
-    If run.resume=restart has moved a run to ``earlier_N/``, the files that `prepare` made may have stayed in
-    the directory above; their paths are below that directory.
+    If run.resume=restart has moved a run to ``earlier_N/``, the files of `prepare` may still be in the parent
+    directory; paths of such files are below the parent directory.
     """
     if isinstance(value, dict):
         return {name: moved_paths(item, old, new) for name, item in value.items()}
@@ -173,7 +173,7 @@ def moved_paths(value: Any, old: str, new: str) -> Any:
 
 
 def initial_model(config: TextConfig, role: str, checkpoint: Path) -> tuple[Tokenizer, Any]:
-    """Builds the tokenizer and the module of ``role`` as the run built them."""
+    """Builds the tokenizer and the module of ``role`` in the same way as the run."""
     try:
         name = next(iter(trained_models(config)))
         tokenizer = build_tokenizer(config, name)

@@ -1,4 +1,4 @@
-"""Loads what the chat and the evaluation need: policies to decode with, their tokenizers, and rewards."""
+"""Loads policies for decoding, their tokenizers and rewards, for the chat and the evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ppo_ds.types import Reward
 
 
 def hub_models(config: PPOConfig, models: Sequence[NamedModel]) -> list[HubModel]:
-    """Returns the entries of all models and tokenizers for their download."""
+    """Returns all models and tokenizers as entries for the download."""
     trusted = config.actor.model.trust_remote_code
     return [
         HubModel(model.key, path, revision_of(config, path), trusted)
@@ -30,12 +30,12 @@ def hub_models(config: PPOConfig, models: Sequence[NamedModel]) -> list[HubModel
 
 
 def revision_of(config: PPOConfig, path: str) -> str | None:
-    """Returns the revision of a model or tokenizer: actor.model.revision if it is the actor's."""
+    """Returns the revision of a model or tokenizer: actor.model.revision if ``path`` is the actor's."""
     return config.actor.model.revision if path == config.actor.model.path else None
 
 
 def model_section(config: PPOConfig, model: NamedModel) -> ModelConfig:
-    """Returns the settings that a model is loaded with: those of actor.model, with its own path."""
+    """Returns the settings for loading a model: those of actor.model, with the model's path."""
     own = {"path": model.path, "revision": revision_of(config, model.path), "gradient_checkpointing": False}
     return ModelConfig(**config.actor.model.model_dump() | own)
 
@@ -68,7 +68,7 @@ def load_reward(
     score_tokens: SupportsInt,
     note: Callable[[str], None],
 ) -> Reward:
-    """Builds the reward of a section for responses of one tokenizer. A collective if it has models."""
+    """Builds the reward of a section for responses of one tokenizer. All ranks must call this."""
     reward = build_reward(
         section,
         key=key,

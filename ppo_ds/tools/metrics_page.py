@@ -1,6 +1,6 @@
 """Renews the generated parts of docs/metrics.md from tracking/metrics.toml and the rules of the alarms.
 
-`python -m ppo_ds.tools.metrics_page docs/metrics.md` replaces the text between its two pairs of comments.
+`python -m ppo_ds.tools.metrics_page docs/metrics.md` replaces the text between two pairs of comments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def renewed(page: str) -> str:
 
 
 def section_text(section: Section) -> str:
-    """Returns a heading for each metric with a range or a remedy, below a list of the others."""
+    """Returns a list of the metrics without range and remedy, and a heading for each of the others."""
     lines = [f"## {section.title}: `{section.prefix}/`" if section.prefix else f"## {section.title}", ""]
     advised = [one for one in section.metrics if one.healthy is not None or one.remedy]
     lines += [f"- `{one.name}`: {described(one)}" for one in section.metrics if one not in advised]

@@ -1,4 +1,4 @@
-"""Finds the model that a command line names: a run directory, a model folder, an adapter or a Hub name."""
+"""Finds a model of the command line: a run directory, a model folder, an adapter or a Hub name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NamedModel:
     """A policy that a tool loads."""
 
     name: str  # names the model in results
-    path: str  # model folder or Hub name; that of the base if there is an adapter
+    path: str  # model folder or Hub name; of the base model if there is an adapter
     key: str  # names the path in error messages
     tokenizer_path: str  # model folder or Hub name
     adapter: Path | None = None  # folder of a LoRA adapter of the model at ``path``
@@ -30,7 +30,7 @@ class NamedModel:
 def find_models(arguments: Sequence[str], base: str | None = None) -> list[NamedModel]:
     """Finds the models of several arguments and gives them different names.
 
-    ``base`` is the model of all adapters, instead of those that their adapter_config.json files name.
+    ``base`` is the base model of all adapters, instead of the base models in their adapter_config.json files.
     """
     models = [find_model(argument, base) for argument in arguments]
     names = [model.name for model in models]
@@ -45,7 +45,7 @@ def find_models(arguments: Sequence[str], base: str | None = None) -> list[Named
 
 
 def find_model(argument: str, base: str | None = None) -> NamedModel:
-    """Finds the model of one argument; raises UserError if a local folder contains none."""
+    """Finds the model of one argument; raises UserError if a local folder contains no model."""
     key, folder = "MODEL", Path(argument).expanduser()
     if not 0 < max(map(len, argument.strip().encode(errors="replace").split(b"/"))) < 256:
         raise UserError(f"MODEL={argument!r}: is empty or has a name of more than 255 bytes; {KINDS}")
@@ -81,7 +81,7 @@ def find_model(argument: str, base: str | None = None) -> NamedModel:
 
 
 def similar_model(argument: str) -> Path | None:
-    """Returns a model folder or a run directory whose path is similar to that of a missing one, or None."""
+    """Returns a model folder or run directory with a path similar to ``argument``, or None."""
     if sibling := model_sibling(argument):
         return sibling
     similar = similar_path(Path(argument))
@@ -103,6 +103,6 @@ def base_of_adapter(folder: Path) -> str:
 
 
 def short_name(folder: Path) -> str:
-    """Returns the last part of a path that tells models apart: outputs/sums/model is sums."""
+    """Returns the last distinctive part of a path: "sums" for outputs/sums/model."""
     parts = [part for part in folder.resolve().parts if part not in ("model", "adapter", "exports")]
     return parts[-1]

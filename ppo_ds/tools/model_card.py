@@ -1,4 +1,4 @@
-"""Writes the model card of an exported model: where it comes from, results, settings and how to load it."""
+"""Writes the model card of an exported model: its origin, results, settings, and code that loads it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN_METRICS = (  # metrics of the exported step, with their descriptions
     ("kl/ref_seq_mean", "KL to the reference model, in nats per response"),
     ("rollout/resp_len_mean", "mean length of the sampled responses, in tokens"),
 )
-SETTINGS = (  # the keys that a card shows, if the stage has them and they have a value
+SETTINGS = (  # the keys that a card shows if the stage has them and they are set
     *("algo.advantage.estimator", "algo.epochs", "algo.minibatch_size", "algo.gae.gamma", "algo.gae.lam"),
     *("algo.policy.loss", "algo.policy.clip_low", "algo.kl.place", "algo.kl.estimator", "algo.kl.coef"),
     *("actor.optim.lr", "actor.lora.rank", "critic.optim.lr", "scorer.optim.lr", "scorer.lora.rank"),
@@ -45,7 +45,7 @@ LOCAL_BASE = (
     "The base model was a local folder. To load the adapter, first set `base_model_name_or_path` in "
     "`adapter_config.json` to a path or name of the base model."
 )
-USE = {  # role -> code that loads the model; a critic is for resuming a training only
+USE = {  # role -> code that loads the model; a critic is only for resuming a training
     "actor": _CAUSAL_LM,
     "ema": _CAUSAL_LM,
     "adapter": """\
@@ -69,9 +69,9 @@ def write_card(
 ) -> None:
     """Writes README.md and curves.png into an exported model folder.
 
-    ``role`` is adapter, actor, ema, critic or scorer, and ``name`` the name on the Hub, if any. Of paths of
-    this machine only the last part is shown. The results are those of the checkpoint's step and of the last
-    evaluation until then; the card of a critic has none.
+    ``role`` is adapter, actor, ema, critic or scorer, and ``name`` the name on the Hub, if any. Only the last
+    part of local paths is shown. The results are those of the checkpoint's step and of the last evaluation up
+    to this step; the card of a critic has no results.
     """
     state = read_state(checkpoint)
     progress = state["state"].get("progress", {})
@@ -111,7 +111,7 @@ def write_card(
 
 
 def remove_local_base(adapter: Path) -> None:
-    """Replaces the base model's path in adapter_config.json by its last part, unless it is on the Hub."""
+    """Replaces the base model in adapter_config.json by the last part of its path unless it is on the Hub."""
     file = adapter / "adapter_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     base = settings.get("base_model_name_or_path") or ""
@@ -120,7 +120,7 @@ def remove_local_base(adapter: Path) -> None:
 
 
 def held_out_table(before: Metrics, records: list[dict[str, Any]]) -> str:
-    """Returns the metrics of the evaluation before training and of the last one in ``records``, if any."""
+    """Returns a table of the metrics before training and of the last evaluation in ``records``, if any."""
     for record in reversed(records):
         names = [name for name in before if name.startswith("eval/") and record.get(name) is not None]
         rows = [
@@ -133,7 +133,7 @@ def held_out_table(before: Metrics, records: list[dict[str, Any]]) -> str:
 
 
 def last_metrics(record: Metrics) -> str:
-    """Returns the table of RUN_METRICS in ``record``, or nothing if it has none of them."""
+    """Returns a table of the RUN_METRICS that are in ``record``, or "" if there are none."""
     rows = [f"| {text} | {record[name]:.4g} |" for name, text in RUN_METRICS if record.get(name) is not None]
     return "\n".join([f"| at step {record['step']} | |", "|---|--:|", *rows]) if rows else ""
 
@@ -149,7 +149,7 @@ def settings_table(config: Config) -> str:
 
 
 def reward_name(config: PPOConfig) -> str:
-    """Returns the name of the reward model, of the function, or of the kind of reward."""
+    """Returns the name of the reward model, else of the function, else of the kind of reward."""
     model = config.reward.get("model")
     if isinstance(model, dict) and model.get("path"):
         return shown(model["path"])
@@ -159,7 +159,7 @@ def reward_name(config: PPOConfig) -> str:
 
 
 def config_value(config: Config, key: str) -> Any:
-    """Returns the value of a key such as algo.kl.coef, or None if the stage does not have it."""
+    """Returns the value of a key such as algo.kl.coef, or None if the stage does not have the key."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part, None)
@@ -167,11 +167,11 @@ def config_value(config: Config, key: str) -> Any:
 
 
 def on_hub(path: str | None) -> str | None:
-    """Returns ``path`` if it is a name on the Hub rather than a path of this machine."""
+    """Returns ``path`` if it is a Hub name, or None if it is a local path."""
     return path if path and HUB_NAME.fullmatch(path) and not looks_local(path) else None
 
 
 def shown(path: str, kind: str = "") -> str:
-    """Returns a link to a name on the Hub, or the last part of a path; ``kind`` is datasets/ for data."""
+    """Returns a link to a Hub name, or the last part of a local path; ``kind`` is the URL prefix."""
     text = printable(Path(path).name).replace("`", "'")  # a checkpoint of someone else may hold Markdown
     return f"[{path}](https://huggingface.co/{kind}{path})" if on_hub(path) else f"`{text}`"

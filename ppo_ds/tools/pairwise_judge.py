@@ -24,8 +24,9 @@ REMEDY = "it must return a list with one number from 0 to 1 for each pair, 1 if 
 def verdict(in_order: float, swapped: float) -> dict[str, Any]:
     """Combines the preferences for the first model's response in both orders.
 
-    ``preference`` is their mean, ``position_bias`` is the preference for response a beyond 0.5, and
-    ``disagrees`` is true if the two orders prefer different responses, or only one of them prefers any.
+    ``preference`` is the mean of both. ``position_bias`` is the preference for response a, in either order,
+    minus 0.5. ``disagrees`` is true if the orders prefer different responses, or if only one prefers a
+    response.
     """
     return {
         "preference": (in_order + swapped) / 2,
@@ -38,9 +39,9 @@ class PairwiseJudge:
     """Compares pairs with the function ``fn(prompts, responses_a, responses_b, rows)`` at ``path``.
 
     The arguments are lists of equal length, which the function may modify: prompts and responses as text, and
-    the rows of the data set. It returns for each pair the probability from 0 to 1 that response a is better.
-    It may be a coroutine function. Each pair is compared with the responses in either place, and the two
-    preferences are averaged: a judge that always prefers the first place gives 0.5 for each pair.
+    the rows of the data set. It returns, for each pair, the probability from 0 to 1 that response a is
+    better. It may be a coroutine function. Each pair is compared in both orders, and the two preferences are
+    averaged: if a judge always prefers response a, the result is 0.5 for each pair.
     """
 
     def __init__(self, path: str):
@@ -51,7 +52,7 @@ class PairwiseJudge:
     def __call__(
         self, prompts: Sequence[str], responses: Sequence[str], others: Sequence[str], rows: Sequence[Row]
     ) -> list[dict[str, Any]]:
-        """Returns a verdict for each pair of ``responses`` and ``others``; 1 is for ``responses``."""
+        """Returns a verdict for each pair of ``responses`` and ``others``; preference 1: ``responses``."""
         if not prompts:
             return []
         in_order = self._preferences(prompts, responses, others, rows)

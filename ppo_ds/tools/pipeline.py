@@ -1,7 +1,7 @@
-"""Runs a pipeline: stages, each an ordinary run with its own launcher, and an evaluation at the end.
+"""Runs a pipeline: stages, each an ordinary run with a separate launcher, and an evaluation at the end.
 
-pipeline.json in the pipeline's directory records which jobs are done, and a sha256 sum of the models that the
-stages before each job had made when it began. It imports neither torch nor Hydra.
+pipeline.json in the pipeline's directory records which jobs are done. For each job, it also has a sha256 sum
+of the models of the stages before it, from the time when the job began. Imports neither torch nor Hydra.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Job:
         return Path(str(self.config.run.dir))
 
     def summary(self) -> tuple[str, int] | None:
-        """Reads the summary.json of a stage: why its run has ended, and when (ns); None without a summary."""
+        """Reads the reason and the time (ns) of the end from a stage's summary.json; None without one."""
         if self.config is None:
             return None
         file = self.run_dir / "summary.json"
@@ -84,7 +84,7 @@ class Pipeline:
 def run_pipeline(pipeline: Pipeline, groups: ChildGroups, say: Callable[[str], None]) -> int:
     """Runs the jobs that are not done and returns the exit code of the pipeline.
 
-    Raises UserError if a stage that has begun would continue with other models of the stages before it.
+    Raises UserError if a stage would be continued after models of the stages before it have changed.
     """
     models = hashlib.sha256()  # of the stages so far
     for number, job in enumerate(pipeline.jobs, start=1):
@@ -108,7 +108,7 @@ def run_pipeline(pipeline: Pipeline, groups: ChildGroups, say: Callable[[str], N
 def run_job(
     job: Job, pipeline: Pipeline, groups: ChildGroups, inputs: str, title: str, say: Callable[[str], None]
 ) -> int | None:
-    """Runs a job; returns the exit code of the pipeline if it ends with this job."""
+    """Runs a job; returns the exit code of the pipeline if the pipeline ends with this job, else None."""
     if not pipeline.dry_run:  # dry runs are not recorded
         check_inputs(job, pipeline.folder, inputs)
         write_record(pipeline.folder, job.name, inputs, done=False)
@@ -141,7 +141,7 @@ def run_job(
 
 
 def is_done(job: Job, folder: Path, inputs: str) -> bool:
-    """Returns whether a job needs no start: it is done with these inputs and settings, and has a result."""
+    """Returns whether a job can be skipped: it is done with these inputs and settings, and has a result."""
     if read_record(folder).get(job.name) != {"inputs": inputs, "done": True}:
         return False
     if job.config is None:
@@ -158,7 +158,7 @@ def is_done(job: Job, folder: Path, inputs: str) -> bool:
 
 
 def check_inputs(job: Job, folder: Path, inputs: str) -> None:
-    """Raises UserError if a stage that has begun, and has a checkpoint, took other models than these."""
+    """Raises UserError if a stage has a checkpoint and began with inputs other than ``inputs``."""
     if job.config is None or job.config.run.resume == "restart":
         return
     begun = recorded_steps(job.run_dir) or any((job.run_dir / "checkpoints").glob("step_*"))
@@ -203,5 +203,5 @@ def remove_dry_runs(pipeline: Pipeline) -> None:
         folder = dry_run_directory(str(job.run_dir))
         if (folder / DRY_RUN_MARKER).exists():
             shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):  # it is not empty if the pipeline has been run before
+    with suppress(OSError):  # not empty if the pipeline has been run before
         pipeline.folder.rmdir()

@@ -1,7 +1,7 @@
 """Responses of several models to the same prompts, and their log-probs.
 
 Each rank holds one whole policy at a time. The responses do not depend on the number of ranks: they are
-sampled in groups of prompts that are the same for any number of ranks, each with a seed of its own.
+sampled in fixed groups of prompts, each with a separate seed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ppo_ds.tools.model_argument import NamedModel
 from ppo_ds.types import Prompts, Rollout, Row
 
 MAX_ROWS = 512  # responses of a batch; see build/token_budgets.MAX_DECODED_ROWS
-GROUPS = 16  # least number of groups of prompts whose responses are sampled with one seed
+GROUPS = 16  # minimum number of groups of prompts; each group's responses are sampled with one seed
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Batch:
     numbers: list[int]  # number of the prompt of each row
     samples: list[int]  # number of the response of each row among those to its prompt
     seed: int
-    counted: bool  # False if the batch only gives this rank as many batches as the others have
+    counted: bool  # False if the batch only fills up this rank's number of batches
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A tokenizer and the prompts as its models read them."""
+    """A tokenizer, and the prompts as tokenized for its models."""
 
     tokenizer: Tokenizer
     source: PromptSource
@@ -88,7 +88,7 @@ class Responses:
             self.log_ratios.append(difference.sum(1))
 
     def row(self, batch: int, i: int) -> dict[str, Any]:
-        """Returns the text and the figures of one response."""
+        """Returns the text and the numbers of one response."""
         rollout = self.rollouts[batch]
         ids = rollout.response_ids[i][rollout.response_mask[i]].tolist()
         text = self.reader.tokenizer.decode(ids)
@@ -106,8 +106,8 @@ def respond(
 ) -> dict[str, Responses]:
     """Returns this rank's responses of each model, in the order of ``models``. All ranks must call this.
 
-    The log-ratios are computed for the models that have the vocabulary of the first one, at the sampling
-    temperature. The first model is loaded last, so that it is loaded only once.
+    Log-ratios are computed at the sampling temperature, for models with the vocabulary of the first model.
+    The first model is loaded last, so that it is loaded only once.
     """
     hub = hub_models(config, models)
     first, found = models[0], dict[str, Responses]()
@@ -131,7 +131,7 @@ def respond(
                 found[model.name].logprobs = logprobs_of(frozen, rollouts, budget)
             for name in comparable if model is first else ():
                 found[name].compare(logprobs_of(frozen, found[name].rollouts, budget))
-        del policy, frozen  # before the next one is loaded
+        del policy, frozen  # before the next model is loaded
     return {model.name: found[model.name] for model in models}
 
 
@@ -168,7 +168,7 @@ def read_prompts(
 
 
 def make_batches(config: Config, source: PromptSource, world: World, samples: int | None) -> list[Batch]:
-    """Returns this rank's batches, as many as the other ranks have, because scoring may be a collective."""
+    """Returns this rank's batches. All ranks get equally many, because scoring may be a collective."""
     count, each = min(config.eval.max_prompts or len(source), len(source)), samples or 1
     size = min(-(-count // (world.size if samples is None else GROUPS)), max(1, MAX_ROWS // each))
     starts = range(0, count, size)
@@ -192,7 +192,7 @@ def same_vocabulary(reader: Reader, other: Reader) -> bool:
 def generate(
     config: PPOConfig, world: World, policy: Policy, reader: Reader, greedy: bool
 ) -> tuple[list[Rollout], float]:
-    """Returns the responses of a policy to this rank's prompts, and the time in seconds."""
+    """Returns a policy's responses to this rank's prompts, and the time in seconds."""
     name = choose_backend(config, policy, reader.longest)
     budget = config.memory.rollout_tokens
     if budget == "auto":
@@ -220,7 +220,7 @@ def generate(
 
 
 def choose_backend(config: PPOConfig, policy: Policy, longest: int) -> str:
-    """Returns the name of the decode backend; raises UserError if the one in the config refuses the model."""
+    """Returns the name of the decode backend; raises UserError if the config's backend rejects the model."""
     asked = config.rollout.backend
     names = [asked]
     if asked == "auto" or config.rollout.own_weights:  # such a backend needs the trained model's engine

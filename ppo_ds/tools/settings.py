@@ -1,6 +1,6 @@
-"""Reads the settings of a checkpoint or a dump, which may come from someone else.
+"""Reads the settings of a checkpoint or a dump, which may be untrusted.
 
-Models are the only files that the settings can select. Python code of a model must be trusted anew on this
+The settings can select no files but models. Trust in a model's Python code must be declared again on this
 machine. Data and rewards are not loaded, and a chat template must be a text, not the path of a file.
 """
 
@@ -23,7 +23,7 @@ ConfigT = TypeVar("ConfigT", bound=TextConfig)
 def config_of_settings(
     settings: Any, file: Path, *, trust_remote_code: bool, with_template: bool = True, kind: type[ConfigT]
 ) -> ConfigT:
-    """Builds and checks a Config from the settings that were read from ``file``.
+    """Builds and checks a Config from the settings of ``file``.
 
     Raises UserError for invalid settings, for stages other than those of ``kind``, for a chat template that
     is the path of a file, and, unless ``trust_remote_code``, for a model that runs its own Python code.
@@ -31,7 +31,7 @@ def config_of_settings(
     """
     if not isinstance(settings, dict) or not is_plain(settings):
         raise UserError(f"{file}: holds no settings, which are nested mappings with text as keys")
-    for key, section, name in own_code(settings):  # code that was not named on this machine is not imported
+    for key, section, name in own_code(settings):  # code that was not given on this machine is not imported
         if not with_template:
             raise UserError(
                 f"{file}: {key}={name}: is code of that run, which is not imported for a replay; "

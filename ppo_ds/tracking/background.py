@@ -1,4 +1,4 @@
-"""Calls the library of a dashboard in a thread; the training neither waits for it nor fails with it."""
+"""Calls the library of a dashboard in a thread; training neither waits for the library nor fails with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FINISH_TIMEOUT = 60.0  # seconds
 
 
 class Dashboard(Tracker):
-    """A tracker whose methods may raise, and may wait for a server."""
+    """A tracker whose methods may raise exceptions, and may wait for a server."""
 
     name: str  # of the library, and of its extra in setup.cfg
 
@@ -38,7 +38,7 @@ class Dashboard(Tracker):
 class BackgroundTracker(Tracker):
     """Calls a dashboard in a thread; after its first failure, prints one warning line and drops it.
 
-    Only ``start`` and ``finish`` wait, for a limited time. It gets finite metrics and rows without tokens.
+    Only ``start`` and ``finish`` wait, for a limited time. Metrics are finite, and rows have no tokens.
     """
 
     def __init__(self, dashboard: Dashboard):
@@ -71,7 +71,7 @@ class BackgroundTracker(Tracker):
         self._wait(self.dashboard.finish_timeout, self.dashboard.finish, plain(summary))
 
     def _send(self, method: Callable[..., None], *arguments: Any) -> threading.Event:
-        """Queues a call; the returned event is set when it has been made or the dashboard is dropped."""
+        """Queues a call; the returned event is set when the call is done or the dashboard is dropped."""
         done = threading.Event()
         try:
             self._calls.put_nowait((partial(method, *arguments), done))
@@ -114,11 +114,11 @@ def first_line(error: BaseException) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Returns ``value`` as JSON would hold it, with ``?`` for lone surrogates, which no library accepts."""
+    """Converts ``value`` to JSON types, with ``?`` for lone surrogates, which no library accepts."""
     return json.loads(json.dumps(value, default=str, ensure_ascii=False).encode(errors="replace"))
 
 
 def run_id(file: Path) -> str:
-    """Returns the run id in ``file``, or a new one if it is missing or not valid as a part of a file name."""
+    """Returns the run id in ``file``, or a new one if it is missing or not valid within a file name."""
     text = read_text(file).strip() if file.is_file() else ""
     return text if re.fullmatch(r"[\w-]{1,64}", text, re.ASCII) else secrets.token_hex(4)

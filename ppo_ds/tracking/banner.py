@@ -10,10 +10,10 @@ WARNING = "warning"
 
 
 class Banner:
-    """Collects the lines of the start-up banner: the summary, then notes and warnings in their order."""
+    """Collects the lines of the start-up banner: the summary, then notes and warnings in order."""
 
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
-        """Initializes an empty banner; ``say`` shows what the program is doing meanwhile."""
+        """Initializes an empty banner; ``say`` shows which part of the start-up is running."""
         self._summary: list[str] = []
         self._notes: list[str] = []
         self._say = say

@@ -1,7 +1,7 @@
-"""Reads metrics.toml, the one place that knows what each metric means, and the panels that show them.
+"""Reads metrics.toml, which alone defines the meaning of each metric, and the panels that show metrics.
 
-A healthy range is where a run usually stays if it learns; ``reason`` names its source or says that it is a
-rule of thumb. Texts are Markdown with ``code`` and links only.
+A healthy range is where a run usually stays if it learns; ``reason`` states the source of the range, or that
+it is a rule of thumb. Texts are Markdown with only ``code`` and links.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Alarm:
     problem: str
     advice: str  # which key to change
     condition: str = ""  # of a rule, in words
-    # what the text shows: the "last" value, the "means" of the last and of the best steps, or the "changes"
+    # values in the text: the "last" one, the "means" of the last and of the best steps, or the "changes"
     # since the first evaluation of this metric and of those that fell
     shows: str = "last"
 
@@ -54,7 +54,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot. It is drawn if there is data of its first metric."""
+    """One plot. It is drawn if its first metric has data."""
 
     title: str
     unit: str
@@ -79,7 +79,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Shown:
-    """Tells how the console shows a metric."""
+    """Specifies how the console shows a metric."""
 
     metric: str
     label: str
@@ -122,7 +122,7 @@ def matches(pattern: str, name: str) -> bool:
 def panel_metrics(panel: Panel, names: Iterable[str]) -> dict[str, str]:
     """Returns the metrics of a panel that are among ``names``, with their labels, in the panel's order.
 
-    The label of a metric of a family is the variable part of its name.
+    The label of a metric in a family is the variable part of the metric's name.
     """
     found: dict[str, str] = {}
     for pattern, label in panel.metrics.items():
@@ -137,8 +137,8 @@ def panel_metrics(panel: Panel, names: Iterable[str]) -> dict[str, str]:
 
 
 def overview_panels(names: Container[str]) -> list[Panel]:
-    """Returns the panels of the overview with data; of two that show the same, the better one."""
-    # accuracy is on a better scale than the score, and the panel of rm/accuracy shows the held-out one too
+    """Returns the overview panels that have data, without those that a panel of accuracy replaces."""
+    # accuracy has a better scale than the score; the panel of rm/accuracy also shows held-out accuracy
     replaced = {"eval/accuracy": "Held-out score", "rm/accuracy": "Held-out accuracy"}
     hidden = [title for name, title in replaced.items() if name in names]
     panels = [panel for panel in PANELS if panel.overview and next(iter(panel.metrics)) in names]
@@ -146,5 +146,5 @@ def overview_panels(names: Container[str]) -> list[Panel]:
 
 
 def plain(text: str) -> str:
-    """Returns a text of the catalogue without the marks of Markdown."""
+    """Returns a text of the catalogue without Markdown marks."""
     return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text).replace("`", "")

@@ -25,7 +25,7 @@ class ConsoleTracker(Tracker):
     stage: str
     total_steps: int
     _: KW_ONLY
-    activity: Callable[[], Any]  # returns the phase of this process for the live view
+    activity: Callable[[], Any]  # returns this process's phase, for the live view
     first_step: int = 0  # steps that the run has made already
     print_answers: int = 0  # steps between printed answers; 0: none
     screen: Screen = field(default_factory=Screen)  # may show lines already
@@ -95,7 +95,7 @@ def answer_lines(step: int, row: dict[str, Any], split: str) -> str:
 def step_line(
     step: int, total: int, metrics: Record, *, plus_minus: str = "±", columns: int | None = None
 ) -> str:
-    """Formats one step as a line of rich markup, cut to ``columns`` by leaving out the least important parts.
+    """Formats one step as a line of rich markup; omits the least important parts to fit into ``columns``.
 
     Missing metrics are left out; metrics that were not finite are shown as "-".
     """
@@ -121,7 +121,7 @@ def step_line(
 
 
 def heldout_result(metrics: Mapping[str, float | None]) -> str | None:
-    """Formats the evaluation of a step; None without one."""
+    """Formats the evaluation of a step; None if the step has none."""
     if "eval/accuracy" in metrics:
         where = "held-out accuracy" if "rm/loss" in metrics else "accuracy"
         return f"{where} {format_number(metrics['eval/accuracy'], '.1%')}"

@@ -33,9 +33,9 @@ def plot_curves(
     title: str = "",
     before: Mapping[str, float] | None = None,
 ) -> bool:
-    """Draws every panel of the overview that has data, with the metrics ``before`` training as step 0.
+    """Draws every panel of the overview that has data; ``before`` holds the metrics of step 0.
 
-    Returns False and writes no file if there is no data at all.
+    Returns False and writes no file if there is no data.
     """
     curves: dict[str, Points] = {}
     for record in [{**(before or {}), "step": 0}, *read_metrics(metrics_jsonl)]:
@@ -87,8 +87,8 @@ def before_after(
 ) -> None:
     """Prints tables that compare scores (before, after) and responses before and after the run.
 
-    ``samples`` have prompt, before, after and score; ``saved`` are names and paths of outputs. ``trained_on``
-    says that the data are prompts of the training, and ``when`` is added to the titles.
+    ``samples`` have prompt, before, after and score; ``saved`` maps names of outputs to paths. ``trained_on``
+    states that the prompts are training prompts; ``when`` is added to the titles.
     """
     console = open_console(stream)
     note = f" ({when})" if when else ""

@@ -14,13 +14,13 @@ from ppo_ds.storage.drafts import open_for_appending, write_file
 from ppo_ds.storage.reading import MAX_DEPTH, MAX_LINES_BYTES, is_plain, read_text
 from ppo_ds.tracking.tracker import EventKind, Record, Tracker
 
-LARGEST = 1e100  # larger values are left out; sums of them would not be finite
+LARGEST = 1e100  # larger values are left out, since their sums would not be finite
 
 
 class JsonlTracker(Tracker):
     """Writes and flushes one line with a JSON object for each step, so that a kill loses no finished step.
 
-    Events are never removed by a resume or a rollback; a run that starts at step 0 has a new file.
+    A resume or a rollback never removes events; a run that starts at step 0 starts a new file.
     """
 
     def __init__(self, run_dir: str | os.PathLike, *, resumed_at: int = 0):
@@ -86,14 +86,14 @@ class JsonlTracker(Tracker):
 
 
 def read_rows(path: str | os.PathLike, root: Path | None = None) -> list[dict[str, Any]]:
-    """Reads the objects of a file of JSON lines, without damaged and deep lines; [] if there is no file."""
+    """Reads the objects of a JSON Lines file, without damaged or too deep lines; [] if there is no file."""
     try:
         lines = read_text(Path(path), root, MAX_LINES_BYTES).split("\n")
     except FileNotFoundError:
         return []
     rows = []
     for line in lines:
-        with suppress(ValueError, RecursionError):  # it was cut off, or has a number of thousands of digits
+        with suppress(ValueError, RecursionError):  # cut off, or with a number of thousands of digits
             row = json.loads(line, parse_constant=int) if line else None  # int refuses NaN and Infinity
             # counting is much faster than the second check
             if isinstance(row, dict) and (line.count("[") + line.count("{") < MAX_DEPTH or is_plain(row)):
@@ -102,7 +102,7 @@ def read_rows(path: str | os.PathLike, root: Path | None = None) -> list[dict[st
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads the steps of a ``metrics.jsonl`` in order, without values that are no numbers."""
+    """Reads the steps of a ``metrics.jsonl`` in order, without values that are not numbers."""
     return [{k: v for k, v in record.items() if v is None or is_number(v)} for record in _steps(path)]
 
 

@@ -18,13 +18,13 @@ from rich.text import Text
 from ppo_ds.tracking.catalogue import find
 from ppo_ds.tracking.formatting import format_duration
 
-KEPT = 12  # steps in the estimate of the time that is left
+KEPT = 12  # steps in the estimate of the remaining time
 ALARM_STEPS = 20  # number of steps for which an alarm is shown
 
 
 @dataclass(eq=False)
 class LiveView:
-    """The lines below the log of a run. Only reads numbers of the host."""
+    """The lines below the log of a run. It reads only numbers in CPU memory."""
 
     stage: str
     total: int  # steps of the run
@@ -66,7 +66,7 @@ class LiveView:
             yield Text(text, "bold yellow", no_wrap=True, overflow="ellipsis")
 
     def seconds_left(self) -> float | None:
-        """Estimates the seconds to the last step from the last steps; None before the first of them."""
+        """Estimates the seconds to the end of the run from the latest steps; None before the first step."""
         if not self._durations:
             return None
         each, steps = fmean(self._durations), self.total - self.step
@@ -74,7 +74,7 @@ class LiveView:
 
 
 def bar_line(start: Text, done: float, end: str) -> Table:
-    """Returns a line with a bar between two texts, of which ``end`` keeps its width."""
+    """Returns a line with a bar that fills the space between two texts."""
     line = Table.grid(padding=(0, 1), expand=True)
     line.add_column(no_wrap=True)
     line.add_column(ratio=1)
@@ -84,7 +84,7 @@ def bar_line(start: Text, done: float, end: str) -> Table:
 
 
 def phase_in_words(phase: str) -> str:
-    """Replaces the code name of a phase of the heartbeat by the label of its time in the catalogue.
+    """Replaces the code name of a phase in the heartbeat by the label of its time/* metric.
 
     "in the phase 'update_critic'" becomes "update of the critic", and "after the phase 'update_critic'"
     becomes "after update of the critic".
@@ -98,7 +98,7 @@ def phase_in_words(phase: str) -> str:
 
 
 def fraction(work: Sequence[Any]) -> float:
-    """Returns the part of the work that is done; each entry is a part of one unit of the entry before."""
+    """Returns the completed fraction of the work; each entry divides one unit of the entry before it."""
     part = 0.0
     for level in reversed(work):
         part = min((level.done + part) / max(level.total, 1), 1.0)

@@ -1,4 +1,4 @@
-"""The terminal of a run: output that scrolls, above lines at the bottom that change."""
+"""The terminal of a run: scrolling output above changing lines at the bottom."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFRESHES_PER_SECOND = 2
 
 
 def open_console(stream: TextIO | None = None) -> Console:
-    """Opens a rich console on ``stream`` (default: stdout); other files get plain text of 120 columns."""
+    """Opens a rich console on ``stream`` (default: stdout); without a terminal, plain text of 120 columns."""
     stream = stream or sys.stdout
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")  # a response in Chinese must not end a run whose log is ASCII
@@ -40,7 +40,7 @@ class Screen:
         self._closed = False
 
     def show(self, render: Callable[[], RenderableType]) -> None:
-        """Shows what ``render`` returns, instead of the present lines. Another thread calls it."""
+        """Replaces the lines by the output of ``render``, which another thread calls repeatedly."""
         if not self.console.is_terminal or self.console.is_dumb_terminal or self._closed:
             return
         self._render = render
@@ -54,12 +54,12 @@ class Screen:
                 redirect_stderr=sys.stderr.isatty(),
             )
             self._live.start()
-            self.console.show_cursor()  # a process that a signal ends could not show it again
+            self.console.show_cursor()  # a process that a signal ends could not show the cursor again
             os.register_at_fork(after_in_child=restore_streams)
         self._live.refresh()
 
     def say(self, text: str) -> None:
-        """Shows what the program is doing until the next call; prints a line if stdout is not a terminal."""
+        """Shows ``text`` until the next call; prints it as a line if stdout is not a terminal."""
         start = time.monotonic()
         self.show(lambda: f"{text}  {time.monotonic() - start:.0f} s")
         if self._live is None:
@@ -73,6 +73,6 @@ class Screen:
 
 
 def restore_streams() -> None:
-    """Takes the streams of a forked process from the view, whose lock a thread of the parent may hold."""
+    """Restores the streams in a forked process: a thread of the parent may hold the lock of the view."""
     sys.stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
     sys.stderr = getattr(sys.stderr, "rich_proxied_file", sys.stderr)

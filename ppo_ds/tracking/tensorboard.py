@@ -29,7 +29,7 @@ class TensorBoardTracker(Dashboard):
         self._text("config", _code(text), self._resumed_at)
 
     def _open(self, hide_from: int) -> None:
-        """Opens a new event file, which makes TensorBoard hide the earlier records from a step on."""
+        """Opens a new event file, which makes TensorBoard hide earlier records from step ``hide_from`` on."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(self._folder, purge_step=hide_from)
@@ -51,7 +51,7 @@ class TensorBoardTracker(Dashboard):
         self._text(f"events/{kind}", _code(text), step)
 
     def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
-        """Adds histograms; their sums, which TensorBoard does not show, take values as the middle of bins."""
+        """Adds histograms; their sums, which TensorBoard does not show, use the centers of bins."""
         for name, one in histograms.items():
             middles = [(low + high) / 2 for low, high in zip(one.edges, one.edges[1:], strict=False)]
             pairs = list(zip(middles, one.counts, strict=True))
@@ -62,7 +62,7 @@ class TensorBoardTracker(Dashboard):
                 num=sum(one.counts),
                 sum=sum(middle * count for middle, count in pairs),
                 sum_squares=sum(middle**2 * count for middle, count in pairs),
-                # a bucket goes from the limit of the bucket before it to its own limit
+                # a bucket goes from the previous bucket's limit to its limit
                 bucket_limits=one.edges,
                 bucket_counts=[0, *one.counts],
                 global_step=step,
@@ -78,7 +78,7 @@ class TensorBoardTracker(Dashboard):
 
 
 def _code(text: str) -> str:
-    """Formats a text as a code block of Markdown, which shows it unchanged."""
+    """Formats a text as a Markdown code block, so that it is shown unchanged."""
     return "".join(f"    {line}\n" for line in text.splitlines())
 
 

@@ -15,9 +15,9 @@ EventKind = Literal["started", "resumed", "evaluated", "rolled_back", "warning",
 
 
 class Tracker:
-    """A destination of metrics, samples and events; a method that it does not override does nothing.
+    """A destination of metrics, samples and events. Methods that are not overridden do nothing.
 
-    Methods are called on rank 0 only, in the order start, log, samples and event, finish.
+    Methods are called only on rank 0, in the order start, log, samples and event, finish.
     """
 
     def start(self, config: dict[str, Any]) -> None:
@@ -30,18 +30,18 @@ class Tracker:
         """Records sample rows of one step; ``split`` is train, eval or train_prompts.
 
         A row has the keys prompt, asked (the last message of the prompt), response, score and prompt_id. Rows
-        of PPO also have length and finish, components if the score has parts, and in training steps kl and,
-        with tracker.sample_tokens, tokens: columns with one entry per token, see ppo/sample_rows.py.
+        of PPO also have length and finish, and components if the score has parts. In training steps they have
+        kl and, with tracker.sample_tokens, tokens: columns with one entry per token (ppo/sample_rows.py).
         """
 
     def event(self, step: int, kind: EventKind, text: str) -> None:
-        """Records in one line what happened after ``step`` steps; warnings and alarms are printed too."""
+        """Records one line about an event after ``step`` steps; warnings and alarms are printed too."""
 
     def histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
         """Records histograms of one step, by metric name."""
 
     def rewind(self, step: int) -> None:
-        """Discards the records of the steps after ``step``, to which the run has been rolled back."""
+        """Discards the records of steps after ``step`` when the run is rolled back to ``step``."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Ends the run; ``summary`` holds the ``exit_reason`` and final results."""
@@ -51,7 +51,7 @@ class Trackers:
     """Forwards to all trackers of the run; ranks other than 0 hold no tracker."""
 
     def __init__(self, trackers: Sequence[Tracker] = (), *, max_samples: int = 8, elapsed: float = 0.0):
-        """Initializes with the number of rows kept per step (-1: all) and the seconds before this process."""
+        """Keeps ``max_samples`` rows per step (-1: all); the run took ``elapsed`` seconds before a resume."""
         self._trackers = tuple(trackers)
         self._max_samples = max_samples
         self._started = time.monotonic() - elapsed
@@ -99,7 +99,7 @@ class Trackers:
 
 
 def censored_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Removes secrets from a row; the tokens of a response with a secret would spell it in pieces."""
+    """Removes secrets from a row, and all tokens of a response with a secret, since they would spell it."""
     clean = censored_tree(row)
     if clean.get("response") != row.get("response"):
         clean.pop("tokens", None)
@@ -107,7 +107,7 @@ def censored_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def finite(values: Any) -> Any:
-    """Returns a copy of a dict, list or number with None for every float that JSON cannot represent."""
+    """Returns a copy of a dict, list or number with None in place of floats that JSON cannot represent."""
     if isinstance(values, dict):
         return {key: finite(value) for key, value in values.items()}
     if isinstance(values, list | tuple):

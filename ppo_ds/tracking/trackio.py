@@ -16,7 +16,7 @@ from ppo_ds.types import Histogram
 class TrackioTracker(Dashboard):
     """Logs to Trackio's local database, to a Hugging Face Space or to a Trackio server.
 
-    Trackio identifies runs by their name, so an id is added, which ``run_dir/trackio.id`` keeps for a resume.
+    Trackio identifies runs by name, so an id is added, which ``run_dir/trackio.id`` stores for a resume.
     """
 
     name = "trackio"
@@ -32,7 +32,7 @@ class TrackioTracker(Dashboard):
         own_id = run_id(file)
         space = self._config.space or os.environ.get("TRACKIO_SPACE_ID")
         if not space and not os.environ.get("TRACKIO_SERVER_URL"):
-            # a local run uses no network; Trackio would ask the Hub for the name of the token's user
+            # a local run uses no network; Trackio would request the name of the token's user from the Hub
             trackio.Run._get_username = lambda run: None
         self._run = trackio.init(
             project=self._config.project,

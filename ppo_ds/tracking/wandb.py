@@ -1,4 +1,4 @@
-"""Logs to Weights & Biases. wandb's own process does the uploads, and retries them."""
+"""Logs to Weights & Biases. A process of wandb uploads, and retries failed uploads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_TITLE = 63  # characters of an alert's title
 class WandbTracker(Dashboard):
     """Logs to wandb in online or offline mode.
 
-    A resumed run continues the wandb run whose id ``run_dir/wandb.id`` keeps, with repeated steps twice.
+    A resumed run continues the wandb run whose id is in ``run_dir/wandb.id``; repeated steps appear twice.
     """
 
     name = "wandb"
@@ -62,8 +62,8 @@ class WandbTracker(Dashboard):
             resume="allow",
             settings=wandb.Settings(init_timeout=INIT_TIMEOUT, console="off", silent=True),
         )
-        # A resumed or rolled-back run repeats steps. wandb's own step counter cannot go back, and wandb drops
-        # what is logged below it, so the metric "step" is the axis instead.
+        # A resumed or rolled-back run repeats steps. wandb's step counter cannot go back, and wandb drops
+        # metrics that are logged below it, so the metric "step" is the axis instead.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         write_file(file, self._run.id + "\n")
@@ -74,7 +74,7 @@ class WandbTracker(Dashboard):
         self._run.log(metrics | {"step": step})
 
     def samples(self, step: int, rows: list[dict[str, Any]], split: str = "train") -> None:
-        """Appends rows to the table of a split, of which only new ones are uploaded; some may be refused."""
+        """Appends rows to a split's table; only new rows are uploaded. If wandb rejects rows, warns once."""
         import wandb
 
         if split not in self._tables:
@@ -89,7 +89,7 @@ class WandbTracker(Dashboard):
             table.add_data(step, *cells)
         try:
             self._run.log({f"samples/{split}": table, "step": step})
-        except ConnectionError:  # to wandb's own process, which has ended
+        except ConnectionError:  # to wandb's process, which has ended
             raise
         except Exception as error:
             if not self._tables_refused:
@@ -115,7 +115,7 @@ class WandbTracker(Dashboard):
         return FINISH_TIMEOUT + sum(file.stat().st_size for file in files if file.is_file()) / UPLOAD_RATE
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Ends the run; uploads the report, and the model that the run has exported, if configured."""
+        """Ends the run; uploads the report and, if configured, the exported model."""
         import wandb
 
         uploads = {"report": (self._config.log_report, self._run_dir / "report.html")}

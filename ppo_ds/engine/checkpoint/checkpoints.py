@@ -10,7 +10,7 @@
 
 A folder is written as a draft (storage/drafts.py) and renamed once the files of every rank are on the disk.
 All ranks must see the same file system. Resume takes the newest undamaged folder. ``latest`` and ``best`` are
-only for users and other programs; after a kill they may name an older folder.
+only for users and other programs; after a kill they may contain the name of an older folder.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ OTHER_BYTES = 1024**2  # upper bound for all files except models and copies: ran
 class Checkpoints:
     """Saves and loads the checkpoints of one run in the folder ``root``.
 
-    Every public method is a collective.
+    All ranks must call every public method.
     """
 
     root: Path
     _: KW_ONLY
     world: World
     keep_last: int  # at least 1
-    settings: Mapping[str, Any] | None = None  # of the run (JSON); stored in each checkpoint that is saved
+    settings: Mapping[str, Any] | None = None  # of the run (JSON); stored in each saved checkpoint
     verified: set[Path] = field(init=False, default_factory=set)  # those that this process has verified
 
     def save(
@@ -88,10 +88,10 @@ class Checkpoints:
     ) -> Path:
         """Saves a checkpoint, forces it to the disk and then deletes old checkpoints.
 
-        Only rank 0's ``state`` is saved: JSON, and tensors as values of its parts. ``copies`` are the weight
-        copies of COPY_KEYS that the run keeps. Checkpoints of later steps are deleted too: they exist only if
-        the run was rolled back. Raises CheckpointError on all ranks if any rank could not write; the new
-        checkpoint is then removed entirely.
+        Only rank 0's ``state`` is saved. It holds JSON values, and its parts may hold tensors. ``copies`` are
+        the weight copies of COPY_KEYS that the run keeps. Checkpoints of later steps are deleted too: they
+        exist only if the run was rolled back. Raises CheckpointError on all ranks if any rank could not
+        write; the new checkpoint is then removed entirely.
         """
         fault("checkpoint.before")
         final = self.root / f"step_{step:06d}"
@@ -159,7 +159,7 @@ class Checkpoints:
         return None
 
     def settings_of(self, path: Path) -> dict[str, Any] | None:
-        """Returns the settings in a verified checkpoint, or None if an older version saved it."""
+        """Returns the settings in a verified checkpoint, or None if an older version of ppo_ds saved it."""
         return self._metadata(path).get("settings")
 
     def world_size_of(self, path: Path) -> int:
@@ -228,7 +228,7 @@ class Checkpoints:
     def _prepare(
         self, draft: Path, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy]
     ) -> None:
-        remove_drafts(self.root)  # left by a run that was killed while saving
+        remove_drafts(self.root)  # drafts of a run that was killed while saving
         shortage = self._shortage(models, copies)
         if shortage:
             raise OSError(shortage)
@@ -237,7 +237,7 @@ class Checkpoints:
     def _shortage(
         self, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy], more: int = 0
     ) -> str | None:
-        """Returns an error text if the disk lacks space for a checkpoint and ``more``. Not a collective."""
+        """Returns an error text if the disk lacks space for a checkpoint + ``more`` bytes; no collective."""
         tensors = sum(map(model_bytes, models.values())) + sum(map(weight_copy_bytes, copies.values()))
         needed = tensors + OTHER_BYTES + more
         existing = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
@@ -308,7 +308,7 @@ class Checkpoints:
 def damage_of(path: Path, rank: int = 0, size: int = 1) -> list[str]:
     """Returns a line for each problem with the files of the checkpoint ``path``, or [] if there is none.
 
-    Reads only the share of the files that ``rank`` has among ``size`` ranks. Not a collective.
+    The files are divided among ``size`` ranks; reads only those of ``rank``. Not a collective.
     """
     if problems := list(map(printable, entries_from_elsewhere(path))):
         return problems
@@ -366,14 +366,14 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def state_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Returns the tensors in the parts of a state by their names in the file, such as "difficulty.due"."""
+    """Returns the tensors in the parts of a state, keyed by "part.key", such as "difficulty.due"."""
     parts = {part: values for part, values in state.items() if isinstance(values, dict)}
     values = {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def with_tensors(state: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Puts the tensors of ``file``, if it exists, into ``state``. Raises OSError for invalid ones."""
+    """Puts the tensors of ``file``, if it exists, into ``state``. Raises OSError if the file is damaged."""
     try:
         for name, tensor in load_file(file).items() if file.exists() else ():
             part, _, key = name.partition(".")

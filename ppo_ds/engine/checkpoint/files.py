@@ -67,7 +67,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file, with its type in place of a tensor, and forces it to the disk."""
+    """Writes a JSON file, with each tensor replaced by its type, and forces it to the disk."""
     write_file(path, json.dumps(content, indent=1, default=lambda tensor: tensor.type()))
 
 

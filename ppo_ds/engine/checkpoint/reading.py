@@ -16,7 +16,7 @@ from ppo_ds.engine.master_weights import WEIGHT
 def read_weights(module: nn.Module, checkpoint: Path, role: str, *, weight_copy: str | None = None) -> None:
     """Loads the weights of ``checkpoint/role``, or of ``checkpoint/weight_copy``, into ``module``.
 
-    ``module`` must be built like that of the saved engine, to whose dtype its frozen weights are cast.
+    ``module`` must be built like the saved engine's module. Frozen weights are cast to its dtype.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     index = read_index(checkpoint / role / INDEX_OF_MODEL, trained)

@@ -31,7 +31,7 @@ SHARD_BYTES = 2 * 1024**3
 def write_shards(
     masters: MasterWeights, directory: Path, world: World, parts: Sequence[str]
 ) -> tuple[dict[str, str], list[Path]]:
-    """Writes ``parts`` of all trained parameters. A collective: the ranks write one shard each at a time.
+    """Writes ``parts`` of all trained parameters. All ranks must call this; each writes one shard at a time.
 
     Returns the file name of each parameter's shard, and the files that this rank has written. Raises
     CheckpointError on all ranks if a shard could not be written.
@@ -46,7 +46,7 @@ def write_shards(
         filled += 4 * len(parts) * math.prod(masters.shape(name))  # fp32
     index = {name: f"shard-{shard:05d}.safetensors" for name, shard in shards.items()}
     written: list[Path] = []
-    error = None  # raised at the end: if this rank raised it alone, the others would wait for it
+    error = None  # raised at the end: if only this rank raised it now, the others would wait for this rank
     for _, names in groupby(shards, key=lambda name: shards[name] // world.size):
         tensors: dict[str, Tensor] = {}
         for name, part in product(names, parts):

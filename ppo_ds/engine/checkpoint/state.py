@@ -87,10 +87,11 @@ def save_weight_copy(copy: WeightCopy, directory: Path) -> list[Path]:
 
 
 def load_model(model: TrainedModel, directory: Path) -> None:
-    """Restores a model. A collective; each rank reads only the elements that it keeps.
+    """Restores a model. All ranks must call this.
 
-    The ZeRO stage and the number of ranks may differ from those of the run that saved it. Raises UserError on
-    all ranks if the checkpoint contains another model or has other settings.
+    Each rank reads only the elements that it keeps. The ZeRO stage and the number of ranks may differ from
+    the saved run's. Raises UserError on all ranks if the checkpoint contains another model or has other
+    settings.
     """
     world, parameters = model.world, MasterWeights(model).parameters
     index = on_all_ranks(world, lambda: read_index(directory / INDEX_OF_MODEL, parameters, key=KEY))
@@ -109,7 +110,7 @@ def load_model(model: TrainedModel, directory: Path) -> None:
     with torch.no_grad():
         for name, buffer in _buffers(model.module).items():
             buffer.copy_(buffers[name])
-    model.steps = index["steps"]  # and thereby the position in the schedule
+    model.steps = index["steps"]  # and therefore the position in the schedule
 
 
 def load_weight_copy(copy: WeightCopy, directory: Path) -> None:

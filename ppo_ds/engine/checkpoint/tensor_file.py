@@ -1,9 +1,10 @@
-"""Reads single elements of the tensors in a safetensors file.
+"""Reads ranges of elements of the tensors in a safetensors file.
 
 ``safe_open`` of safetensors 0.8 maps the file into memory, and ``get_slice`` returns a view of the map
 (``Storage::Torch`` in its bindings/python/src/lib.rs). The kernel then reads ahead of every access: on ext4
-with 8 MiB of readahead, copying 8 MB of a tensor read 33 to 42 MB of the disk. This module reads with pread
-without readahead: 8 MB and one page. A failed read is an OSError; in a map, SIGBUS would end the process.
+with 8 MiB of readahead, copying 8 MB of a tensor read 33 to 42 MB of the disk. This module uses pread without
+readahead, which read 8 MB and one page. A failed pread raises OSError; with a map, SIGBUS would end the
+process.
 
 Format of the files (README of safetensors): the length of the header in 8 bytes, the header (JSON), and the
 tensors in row-major order; all numbers are little-endian.

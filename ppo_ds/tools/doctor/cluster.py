@@ -14,12 +14,12 @@ from ppo_ds.engine.peak import Clock, bytes_per_s, gemm_flops_per_s
 from ppo_ds.errors import UserError
 from ppo_ds.tools.doctor.gpus import GPUS, Device, find_gpu, recognized
 
-# for GPUs without a name: those of the table's 80 GB cards, which torch reports as less than 80 GiB
+# for GPUs without a name: the GiB of the table's 80 GB cards, which torch reports as less than 80 GiB
 DEFAULT_GPU_MEM = GPUS["h100"].memory_gib
 DEFAULT_PER_NODE = 8
 # sizes with which the rates of a CPU are measured
 ROWS = 2048  # tokens of a product
-WIDEST = 2048  # a product of more inputs and outputs takes longer, at the same rate
+WIDEST = 2048  # a larger product takes longer, at the same rate
 BUFFER = 2**26  # bytes of each of the two buffers that measure the memory
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,7 +32,7 @@ class Cluster:
     per_node: int  # ranks on each node
     gpu_memory: int | None  # bytes of each GPU; None if the run is on CPUs
     gpu: Device | None  # the row of the table of GPUs; None for CPUs and for a GPU that is not in the table
-    is_this_machine: bool = False  # no option describes other devices, so local disks and memory are its own
+    is_this_machine: bool = False  # no option describes other devices
 
     @property
     def nodes(self) -> int:
@@ -49,10 +49,11 @@ class Cluster:
 
 
 def cluster_of(name: str | None, gpus: int | None, nodes: int | None, memory: float | None) -> Cluster:
-    """Returns the devices of the options --gpu, --gpus, --nodes and --gpu-mem.
+    """Returns the devices that the options --gpu, --gpus, --nodes and --gpu-mem describe.
 
-    Without any of these it returns the GPUs of this machine, or one rank on its CPU. ``gpus`` counts the GPUs
-    of a node if ``nodes`` is given, else all GPUs, in nodes of the table's size or of DEFAULT_PER_NODE.
+    Without any of these options, returns the GPUs of this machine, or one rank on its CPU. With ``nodes``,
+    ``gpus`` is the number of GPUs per node. Otherwise it is the number of all GPUs, and the table or
+    DEFAULT_PER_NODE gives the GPUs per node.
     """
     gpu = None if name is None else find_gpu(name)
     if gpu is None and gpus is None and memory is None:
@@ -85,9 +86,9 @@ def _this_machine(nodes: int | None) -> Cluster:
 def cpu_device(
     shape: Shape, dtype: str, ranks: int, threads: int | None, clock: Clock | None = None
 ) -> Device:
-    """Measures matrix products of a model's sizes and the memory, with the threads of one of ``ranks`` ranks.
+    """Measures a CPU's rates of matrix products with a model's sizes, and of memory, for one of the ranks.
 
-    Takes about half a second. ``threads`` is run.threads; ``clock`` is time.perf_counter by default. The
+    This takes about half a second. ``threads`` is run.threads; ``clock`` is time.perf_counter by default. The
     links between ranks are assumed to have a quarter of the memory's bandwidth; they are not measured.
     """
     before = torch.get_num_threads()

@@ -85,7 +85,7 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
 
 
 def _machine(config: Config, plan: Plan, cluster: Cluster, assumed: Assumptions) -> Machine | None:
-    """Returns the machine whose time is estimated, or None if its GPU is unknown."""
+    """Returns the machine for the estimate of time, or None if its GPU is unknown."""
     on_gpu = cluster.gpu_memory is not None
     tf32, device = on_gpu and torch.backends.cuda.matmul.allow_tf32, cluster.gpu
     if not on_gpu:
@@ -122,7 +122,7 @@ def _table(found: Estimate) -> str:
 
 
 def _print_fit(config: Config, plan: Plan, cluster: Cluster, usable: int, found: Estimate) -> bool:
-    """Prints whether the estimate fits into memory, and config changes that help; returns whether it fits."""
+    """Prints whether the run fits into memory, and config changes that help; returns whether it fits."""
     where = "available for tensors" if cluster.gpu_memory is not None else "per rank on this machine"
     room = f"{format_bytes(usable)} {where}"
     if found.peak <= usable:

@@ -1,4 +1,4 @@
-"""Checks the inputs of supervised fine-tuning or of a reward model, and plans the estimate of its memory."""
+"""Checks the inputs of supervised fine-tuning or a reward model, and collects the inputs of the estimates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READERS = {
 
 
 def batch_line(config: SFTStageConfig, ranks: int) -> list[str]:
-    """Returns the line on the size of an optimizer step."""
+    """Returns the line about the size of an optimizer step."""
     batch = batch_of(config)
     return [f"update     {batch.size} {batch.what} per optimizer step, {-(-batch.size // ranks)} per rank"]
 
@@ -39,7 +39,7 @@ def plan_finetuning(config: SFTStageConfig, hardware: Hardware, report: Report) 
     key = f"{name}.model.path"
     read, describe = map(import_target, READERS[config.stage])
     data = report.attempt("data", lambda: read(config), lambda _: None)
-    errors = report.errors  # without those of data that cannot be read, whose texts count as long as allowed
+    errors = report.errors  # without errors of the data, whose texts then count as max_tokens
     longest, evaluated, answers = batch.max_tokens, 0, (0, 0)
     if data is not None:
         tokenizer, train, held_out = data

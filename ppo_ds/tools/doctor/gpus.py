@@ -1,12 +1,13 @@
 """Peak rates and memory of GPUs, from the vendor's data sheets.
 
 Peaks are those of dense matrix products; data sheets often quote twice as much, for 2:4 sparsity. Data sheets
-give the bandwidth of NVLink and PCIe as the sum of both directions; the table has that of one direction.
-``memory_gib`` is the capacity that torch reports in its out-of-memory errors, which is below the nominal one.
+state the bandwidth of NVLink and PCIe as the sum of both directions; the table has the bandwidth of one
+direction. ``memory_gib`` is the capacity in torch's out-of-memory errors, which is below the nominal
+capacity.
 
 ``network`` is the network bandwidth of each GPU in NVIDIA's own systems: DGX A100 has one adapter of 200
 Gbit/s per GPU, DGX H100, H200 and B200 have one of 400 Gbit/s. For cards without such a system, one adapter
-of 100 Gbit/s per node is assumed. Cards without NVLink, or with bridges of two cards only, use PCIe.
+of 100 Gbit/s per node is assumed. Cards use PCIe if they have no NVLink, or only bridges between two cards.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _TABLE = (
     Device("h100-pcie", 79.2,  756.5, 51,    378,   2000,   PCIE5, PCIE5, SHARED_100G, 8, H100_SHEET),
     Device("a100",      79.1,  312,   19.5,  156,   2039,   300,   PCIE4, 25,          8, A100_SHEET),
     Device("a100-40gb", 39.4,  312,   19.5,  156,   1555,   300,   PCIE4, 25,          8, A100_SHEET),
-    # as the A100, with an NVLink of 400 GB/s instead of 600
+    # like the A100, but with an NVLink of 400 GB/s instead of 600
     Device("a800",      79.1,  312,   19.5,  156,   2039,   200,   PCIE4, 25,          8, A100_SHEET),
     Device("l40s",      44.4,  362,   91.6,  183,   864,    PCIE4, PCIE4, SHARED_100G, 8,
            "https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413"),
@@ -74,7 +75,7 @@ _TABLE = (
 )
 # fmt: on
 GPUS = {device.name: device for device in _TABLE}
-# the end of a name that torch.cuda.get_device_name returns -> a row of the table
+# end of a name from torch.cuda.get_device_name -> a row of the table
 _MARKETING = {
     "B200": "b200", "H200": "h200", "H100 PCIe": "h100-pcie", "H100 80GB HBM3": "h100",
     "A100-SXM4-80GB": "a100", "A100-SXM4-40GB": "a100-40gb", "A800-SXM4-80GB": "a800", "L40S": "l40s",
@@ -83,7 +84,7 @@ _MARKETING = {
 
 
 def find_gpu(name: str) -> Device:
-    """Returns the row of --gpu NAME, as in "4090", "H100 SXM" or "RTX 3090"; UserError for an unknown one."""
+    """Returns the row for --gpu NAME, such as "4090" or "H100 SXM". Raises UserError for an unknown name."""
     plain = re.sub(r"nvidia|geforce|rtx|tesla|sxm\d?|80gb|[^a-z0-9]", "", name.lower())
     rows = {row.replace("rtx", "").replace("-", ""): device for row, device in GPUS.items()}
     if plain not in rows:
@@ -92,5 +93,5 @@ def find_gpu(name: str) -> Device:
 
 
 def recognized(device_name: str) -> Device | None:
-    """Returns the row of a name of torch.cuda.get_device_name, or None."""
+    """Returns the row for a name from torch.cuda.get_device_name, or None."""
     return next((GPUS[row] for end, row in _MARKETING.items() if device_name.endswith(end)), None)

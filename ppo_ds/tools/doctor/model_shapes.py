@@ -47,7 +47,7 @@ SHIPPED = {
 
 
 def with_shipped_shapes(config: ConfigT) -> ConfigT:
-    """Replaces models of the Hub that are not in its cache by folders with their shapes, where these ship."""
+    """Replaces Hub models that are not in the cache by folders of their shapes, if ppo_ds includes them."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, dict):
@@ -61,7 +61,7 @@ def with_shipped_shapes(config: ConfigT) -> ConfigT:
 def plan_models(config: PPOConfig, tokenizer: Tokenizer | None, report: Report) -> Models | None:
     """Reads the shapes of all roles and reports each of them.
 
-    Returns None if one of them cannot be read, since an estimate without it would be misleading.
+    Returns None if one shape cannot be read, since an estimate without it would be misleading.
     """
     errors = report.errors
     actor = report.attempt(
@@ -119,7 +119,7 @@ def _reference(config: PPOConfig) -> FrozenModel | None:
 def _rewards(config: PPOConfig, report: Report, loaded: set[Any]) -> dict[str, FrozenModel]:
     """Returns the reward models that need memory in addition to the other models, by config key.
 
-    ``loaded`` holds the identities of models that are in memory already.
+    ``loaded`` holds the identities of models that are already in memory.
     """
     rewards = {}
     sections = [found for key, whole in all_rewards(config).items() for found in parts_of(whole, key)]

@@ -27,11 +27,11 @@ from ppo_ds.tools.doctor.model_shapes import SHAPES, plan_models
 from ppo_ds.tools.doctor.report import Report
 from ppo_ds.tools.doctor.step_time import STATE_BYTES, Plan, PPOTime
 
-MEAN_OF = 1000  # prompts whose mean length is taken
+MEAN_OF = 1000  # prompts over which the mean length is computed
 
 
 def plan_ppo(config: PPOConfig, hardware: Hardware, report: Report) -> Plan | None:
-    """Checks the inputs and reads the shapes of all models; returns None if one of them cannot be read."""
+    """Checks the inputs and reads the shapes of all models; returns None if a shape cannot be read."""
     inputs = check_inputs(config, hardware.on_gpu, report)
     models = plan_models(config, inputs.tokenizer, report)
     if models is None:

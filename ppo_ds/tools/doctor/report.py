@@ -1,4 +1,4 @@
-"""Collects the results of checks, and checks the machine of a run before it starts."""
+"""Collects the results of checks, and checks the machine before a run starts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Report:
     ) -> T | None:
         """Runs ``action`` and returns its result, or None after a UserError, which is reported.
 
-        ``describe`` returns the line for a result; no line is added if it returns None.
+        ``describe`` returns the line for a result; if it returns None, no line is added.
         """
         try:
             result = action()
@@ -88,10 +88,11 @@ def free_disk(config: Config) -> int:
 def check_disk(
     config: Config, checkpoint: int, exported: list[int], report: Report, on_this_machine: bool = True
 ) -> None:
-    """Checks the free space for kept checkpoints and exports, one more of each while written, and the last.
+    """Checks the free disk space for all checkpoints and exports of a run.
 
-    ``checkpoint`` and ``exported`` are the bytes of one checkpoint and of each exported model. For a run that
-    is not ``on_this_machine``, the space that it needs is only reported.
+    These are the kept ones, one more of each while it is written, and the final export. ``checkpoint`` and
+    ``exported`` are the bytes of one checkpoint and of each exported model. If the run is not
+    ``on_this_machine``, the required space is only reported.
     """
     settings = config.checkpoint
     kept = 0 if settings.every == 0 else settings.keep_last + 1 + settings.keep_best
@@ -114,8 +115,8 @@ def check_disk(
 def check_host(offloaded: int, exported: list[int], cluster: Cluster, report: Report) -> None:
     """Checks shared memory, and reports the CPU memory for ``offloaded`` bytes per rank and for the export.
 
-    ``exported`` holds the bytes of each exported model; rank 0 copies one after the other to CPU memory. For
-    a cluster that is not this machine, the sizes that a node needs are only reported.
+    ``exported`` holds the bytes of each exported model; rank 0 copies one model at a time to CPU memory. If
+    the cluster is not this machine, the sizes that a node needs are only reported.
     """
     shm, several = Path("/dev/shm"), cluster.gpu_memory is not None and cluster.per_node > 1
     if not cluster.is_this_machine:

@@ -1,11 +1,11 @@
 """Estimates the seconds of each phase of a step, from FLOPs, bytes moved, and the rates of a machine.
 
-Phases have the names of the trainer's time/* metrics. The estimate is that of the rank with the longest
-response, for which the others wait. A phase is bound by the resource that would take longest by itself.
+Phases have the names of the trainer's time/* metrics. The estimate is for the rank with the longest response,
+for which the others wait. A phase is bound by the resource that would take longest on its own.
 
-The efficiencies assumed for GPUs were never measured on one. Those for CPUs were calibrated with the
-workloads W1 and W2 (docs/dev/scaling.md). Reward functions, models with their own code, texts of algo.ptx,
-averaged weights, the exchange of experience and the recording of CUDA graphs are left out.
+The efficiencies assumed for GPUs were never measured on a GPU. The efficiencies for CPUs were calibrated with
+the workloads W1 and W2 (docs/dev/scaling.md). Not included are reward functions, models with their own code,
+texts of algo.ptx, averaged weights, exchange of experience and recording of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ppo_ds.tools.doctor.gpus import Device
 
 @dataclass(frozen=True)
 class Option:
-    """A number that --assume can set. Without a default it is absent unless it is set."""
+    """A number that --assume can set. Without a default, it has no value unless it is set."""
 
     default: float | None
     description: str
@@ -108,7 +108,7 @@ def read_assumptions(settings: Iterable[str], on_gpu: bool) -> Assumptions:
 
 
 def check_lengths(assumed: Assumptions, config: Config) -> None:
-    """Raises UserError if a mean length is assumed that is above the maximum of the config."""
+    """Raises UserError if an assumed mean length is above the maximum in the config."""
     problems = []
     for name, key in MAX_LENGTHS[config.stage].items():
         value, most = assumed.get(name), attrgetter(key)(config)
@@ -132,23 +132,23 @@ class Machine:
     tf32: bool = False
 
     def products(self, flops: float, dtype: str, share: float) -> float:
-        """Returns the seconds of matrix products on one rank, at a share of the peak."""
+        """Returns the seconds of matrix products on one rank, at a fraction ``share`` of the peak."""
         return flops / (self.device.flops(dtype, self.tf32) * share)
 
     def memory(self, size: float, share: float) -> float:
-        """Returns the seconds of reading or writing bytes of the device's memory."""
+        """Returns the seconds of reading or writing ``size`` bytes of the device's memory."""
         return size / (self.device.bandwidth * 1e9 * share)
 
     def launches(self, layers: float, microseconds: float) -> float:
-        """Returns the seconds between the kernels of ``layers`` decoder layers."""
+        """Returns the total seconds between the kernels of ``layers`` decoder layers."""
         return layers * self.assumed["kernels"] * microseconds / 1e6
 
     def gather(self, size: float, collectives: float = 1, group: int | None = None) -> float:
-        """Returns the seconds in which every rank of a group receives the rest of ``size`` bytes.
+        """Returns the seconds of an all-gather of ``size`` bytes; a reduce-scatter takes equally long.
 
-        The ranks hold equal shares. A reduce-scatter takes as long. ``group`` is the number of consecutive
-        ranks that hold all shares (None: all ranks). As in NCCL's rings, a node receives what others hold by
-        the network adapters of all its GPUs, which exchange it over the node's links at the same time.
+        The ranks hold equal shares. ``group`` is the number of consecutive ranks that hold all shares (None:
+        all ranks). As in NCCL's rings, a node receives the shares of other nodes over the network adapters of
+        all its GPUs, which at the same time exchange them over the node's links.
         """
         group = group or self.ranks
         if group == 1:
@@ -162,7 +162,7 @@ class Machine:
         return max(inside, across) / (1e9 * self.assumed["links"]) + latency
 
     def host_copy(self, size: float) -> float:
-        """Returns the seconds of copying bytes between a GPU and CPU memory."""
+        """Returns the seconds of copying ``size`` bytes between a GPU and CPU memory."""
         return size / (self.device.host_link * 1e9 * self.assumed["links"])
 
 
@@ -179,7 +179,7 @@ ADAM_BYTES = 30
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Seconds of a phase, and the seconds that each resource is busy in it."""
+    """Seconds of a phase, and the seconds for which each resource is busy in it."""
 
     seconds: float
     resources: Mapping[str, float]
@@ -208,7 +208,7 @@ class Passes:
 def passes_over(
     lengths: Sequence[int], head_positions: int, budget: int, packed: bool, parts: int = 1
 ) -> Passes:
-    """Divides rows into forwards as the trainer does; ``parts`` ranks with equal rows divide the tokens."""
+    """Divides rows into forwards as the trainer does; ``parts`` ranks divide the tokens of each forward."""
     rows = torch.tensor([length for length in lengths for _ in range(parts)])
     plan = plan_forwards(rows, parts * budget, packed=packed)
     groups = [rows[group] for group in plan]
@@ -224,7 +224,7 @@ def passes_over(
 
 @dataclass(frozen=True)
 class TimedModel:
-    """A model whose forwards take time."""
+    """A model whose forwards are timed."""
 
     shape: Shape
     dtype: str
@@ -262,7 +262,7 @@ class StepTime(ABC):
         return TimedModel(shape, str(role.model.dtype), role.zero.stage == 3, role)
 
     def overlapped(self, busy: float, links: float) -> float:
-        """Returns the seconds of computation and gathers that partly hide each other."""
+        """Returns the seconds of computation and gathers that partly overlap."""
         return busy + links - self.assumed["overlap"] * min(busy, links)
 
     def computed(self, seconds: float, launches: float) -> float:
@@ -273,7 +273,7 @@ class StepTime(ABC):
         """Returns the seconds of one gather of all weights of a model that ZeRO-3 has sharded.
 
         With zero_hpz_partition_size, only the first gather after an optimizer step crosses groups of ranks.
-        The estimate counts this gather like the later ones.
+        The estimate ignores this difference.
         """
         role, ranks, size = model.role, self.machine.ranks, model.each * model.shape.parameters
         raw = {} if role is None else role.deepspeed.get("zero_optimization", {})
@@ -285,7 +285,7 @@ class StepTime(ABC):
         return seconds
 
     def exchange(self, model: TimedModel, passes: Passes) -> float:
-        """Returns the seconds in which ranks that divide tokens exchange them for attention, in forwards."""
+        """Returns the seconds in which ranks that divide tokens exchange data for attention, in forwards."""
         shape = model.shape
         size = 2 * shape.layers * (shape.width + shape.kv_width) * model.each * passes.tokens
         return self.machine.gather(size, 4 * shape.layers * passes.count, passes.parts)
@@ -307,7 +307,7 @@ class StepTime(ABC):
         model, machine, ranks = self.trained(name, shape), self.machine, self.machine.ranks
         role, each = trained_models(self.config)[name], model.each
         stage, unsharded = role.zero.stage, role.zero.stage == 0 and model.dtype == "fp32"
-        # the forward, the gradients of activations, those of weights unless most are frozen, recomputation
+        # forward, gradients of activations, gradients of weights unless most are frozen, recomputation
         forwards = 2 + (2 * shape.trained > shape.parameters) + bool(role.model.gradient_checkpointing)
         flops = forward_flops(shape, passes.tokens, passes.pairs, passes.head_positions)
         compute = steps * forwards * machine.products(flops, model.dtype, self.assumed["mfu"])
@@ -362,7 +362,7 @@ class PPOTime(StepTime):
         score_tokens = int(self.config.memory.score_tokens)
         self.scored = passes_over(totals, sum(self.responses), score_tokens, self.packed)
         self.parts = self.config.memory.sequence_parallel
-        # of actor, critic and reference, whose tokens may be divided
+        # of actor, critic and reference; ranks may divide their tokens
         self.divided = passes_over(totals, sum(self.responses), score_tokens, self.packed, self.parts)
 
     def phases(self) -> dict[str, PhaseTime]:
@@ -398,7 +398,7 @@ class PPOTime(StepTime):
     def generate(self, responses: Sequence[int]) -> PhaseTime:
         """Returns the time of generating these responses on one rank.
 
-        With vLLM, the ranks of a tensor-parallel group generate the responses of all of them together: each
+        With vLLM, a tensor-parallel group generates the responses of all its ranks together: each rank
         computes a share of every matrix product and waits for two all-reduces in each layer.
         """
         shape, dtype, each = self.actor.shape, self.actor.dtype, self.actor.each
@@ -449,8 +449,8 @@ class PPOTime(StepTime):
     def decode_links(self, tokens: int, forwards: int) -> float:
         """Returns the seconds of the transfers of forwards in generation.
 
-        These are the gathers of weights layer by layer, or the all-reduces of tensor parallelism, two in each
-        layer. An all-reduce is a reduce-scatter and a gather of the hidden states.
+        These are the gathers of weights layer by layer, or two all-reduces per layer with tensor parallelism.
+        An all-reduce is a reduce-scatter and an all-gather of the hidden states.
         """
         shape, engine = self.actor.shape, self.memory.vllm
         if engine is None:
@@ -462,7 +462,7 @@ class PPOTime(StepTime):
         return 2 * self.machine.gather(size, collectives=0, group=engine.group) + latency
 
     def slots(self, rows: int) -> int:
-        """Returns the number of responses that are decoded at the same time, as the backend does."""
+        """Returns the number of responses that the backend decodes at the same time."""
         length, engine = self.longest + self.config.sampling.max_new_tokens, self.memory.vllm
         if engine is None:  # continuous_batch.py
             tokens, most = int(self.config.memory.rollout_tokens), fast_batch_size(rows)
@@ -560,9 +560,9 @@ class DecodeWork:
 def response_lengths(count: int, limit: int, mean: float | None) -> list[int]:
     """Returns ``count`` response lengths, longest first.
 
-    Without ``mean`` all of them are ``limit``. Otherwise a response ends after each token with the same
-    probability, and all lengths above ``limit`` are cut: the lengths are equally spaced quantiles of this
-    geometric distribution, whose mean before the cut is ``mean``.
+    Without ``mean`` all of them are ``limit``. Otherwise the lengths are equally spaced quantiles of a
+    geometric distribution with this mean: a response ends after each token with a constant probability.
+    Lengths above ``limit`` are then cut.
     """
     if mean is None:
         return [limit] * count
@@ -574,9 +574,9 @@ def response_lengths(count: int, limit: int, mean: float | None) -> list[int]:
 
 
 def decode_work(prompts: Sequence[int], responses: Sequence[int], slots: int) -> DecodeWork:
-    """Counts the work of decoding rows in ``slots`` slots; a free slot takes the next row.
+    """Counts the work of decoding rows in ``slots`` slots; the next row starts in a free slot.
 
-    As in rollout/continuous_batch.py, all rows of a step read as many cached positions as the longest has.
+    As in rollout/continuous_batch.py, each row of a step reads as many cached positions as the longest one.
     """
     waiting = [(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
     waiting.reverse()  # the next row is the last of the list
@@ -603,11 +603,11 @@ STATE_BYTES = 12  # bytes per trained parameter in a checkpoint: an fp32 weight 
 
 @dataclass(frozen=True)
 class Plan:
-    """Inputs of the diagnosis of a run whose models could be read."""
+    """Inputs of the diagnosis of a run, if its models could be read."""
 
     estimate: Callable[[Any], Estimate]  # for this config, or for one with other memory settings
     step_time: Callable[[Any, Machine, Estimate], StepTime]
-    main: Shape  # of the model whose sizes the rates of a CPU are measured with
+    main: Shape  # of the model with whose sizes the rates of a CPU are measured
     evaluated: int  # prompts, rows or pairs of one evaluation
     flops: int  # of one step over all ranks
     checkpoint: int  # bytes of one checkpoint
@@ -615,7 +615,7 @@ class Plan:
 
 
 def time_report(config: Config, plan: Plan, machine: Machine, memory: Estimate) -> str:
-    """Returns lines on the seconds of each phase, what bounds them, the whole run, and the assumptions."""
+    """Returns lines on the time of each phase, the bounding resources, the whole run and the assumptions."""
     step_time = plan.step_time(config, machine, memory)
     phases = step_time.phases()
     step = sum(phase.seconds for phase in phases.values())
@@ -655,7 +655,7 @@ def time_report(config: Config, plan: Plan, machine: Machine, memory: Estimate) 
 
 
 def phase_lines(phases: Mapping[str, PhaseTime]) -> list[str]:
-    """Returns the table of the phases of a step, and what bounds them."""
+    """Returns the table of the phases of a step, with the resources that bound them."""
     step = sum(phase.seconds for phase in phases.values())
     lines = [_row("phase", "seconds", "share", "bound by")]
     for name, phase in phases.items():

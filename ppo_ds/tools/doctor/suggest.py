@@ -24,7 +24,7 @@ from ppo_ds.planning.budgets import used_budgets
 from ppo_ds.planning.run_memory import Estimate
 
 Setting = tuple[str, Any]
-WORTHWHILE = 0.98  # a single change is suggested only if it reduces the peak below this share
+WORTHWHILE = 0.98  # a single change is suggested only if it reduces the peak below this fraction
 SMALL_BUCKET = 50_000_000  # elements; still large enough to use the bandwidth between GPUs
 
 
@@ -54,7 +54,7 @@ def suggest_reductions(
 
     Returns:
         A list of single changes with the resulting peaks, lowest peak first; the settings that together
-        reduce the peak to ``usable``, or to the lowest that the search finds; and the peak with them.
+        reduce the peak to ``usable``, or to the lowest peak that the search finds; and this peak.
     """
     original, before = config, estimate(config).peak
     single = [(change, estimate(with_settings(config, change)).peak) for change in _reductions(config, parts)]
@@ -71,7 +71,7 @@ def suggest_reductions(
             break
         combined |= dict(change)
         config, peak = with_settings(config, change), lowest
-    for key in reversed(list(combined)):  # drops settings that later ones have made redundant
+    for key in reversed(list(combined)):  # drops settings that later settings have made redundant
         fewer = {other: value for other, value in combined.items() if other != key}
         without = estimate(with_settings(original, list(fewer.items()))).peak
         # offloading and buckets of a role are valid only with its ZeRO stage
@@ -83,9 +83,9 @@ def suggest_reductions(
 
 
 def _reductions(config: Config, parts: Sequence[int]) -> Iterator[list[Setting]]:
-    """Yields changes of one key: of a trained model, of actor and critic at once, the reference or memory.
+    """Yields changes of one key of a trained model, of actor and critic together, the reference or memory.
 
-    A change may reduce the speed of the run; of its results, at most the last digits change.
+    A change may reduce the speed of the run. It changes at most the last digits of the results.
     """
     roles = {
         name: dict(_role_reductions(role))

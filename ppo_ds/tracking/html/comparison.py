@@ -1,4 +1,4 @@
-"""The page of an evaluation: figures of the models, and their responses side by side."""
+"""The page of an evaluation: metrics of the models, and their responses side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ppo_ds.tracking.html.page import asset, render_page
 from ppo_ds.tracking.html.run_data import cut
 
 MAX_CHARACTERS = 4_000_000  # of prompts and responses in the page
-MAX_TEXT = 20_000  # of one response or prompt; longer ones are cut in the page
+MAX_TEXT = 20_000  # of one response or prompt; longer texts are cut in the page
 
 
 def comparison_page(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -33,7 +33,7 @@ def comparison_page(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
 
 
 def shortened(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row with texts of at most MAX_TEXT characters, and only its short columns."""
+    """Returns a row with texts cut to MAX_TEXT characters, and without long columns."""
     responses = {
         name: one | {"response": cut(one["response"], MAX_TEXT)} for name, one in row["responses"].items()
     }

@@ -16,9 +16,9 @@ SHARE = 100  # seconds between two reports, for each second that writing one tak
 
 
 class ReportTracker(Tracker):
-    """Writes report.html after the first step, at the end, and in between at most 1 % of the time.
+    """Writes report.html after the first step, at the end, and in between for at most 1 % of the time.
 
-    It reads what JsonlTracker writes, so it comes after it. A failure never ends the run.
+    It must follow JsonlTracker in the list of trackers, to read its files. A failure never ends the run.
     """
 
     def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.monotonic):
@@ -35,7 +35,7 @@ class ReportTracker(Tracker):
         self._write(running=False)
 
     def _write(self, *, running: bool) -> None:
-        """Writes the report. Warns of the first failure only, whatever its cause."""
+        """Writes the report. Only the first failure, of any cause, prints a warning."""
         started = self._clock()
         try:
             write_report([self._run_dir], self._run_dir / FILE_NAME, running=running)

@@ -1,4 +1,4 @@
-"""Renders HTML pages that are one file each and need no network."""
+"""Renders HTML pages, each a single file that needs no network."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def render_page(
 ) -> str:
     """Returns a complete HTML page with the shared style, a heading, a switch of the theme, and ``data``.
 
-    Its content security policy allows the given scripts and styles, by their hashes, and nothing else.
-    ``body`` must not contain text of users, prompts or models: scripts take these from ``pageData()`` and use
-    ``textContent``. The scripts become one module. Raises ValueError if one, or a style, has its own end tag.
+    The page's content security policy allows only the given scripts and styles, by their hashes. ``body``
+    must not contain text of users, prompts or models: scripts read such text from ``pageData()`` and set it
+    as ``textContent``. The scripts become one module. Raises ValueError if one contains its end tag.
     """
     style = "\n".join([*map(asset, STYLES), *styles])
     theme = asset("theme.js")

@@ -29,7 +29,7 @@ def write_report(run_dirs: Sequence[Path], target: Path, *, running: bool = Fals
 
 
 def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> str:
-    """Returns the report of runs that ``read_run`` has read as an HTML page."""
+    """Returns an HTML page, the report of ``runs``, which ``read_run`` has read."""
     names = sorted({name for run in runs for name in run["series"]})
     for run, unique, metric in zip(runs, unique_names(runs), common_results(runs), strict=True):
         run |= {"name": unique, "ending": how_it_ended(run, running), "result": result_of(run, metric)}
@@ -49,7 +49,7 @@ def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> s
 
 
 def unique_names(runs: Iterable[dict[str, Any]]) -> list[str]:
-    """Returns the names of the runs; runs of the same name have their directories added."""
+    """Returns the names of the runs, with the directory added if several runs have the same name."""
     runs = list(runs)
     names = [run["name"] for run in runs]
     return [
@@ -67,7 +67,7 @@ def metric_data(name: str) -> dict[str, Any]:
 
 
 def sections_of(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the sections that have data. Metrics without a panel have a card of their own."""
+    """Returns the sections that have data. Each metric without a panel gets a separate card."""
     panels = {
         section.title: [
             (panel, metrics)

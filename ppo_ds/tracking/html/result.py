@@ -1,4 +1,4 @@
-"""Describes how a run ended, and the metric that is its result."""
+"""Describes how a run ended, and its result, which is the value of one metric."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def result_values(run: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def result_of(run: dict[str, Any], name: str | None) -> dict[str, Any] | None:
-    """Returns both ends of the metric ``name`` as text; those of training metrics are means of steps."""
+    """Returns the first and last value of metric ``name`` as text (training metrics: means of some steps)."""
     if name is None:
         return None
     values = result_values(run)[name]
@@ -81,7 +81,7 @@ def result_of(run: dict[str, Any], name: str | None) -> dict[str, Any] | None:
 
 
 def how_it_ended(run: dict[str, Any], running: bool) -> str:
-    """Returns progress, duration and the reason of the end as a sentence."""
+    """Returns progress, duration and the reason for the end as a sentence."""
     reason, error = run["endedBy"], run["summary"].get("error")
     sentence = IN_PROGRESS if running else NO_END if reason is None else ENDS.get(reason, ENDS["error"])
     planned = f" of {run['plannedSteps']}" if run["plannedSteps"] else ""
@@ -96,7 +96,7 @@ def how_it_ended(run: dict[str, Any], running: bool) -> str:
 
 
 def fallen_rewards(run: dict[str, Any]) -> str:
-    """Returns a sentence on the rewards of eval.rewards that fell while the trained one rose, or ""."""
+    """Returns a sentence on the rewards of eval.rewards that fell while the trained reward rose, or ""."""
     alarm = METRICS["eval/score_mean"].alarm
     assert alarm is not None
     texts = [event["text"] for event in run["events"] if alarm.problem in event["text"]]

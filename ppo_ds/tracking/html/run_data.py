@@ -29,10 +29,10 @@ Record = dict[str, Any]
 
 
 def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, Any]:
-    """Returns everything that the report shows of a run; ``sample_bytes`` bounds the size of the samples.
+    """Returns all data of a run for the report; ``sample_bytes`` bounds the size of the samples.
 
-    Missing and damaged files and lines are left out. Raises UserError if it is no run directory, or for links
-    out of it and files that exceed a limit.
+    Missing and damaged files and lines are left out. Raises UserError if ``run_dir`` is no run directory, has
+    links to files outside of it, or has files that exceed a limit.
     """
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
@@ -71,7 +71,7 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
 
 
 def method(settings: Record) -> str:
-    """Names the algorithm of a run by its advantage estimator and its policy loss, or the stage."""
+    """Returns the algorithm's name, from advantage estimator and policy loss, or the stage's name."""
     if settings.get("stage", "ppo") != "ppo":
         return STAGES.get(str(settings["stage"]), str(settings["stage"]))
     values = flattened(settings)
@@ -94,7 +94,7 @@ def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def current_events(events: Sequence[Record]) -> list[Record]:
-    """Leaves out alarms of steps that a resume or a rollback repeated, so that no alarm is counted twice."""
+    """Omits alarms of steps that a resume or a rollback repeated, so that no alarm is counted twice."""
     kept, repeated_after = [], math.inf
     for event in reversed(events):
         if event["kind"] in ("resumed", "rolled_back"):
@@ -138,7 +138,7 @@ def train_prompts(summary: Record) -> dict[str, list[float]]:
 
 
 def curves(records: Sequence[Record], first: dict[str, float]) -> dict[str, dict[str, list[float]]]:
-    """Returns the steps and values of every metric, at most MAX_POINTS of each, with ``first`` as step 0."""
+    """Returns at most MAX_POINTS steps and values of every metric, with ``first`` as step 0."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         for name, value in record.items():
@@ -185,7 +185,7 @@ def sample_files(run_dir: Path) -> dict[str, list[tuple[int, Path]]]:
 def read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[str, Any]:
     """Reads samples of evenly spaced steps, at most ``limit`` bytes, and at least one row of each step.
 
-    Returns {"prompts": the different prompts, "rows": rows with the index of their prompt, "shown": {split:
+    Returns {"prompts": the distinct prompts, "rows": rows with the index of their prompt, "shown": {split:
     [steps shown, steps recorded]}}.
     """
     prompts: dict[str, int] = {}
@@ -254,7 +254,7 @@ def read_object(path: Path, run_dir: Path) -> Record:
 
 
 def ended_by(summary: Record, records: Sequence[Record], events: Sequence[Record]) -> str | None:
-    """Returns the reason of the end; None without a summary or if the run was started again after it."""
+    """Returns why the run ended; None without a summary, or if the run was started again since then."""
     kinds = [event["kind"] for event in events if event["kind"] in ("started", "resumed", "ended")]
     steps = summary.get("steps")
     older = bool(records) and is_number(steps) and steps < records[-1]["step"]
