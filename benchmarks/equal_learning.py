@@ -245,6 +245,8 @@ def prepare_chain_sum(folder: Path, model: Path, heldout: int, **task: Any) -> N
     for name, rows in (("train", training.make()), ("heldout", held_out.make())):
         chats = [([{"role": "user", "content": row["prompt"]}], row["answer"]) for row in rows]
         lines = [{"prompt": tokenizer.render_chat(chat), "answer": answer} for chat, answer in chats]
+        if name == "heldout":  # each problem once
+            lines = list({line["prompt"]: line for line in lines}.values())
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
