@@ -448,7 +448,8 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
     for i, trainer in enumerate(dict.fromkeys(run["trainer"] for run in runs)):
         seeds = [run["points"] for run in runs if run["trainer"] == trainer]
         thin = {"color": f"C{i}", "lw": 0.7, "alpha": 0.6}
-        thick = {"color": f"C{i}", "lw": 2.2, "label": f"{NAMES[trainer]}, mean of {len(seeds)} seeds"}
+        mean_of = f", mean of {len(seeds)} seeds" if len(seeds) > 1 else ""
+        thick = {"color": f"C{i}", "lw": 2.2, "label": NAMES[trainer] + mean_of}
         for points in seeds:
             panels[0].plot(
                 [p["kl"] for p in points], [p["score"] for p in points], ".", ms=3, color=f"C{i}", alpha=0.5
