@@ -14,7 +14,7 @@ from ppo_ds.config.types import Count, Natural, NonNegative, Number, Positive, S
 
 
 class ValueConfig(Section):
-    """Value loss, and where values are taken."""
+    """Value loss and positions of the values."""
 
     position: Literal["token", "prompt_last", "response_last"] | None = None
     """Position of the values; null: token, or prompt_last at algo.action_level=sequence."""
@@ -29,8 +29,9 @@ class ValueConfig(Section):
     """Coefficient of the value loss."""
 
     next_state: Literal["trained", "untrained", "ignored"] = "trained"
-    """State after the response, which gets the score at reward_shaping.score_position=next_token: its value
-    is trained, only used, or ignored together with the score."""
+    """State after the response, to which reward_shaping.score_position=next_token adds the score. trained:
+    its value is trained; untrained: its value is used but not trained; ignored: neither its value nor its
+    score is used."""
 
     warmup_steps: Natural = 0
     """PPO steps at the start that train only the critic."""
@@ -46,7 +47,7 @@ class PositiveNLLConfig(Section):
     """Coefficient of the loss; 0: off."""
 
     above: Number = 0.0
-    """A response is correct if its score, as the reward returned it, is above this number."""
+    """A response is correct if its score before shaping is above this number."""
 
 
 class EntropyConfig(Section):
@@ -60,10 +61,10 @@ class EntropyConfig(Section):
 
 
 class RewardShapingConfig(Section):
-    """Clipping, normalization and penalties of scores, and the position that gets them."""
+    """Clipping, normalization, penalties and position of scores."""
 
     score_position: Literal["last_token", "next_token"] = "last_token"
-    """Position that gets the score: the last action, or one position after it."""
+    """Position to which the score is added: the last action, or the position after it (next_token)."""
 
     clip: Positive | None = 5.0
     """Clips scores to [-clip, clip]; null: off."""
@@ -82,7 +83,8 @@ class RewardShapingConfig(Section):
     """The value to subtract, to set, or to scale by."""
 
     overlong_buffer: Positive | None = None
-    """Tokens before the limit over which a length penalty grows (DAPO); below 1: a share of the limit."""
+    """Tokens before the length limit over which a penalty grows (DAPO); a value below 1 is a share of the
+    limit."""
 
     overlong_factor: NonNegative = 1.0
     """Overlong penalty at the length limit."""
@@ -95,10 +97,10 @@ class DynamicSamplingConfig(Section):
     """Resampling of prompts that give a group baseline no signal (DAPO)."""
 
     enabled: bool = False
-    """Replaces prompts whose responses all have the same score, before any penalty, by others."""
+    """Replaces prompts whose responses all have the same score (before penalties) by other prompts."""
 
     max_rounds: Count = 10
-    """Rounds of generation in one step; then prompts with equal scores fill the rollout."""
+    """Largest number of generation rounds in a step; after it, prompts with equal scores fill the rollout."""
 
 
 class PtxConfig(Section):
@@ -131,28 +133,30 @@ class AlgoConfig(Section):
     """Unit of an action: a token, or a whole response with one ratio and one advantage."""
 
     train_on_eos: bool | None = True
-    """Treats the end token as an action; null: only if it is not also the pad token (as in
+    """Treats the end token as an action; null: only if the end token is not the pad token (as in
     DeepSpeed-Chat)."""
 
     old_policy: Literal["rollout", "lagged"] = "rollout"
-    """Policy of the old log-probs: the one that generated, or a copy from up to algo.lag steps ago."""
+    """Policy of the old log-probs: the generating policy (rollout), or a copy from up to algo.lag steps ago
+    (lagged)."""
 
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """Source of the old log-probs: a forward of the actor, or the decode backend, which saves that
-    forward."""
+    """Source of the old log-probs: a forward of the actor (recompute), or the decode backend (rollout),
+    without this forward."""
 
     lag: Count = 4
     """PPO steps between copies of the lagged policy; the first copy is made after lag - 1 steps."""
 
     aux_coef: NonNegative | None = 0.0
-    """Coefficient of a mixture of experts' load-balancing loss; null: the model's own, 0 without experts."""
+    """Coefficient of the load-balancing loss of a mixture of experts; null: the model's coefficient, or 0 for
+    a model without experts."""
 
     epochs: Count = 2
     """Passes over one rollout."""
 
     target_kl: Positive | None = None
-    """Ends the passes once the policy is this far from the old one, in nats per token (at
-    algo.action_level=sequence per response); null: off."""
+    """KL to the old policy at which the update ends, in nats per token (with algo.action_level=sequence: per
+    response); null: off."""
 
     minibatch_size: Count | None = None
     """Samples per optimizer step, over all ranks; null: the whole rollout."""

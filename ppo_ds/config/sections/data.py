@@ -10,7 +10,7 @@ TASK = "reasoning_gym:"  # a path with this prefix names a task of reasoning-gym
 
 
 def is_task(path: str | None) -> bool:
-    """Returns whether the rows of a path are made by a task of reasoning-gym."""
+    """Returns whether a task of reasoning-gym generates the rows of a path."""
     return path is not None and path.startswith(TASK)
 
 
@@ -21,7 +21,7 @@ class SamplingConfig(Section):
     """Limit on the length of a response, in tokens."""
 
     min_new_tokens: Natural = 0
-    """Tokens before which no end token is sampled."""
+    """Number of tokens before the first end token can be sampled."""
 
     temperature: Positive = 1.0
     """Sampling temperature; log-probs are computed at the same temperature."""
@@ -33,14 +33,14 @@ class SamplingConfig(Section):
     """Samples from the k most probable tokens; 0: off; 1: greedy."""
 
     stop_token_ids: list[Natural] | None = None
-    """Token ids that end a response; null: the model's own end tokens; []: none."""
+    """Token ids that end a response; null: the model's end tokens; []: none."""
 
     stop: list[Text] = []
     """Strings that end a response."""
 
 
 class MixtureConfig(Section):
-    """One data set of a mixture; null keys take the values of the data section."""
+    """One data set of a mixture; null keys inherit the values of the data section."""
 
     path: Text
     """A Hub data set or a file of prompts."""
@@ -65,7 +65,7 @@ class DataConfig(Section):
     """Rows for training and evaluation: demonstrations or pairs."""
 
     path: Text | None = None
-    """Rows of training: a Hub data set, or a JSONL, JSON, Parquet or CSV file."""
+    """Training rows: a Hub data set, or a JSONL, JSON, Parquet or CSV file."""
 
     split: Text = "train"
     """Split of a Hub data set."""
@@ -77,26 +77,26 @@ class DataConfig(Section):
     """Column of the prompts; null: the first of prompt, messages and conversations that exists."""
 
     system: Text | None = None
-    """System message put before each chat that has none."""
+    """System message that is added to chats without one."""
 
     apply_chat_template: bool | None = None
-    """Treats a text prompt as a user message and applies the chat template; null: if the tokenizer has a
+    """Treats a text prompt as a user message and applies the chat template; null: only if the tokenizer has a
     template."""
 
     max_samples: Count | None = None
-    """Rows to use of each data set; null: all of them."""
+    """Largest number of rows to use from each data set; null: all rows."""
 
     eval_path: Text | None = None
     """Held-out rows: a Hub data set or a file."""
 
     eval_split: Text = "test"
-    """Split of a Hub data set of held-out rows."""
+    """Split of the Hub data set of held-out rows."""
 
     shuffle: bool = True
-    """Shuffles the rows of training anew in each pass."""
+    """Shuffles the training rows anew in each pass."""
 
     chat_template: Text | None = None
-    """Jinja chat template, as a file or as text; null: the tokenizer's. The run keeps its text."""
+    """Jinja chat template, as a file or as text; null: the tokenizer's template. config.yaml has the text."""
 
     chat_template_kwargs: dict[Any, Any] = {}
     """Keyword arguments of the chat template."""
@@ -106,11 +106,11 @@ class DifficultyConfig(Section):
     """Draws prompts less often while all of their responses have the same score."""
 
     floor: Annotated[Number, Gt(0), Le(1)] | None = None
-    """Frequency of a settled prompt, as a share of that of the others; null: off."""
+    """Sampling frequency of settled prompts relative to other prompts; null: off."""
 
     responses: Annotated[int, Ge(2)] = 8
-    """A prompt is settled while its last responses, at least this many and those of one step, have the same
-    score."""
+    """A prompt is settled while its last N responses have the same score; N is this number, or
+    rollout.samples_per_prompt if that is larger."""
 
 
 class PPODataConfig(DataConfig):
@@ -125,17 +125,17 @@ class PPODataConfig(DataConfig):
     difficulty: DifficultyConfig = DifficultyConfig()
 
     task: dict[Any, Any] = {}
-    """Keys of the task if data.path is reasoning_gym:TASK, such as size, the number of rows."""
+    """Keys of the task if data.path is reasoning_gym:TASK, such as size (the number of rows)."""
 
     eval_task: dict[Any, Any] = {}
-    """Keys of the task if data.eval_path is reasoning_gym:TASK; others take the values of the training task,
-    except for the seed."""
+    """Keys of the task if data.eval_path is reasoning_gym:TASK; other keys inherit the values of data.task,
+    except the seed."""
 
     max_prompt_tokens: Count = 512
     """Longest prompt, in tokens."""
 
     long_prompts: Literal["truncate_left", "drop"] = "truncate_left"
-    """What happens to prompts longer than data.max_prompt_tokens."""
+    """Treatment of prompts longer than data.max_prompt_tokens."""
 
     ptx_path: Text | None = None
     """Texts or demonstrations for the PTX loss: a Hub data set or a file."""
@@ -144,4 +144,4 @@ class PPODataConfig(DataConfig):
     """Split of a Hub data set of PTX texts."""
 
     ptx_max_tokens: Count = 512
-    """Longest PTX text, in tokens; longer ones are cut on the right."""
+    """Longest PTX text, in tokens; longer texts are truncated on the right."""

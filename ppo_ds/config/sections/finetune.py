@@ -14,7 +14,7 @@ class SFTConfig(Section):
     """Rows of one optimizer step, over all ranks."""
 
     max_tokens: Count = 1024
-    """Longest row, in tokens; longer rows are cut on the right."""
+    """Longest row, in tokens; longer rows are truncated on the right."""
 
     learn: Literal["answer", "assistant", "all"] = "assistant"
     """Learned tokens; answer: the last assistant turn, assistant: every assistant turn, all: every token."""
@@ -26,10 +26,10 @@ class SFTConfig(Section):
     """Scale of the uniform noise on the embeddings (NEFTune, Jain et al. 2023); 0: none."""
 
     samples: Natural = 4
-    """Held-out prompts that are answered greedily at each evaluation."""
+    """Number of held-out prompts answered greedily at each evaluation."""
 
     sample_tokens: Count = 128
-    """Limit on the length of such an answer, in tokens."""
+    """Length limit of the answers to sft.samples prompts, in tokens."""
 
 
 class RewardModelConfig(Section):
@@ -42,8 +42,8 @@ class RewardModelConfig(Section):
     """Longest text, prompt and answer together, in tokens."""
 
     joint: Text | None = None
-    """Text between a prompt and an answer without white space there; null: a space, or nothing if the
-    tokenizer has no space."""
+    """Text inserted between a prompt and an answer if there is no white space; null: a space, or nothing if
+    the tokenizer has no space."""
 
     centering: NonNegative = 0.01
     """Coefficient of the squared sum of a pair's scores, which keeps them around 0."""
@@ -52,7 +52,7 @@ class RewardModelConfig(Section):
     """Assumed share of pairs whose label is wrong."""
 
     margin: bool = True
-    """Requires a difference of scores of at least the row's margin, where it has one."""
+    """Subtracts the row's margin, if it has one, from the difference of the scores in the loss."""
 
     head_init: Literal["zero", "normal"] = "normal"
     """Initial weights of a new score head; normal: with standard deviation 1/sqrt(hidden size + 1)."""

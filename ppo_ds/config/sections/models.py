@@ -46,9 +46,8 @@ class ModelConfig(Section):
 
 
 class InheritedModelConfig(Section):
-    """A model whose null keys take the actor's values: trust_remote_code only if the path is the actor's,
-    quantization only for the reference; critic.init chooses the critic's weights.
-    """
+    """A model whose null keys inherit the actor's values, except trust_remote_code if the path differs, and
+    quantization for the critic; critic.init selects the critic's weights."""
 
     path: Text | None = None
     """A Hub id or a model folder."""
@@ -60,10 +59,11 @@ class InheritedModelConfig(Section):
     """Type of the weights in a forward; null: the actor's."""
 
     trust_remote_code: bool | None = None
-    """Runs Python code that comes with the model; null: as the actor if the path is the actor's."""
+    """Runs Python code that comes with the model; null: the actor's value if the path is the actor's, else
+    false."""
 
     gradient_checkpointing: bool | None = None
-    """Recomputes activations in the backward pass; null: as the actor."""
+    """Recomputes activations in the backward pass; null: the actor's value."""
 
     attn_implementation: Text | None = None
     """Attention implementation of transformers; null: the actor's."""
@@ -77,7 +77,7 @@ class ZeroConfig(Section):
     """DeepSpeed ZeRO of a trained model."""
 
     stage: Annotated[int, OneOf((0, 1, 2, 3))] = 2
-    """Shards nothing (0), the optimizer (1), gradients too (2), or weights too (3)."""
+    """Shards nothing (0), optimizer states (1), also gradients (2), or also weights (3)."""
 
     offload_optimizer: bool = False
     """Keeps the optimizer states in CPU memory; needs stage 1, 2 or 3."""
@@ -91,10 +91,10 @@ class ActorZeroConfig(ZeroConfig):
 
     generation_gather: Literal["auto", "whole", "layers"] = "auto"
     """At stage 3, gathers the weights for generation once (whole) or layer by layer in each forward (layers);
-    auto: whole where memory allows."""
+    auto: whole if memory suffices."""
 
     offload_states: Literal["auto", "always", "never"] = "auto"
-    """Moves optimizer states to CPU memory during generation; auto: where GPU memory is short."""
+    """Moves optimizer states to CPU memory during generation; auto: if GPU memory is short."""
 
 
 class FrozenZeroConfig(Section):
@@ -111,7 +111,7 @@ class OptimConfig(Section):
     """AdamW and its learning rate schedule."""
 
     name: Literal["adamw", "adamw_8bit"] = "adamw"
-    """Keeps each moment in fp32, or in 8 bits with bitsandbytes (adamw_8bit)."""
+    """AdamW with its moments in fp32 (adamw), or in 8 bits with bitsandbytes (adamw_8bit)."""
 
     lr: Positive = 1e-6
     """Learning rate after the warm-up."""
@@ -133,10 +133,10 @@ class OptimConfig(Section):
     """Share of all optimizer steps in which the rate rises from 0."""
 
     warmup_steps: Natural | None = None
-    """Optimizer steps in which the rate rises from 0; null: by warmup_ratio."""
+    """Optimizer steps in which the rate rises from 0; null: set by warmup_ratio."""
 
     min_lr_ratio: Fraction = 0.1
-    """Final learning rate as a share of lr, except for constant."""
+    """Final learning rate as a share of lr; unused if schedule=constant."""
 
     grad_clip: NonNegative = 1.0
     """Clips the global gradient norm to this value; 0: off."""
@@ -172,7 +172,7 @@ class EmaConfig(Section):
     """Decay of the average, which is also written to model_ema/; null: no average."""
 
     evaluate: bool = False
-    """Evaluates the averaged weights, which then also decide the best checkpoint."""
+    """Evaluates the averaged weights instead of the trained ones, also to select the best checkpoint."""
 
 
 class ActorConfig(Section):

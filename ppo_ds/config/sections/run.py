@@ -17,18 +17,18 @@ class RunConfig(Section):
     """Run directory, which holds all files of the run; null: outputs/<run.name>."""
 
     note: Text | None = None
-    """A sentence on the run, which the banner shows."""
+    """A sentence about the run, shown in the banner."""
 
     seed: Natural = 0
     """Seed of all random number generators."""
 
     steps: Count | None = None
-    """Training steps. A step of stage=ppo is one rollout and the training on it; with other stages, one
-    optimizer step."""
+    """Number of training steps. With stage=ppo, a step is one rollout and the training on it; with other
+    stages, one optimizer step."""
 
     epochs: Positive | None = None
-    """Passes over the training rows, instead of run.steps. One pass over a mixture has as many prompts as its
-    data sets together."""
+    """Number of passes over the training rows, instead of run.steps. One pass over a mixture has as many
+    prompts as its data sets together."""
 
     resume: Text = "auto"
     """auto: continues from the newest checkpoint, or starts; never: refuses a used run directory; restart:
@@ -42,17 +42,17 @@ class RunConfig(Section):
     does not delete that folder at the end."""
 
     stop_at_step: Count | None = None
-    """Stops early at this step, with the schedules of the whole run."""
+    """Ends the run early, after this step; schedules are still those of the whole run."""
 
     max_minutes: Positive | None = None
     """Saves a checkpoint and stops after this time."""
 
     deterministic: bool = False
-    """Uses deterministic backward passes on GPUs, which are slower; on a CPU they always are
+    """Uses deterministic backward passes on GPUs, which are slower; on CPUs, backward passes are always
     deterministic."""
 
     threads: Count | None = None
-    """CPU threads of each rank; null: the machine's cores divided by its ranks."""
+    """CPU threads of each rank; null: the machine's cores divided by the number of its ranks."""
 
     matmul: Literal["auto", "torch", "onednn"] = "auto"
     """Library of large fp32 matrix products on a CPU; auto: onednn on AMD processors since Zen 5, else torch
@@ -62,7 +62,7 @@ class RunConfig(Section):
     """Step whose torch.profiler trace rank 0 writes to profile/step_NNNNNN/trace.json.gz; null: none."""
 
     timeout_minutes: Positive = 30.0
-    """A phase without a heartbeat for this time ends the run as a hang."""
+    """If a phase has no heartbeat for this time, the run ends as hung."""
 
     verbose: bool = False
     """Shows the log output of the libraries."""
@@ -75,13 +75,13 @@ class MemoryConfig(Section):
 
     score_tokens: Count | Literal["auto"] = "auto"
     """Most tokens in one forward without gradients (log-probs, values, rewards, held-out losses); auto: as
-    for rollout_tokens."""
+    many as fit into memory and increase speed."""
 
     train_tokens: Count | Literal["auto"] = "auto"
-    """Most tokens in one micro-batch of training; auto: as for rollout_tokens."""
+    """Most tokens in one micro-batch of training; auto: as many as fit into memory and increase speed."""
 
     layout: Literal["auto", "packed", "padded"] = "auto"
-    """Layout of the rows of a forward; auto: packed where the model's attention supports it and it is
+    """Layout of the rows of a forward; auto: packed if the model's attention supports it and packing is
     faster."""
 
 
@@ -89,7 +89,7 @@ class GenerationMemoryConfig(MemoryConfig):
     """Token budgets of a stage that generates."""
 
     rollout_tokens: Count | Literal["auto"] = "auto"
-    """Most tokens in one batch of generation; auto: as many as fit into memory and make generation faster."""
+    """Most tokens in one batch of generation; auto: as many as fit into memory and increase speed."""
 
 
 class PPOMemoryConfig(GenerationMemoryConfig):
@@ -102,7 +102,7 @@ class PPOMemoryConfig(GenerationMemoryConfig):
 
     reuse_forwards: Literal["auto", "all", "off"] = "auto"
     """With one optimizer step per rollout, trains on the forwards that compute log-probs or values, without a
-    second one; auto: of the actor; all: of actor and critic, which needs more memory."""
+    second forward; auto: for the actor; all: for actor and critic, which needs more memory."""
 
     sequence_parallel: Count = 1
     """Ranks that divide the tokens of a forward of actor, critic and reference (DeepSpeed-Ulysses). Must
@@ -116,26 +116,26 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; null: by time and at the end only; 0: no checkpoints."""
 
     minutes: Positive | None = 15.0
-    """Minutes after which the next step ends with a checkpoint, besides checkpoint.every; null: by steps
-    only."""
+    """Minutes since the last checkpoint after which a step ends with another one, in addition to
+    checkpoint.every; null: by steps only."""
 
     keep_last: Count = 2
     """Number of most recent checkpoints to keep."""
 
     export_every: Count | None = None
-    """Steps between exports of the models to step_models/step_NNNNNN/, in the form of the final export; null:
-    only at the end."""
+    """Steps between exports of the models to step_models/step_NNNNNN/, with the same folders as the final
+    export; null: only at the end."""
 
     keep_exports: Count | None = None
     """Number of most recent exports to keep; null: all."""
 
     keep_best: bool = False
-    """Also keeps the checkpoint of the best evaluation, by checkpoint.best_by; eval.patience sets it to
+    """Also keeps the checkpoint with the best value of checkpoint.best_by; eval.patience sets this key to
     true."""
 
     best_by: Text | None = None
-    """Metric of the evaluation that selects the best checkpoint; null: eval/score_mean, with stage=sft
-    eval/loss, with stage=reward_model eval/accuracy."""
+    """Metric of the evaluation that selects the best checkpoint; null: eval/score_mean (stage=ppo), eval/loss
+    (sft) or eval/accuracy (reward_model)."""
 
     best_mode: Literal["auto", "max", "min"] = "auto"
     """Whether the highest or the lowest value of checkpoint.best_by is best; auto: the lowest of eval/loss,
@@ -149,8 +149,8 @@ class HealthConfig(Section):
     """
 
     max_skips: Count = 5
-    """Optimizer steps skipped in a row before the run goes back to its last checkpoint, and the next time
-    stops; with stage=ppo, a rollout that is left out counts once."""
+    """Number of consecutive skipped optimizer steps after which the run goes back to its last checkpoint, and
+    the next time ends; with stage=ppo, a skipped rollout counts as one step."""
 
 
 class PPOHealthConfig(HealthConfig):
@@ -172,8 +172,8 @@ class PPOHealthConfig(HealthConfig):
     bf16; null: no limit."""
 
     parity_action: Literal["warn", "stop"] = "stop"
-    """Reaction to a difference above health.max_parity; stop: leave out the update, save the step before, end
-    with exit code 1."""
+    """Reaction to a difference above health.max_parity; stop: skip the update, save the previous step, then
+    end with exit code 1."""
 
 
 class WandbConfig(Section):
@@ -198,8 +198,8 @@ class WandbConfig(Section):
     """end: uploads report.html as an artifact when the run ends."""
 
     log_model: Literal["never", "end"] = "never"
-    """end: uploads the exported model as an artifact when the run ends, and waits at most 60 s and 1 s for
-    every 10 MB."""
+    """end: uploads the exported model as an artifact when the run ends, and waits at most 60 s plus 1 s per
+    10 MB."""
 
 
 class TensorBoardConfig(Section):
@@ -237,15 +237,15 @@ class TrackerConfig(Section):
     """Rows of samples/ written per step; -1: all rows."""
 
     sample_tokens: Natural = 0
-    """With stage=ppo, response tokens per row of samples/ with their log-probs, values, advantages and
-    rewards, about 60 bytes per token; 0: none."""
+    """With stage=ppo, number of response tokens per row of samples/ for which log-probs, values, advantages
+    and rewards are written (about 60 bytes per token); 0: none."""
 
     print_answers: Annotated[int, Ge(0)] = 0
-    """Steps between printed answers, each with its prompt (the first row of samples/); 0: none."""
+    """Steps between printed responses, each with its prompt (the first row of samples/); 0: none."""
 
     print_updates: bool = False
-    """With stage=ppo, prints a line for each optimizer step: its losses, and the KL to the reference of its
-    rows before and after it (k1 per token), for which each optimizer step needs one more forward."""
+    """With stage=ppo, prints for each optimizer step the losses, and the KL to the reference (k1 per token)
+    before and after the step on its rows. This needs one more forward per optimizer step."""
 
     @property
     def logs_histograms(self) -> bool:
@@ -259,7 +259,7 @@ class EvalConfig(Section):
     """Steps between evaluations; null: only before the first step and after the last."""
 
     max_prompts: Count | None = None
-    """Prompts, rows or pairs of an evaluation; null: all of them."""
+    """Largest number of prompts, rows or pairs in an evaluation; null: all."""
 
     patience: Count | None = None
     """Ends the run, with exit code 0, after this many evaluations in a row without a new best value of
@@ -278,21 +278,21 @@ class PPOEvalConfig(EvalConfig):
     """Decodes greedily; false: samples as for training."""
 
     correct_above: Number | None = None
-    """A score above this counts as correct in eval/accuracy; null, and always with a learned reward: no
+    """A response with a score above this is correct in eval/accuracy; null, or a learned reward: no
     accuracy."""
 
     rewards: dict[str, dict[Any, Any]] = {}
-    """More rewards of the held-out responses, by name, measured as eval/<name>_mean and not trained on.
+    """Additional rewards of the held-out responses, by name, logged as eval/<name>_mean and not trained on.
     +reward@eval.rewards.NAME=GROUP adds one of conf/reward/."""
 
     by: Text | None = None
-    """Column of the held-out rows, with at most 50 values, for each of which eval/score_mean/<value> is
-    measured."""
+    """Column of the held-out rows; eval/score_mean/<value> is measured for each of its values (at most
+    50)."""
 
     win_rate: bool = True
     """Measures eval/win_rate_vs_ref, the share of held-out prompts on which the policy scores higher than the
-    reference, ties counted half."""
+    reference; a tie counts half."""
 
     train_prompts: Natural = 8
-    """Without data.eval_path, training prompts answered before the first step and after the last, for the
-    report; they never select a checkpoint. 0: none."""
+    """Without data.eval_path, number of training prompts answered before the first step and after the last,
+    for the report; they do not select checkpoints. 0: none."""
