@@ -109,8 +109,8 @@ class DifficultyConfig(Section):
     """Sampling frequency of settled prompts relative to other prompts; null: off."""
 
     responses: Annotated[int, Ge(2)] = 8
-    """A prompt is settled while its last N responses have the same score; N is this number, or
-    rollout.samples_per_prompt if that is larger."""
+    """A prompt is settled while its last N responses have the same score; N is this number, or the number of
+    responses per prompt in a step if that is larger."""
 
 
 class PPODataConfig(DataConfig):
