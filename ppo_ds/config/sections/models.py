@@ -46,8 +46,8 @@ class ModelConfig(Section):
 
 
 class InheritedModelConfig(Section):
-    """A model whose null keys inherit the actor's values, except trust_remote_code if the path differs, and
-    quantization for the critic; critic.init selects the critic's weights."""
+    """A model whose null keys inherit the actor's values, except revision and trust_remote_code if path is
+    set, and quantization for the critic; critic.init selects the critic's weights."""
 
     path: Text | None = None
     """A Hub id or a model folder."""
