@@ -56,7 +56,7 @@ def summary(
         f"data       {source.path}: {describe_rows(source.report, 'prompts')}",
         *batch_equation(config, world.size, f", {optimizer_steps} in {steps} steps"),
         f"parity     log-probs of generation and training differ by {gap[0]:.2g} on average, "
-        f"at most {gap[1]:.2g}",
+        f"at most {gap[1]:.2g}; algo.old_logprobs={algo.old_logprobs}",
     ]
 
 

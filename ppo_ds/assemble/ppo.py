@@ -30,7 +30,7 @@ from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.warnings import warnings
 from ppo_ds.distributed.world import seed_everything
 from ppo_ds.planning.budgets import settle
-from ppo_ds.planning.forwards import kept_roles
+from ppo_ds.planning.forwards import kept_roles, settle_old_logprobs
 from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
 from ppo_ds.ppo.health import Gap, KLMonitor
 from ppo_ds.ppo.meter import build_meter
@@ -61,6 +61,7 @@ def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
     banner.note(*plan_generation(config, models.actor, models.critic))
     sampling = build_sampling(config, stops, models.actor.module.temperature)
     generator, gap = generation(config, context, inputs, models, sampling)
+    config = settle_old_logprobs(config, gap, world.size)
     banner.summarize(
         *summary(config, world, inputs.source, models.critic_path, length.steps, length.actor, gap)
     )

@@ -100,7 +100,7 @@ class PPOTrainer:
         experience, made = self.make_experience(rollout, scores, kl_coef, critic_only=critic_only)
         self.context.stop.raise_if_stopped()  # a later stop request does not interrupt the step
         # otherwise the update checks its first forward
-        if experience.logprobs is not None and algo.old_logprobs == "recompute":
+        if experience.logprobs is not None and algo.old_logprobs != "rollout":
             self.learn.parity.stop_if_exceeded(float(decode_gap(experience)["parity/logp_abs_diff_mean"]))
 
         # 3. clipped updates

@@ -316,7 +316,7 @@ algo.rollout_is.kind=icepop algo.policy.loss=gmpo ->
     algo.rollout_is.kind=icepop: weights tokens, but algo.policy.loss=gmpo has one ratio per response
 algo.policy.top_entropy=0.2 algo.old_logprobs=rollout ->
     algo.old_logprobs=rollout: needs algo.policy.top_entropy=null (it is 0.2); otherwise set
-    algo.old_logprobs=recompute
+    algo.old_logprobs=auto
 algo.policy.off_policy_limit=0 -> algo.policy.off_policy_limit=0: must be above 0
 algo.policy.delta=0.1 ->
     algo.policy.delta=0.1: only used with algo.policy.loss=dppo_tv or dppo_kl (it is ppo); set it to null
@@ -348,18 +348,18 @@ algo.rollout_is.level=sequence_mean ->
     algo.rollout_is.level=sequence_mean: only used with algo.rollout_is.kind=truncate or mask (it is none)
 algo.old_logprobs=rollout algo.old_policy=lagged ->
     algo.old_logprobs=rollout: needs algo.old_policy=rollout (it is lagged); otherwise set
-    algo.old_logprobs=recompute
+    algo.old_logprobs=auto
 algo.old_logprobs=rollout algo.rollout_is.kind=tis ->
     algo.old_logprobs=rollout: needs algo.rollout_is.kind=none (it is tis); otherwise set
-    algo.old_logprobs=recompute
+    algo.old_logprobs=auto
 algo.old_logprobs=rollout critic.share_trunk=true ->
     algo.old_logprobs=rollout: needs critic.share_trunk=false (it is true); otherwise set
-    algo.old_logprobs=recompute
+    algo.old_logprobs=auto
 algo.old_logprobs=rollout health.max_parity=null ->
-    algo.old_logprobs=rollout: needs health.max_parity (it is null); otherwise set algo.old_logprobs=recompute
+    algo.old_logprobs=rollout: needs health.max_parity (it is null); otherwise set algo.old_logprobs=auto
 algo.old_logprobs=rollout health.parity_action=warn ->
     algo.old_logprobs=rollout: needs health.parity_action=stop (it is warn); otherwise set
-    algo.old_logprobs=recompute
+    algo.old_logprobs=auto
 rollout.partial=true ->
     rollout.partial=true: only used with rollout.backend=static or vllm (it is auto); set it to false
 rollout.backend=static rollout.partial=true ->

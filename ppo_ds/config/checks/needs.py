@@ -53,7 +53,7 @@ PPO = {
     "algo.gae.length_alpha": GAE_OF_TOKENS,
     "algo.value.warmup_steps": SEPARATE_CRITIC,
     "algo.value.pretrain_rollouts": SEPARATE_CRITIC,
-    # the decode backend's log-probs replace the forward that the other options use for comparison, values or
+    # of rollout: the decode backend's log-probs replace the forward that the other options use for comparison, values or
     # entropies, and need an enforced limit on the parity gap
     "algo.old_logprobs": [
         "algo.old_policy=rollout",
@@ -70,7 +70,8 @@ def check_needs(config: Config, ranks: int) -> Iterator[str]:
     """Yields an error line for each key that does not meet its conditions in the tables above."""
     needs: dict[str, Any] = dict(ALL_STAGES)
     needs |= ON_TEXTS if isinstance(config, TextConfig) else {}
-    needs |= PPO if isinstance(config, PPOConfig) else {}
+    if isinstance(config, PPOConfig):
+        needs |= PPO if config.algo.old_logprobs == "rollout" else PPO | {"algo.old_logprobs": []}
     for models, table in ((trained_models(config), TRAINED_MODEL), (averaged_models(config), AVERAGED_MODEL)):
         for name in models:
             for key, conditions in table.items():

@@ -140,9 +140,9 @@ class AlgoConfig(Section):
     """Policy of the old log-probs: the generating policy (rollout), or a copy from up to algo.lag steps ago
     (lagged)."""
 
-    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
     """Source of the old log-probs: a forward of the actor (recompute), or the decode backend (rollout),
-    without this forward."""
+    without this forward; auto: rollout if both agree up to rounding in fp32, else recompute."""
 
     lag: Count = 4
     """PPO steps between copies of the lagged policy; the first copy is made after lag - 1 steps."""
