@@ -6,12 +6,13 @@ kept graphs, and with graphs that are dropped before the update, which then comp
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from ppo_ds.planning.forwards import kept_roles
+from ppo_ds.planning.forwards import kept_roles, settle_old_logprobs
 from tests.invariant import invariant_assets
 from tests.invariant.invariant_runs import ASSETS, Case, Launches, case, staged
 from tests.ppo.preset_runs import composed
@@ -97,3 +98,33 @@ ALL = "memory.reuse_forwards=all"
 def test_models_whose_graph_is_kept(overrides: tuple[str, ...], kept: tuple[str, ...]) -> None:
     one_step = ("algo.epochs=1", "algo.minibatch_size=null")
     assert kept_roles(composed("standard", *one_step, *overrides)) == kept
+
+
+EXACT = (2e-7, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gap", "source"),
+    [
+        ((), EXACT, "rollout"),
+        ((), (2e-5, 2e-5), "recompute"),
+        ((), (2e-7, 2e-4), "recompute"),
+        ((), (math.nan, math.nan), "recompute"),
+        (("algo.old_logprobs=recompute",), EXACT, "recompute"),
+        (("algo.old_logprobs=rollout",), (0.02, 0.3), "rollout"),
+        # settings that compare with the actor's forward, or use its other outputs
+        (("algo.rollout_is.kind=mask",), EXACT, "recompute"),
+        (("algo.old_policy=lagged",), EXACT, "recompute"),
+        (("algo.policy.top_entropy=0.5",), EXACT, "recompute"),
+        (("critic.share_trunk=true",), EXACT, "recompute"),
+        (("health.parity_action=warn",), EXACT, "recompute"),
+        # the update uses this forward anyway
+        (("algo.epochs=1", "algo.minibatch_size=null"), EXACT, "recompute"),
+        (("algo.epochs=1", "algo.minibatch_size=null", "memory.reuse_forwards=off"), EXACT, "rollout"),
+    ],
+)
+def test_source_of_the_old_logprobs(
+    overrides: tuple[str, ...], gap: tuple[float, float], source: str
+) -> None:
+    config = composed("standard", "algo.minibatch_size=1", *overrides)
+    assert settle_old_logprobs(config, gap, ranks=1).algo.old_logprobs == source
