@@ -115,7 +115,7 @@ class WandbTracker(Dashboard):
         return FINISH_TIMEOUT + sum(file.stat().st_size for file in files if file.is_file()) / UPLOAD_RATE
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Ends the run; uploads the report and, if configured, the exported model."""
+        """Ends the run; uploads the report and the exported model if configured."""
         import wandb
 
         uploads = {"report": (self._config.log_report, self._run_dir / "report.html")}
