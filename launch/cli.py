@@ -87,7 +87,7 @@ def load_config(argv: list[str], world_size: int | None = None) -> Config:
 def parse_options(
     argv: list[str], prog: str = "launch/train.py", parents: Sequence[Parser] = ()
 ) -> argparse.Namespace:
-    """Parses the flags and those of ``parents``; also returns ``overrides`` for Hydra, and the help topic."""
+    """Parses the common flags and those of ``parents``; ``overrides`` of the result are for Hydra."""
     parser = Parser(prog=prog, add_help=False, parents=parents)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", nargs="?", const="")
@@ -174,8 +174,9 @@ def compose_for_models(
 def complete_for_models(tree: dict[str, Any], models: list[NamedModel], out: Path) -> str:
     """Sets the keys of a config that only training needs, and the defaults of an evaluation.
 
-    The checks of a run require training data and, for eval.rewards, held-out prompts. If only one of
-    data.path and data.eval_path is set, the other key gets the same value. Returns the key that is not used.
+    The checks of a run require training data and, for eval.rewards, held-out prompts. Without data.eval_path,
+    this key gets the value of data.path. Otherwise data.path gets that of data.eval_path, unless data.mix is
+    set. Returns the key that is not used.
     """
     actor = tree["actor"]["model"]
     if actor.get("path") not in used_paths(models):  # an experiment's own model, which need not exist

@@ -1,6 +1,6 @@
 """Checks the runs on this machine: python launch/healthcheck.py [--minutes 5]
 
-The health check of the Docker image. A run holds the lock of its run directory open and renews it every few
+The Docker image runs this check. A run holds the lock of its run directory open and renews it every few
 seconds (ppo_ds/storage/run_lock.py). Exit code 1: a run has not renewed its lock for ``--minutes``, because
 it is suspended or its file system does not answer. Exit code 0: every lock is fresh, or no run holds a lock
 (before the config is read, in a dry run, and on every node but the first). If a run renews its lock but makes

@@ -20,7 +20,7 @@ def use_caches_without_the_hub(names: Collection[str], seconds: float = SECONDS)
     """Sets HF_HUB_OFFLINE if a run needs the Hub for ``names`` and the Hub cannot be reached.
 
     Only the first rank of each node sends the request, since other ranks send none to the Hub. Does nothing
-    if the user has set HF_HUB_OFFLINE, even to 0, or if huggingface_hub, which reads it, is imported already.
+    if the user has set one of DECIDED, even to 0, or if huggingface_hub is imported already.
     """
     decided = any(name in os.environ for name in DECIDED) or "huggingface_hub" in sys.modules
     if not names or decided or os.environ.get("LOCAL_RANK", "0") != "0":

@@ -65,8 +65,8 @@ RANK_0_SECONDS = 10.0
 def take_lock(run_dir: Path) -> run_lock.RunLock | None:
     """Checks the run directory on rank 0 and acquires its lock until this process ends.
 
-    The other ranks on rank 0's node only check that no other run holds the lock, so that they end with the
-    same exit code as rank 0. Nothing heavy is imported.
+    Returns the lock, or None on other ranks. Those on rank 0's node check that no other run holds the lock,
+    so that they end with the same exit code as rank 0. Nothing heavy is imported.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
@@ -122,9 +122,10 @@ def report(error: BaseException, watch: Watchdog, screen: Screen | None, run_dir
 
 
 def complain(error: UserError) -> int:
-    """Prints the problems on one rank and returns exit code 2.
+    """Prints the problems and returns exit code 2.
 
-    Launchers end all ranks as soon as one has ended, so the other ranks wait until rank 0 has printed.
+    Ranks other than 0 first wait RANK_0_SECONDS: launchers end all ranks as soon as one has ended, and rank 0
+    must have printed by then.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
@@ -152,7 +153,7 @@ def prepare_environment(verbose: bool, trains: bool = False, fixed_segments: boo
     """Sets environment variables that torch, deepspeed and transformers read at import or at first use.
 
     Variables that the user has set are kept. With ``verbose``, the log levels of the libraries do not change.
-    The umask is set so that new files are never writable for every user: a later start would reject them.
+    The umask is set so that new files are never writable for every user: a later run would reject them.
 
     With ``fixed_segments``, expandable segments are not enabled, since vLLM's memory pool for sleeping does
     not support them (not tested on a GPU). With ``trains``, raises UserError if this machine has a GPU that

@@ -50,7 +50,7 @@ Settings = Mapping[str, Any]
 Data = str | Path | Iterable[Any]
 REGISTRIES: dict[str, type[Variants] | None] = {**OPEN_VARIANTS, "reward.path": None}
 ROWS = Path("outputs", "rows")  # where the rows of Python objects are written
-HYDRAS_WORDS = ("null", "true", "false", "nan", "inf")  # are no texts without quotes
+HYDRAS_WORDS = ("null", "true", "false", "nan", "inf")  # Hydra reads them as text only in quotes
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 800px; border: 0"></iframe>'
 
@@ -353,7 +353,7 @@ def read_table(path: Path) -> pandas.DataFrame:
 
 @contextmanager
 def signals_restored() -> Iterator[None]:
-    """Restores the signal handlers that a run replaces, and the notebook's pipe for signals."""
+    """Restores, after the block, the signal handlers that a run replaces and the wakeup fd of a notebook."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     wakeup = signal.set_wakeup_fd(-1)
     try:

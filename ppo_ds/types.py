@@ -194,8 +194,8 @@ class Rollout(Sequences):
     finished: Tensor = field(metadata=_B)
     limits: Tensor = field(metadata=_B)  # [B] long: the maximum number of tokens of each response
     # [B,R] float32: log-probs computed by the decode backend, 0 outside the mask. They are used for the
-    # parity check, the metrics parity/* and algo.rollout_is, and with algo.old_logprobs=rollout as old
-    # log-probs. Otherwise these come from the training engine.
+    # parity check at start-up (ppo/health.py), the metrics parity/* and algo.rollout_is, and with
+    # algo.old_logprobs=rollout as old log-probs, which otherwise come from the training engine.
     logprobs: Tensor = field(metadata=_R)
     metadata: tuple[Row, ...]  # B rows, the metadata of the prompts
 
@@ -272,8 +272,8 @@ class Experience(Sequences):
     rewards: Tensor = field(metadata=_S)  # [B,S] shaped scores, minus any KL penalty
     advantages: Tensor = field(metadata=_R)  # [B,R]
 
-    # log-probs computed by the training engines; the actor's are None if the update itself computes them, and
-    # those of the decode backend with algo.old_logprobs=rollout
+    # log-probs computed by the training engines. Those of the actor are None if the update computes them, and
+    # equal those of the decode backend with algo.old_logprobs=rollout
     # [B,R] log pi(a|s) of the actor before the update
     logprobs: Tensor | None = field(default=None, metadata=_R)
     # [B,R] log pi_old(a|s): equal to ``logprobs``, or computed by a lagging copy of the actor

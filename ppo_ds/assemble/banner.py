@@ -26,7 +26,7 @@ def summary(
     """Returns the summary of a PPO run: devices, models, data and batch sizes.
 
     ``critic_start`` is the path of the critic's initial weights, or None without a separate critic. ``gap``
-    is the mean and the maximum difference of log-probs in the parity check.
+    is the mean and the maximum difference between the log-probs of generation and training.
     """
     actor, critic, reference, algo = config.actor, config.critic, config.reference, config.algo
     kl = (
@@ -79,7 +79,7 @@ def checkpoint_times(checkpoint: CheckpointConfig) -> str:
 
 
 def resumed(run_dir: str, checkpoint: Path | None, done: int, steps: int) -> list[str]:
-    """Returns a line about the ``done`` steps of earlier starts, or no line if ``done`` is 0.
+    """Returns a line about the ``done`` steps of earlier launches, or no line if ``done`` is 0.
 
     ``checkpoint`` is the checkpoint from which the run resumes.
     """

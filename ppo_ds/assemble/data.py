@@ -71,7 +71,10 @@ class Inputs:
         collect_user_errors([partial(source.check_rows, check) for source in self._sources])
 
     def notes(self, max_prompts: int | None) -> list[str]:
-        """Returns banner lines on all data but the training prompts; ``max_prompts``: eval.max_prompts."""
+        """Returns banner lines on the held-out prompts and PTX texts, and warnings about all data.
+
+        ``max_prompts`` is eval.max_prompts.
+        """
         lines = unknown_characters(*self._sources, self.ptx and self.ptx.source)
         if self.held_out is not None:
             rows = describe_rows(self.held_out.report, "prompts")
@@ -142,7 +145,10 @@ def build_tokenizer(config: TextConfig, name: str = "actor") -> Tokenizer:
 
 
 def stop_ids(config: PPOConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the tokens that end a response: ``sampling.stop_token_ids``, or else those of the tokenizer."""
+    """Returns the tokens that end a response: ``sampling.stop_token_ids``, or else those of the tokenizer.
+
+    Raises UserError if nothing would end a response, or if a given id is not a token.
+    """
     given = config.sampling.stop_token_ids
     if given is None:
         if not tokenizer.stop_ids and not config.sampling.stop:
@@ -220,7 +226,7 @@ def _loader(config: PPOConfig, tokenizer: Tokenizer, world: World | None) -> Cal
 def build_ptx(
     config: PPOConfig, tokenizer: Tokenizer, world: World | None = None
 ) -> Stream[DemonstrationSource, Sequences] | None:
-    """Loads the texts of algo.ptx, one batch for each optimizer step."""
+    """Loads the texts of algo.ptx, one batch for each optimizer step; None if there is no PTX loss."""
     data, ptx = config.data, config.algo.ptx
     if not ptx.coef or data.ptx_path is None:
         return None

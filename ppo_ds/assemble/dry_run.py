@@ -35,7 +35,7 @@ Model = tuple[str, str | None]  # path, revision
 
 
 def dry_run_dir(config: Config) -> Path:
-    """Returns the output folder of the dry run; run.dir does not change."""
+    """Returns the output folder of the dry run of ``config``, which differs from its run.dir."""
     return dry_run_directory(str(config.run.dir))
 
 
@@ -163,7 +163,10 @@ def _moved(value: Any, old: str, new: str) -> Any:
 
 
 def start_dry_run(config: Config, ranks: int, is_main: bool) -> Config:
-    """Empties the folder of the dry run on rank 0, and returns the config to run instead of ``config``."""
+    """Empties the folder of the dry run on rank 0, and returns the config to run instead of ``config``.
+
+    Raises UserError if the folder exists and no dry run created it.
+    """
     folder = dry_run_dir(config)
     if is_main:
         if folder.exists() and not (folder / DRY_RUN_MARKER).exists():

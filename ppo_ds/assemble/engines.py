@@ -85,7 +85,7 @@ def trained_engine(
     """Loads the module of a role and calls ``make`` with it and the arguments of the engine.
 
     With LoRA, the schedule and the metric ``lr`` use the learning rate of the adapters; a value head is
-    trained with optim.lr. Raises UserError if DeepSpeed rejects the user's JSON. All ranks must call this.
+    trained with optim.lr. Raises UserError if DeepSpeed rejects ``role.deepspeed``. All ranks must call this.
     """
     optim, zero = role.optim, role.zero
     assert role.model.dtype is not None, "inherited from the actor"

@@ -27,7 +27,10 @@ from ppo_ds.types import Prompts, Rollout
 
 @dataclass
 class Backends:
-    """Makes decode backends for the actor of a run, and compares their log-probs with those of training."""
+    """Makes decode backends for the actor of a run, and measures their parity gaps.
+
+    A parity gap is the difference between the log-probs of a backend and those of training.
+    """
 
     config: PPOConfig
     world: World
@@ -81,7 +84,7 @@ class Backends:
         # repeated, as it is in a step.
         repeats, n = min(config.rollout.samples_per_prompt, 2), len(inputs.source)
         prompts = inputs.source.batch([(world.rank + i // repeats) % n for i in range(PARITY_ROWS)])
-        # sample the same tokens at each start, independently of earlier random numbers
+        # sample the same tokens at each launch, independently of earlier random numbers
         seed_everything(config.run.seed + world.rank)
         return parity_gap(
             prompts,
@@ -162,7 +165,7 @@ class BackendChoice:
     """The chosen decode backend, and the reasons against the backends tried before."""
 
     backend: str
-    gap: Gap  # in the parity check
+    gap: Gap  # its parity gap
     incapable: tuple[str, ...]  # backends that cannot decode this model, with the reasons
     disagreeing: tuple[str, ...]  # backends whose log-probs differ from those of training, with the gaps
 
@@ -176,12 +179,12 @@ def choose_backend(
 ) -> BackendChoice:
     """Returns the first candidate that can decode the model and agrees with training.
 
-    The choice depends only on what does not change between starts, so a resumed run uses the same backend.
+    The choice depends only on what does not change between launches, so a resumed run uses the same backend.
     Raises UserError if the last candidate cannot decode the model, ParityError if its gap is out of bounds.
 
     Args:
         refusal: Returns the reason why a backend cannot decode the model, or None. The same on every rank.
-        gap_of: Returns the gap of a backend in the parity check. The same on every rank; may be a collective.
+        gap_of: Returns the parity gap of a backend. The same on every rank; may be a collective.
     """
     incapable: list[str] = []
     disagreeing: list[str] = []

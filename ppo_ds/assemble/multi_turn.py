@@ -43,7 +43,10 @@ def with_environment(
 
 
 def try_on_data(config: PPOConfig, inputs: Inputs) -> None:
-    """Checks the environment's tools, and tries it on the first row of each sequence of roles in the data."""
+    """Checks the environment's tools, and tries it on one row for each sequence of roles in the data.
+
+    It is not tried with rollout.environment.trial=false.
+    """
     settings = config.rollout.environment
     if settings.path is None:
         return

@@ -111,7 +111,10 @@ def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
 def generation(
     config: PPOConfig, context: RunContext, inputs: Inputs, models: Models, sampling: SamplingParams
 ) -> tuple[Generator, Gap]:
-    """Builds the decode backend; returns it with its parity gap. All ranks must call this."""
+    """Builds generation with the decode backend and the environment, if any.
+
+    Also returns the gap between the backend's log-probs and those of training. All ranks must call this.
+    """
     world, stop, budgets = context.world, context.stop, context.budgets
     context.banner.starting("comparing the log-probs of generation and training")
     backend, gap, make_backend = build_generator(

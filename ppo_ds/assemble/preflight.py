@@ -50,10 +50,11 @@ class ScoredInputs(Protocol):
 
 
 def check_inputs(config: PPOConfig, world: World, *, prepared: bool) -> None:
-    """Raises UserError for mistakes in data and rewards. Runs before a start is refused or moves files.
+    """Raises UserError for mistakes in data and rewards.
 
-    If `prepare` has yet to create files (``prepared`` is False), only reward functions and the environment's
-    class are checked. The data read here is not used for training. All ranks must call this.
+    It runs before a resume is refused or the files of an earlier run are moved. If `prepare` has yet to
+    create files (``prepared`` is False), only reward functions and the environment are checked, if they are
+    not in these files. The data read here is not used for training. All ranks must call this.
     """
     for reward, whole in all_rewards(config).items():
         for key, section in function_rewards(whole, reward):
@@ -103,7 +104,10 @@ def try_functions(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -
 
 
 def check_models(config: PPOConfig, inputs: Inputs) -> None:
-    """Raises UserError if actor, reference or critic cannot read the data or be divided among ranks."""
+    """Raises UserError if actor, reference, critic or a teacher cannot read the data.
+
+    Also raises it if memory.sequence_parallel cannot divide a model or its load-balancing loss among ranks.
+    """
     models: dict[str, Any] = {"actor.model.path": config.actor.model}
     if uses_reference(config):
         models["reference.model.path"] = config.reference.model
@@ -138,7 +142,7 @@ def check_engine_package(config: PPOConfig) -> None:
 
 
 def check_engine_model(config: PPOConfig, on_gpu: bool) -> None:
-    """Raises UserError if vLLM cannot decode the actor or divide it among tensor-parallel ranks."""
+    """Raises UserError if vLLM cannot decode the actor, divide it among ranks, or sleep on this device."""
     rollout, key = config.rollout, "actor.model.path"
     if not isinstance(rollout, VLLM):
         return
@@ -175,7 +179,8 @@ def check_vocabulary(key: str, model: Any, tokenizer: Tokenizer, tokenizer_of: s
 def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the key and the section of each reward that can be checked separately.
 
-    A mixture is checked as a whole, unless one of its parts is a model.
+    A mixture is checked as a whole, unless one of its parts is a model. Rewards of other packages are left
+    out.
     """
     target = str(section.get("_target_", ""))
     if target in MODEL_REWARDS or (target.startswith(OWN) and not any(reward_models(section))):

@@ -90,7 +90,10 @@ class RewardModels:
         self._base: tuple[Hashable, TrainedModel] | None = None
 
     def offer(self, critic: TrainedModel, start: CriticStart, config: PPOConfig) -> None:
-        """Lets a reward use the base of a LoRA critic, if equal. All ranks must call this before training."""
+        """Lets a reward whose model is the base of a LoRA critic use that base instead of a copy.
+
+        All ranks must call this before training.
+        """
         head = getattr(critic.module.model, "score", None)
         if start.reward is not None and config.critic.lora.rank and isinstance(head, ScoreHead):
             with gathered(critic, head):

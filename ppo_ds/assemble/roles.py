@@ -94,10 +94,11 @@ class CriticStart:
 
 
 def critic_start(config: PPOConfig, tokenizer: Tokenizer | None) -> CriticStart:
-    """Resolves ``critic.init``.
+    """Returns the initial weights of the critic, which ``critic.init`` selects.
 
     "auto" selects the reward model if it is a decoder with the actor's vocabulary, otherwise the actor.
-    Without a ``tokenizer`` the vocabulary is unknown, and "auto" selects the actor.
+    Without a ``tokenizer`` the vocabulary is unknown, and "auto" selects the actor. Raises UserError if
+    "reward" is given and the reward model is not such a decoder.
     """
     init, own = config.critic.init, config.critic.model
     # only a sequence classifier has a head that a critic can use
@@ -154,7 +155,10 @@ def sft_model(config: PPOConfig, name: str, tokenizer: Tokenizer) -> Policy:
 
 
 def build_reference(config: PPOConfig, world: World, needs: Needs, actor: TrainedModel) -> FrozenModel:
-    """Builds the reference, which is the actor's base if weights are equal. All ranks must call this."""
+    """Builds the reference: a frozen model, or with reference_is_base, the actor without its adapters.
+
+    All ranks must call this.
+    """
     if reference_is_base(config):
         return FrozenBase(actor, base_weights=without_adapters)
     zero = config.reference.zero

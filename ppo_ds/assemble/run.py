@@ -142,7 +142,7 @@ def open_budgets(
     start: Path | None,
     banner: Banner,
 ) -> tuple[ConfigT, TokenBudgets]:
-    """Makes the token budgets, using the values that an earlier start determined.
+    """Makes the token budgets, using the values that an earlier launch determined.
 
     All ranks must call this. Also returns the config with these values. ``start`` is the checkpoint to resume
     from. ``settings`` are saved in checkpoints and config.yaml; changes of budgets are added to them.

@@ -80,7 +80,10 @@ def finetuning_step(
     ema: WeightCopy | None,
     section: EmaConfig,
 ) -> OptimizerStep:
-    """Builds the optimizer step of a supervised stage; ``body`` is the Hugging Face model in ``model``."""
+    """Builds the optimizer step of a supervised stage; ``body`` is the Hugging Face model in ``model``.
+
+    ``prefix`` is the prefix of the metrics of the step, such as sft.
+    """
     capacity = measured_capacity(context.world, body.dtype)
     cost, decay = update_cost(model, body), section.decay or 0.0
     return OptimizerStep(context, name, prefix, model, ema, decay, capacity, cost)

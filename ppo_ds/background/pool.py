@@ -30,7 +30,10 @@ class Pool:
         self._slots = asyncio.Semaphore(workers)
 
     def start(self, calls: Iterable[Callable[[], Coroutine[Any, Any, R]]]) -> Pending[list[R]]:
-        """Starts the calls; their results have the same order. Cancelling them ends the calls that wait."""
+        """Starts the calls; their results have the same order.
+
+        If the result is cancelled, waiting calls never start, and running calls get a CancelledError.
+        """
 
         async def run(call: Callable[[], Coroutine[Any, Any, R]]) -> R:
             async with self._slots:

@@ -1,6 +1,6 @@
 """Imports a user's function or class by its path, and finds its file and line.
 
-Worker processes use this module too, so it imports no torch.
+Worker processes use this module too. It must not import torch, so that they start fast.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ def plan_forwards(
 
     The longest rows come first, so that an out-of-memory error occurs in the first group. Packed rows cost
     the sum of their lengths. Padded rows cost rows * longest + ``FORWARD``; the grouping minimizes the total.
-    The most expensive groups are halved until there are ``at_least`` groups: all ranks run equally many.
+    The most expensive groups are halved until there are ``at_least`` groups, since all ranks must run equally
+    many forwards. A row longer than the budget is a group of its own.
     """
     assert 1 <= at_least <= len(lengths), f"{at_least} groups of {len(lengths)} rows"
     order = torch.argsort(lengths.cpu(), descending=True, stable=True)
@@ -63,7 +64,10 @@ def _groups(order: Tensor, ends: list[int]) -> list[Tensor]:
 
 
 def split_groups(ends: list[int], at_least: int, cost: Callable[[int, int], int]) -> list[int]:
-    """Halves the most expensive group (or the first of them) until there are ``at_least``; returns ends."""
+    """Halves the most expensive group until there are ``at_least`` groups, and returns their ends.
+
+    Of equally expensive groups, the first is halved.
+    """
     if len(ends) >= at_least:
         return ends
     ends = list(ends)
@@ -129,7 +133,10 @@ def balance_ranks(lengths: Tensor, ranks: int) -> list[Tensor]:
 
 
 def plan_share(lengths: Tensor, token_budget: int, rank: int, ranks: int, packed: bool) -> list[Tensor]:
-    """Groups the share of ``rank`` of the rows of ``lengths`` [B] into equally many forwards on all ranks."""
+    """Groups the rows that ``balance_ranks`` assigns to ``rank`` into forwards; returns their row indices.
+
+    The number of forwards is the same on all ranks.
+    """
     shares = balance_ranks(lengths, ranks)
     plans = [plan_forwards(lengths[rows], token_budget, packed=packed) for rows in shares]
     plan, count = plans[rank], max(len(plan) for plan in plans)

@@ -1,9 +1,9 @@
 """Log-probabilities, entropy and accuracy of a linear head without materialising the logits.
 
-The logits of K states and V tokens (5 GB in float32 for 8,192 x 151,936), and their gradient, are computed
-for one block of the vocabulary at a time, [K,b], in float32 or wider. The backward pass recomputes them,
-unless all blocks together are small. With 16-bit states and weights, logits are float32 on CUDA and ROCm and
-rounded to 16 bits on the CPU, both here and in ``linear_logits`` (used by decoding).
+The logits of K hidden states and V tokens (5 GB in float32 for 8,192 x 151,936), and their gradient, are
+computed for one block of the vocabulary at a time, [K,b], in float32 or wider. The backward pass recomputes
+them, unless all blocks together are small. With 16-bit hidden states and weights, logits are float32 on CUDA
+and ROCm and rounded to 16 bits on the CPU, both here and in ``linear_logits`` (used by decoding).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LabelStatistics(NamedTuple):
     logprobs: Tensor  # [K] log p of the labels
     entropy: Tensor | None  # [K]; None unless requested
     mean_logprobs: Tensor | None  # [K] mean of log p over the vocabulary; None unless requested
-    # [K] bool: the label has the largest logit; not differentiable; None unless requested
+    # [K] bool: the label has the largest logit; not differentiable; ``linear_statistics`` always computes it
     correct: Tensor | None
 
 
@@ -49,8 +49,8 @@ def linear_statistics(
     """Computes the statistics of softmax((hidden weight^T + bias) / temperature) and its ``labels`` [K].
 
     hidden is [K,H], weight [V,H], bias [V] or None. The results are in float32 or wider, and differentiable
-    except ``correct``. At most ``block_elements`` logits are in a block; up to ``kept_elements`` logits are
-    kept for the backward pass instead of recomputed.
+    except ``correct``. At most ``block_elements`` logits are in a block. If all blocks together have at most
+    ``kept_elements`` logits, these are kept for the backward pass instead of recomputed.
     """
     size = block_elements or (CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK)
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= kept_elements
@@ -126,7 +126,7 @@ def _within(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
 
 
 class _Sums:
-    """Per row so far: the largest logit, sum exp(z - largest) and sum exp(z - largest) (z - largest)."""
+    """Accumulates per row: largest logit, sum exp(z - largest) and sum exp(z - largest) (z - largest)."""
 
     def __init__(self, like: Tensor):
         self.largest = torch.full_like(like, torch.finfo(like.dtype).min)
@@ -253,7 +253,11 @@ def logits_gradient(
     entropy: Tensor,
     for_entropy: Tensor | None,
 ) -> Tensor:
-    """Computes the gradient [K,b] of a block of logits from its probabilities p [K,b], overwriting p."""
+    """Computes the gradient [K,b] of a block of logits from its probabilities p [K,b], overwriting p.
+
+    ``inside`` and ``column`` are the results of ``_within``. ``for_logprobs`` [K] and ``for_entropy`` [K] are
+    the gradients of log-probs and ``entropy`` [K], divided by the temperature.
+    """
     if for_entropy is None:
         d = p.mul_(-for_logprobs.unsqueeze(-1))
     else:

@@ -37,7 +37,7 @@ class Shape(Size):
     vocabulary: int
     hidden: int
     inner: int  # width of the MLP; for a mixture of experts, the sum over the experts that a token uses
-    gated: bool
+    gated: bool  # the MLP has a gate projection
     heads: int
     fused: bool = True  # the attention kernel materialises no matrix of tokens x tokens
     head_norms: bool = False  # queries and keys are normalised
@@ -56,7 +56,10 @@ def causal_pairs(lengths: Iterable[int]) -> int:
 
 
 def forward_flops(size: Size, tokens: int, pairs: int, head_positions: int) -> int:
-    """Computes the FLOPs of a forward over ``tokens`` tokens and ``pairs`` pairs, see causal_pairs."""
+    """Computes the FLOPs of a forward over ``tokens`` tokens, with the head at ``head_positions`` of them.
+
+    ``pairs`` is the number of (query, key) pairs, see ``causal_pairs``.
+    """
     return (
         2 * (size.body - size.idle) * tokens
         + 4 * size.layers * size.width * pairs

@@ -55,9 +55,10 @@ def _own_keys(
 ) -> tuple[Any, Problems]:
     """Removes the keys that only other variants of a section use, at any depth.
 
-    Returns the tree and a line for each removed key with a non-default value and each unknown variant name;
-    an unknown name becomes the default variant. ``variant`` is the innermost chosen variant that contains the
-    section; ``rivals`` are the sections at the same place in other variants.
+    Returns the tree, and a line for each removed key with a non-default value. For a section with an unknown
+    variant name, the default variant is used, and only the line about the name is returned. ``variant`` is
+    the innermost chosen variant that contains the section; ``rivals`` are the sections at the same place in
+    other variants.
     """
     if not isinstance(tree, Mapping):
         return tree, {}
@@ -291,8 +292,9 @@ def bounds(metadata: list[Any]) -> str:
 def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:
     """Returns the error line for ``leaf``, an unknown key or a key below an unknown key.
 
-    The line suggests one of these, in this order: the same name in an inner section, the key for a setting of
-    another system, a similar name in the section, or the same name in other sections.
+    The line suggests one of these, in this order: almost the same name in the section, the same name in an
+    inner section, the key for a setting of another system, a similar name in the section, or the same name in
+    other sections. At the top level, the last two change places.
     """
     shown = "..." if _SECRET.search(leaf) else show(value)
     name, siblings = place.name, place.holder.all_fields()
@@ -319,8 +321,9 @@ def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:
 def other_systems(name: str, known: Sequence[str]) -> list[str]:
     """Returns a line for each key that corresponds to the setting ``name`` of another system.
 
-    Considers keys in the sections of ``known``. Among the settings of other_systems.toml, those with the most
-    final parts in common with ``name`` match; one part is not enough if a ``known`` key also ends with it.
+    Only keys whose section is among the keys ``known`` are considered. Among the settings of
+    other_systems.toml, those with the most final parts in common with ``name`` match; one part is not enough
+    if a ``known`` key also ends with it.
     """
     ours = name.rpartition(".")[2] in {key.rpartition(".")[2] for key in known}
     found: dict[int, dict[str, str]] = {0: {}}  # number of common parts -> key -> line

@@ -117,7 +117,10 @@ def help_on(topic: str) -> str:
 
 
 def help_on_part(name: str, target: str | None) -> str:
-    """Describes `reward` or `prepare`, given as ``name``, or if given, the arguments of ``target``."""
+    """Describes the key ``name``, reward or prepare; if ``target`` is given, describes its arguments.
+
+    Raises UserError if ``target`` cannot be imported.
+    """
     (key,) = (key for key in keys_of(Config, "") if key.name == name)
     if target is None:
         args = {"prepare": "+experiment=quickstart --help prepare"}.get(name, "--help reward reward=numeric")
@@ -168,7 +171,10 @@ def section_text(members: Mapping[str, type[Section]]) -> str:
 
 
 def describe_key(keys: list[Key], some: bool) -> str:
-    """Describes a key, from ``keys``, one per model. ``some``: only some of the described models have it."""
+    """Describes a key that several models may have; ``keys`` has an entry for each model that has it.
+
+    ``some`` is True if other models in the same part of the page lack the key.
+    """
     key, defaults = keys[0], {one.name.partition(".")[0]: one.default for one in keys}
     kind = key.type.removesuffix(" or null") if key.default == "null" else key.type
     for words, sign in {"at least": "≥", "at most": "≤", "above": ">", "below": "<", "number ": ""}.items():

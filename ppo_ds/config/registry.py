@@ -1,8 +1,8 @@
-"""Lists the parts that a config chooses by name, with their requirements and the location of their code.
+"""Lists the stages, with their requirements and the location of their code.
 
-The tables import neither torch nor the listed code, so a config is checked before anything is loaded. The
-config checks, `--help` and docs/config.md use the tables; a part is imported when a run is built. To add a
-part, write it in any importable module, and add one entry here.
+The table imports neither torch nor the listed code, so a config is checked before anything is loaded. The
+config checks, `--help` and docs/config.md use the table; a stage is imported when a run is built. Other parts
+that a config chooses by name are in the modules `keys.py` of their packages.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ Change = tuple[str, Any, Any]  # key, old value, new value
 def check_resume(before: Settings, now: Settings, checkpoint: Path) -> list[str]:
     """Returns lines for the start-up banner that list the changed settings.
 
-    Raises UserError with a line for each changed immutable key that run.resume_allow_changes does not list.
+    Raises UserError if the stage has changed, or an immutable key that is not in run.resume_allow_changes. Up
+    to MAX_PROBLEMS of these keys have separate lines.
     """
     if before.get("stage", "ppo") != now["stage"]:  # all other keys differ too
         raise UserError(

@@ -88,12 +88,16 @@ class Config(Variants):
         return {name: fields[name] for name in (*ORDER, *fields) if name in fields}
 
     def inherited(self) -> dict[str, Any]:
-        """Returns the sections of the stage in which the values of some keys follow from other keys."""
+        """Returns sections by name, with those keys filled in whose values follow from other keys."""
         return {}
 
     @classmethod
     def foreign(cls, key: str, value: Any, default: Any) -> Iterator[str]:
-        """Yields an error line for each key at or below ``key`` that only other stages use."""
+        """Yields the error lines about ``key``, which only other stages use.
+
+        A section at the top level has one line, unless it is empty. Otherwise there is a line for each key at
+        or below ``key``, unless all values are defaults.
+        """
         stage = cls.model_fields["stage"].default
         if "." in key:
             for path, item in leaves(value):
@@ -219,7 +223,7 @@ def own_code(tree: Any) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def load_own_code(tree: Any) -> None:
-    """Imports the user code that a command line refers to. Not for settings from untrusted sources."""
+    """Imports the user code that ``tree`` refers to, which must not be from an untrusted source."""
     for key, _, name in own_code(tree):
         if "." in name:
             try:
@@ -278,7 +282,7 @@ def _with_own_path(role: TrainedT) -> TrainedT:
 
 
 def _inherited(model: InheritedModelConfig, actor: ModelConfig, path: str | None) -> InheritedModelConfig:
-    """Fills the null keys of a model with the actor's values.
+    """Fills the null keys of a model with the actor's values, and a null path with ``path``.
 
     A model with its own path does not inherit the actor's revision and trust_remote_code.
     """
@@ -369,7 +373,7 @@ def trained_models(config: Config) -> dict[str, TrainedConfig]:
 def learning_rate(role: TrainedConfig) -> float:
     """Returns the learning rate of a model after the warm-up: that of its adapters, if it has any.
 
-    With actor.lora.lr=auto, adapters get ten times the rate of full training, which is best for supervised
+    With lora.lr=auto, adapters get ten times the rate of full training, which is best for supervised
     fine-tuning and reinforcement learning in "LoRA Without Regret" (Schulman et al. 2025).
     """
     if not role.lora.rank or role.lora.lr is None:

@@ -27,7 +27,7 @@ def did_you_mean_path(path: str) -> str:
 
 
 def did_you_mean_model(path: str) -> str:
-    """Like ``did_you_mean_path`` for folders; suggests the model inside a folder that is no model itself."""
+    """Suggests a similar folder as ``did_you_mean_path`` does, or the model inside it if it is no model."""
     found = similar_path(Path(path).expanduser())
     if found is None or os.path.isfile(found):
         return ""

@@ -45,14 +45,14 @@ class Section(BaseModel):
 
 
 class Arguments(Section, use_attribute_docstrings=False):
-    """A section made from a function's arguments, so no class body has docstrings to parse."""
+    """A section made from a function's arguments; it has no class body whose docstrings describe keys."""
 
 
 class Variants(Section):
     """A section whose key ``tag`` chooses a variant: a subclass with additional keys.
 
     A subclass is a variant if the type of its tag is a Literal with one name, which is also the default. No
-    other registration is necessary. A key has the same meaning, range and default in all variants.
+    other registration is necessary. A key must have the same meaning, range and default in all variants.
     """
 
     tag: ClassVar[str]
@@ -65,7 +65,8 @@ class Variants(Section):
     def add(cls, name: str, target: Any, path: str) -> None:
         """Adds a user's variant ``name``. ``target`` is a subclass of this class, or the code of a variant.
 
-        ``path`` is the dotted name of the code. A variant of code only has the keys that all variants have.
+        ``path`` is the dotted name of the code. If ``target`` is code, the variant has only the keys that all
+        variants have.
         """
         own = isinstance(target, type) and issubclass(target, cls)
         values = {cls.tag: name, "__annotations__": {cls.tag: Literal[name]}, "__module__": __name__}
@@ -146,7 +147,7 @@ def meaning(field: FieldInfo) -> str:
 
 
 def parts_of(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the config key and the section of an open part and of all open parts inside it."""
+    """Yields the config key and the dict of an open part, and those of every dict inside it."""
     yield key, section
     for name, inner in section.items():
         if isinstance(inner, dict):

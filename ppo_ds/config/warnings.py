@@ -24,8 +24,9 @@ from ppo_ds.config.text import show
 def warnings(config: PPOConfig, hides_stops: bool) -> list[str]:
     """Returns the warnings of the start-up banner.
 
-    There is at most one line about the algorithm and one per sampling option. ``hides_stops`` is True if the
-    end token is not an action, which depends on algo.train_on_eos and, if that is null, on the tokenizer.
+    At most one line is about the algorithm; the others are about sampling and the environment.
+    ``hides_stops`` is True if the end token is not an action, which depends on algo.train_on_eos and, if that
+    is null, on the tokenizer.
     """
     mistakes = list(_mistakes(config, hides_stops))
     lines = [f"warning    algo: {'; '.join(mistakes)}"] if mistakes else []
@@ -48,7 +49,10 @@ def warnings(config: PPOConfig, hides_stops: bool) -> list[str]:
 
 
 def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
-    """Returns a warning if a model runs in bf16 on a processor that emulates bf16."""
+    """Returns a warning if a model runs in bf16 on a processor that emulates bf16.
+
+    ``computes_bf16`` is False if the processor emulates bf16, and None if this is unknown.
+    """
     dtypes = {f"{name}.model": role.model.dtype for name, role in trained_models(config).items()}
     if isinstance(config, PPOConfig):
         if not has_critic(config):
@@ -68,9 +72,9 @@ def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
 
 
 def _mistakes(config: PPOConfig, hides_stops: bool) -> Iterator[str]:
-    """Yields a phrase for each flaw of a published system that the config enables.
+    """Yields a phrase for each known flaw of an algorithm that the config enables.
 
-    These flaws are options of ppo_ds so that the systems can be reproduced.
+    Most are flaws of published systems, which ppo_ds offers so that the systems can be reproduced.
     """
     algo = config.algo
     estimator, level = algo.advantage, algo.action_level

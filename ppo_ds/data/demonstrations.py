@@ -95,7 +95,7 @@ class DemonstrationSource:
     a demonstration, ``learn`` selects the last answer, every assistant turn, or all tokens but the first,
     with the end tokens. Tokens after the last learned token are removed. Rows are truncated to ``max_tokens``
     on the right, and dropped if no learned token remains. ``report`` has the number of rows read ("rows"),
-    truncated and dropped; ``len(source)`` is the number of rows kept.
+    truncated, dropped, and kept with an unknown token ("unknown"); ``len(source)`` is the number kept.
     """
 
     unit = "texts"

@@ -21,7 +21,7 @@ class Difficulty:
     A prompt is settled while its last ``responses`` responses all have the same score. Time is counted in
     passes. In every pass each prompt is due at a random time, but settled prompts skip passes: they are due
     every 1 / ``floor`` passes on average. A step draws the prompts that are due first. Without settled
-    prompts, the draws are shuffled passes over all prompts. The time of a draw does not depend on the floor.
+    prompts, the draws are shuffled passes over all prompts. The cost of a draw does not depend on ``floor``.
 
     ``observe`` must be called between two draws. It receives the scores of all ranks, so that all ranks have
     the same state.

@@ -17,15 +17,15 @@ class Fingerprint:
     digest: str  # hash of all rows in order, independent of the file's location
 
     def saved(self) -> dict[str, Any]:
-        """Returns the entry of a checkpoint for the data set, under ``key``."""
+        """Returns the entry that a checkpoint stores for the data set under ``key``."""
         return {"rows": self.rows, "digest": self.digest}
 
 
 def changed_rows(before: Mapping[str, Any], now: Sequence[Fingerprint], checkpoint: object) -> Iterator[str]:
     """Yields a warning for each data set whose rows are not those of the checkpoint.
 
-    This is no error, since a curriculum may append or replace rows between two starts. ``before`` maps the
-    keys of data sets to their entries in the checkpoint; checkpoints of earlier versions have none.
+    This is no error, since a curriculum may append or replace rows before a run is resumed. ``before`` maps
+    the keys of data sets to their entries in the checkpoint; checkpoints of earlier versions have none.
     """
     for data in now:
         saved = before.get(data.key)

@@ -175,8 +175,9 @@ class PreferenceSource:
     ``data.apply_chat_template=true`` makes a text prompt a user message; null means false, unlike in PPO.
 
     ``report`` has the number of rows read ("rows"), of pairs of answers with different ranks ("pairs") and
-    with equal ranks ("tied", left out), of pairs with equal tokens ("identical", dropped), and of pairs with
-    a text of more than ``max_tokens`` tokens ("dropped"). ``len(source)`` is the number of pairs in use.
+    with equal ranks ("tied", left out), of pairs with equal tokens ("identical", dropped), of pairs with a
+    text of more than ``max_tokens`` tokens ("dropped"), and of texts in use that have an unknown token
+    ("unknown"). ``len(source)`` is the number of pairs in use.
     """
 
     unit = "pairs"

@@ -52,8 +52,8 @@ class PromptSource:
     response.
 
     ``report`` has the number of rows read ("rows"), truncated, dropped, with a response limit above that of
-    the run ("lowered"), kept with the prompt ids of an earlier row ("repeated"), and with the "id" of an
-    earlier row ("same_id"). ``len(source)`` is rows - dropped.
+    the run ("lowered"), kept with the prompt ids of an earlier row ("repeated"), with the "id" of an earlier
+    row ("same_id"), and kept with an unknown token ("unknown"). ``len(source)`` is rows - dropped.
 
     ``data`` is the section data; its path, split and max_samples are ignored in favour of the arguments. The
     first ``max_samples`` rows are read (None: all). ``key`` is the config key of ``path``. The ranks of
@@ -162,7 +162,7 @@ class PromptSource:
     def examples(self) -> list[tuple[str, Row]]:
         """Returns the location and metadata of one prompt for each sequence of roles.
 
-        These prompts test other chat templates, which may refuse some sequences.
+        They are used to test the chat template of a reward model, which may refuse some sequences.
         """
         return [
             (self._rows.location(self._kept[i]), self._metadata(i)) for i in self._first_with_roles.values()
@@ -173,7 +173,7 @@ class PromptSource:
         map_rows(self._rows, check, self._kept)
 
     def check_column(self, column: str, key: str) -> None:
-        """Raises a UserError about ``key`` unless ``column`` has between 1 and MAX_VALUES values."""
+        """Raises a UserError about ``key`` unless ``column`` has 1 to MAX_VALUES values, all short."""
         rows = [self._rows[i] for i in self._kept]
         values = {value_of(row, column) for row in rows}
         if values == {NO_VALUE}:

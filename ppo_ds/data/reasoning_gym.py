@@ -1,8 +1,8 @@
 """Makes rows from tasks of the package reasoning-gym: data.path=reasoning_gym:TASK.
 
-All ranks and all starts get the same rows: a separate process with a fixed PYTHONHASHSEED makes them, since
-some tasks iterate over sets. The process also isolates the run from what tasks print and from their use of
-global random generators. This module runs in that process and imports no torch.
+All launches of a run get the same rows: a separate process with a fixed PYTHONHASHSEED makes them, since some
+tasks iterate over sets. The process also isolates the run from what tasks print and from their use of global
+random generators. This module runs in that process and must not import torch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def task_rows(data: PPODataConfig) -> dict[str, TaskRows]:
 
 @cache
 def rows_or_error(request: str) -> list[dict[str, Any]] | str:
-    """Runs ``main`` in a separate process. Caches the result, because a start reads the rows twice."""
+    """Runs ``main`` in a separate process. Caches the result, because a launch reads the rows twice."""
     made = subprocess.run(
         [sys.executable, "-P", "-m", __name__],
         input=request.encode(),
@@ -106,7 +106,8 @@ def main() -> None:
 def make_rows(name: str, settings: dict[str, Any], max_rows: int | None = None) -> list[dict[str, Any]]:
     """Makes the rows of a task: prompt, answer, and the data that reward=reasoning_gym needs to verify.
 
-    Raises UserError with $PATH for the path's key and value, and $KEY for the key of ``settings``.
+    Raises UserError, in which the caller must replace $PATH by the path's key and value, and $KEY by the
+    config key of ``settings``.
     """
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS, create_dataset

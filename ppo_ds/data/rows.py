@@ -43,7 +43,7 @@ _MAX_PROBLEMS = 5  # distinct problems in one error
 _MAX_BYTES = 2**33  # all rows
 _MAX_ROW_BYTES = 2**26  # one row, on average over a batch
 _BATCH_BYTES = 2**26  # the rows that are decoded together
-# address space of the decoder, including pools reserved beyond use, also for each core's thread
+# address space of the decoder; it reserves more memory than it uses, some of it for the thread of each core
 _DECODER_BYTES = 2**32 + 2**28 * (os.cpu_count() or 1)
 
 # A file of a Hub data set, in the notation of huggingface_hub: hf://datasets/OWNER/NAME/FILE
@@ -399,7 +399,8 @@ def _parquet_batches(
 ) -> Iterator[pyarrow.RecordBatch]:
     """Yields batches with at least the first ``n`` rows; raises UserError if they exceed the memory limits.
 
-    A value is at most as large as the column's decoded pages, but each row of a batch may repeat the value.
+    A value can be as large as the column's decoded pages, and each row may repeat it, so the larger the
+    columns are, the fewer rows are decoded together.
     """
     groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]

@@ -1,4 +1,4 @@
-"""Runs commands, each in a separate process group, and forwards stop signals to all their processes.
+"""Runs commands, each in a separate process group, and ends all their processes at a stop signal.
 
 A signal to the ``deepspeed`` command ends that command at once, while its ranks continue until they have
 saved. A caller that waited for the command alone would end, or start the next command, before the ranks end.

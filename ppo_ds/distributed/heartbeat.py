@@ -3,7 +3,7 @@
 The watchdog (distributed/watchdog.py) reads it to tell slow work from a hang, and the console shows it on a
 terminal. There is one heartbeat per process, like the global random state, so that code deep in a rollout can
 call ``beat`` without receiving an object. Only the functions of this module change it, and only the main
-thread calls them. They never wait for a device.
+thread may call them, except ``read``. They never wait for a device.
 """
 
 from __future__ import annotations

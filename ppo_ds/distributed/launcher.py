@@ -1,7 +1,7 @@
 """Process ids and launch id of the launcher that started this rank, and a free port for a launch.
 
-A signal to the ``deepspeed`` command ends only that command. Its ranks would continue as orphans, with the
-port, the GPUs and the run directory of the next start. Each rank therefore watches its launchers' ids.
+A signal to the ``deepspeed`` command ends only that command. Its ranks would continue as orphans and occupy
+the port, the GPUs and the run directory of the next launch. Each rank therefore watches its launchers' ids.
 """
 
 from __future__ import annotations

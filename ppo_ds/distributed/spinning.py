@@ -61,10 +61,12 @@ def start_spin_control(threads: int, cores: int, environment: Mapping[str, str])
     Args:
         threads: Number of OpenMP threads of this process.
         cores: Number of cores on which this process may run; libgomp compares it with the threads.
+        environment: Variables of this process. If one of USER_SETTINGS is set, no control is started.
 
     Returns:
-        How waiting threads behave, for the banner. Empty if no control was started: with one thread, far more
-        cores than threads, another OpenMP runtime than libgomp, or a kernel without waiting times.
+        How waiting threads behave, for the banner: the user's settings, or that the control was started.
+        Empty with one thread, far more cores than threads, another OpenMP runtime than libgomp, or a kernel
+        without waiting times; then no control was started.
     """
     if threads == 1:
         return ""
@@ -85,7 +87,7 @@ def start_spin_control(threads: int, cores: int, environment: Mapping[str, str])
 
 
 def find_libgomp(maps: str) -> str | None:
-    """Returns the path of libgomp among this process's libraries, or None if torch uses another runtime."""
+    """Returns the path of libgomp in the text of MAPS, or None unless it is the only OpenMP runtime there."""
     found = {match[1]: match[0] for match in RUNTIMES.finditer(maps)}
     return found.get("libgomp") if len(found) == 1 else None
 
@@ -153,7 +155,7 @@ def thread_times(tasks: Path) -> dict[str, Times]:
 
 
 def waiting_share(before: Mapping[str, Times], after: Mapping[str, Times], seconds: float) -> float | None:
-    """Returns the largest fraction of its time that any thread has waited for a core.
+    """Returns the largest fraction of its time, without sleep, that any thread has waited for a core.
 
     Threads that slept for three quarters of ``seconds`` do not count; if all did, returns None. Other threads
     count even if they are not OpenMP's, because the kernel does not tell them apart. If such a thread waits

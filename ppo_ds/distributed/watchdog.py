@@ -86,7 +86,7 @@ class Process:
 
 
 class Watchdog:
-    """Ends this rank when a peer fails, dies or hangs. Does nothing until ``start``."""
+    """Ends this rank when a peer fails or dies, or when the run hangs. Does nothing until ``start``."""
 
     def __init__(self, process: Process | None = None) -> None:
         self.started = False
@@ -125,7 +125,8 @@ class Watchdog:
     def set_timeout(self, minutes: float, close_record: Callable[[str], None]) -> None:
         """Sets the timeout: from now on, the run ends after ``minutes`` without a heartbeat.
 
-        ``close_record`` is called with the reason if this rank exits because another rank failed.
+        ``close_record`` is called with the reason if the watchdog ends this rank because another rank failed
+        or the run hangs.
         """
         self._close_record = close_record
         self._limit = 60 * minutes

@@ -87,7 +87,7 @@ class World:
 
     @property
     def data_size(self) -> int:
-        """The number of parts of the rows in training; all ranks of a sequence group have the same part."""
+        """The number of parts into which training divides the rows; a sequence group shares one part."""
         return self.size // self.sequence_ranks
 
     @property

@@ -134,7 +134,7 @@ class FrozenBase(FrozenModel):
     def __init__(
         self, trained: TrainedModel, *, base_weights: Callable[[nn.Module], AbstractContextManager[None]]
     ):
-        """Stores ``base_weights``, which returns a context for computing as before the training."""
+        """Wraps ``trained``; in the context ``base_weights(module)``, it computes as before its training."""
         super().__init__(trained.module, trained, trained.world.device)
         self._base_weights = base_weights
 

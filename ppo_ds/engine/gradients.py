@@ -62,7 +62,8 @@ def skip_step(engine: Any, *, lower_scale: bool) -> None:
     if hasattr(wrapper, "local_overflow"):
         wrapper.local_overflow = True  # ZeRO 1 and 2 in 16 bits with an offloaded optimizer
     if hasattr(wrapper, "check_grad_overflow"):
-        wrapper.check_grad_overflow = True  # if off (bf16), the step would write NaN into the weights
+        # if the user's JSON has it off (bf16), the step would write NaN into the weights
+        wrapper.check_grad_overflow = True
     scaler = dynamic_loss_scaler(engine)
     scaler_state = dict(vars(scaler)) if scaler is not None else {}
     if "raise_error_at_min_scale" in scaler_state:

@@ -4,9 +4,9 @@ DeepSpeed's own hybrid engine is not used. It supports no current model family, 
 live engine, which an exception can leave half modified. With ZeRO 0 to 2, every rank has all weights and uses
 them directly for decoding. With ZeRO-3 there are two modes (actor.zero.generation_gather):
 
-- whole: the weights are gathered once per generation phase, parameter by parameter, into an inference copy of
-  the model without hooks. The training engine is not modified, so that an exception leaves nothing to repair,
-  and ranks may decode different numbers of tokens. LoRA adapters are merged into the copy, whose weights are
+- whole: the weights are gathered once per generation phase, in chunks, into an inference copy of the model
+  without hooks. The training engine is not modified, so that an exception leaves nothing to repair, and
+  ranks may decode different numbers of tokens. LoRA adapters are merged into the copy, whose weights are
   rounded to its dtype: in bf16, its log-probs differ from the training log-probs by a few thousandths of a
   nat. Adapters are never merged into the trained model's own weights. The copy is freed for training, where
   the free memory determines the size of micro-batches. The addresses of the copy therefore change with every
@@ -16,8 +16,9 @@ them directly for decoding. With ZeRO-3 there are two modes (actor.zero.generati
   the same number of forwards (lockstep).
 
 An inference engine with separate weights (rollout.backend=vllm) needs neither mode. It receives all weights
-at each switch to generation, one decoder layer at a time, for every ZeRO stage. If it can decode with LoRA
-adapters, it receives the adapters at each switch, and the base, which does not change, only when it reads it.
+at each switch to generation, one or more decoder layers at a time, for every ZeRO stage. If it can decode
+with LoRA adapters, it receives the adapters at each switch. The base weights do not change; the engine reads
+them only when it does not have them.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class HybridActor(TrainedModel):
         All ranks must call this when all models are in memory. Before this call, weights are gathered whole
         and nothing is offloaded. ``generation_gather`` and ``offload_states`` are the settings of actor.zero.
         ``decoding_bytes`` is the size of the KV cache and the activations of decoding, and of the weights of
-        an inference engine. Returns a line for the start-up banner.
+        an inference engine. The states of ``critic`` are offloaded too. Returns a line for the banner.
         """
         offloads = [OptimizerOffload(model) for model in (self, critic) if model is not None]
         future = sum(offload.future_bytes for offload in offloads)
@@ -135,8 +136,8 @@ class HybridActor(TrainedModel):
         """Makes ``engine`` generate: ``generation_mode`` enters ``engine(self.weights())``.
 
         With ``adapters``, ``generation_mode`` enters ``engine(self.weights(merge=False), self.adapters())``,
-        and the engine need not read the weights. Memory that the engine frees outside of this context is free
-        during training.
+        and the engine need not read the weights. At the end of this context, the engine should free its
+        memory for training.
         """
         assert self._has_engine and self._depth == 0
         self._engine, self._sends_adapters = engine, adapters
@@ -156,9 +157,9 @@ class HybridActor(TrainedModel):
     def weights(self, *, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and value of each weight of the causal LM, as an export would write them.
 
-        Adapters are merged unless ``merge`` is False, and tied weights are yielded once. At most one decoder
-        layer, or chunks of ``gather_elements``, are in memory besides the model. With ZeRO-3 every rank must
-        read all weights.
+        Adapters are merged unless ``merge`` is False, and tied weights are yielded once. Only one chunk is in
+        memory besides the model: as many decoder layers as reach ``gather_elements``. With ZeRO-3 every rank
+        must read all weights.
         """
         layers = by_layer(plain_weights(self.module.lm))
 

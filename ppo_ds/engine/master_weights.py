@@ -3,7 +3,7 @@
 ZeRO keeps them in flat partitions whose layout depends on the stage and the number of ranks. This module
 returns whole parameters, with one collective per parameter, so that a rank holds at most one whole parameter
 in addition to its partition. When it sets a parameter, it sets only the elements in this rank's partition;
-``local_range`` returns which elements these are, so that a rank reads nothing else.
+``local_range`` returns which elements these are, so that a rank reads no others from a checkpoint.
 """
 
 from __future__ import annotations
@@ -169,7 +169,10 @@ class MasterWeights:
 
 @contextmanager
 def opened_masters(model: TrainedModel, *, store: bool = False) -> Iterator[MasterWeights]:
-    """Yields MasterWeights with moments; with ``store``, encodes them for an 8-bit optimizer at the end."""
+    """Yields MasterWeights with moments in fp32, even if the optimizer keeps them in 8 bits.
+
+    An 8-bit optimizer discards changes of the moments unless ``store`` is True and no exception occurs.
+    """
     optimizer = model.engine.basic_optimizer
     if is_8bit(optimizer):
         add_fp32_moments(optimizer, optimizer_shares(model))
@@ -196,7 +199,7 @@ def optimizer_shares(model: TrainedModel) -> list[Tensor]:
 def local_range(parameter: nn.Parameter, zero_stage: int, rank: int) -> slice:
     """Returns the elements of the flattened ``parameter`` that are in the partition of ``rank``.
 
-    For ZeRO 1 and 2, this is the range that DeepSpeed has stored in the parameter, for this process's rank.
+    For ZeRO 1 and 2, ``rank`` must be this process's rank, whose range DeepSpeed has stored in the parameter.
     """
     if zero_stage == 0:
         return slice(0, parameter.numel())

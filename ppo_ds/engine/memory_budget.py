@@ -98,9 +98,9 @@ def tensor_memory(world: World, resident: int) -> int:
     """Returns the bytes that all tensors of a rank may take together. All ranks must call this.
 
     The result is the minimum over ranks. On a GPU, a rank's memory is that of its tensors plus the free
-    memory, minus LAZY. ``resident`` is an estimate of the tensors that exist between two phases; those beyond
-    the estimate are not counted, since they are not freed. On a CPU, it is the rank's share of the machine's
-    memory minus LIBRARIES, which is the same at each start.
+    memory, minus LAZY. ``resident`` estimates the bytes of the tensors that exist between two phases. Tensors
+    beyond this estimate take memory that is never freed, so their bytes are not counted. On a CPU, a rank's
+    memory is its share of the machine's memory minus LIBRARIES, the same at each launch of the run.
     """
     if world.device.type == "cpu":
         own = cpu_memory(world.threads.ranks)

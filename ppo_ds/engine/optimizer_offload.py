@@ -43,7 +43,7 @@ class OptimizerOffload:
         """Bytes of the moments that are not allocated on the device yet (before the first step)."""
         optimizer, device = self._model.engine.basic_optimizer, self._model.world.device.type
         fresh = [share for share in optimizer_shares(self._model) if not optimizer.state.get(share)]
-        each = 2 if is_8bit(optimizer) else 8  # of both moments
+        each = 2 if is_8bit(optimizer) else 8  # bytes of both moments of an element
         return sum(each * share.numel() for share in fresh if share.device.type == device)
 
     @contextmanager

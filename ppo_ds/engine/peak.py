@@ -1,6 +1,7 @@
 """Peak rates of this machine, measured at start-up: matrix products and memory bandwidth.
 
-Each rate is the best of several measurements, so that short loads do not lower it. Not tested on a GPU.
+Each rate is the best of several measurements, so that brief work of other programs does not lower it. Not
+tested on a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trained model: a DeepSpeed engine with its own loss scaling, learning rate and gradient accumulation."""
+"""Trained model: a DeepSpeed engine with a learning rate schedule and explicit gradient accumulation."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     On a GPU, the backward passes of attention and of embeddings add with atomic operations, whose order
     differs from run to run. Operations without a deterministic algorithm raise RuntimeError with their name.
 
-    Only backward passes run in such a block: on a GPU, torch (2.13) would reject the cumulative sums of top_p
-    sampling, although sums over rows are deterministic (``use_deterministic_algorithms``).
+    Only backward passes may run in such a block: on a GPU, torch (2.13) would reject the cumulative sums of
+    top_p sampling, although sums over rows are deterministic (``use_deterministic_algorithms``).
     """
     if not enabled:
         yield
@@ -115,7 +115,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
 class TrainedModel:
     """Wraps a module in a DeepSpeed engine (ZeRO 0 to 3).
 
-    The caller divides losses by the totals of the whole optimizer step and multiplies them by the number of
+    The caller must divide losses by the totals of the whole optimizer step and multiply them by the number of
     ranks (algorithm/loss/aggregation.py). DeepSpeed averages gradients over ranks; its division by
     accumulation steps is off. The result is the exact gradient of the global mean for any division of rows.
     """
@@ -148,7 +148,7 @@ class TrainedModel:
             module.to(world.device)
         module.train()
         groups = parameter_groups(module, weight_decay, lr_factors)
-        # fused: one pass over the states; on a CPU torch's default takes four times as long
+        # fused: one pass over the optimizer states; on a CPU torch's default takes four times as long
         make = make_adamw_8bit if eight_bit else partial(torch.optim.AdamW, fused=True)
         optimizer = make(groups, lr=schedule.at(0), betas=betas, eps=eps)
         with world.quiet():
@@ -211,7 +211,10 @@ class TrainedModel:
         return local_squared_norm(self.engine)
 
     def step(self) -> StepInfo:
-        """Clips and applies the accumulated gradient, which must be finite in fp32 without ZeRO."""
+        """Clips and applies the accumulated gradient.
+
+        DeepSpeed skips the step if the gradient is not finite, except in fp32 without ZeRO, where it must be.
+        """
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         lr = self.schedule.at(self.steps)
         for group in self.engine.optimizer.param_groups:

@@ -22,11 +22,11 @@ METHODS = {"reset": ("row",), "step": ("answer",)}  # with tools, step is called
 
 
 class Environment(Protocol):
-    """Answers the turns of the policy in one response.
+    """Answers each turn that the policy takes in one response.
 
     Plain methods run in a pool of threads, async methods in an event loop; each object has one call at a
-    time. Errors and time-outs end responses. If the class has an attribute ``tools``, the prompt shows these
-    tools, and step also gets the tool calls of a turn: see environments/tools.py.
+    time. An error or a time-out ends the response. If the class has an attribute ``tools``, the prompt shows
+    these tools, and step also gets the tool calls of a turn: see environments/tools.py.
     """
 
     def reset(self, row: Row) -> list[Message] | None:
@@ -85,14 +85,14 @@ def load_environment(path: str, arguments: Mapping[str, Any]) -> partial[Environ
 
 
 def is_asynchronous(kind: Callable[..., Any]) -> bool:
-    """Returns whether a method of an environment's class is async."""
+    """Returns whether ``reset`` or ``step`` of an environment's class is async."""
     return any(inspect.iscoroutinefunction(getattr(kind, name)) for name in METHODS)
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:
-    """Validates messages; raises InvalidResult unless they are dicts with the texts role and content.
+    """Validates a list of messages: dicts of texts with role and content. Raises InvalidResult.
 
-    All texts must be valid Unicode, since no tokenizer accepts a lone surrogate.
+    The list must not be empty. All texts must be valid Unicode, since no tokenizer accepts a lone surrogate.
     """
     if not isinstance(value, (list, tuple)) or not value:
         raise InvalidResult(f"returned {described(value)}, which is not a list of messages")

@@ -41,7 +41,7 @@ class CallPool:
         self._pool = Pool(self.workers)
 
     def start(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
-        """Starts a call; the future holds its result or exception."""
+        """Starts a call; the future returns its result, or the exception that it raised."""
 
         async def attempt() -> Any:
             try:

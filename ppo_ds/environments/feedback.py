@@ -15,16 +15,17 @@ from ppo_ds.models.tokenizer import Message, Tokenizer
 from ppo_ds.types import Row
 
 _ANSWER = "This is the content of an answer."  # stands for the turn of the policy before the feedback
-# A template may keep thoughts before results of tools, and show an empty one before a last answer without.
+# A template may keep thoughts before results of tools, and add an empty thought to a last answer without one.
 _THOUGHTS = ("", "<think>\nA thought.\n</think>\n\n")
 
 
 def encode_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message] | None, row: Row, limit: int, has_tools: bool
 ) -> tuple[list[int], Row] | None:
-    """Returns the tokens of the prompt and the row with the prompt; None to use the data's prompt unchanged.
+    """Returns the tokens of the prompt and the row updated with it, or None to keep the prompt of the data.
 
-    A prompt of more than ``limit`` tokens is truncated on the left; with tools, it raises InvalidResult.
+    A prompt of more than ``limit`` tokens is truncated on the left. Raises InvalidResult for a prompt without
+    tokens and, with tools, for a prompt that is too long or no chat.
     """
     if messages is None and has_tools:
         messages = row.get("messages")

@@ -187,7 +187,7 @@ class MultiTurnGenerator:
             episode.call = self.pool.start(partial(take_step, episode.environment, *turn))
 
     def stepped(self, episode: Episode, step: Step) -> None:
-        """Stores the reward of a turn and appends the feedback, unless the episode ends."""
+        """Stores the reward of a turn; appends the feedback unless the episode ends."""
         if step.done or episode.turns == self.max_turns:
             episode.rewards[-1] = step.reward
             episode.end = DONE if step.done else TURNS

@@ -76,8 +76,8 @@ def _read_objects(text: str, key: str) -> list[ToolCall]:
 def find_reader(tokenizer: Tokenizer, names: Sequence[str], key: str) -> CallReader:
     """Returns the function that reads calls in the format of the tokenizer's chat template.
 
-    Raises UserError, which begins with ``key``, if the template does not show the tools ``names``, writes
-    calls in an unknown format, or refuses results of tools.
+    Raises UserError if the template does not show the tools ``names``, writes calls in an unknown format, or
+    does not support results of tools. ``key`` is the config key for the errors.
     """
     question: Any = {"role": "user", "content": "A question."}
     call = {"type": "function", "function": {"name": _EXAMPLE.name, "arguments": _EXAMPLE.arguments}}

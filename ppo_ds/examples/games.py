@@ -28,7 +28,7 @@ _LOCK = Lock()  # held by the game that is drawing
 
 
 class Game:
-    """Plays one game. Its messages are the prompt and the feedback; its reward is that of the last turn.
+    """Plays one game. Its messages are the prompt and the feedback; only the last turn has a reward.
 
     ``name`` is a game's name in TextArena without wrappers, and ``options`` are arguments of the game.
     """

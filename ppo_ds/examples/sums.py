@@ -266,7 +266,10 @@ def warm_start(
     max_steps: int,
     evaluate_every: int = 5,
 ) -> tuple[int, float]:
-    """Trains until the accuracy on ``validation`` reaches the target; returns steps and accuracy."""
+    """Trains until the accuracy on ``validation`` reaches the target; returns steps and accuracy.
+
+    Raises UserError if the target is not reached in ``max_steps``.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=20)
     ids, labels = demonstrations

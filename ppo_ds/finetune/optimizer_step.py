@@ -1,4 +1,4 @@
-"""The common code of sft and reward_model, the stages that train one model, and one optimizer step."""
+"""Common code of sft and reward_model, the stages that train one model: a base class, an optimizer step."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class PairScores:
         return found
 
     def metrics(self) -> Metrics:
-        """Computes eval/*. A tie counts as half a correct pair; margins are those of the scores."""
+        """Computes eval/*. A tie counts as half a correct pair; eval/margin_* are of ``differences``."""
         d, correct = self.differences, pair_accuracy(self.differences)
         mean, std = self.mean_and_std()
         found = {

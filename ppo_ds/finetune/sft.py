@@ -93,7 +93,7 @@ class SFTTrainer(FinetuneStage[DemonstrationSource, Sequences]):
     def loss(
         self, rows: Tensor, *, batch: Sequences, totals: BatchTotals, index: int
     ) -> tuple[Tensor, Parts]:
-        """Computes the part of the loss of some rows in step ``index``, and its metrics."""
+        """Computes the share of ``rows`` [b] (indices) in the loss of step ``index``, and its metrics."""
         micro, smoothing, aux_coef = batch.select(rows).trimmed(), self.config.label_smoothing, self.aux_coef
         out = self.actor(
             micro.ids,

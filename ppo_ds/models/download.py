@@ -3,8 +3,8 @@
 A rank that loads a model requests a dozen files from the Hub, which rejects many requests from one address
 (HTTP 429). Before the models of a run are loaded, rank 0 therefore lists their files, and the first rank of
 each node downloads files that its cache lacks. All ranks then load only from the cache, and only the commit
-that rank 0 has found. If nodes share a cache, rank 0 fills it. Tools, which have one rank, call
-``fetch_weights`` and leave the rest to transformers.
+that rank 0 has found. If nodes share a cache, rank 0 fills it. For a model that was not downloaded in this
+way, as in some tools, ``fetch_weights`` downloads the weights and transformers the other files.
 
 The progress bars of the libraries are off (launch/train.py), since every rank would draw one. Rank 0 shows
 downloads.
@@ -63,7 +63,7 @@ class HubModel:
 
 @dataclass(frozen=True)
 class HubFiles:
-    """The files of one commit of a Hub model; empty if the Hub could not be reached."""
+    """The files of one commit of a Hub model; both tuples are empty if the Hub did not list the files."""
 
     model: HubModel
     commit: str
@@ -71,7 +71,7 @@ class HubFiles:
     weights: tuple[tuple[str, int], ...] = ()  # name and size in bytes
 
     def missing(self, names: Sequence[str]) -> list[str]:
-        """Returns the names of files that the local cache lacks."""
+        """Returns those of ``names`` that the local cache lacks."""
         return [
             name
             for name in names
@@ -122,7 +122,10 @@ def hub_arguments(path: str, revision: str | None) -> dict[str, Any]:
 
 
 def cached_folder(path: str, revision: str | None) -> Path | None:
-    """Returns the folder with a model's files, a local one or one in the Hub cache; None if there is none."""
+    """Returns the folder with a model's files, or None if it is not known.
+
+    This is a local folder, or one in the Hub cache if ``download_files`` has downloaded the model.
+    """
     if os.path.isdir(path):
         return Path(path)
     files = _downloaded.get((path, revision))
@@ -133,8 +136,9 @@ def cached_folder(path: str, revision: str | None) -> Path | None:
 def download_files(models: Sequence[HubModel], world: World) -> None:
     """Downloads all files of the models except for their weights. All ranks must call this.
 
-    Afterwards, this process loads these models without requests to the Hub. Local folders, and paths that are
-    not Hub ids, are ignored. Raises UserError if a model is neither in the cache nor on the Hub.
+    Afterwards, this process loads these models without requests to the Hub, except for models whose files the
+    Hub does not list (see ``list_files``). Local folders, and paths that are not Hub ids, are ignored. Raises
+    UserError if a model is neither in the cache nor on the Hub.
     """
     unique: dict[tuple[str, str | None], HubModel] = {}
     for model in models:
@@ -178,12 +182,13 @@ def is_hub_id(path: str) -> bool:
 def list_files(model: HubModel) -> HubFiles | None:
     """Lists the files of a model on the Hub and downloads its small files.
 
-    If the Hub does not list files but the cache has the model with weights, the cache is used unchanged. If
-    the cache has only other files of the model, returns None: transformers then requests each file, since
-    some mirrors of the Hub provide files without listing them.
+    If the Hub does not list files but the cache has the model with weights, returns HubFiles without names,
+    so that the cache is used unchanged. If the cache has only other files of the model, returns None:
+    transformers then requests each file, since some mirrors of the Hub provide files without listing them.
+    Raises UserError if the cache does not even have config.json.
     """
     try:
-        # writes the revision's commit into the cache, for starts without a network
+        # writes the revision's commit into the cache, for later launches without a network
         config = hf_hub_download(model.path, "config.json", revision=model.revision)
         commit = Path(config).parent.name
         info = HfApi().model_info(model.path, revision=commit, files_metadata=True)
@@ -211,10 +216,10 @@ def list_files(model: HubModel) -> HubFiles | None:
 
 
 def download(files: HubFiles, names: Sequence[str], bar: type[tqdm] | None = None) -> None:
-    """Downloads the files that the local cache lacks; raises UserError if one cannot be downloaded.
+    """Downloads those of ``names`` that the local cache lacks; raises UserError if one cannot be downloaded.
 
-    Also copies the model's code to the folder from which transformers imports it. If several ranks did this
-    at once, one rank could import a file that another rank is still writing.
+    Also copies the model's code to the folder from which transformers imports it. Several ranks must call
+    this through ``World.on_first_of_node``, so that no rank imports a file that another is still writing.
     """
     if not names:
         return

@@ -1,7 +1,7 @@
 """Replaces functions inside the layers of a model by faster ones: RMSNorm and RoPE.
 
-The functions of ``ops.fused`` replace them and compute the same numbers bit for bit. A class or function of
-transformers is replaced only if its results in a small example are equal, so families with other formulas
+The functions of ``compute.fused`` replace them and compute the same numbers bit for bit. A class or function
+of transformers is replaced only if its results in a small example are equal, so families with other formulas
 keep theirs. Only attributes of module instances are set: names of weights and modules, hooks, adapters and
 copies made from a model's class and config do not change.
 """
@@ -38,7 +38,7 @@ def use_fused_functions(model: nn.Module) -> None:
 
 @cache
 def norm_forward(kind: Any) -> Callable[..., Tensor] | None:
-    """Returns a forward for the RMSNorm class ``kind`` that calls ``rms_norm``; None for any other class."""
+    """Returns a forward that calls ``rms_norm`` if the class ``kind`` computes an RMSNorm, and else None."""
     formula = _norm_formula(kind)
     if formula is None:
         return None
@@ -74,7 +74,7 @@ def _norm_formula(kind: type[nn.Module]) -> tuple[bool, Literal["variance_epsilo
 
 @torch.no_grad()
 def _norm_results(kind: Any, eps: str, dtype: torch.dtype) -> tuple[bool, bool]:
-    """Compares an RMSNorm with the formulas weight * x and (1 + weight) * x in a small example."""
+    """Returns whether an RMSNorm multiplies by weight, and whether by 1 + weight, in a small example."""
     example = kind.__new__(kind)
     nn.Module.__init__(example)
     example.weight = nn.Parameter(torch.linspace(-1, 2, 8, dtype=dtype), requires_grad=False)

@@ -6,7 +6,7 @@ tokens of each row contiguous:
 
     padded  [B,n]: every row begins at column 0; n is the largest number of tokens in a row. Padding comes
         after all tokens of a row, so that causal attention needs no mask and can use its fastest kernel.
-    packed  [1,N]: all rows are concatenated, N tokens without padding; attention stays within each row
+    packed  [1,t]: all rows are concatenated, t tokens without padding; attention stays within each row
         (packed_attention.py).
 
 With a sequence group, each rank of the group gets an equal part of the columns of a packed layout.
@@ -36,7 +36,7 @@ class Layout:
 
     The indices map between the input and the micro-batch. All tensors are on the device of the model. K is
     the number of labels, which are the response tokens whose log-probs are computed. N is the number of
-    states before and after response tokens.
+    states with a value: each row has one before each response token, and one after the last token.
     """
 
     ids: Tensor  # [b,t]
@@ -47,7 +47,7 @@ class Layout:
     # the next three are indices into the flattened input [b*t]
     label_positions: Tensor  # [K] the token before each label
     state_positions: Tensor  # [N] the token before each response token, and the last token of each row
-    last_positions: Tensor  # [B] the last token of each row
+    last_positions: Tensor  # [B] the last token of each row; not valid with ``sequence``
     labels: Tensor  # [K]
     label_indices: Tensor  # [K] indices of the labels in the flattened [B*R]
     state_indices: Tensor  # [N] indices of the states in the flattened [B*(R+1)]
@@ -80,7 +80,7 @@ class Layout:
         return self._scattered(values, self.state_indices, self.width + 1)
 
     def _scattered(self, values: Tensor, indices: Tensor, width: int) -> Tensor:
-        """Scatters values of all ranks that divide the tokens to ``indices`` of the flattened [B,width]."""
+        """Scatters ``values`` to ``indices`` of the flattened [B,width], summed over ``sequence``."""
         scattered = values.new_zeros(self.rows * width).index_copy(0, indices, values).view(self.rows, width)
         return scattered if self.sequence is None else self.sequence.sum(scattered)
 

@@ -1,4 +1,4 @@
-"""Linear layers whose products on a CPU are computed by the faster library (compute/matmul.py).
+"""Linear layers whose fp32 products on a CPU use oneDNN where it is faster (compute/matmul.py).
 
 For a rollout, ``packed_weights`` can copy their weights to the layout in which oneDNN multiplies. Otherwise
 oneDNN rearranges the weights in every product, which takes up to half of the time of a product with few rows.
@@ -52,9 +52,9 @@ def pays(size: int, products: int) -> bool:
 def packed_weights(model: nn.Module, products: int) -> Iterator[None]:
     """Lets each ``Linear`` of ``model`` multiply a packed copy of its weight inside the block.
 
-    The weights must not change inside the block, and no gradients are computed. ``products`` is the number of
-    times that each weight is multiplied. Nothing is packed if this is less than ``FEWEST_PRODUCTS``, if the
-    weights need more than ``MOST_PACKED`` bytes, or if oneDNN does not compute the products.
+    The weights must not change inside the block, and gradients must be disabled. ``products`` is the number
+    of times that each weight is multiplied. Nothing is packed if this is less than ``FEWEST_PRODUCTS``, if
+    the weights need more than ``MOST_PACKED`` bytes, or if oneDNN does not compute the products.
     """
     layers = [
         module for module in model.modules() if isinstance(module, Linear) and matmul.packs(module.weight)

@@ -46,8 +46,8 @@ class LMHead(Linear):
     ) -> Tensor | LabelStatistics:
         """Returns the logits [...,V] of hidden [...,H].
 
-        On a GPU, logits of 16-bit states are in fp32, so that decoding samples from the distribution that
-        training computes. With labels [K], returns instead the statistics of hidden [K,H] and the labels
+        On a GPU, logits of 16-bit hidden states are in fp32, so that decoding samples from the distribution
+        that training computes. With labels [K], returns instead the statistics of hidden [K,H] and the labels
         under softmax(logits / temperature), in nats and fp32.
         """
         if labels is None:
@@ -87,7 +87,7 @@ class HeadProbe(NamedTuple):
 def probe_head(lm: PreTrainedModel, arguments: dict[str, Any]) -> tuple[HeadProbe, Tensor, ModelOutput]:
     """Runs the model's own forward with the output of its ``LMHead`` replaced by a constant.
 
-    Returns the probe, the input states [b*t,H] of the head, and the model's output.
+    Returns the probe, the hidden states [b*t,H] before the head, and the model's output.
     """
     seen: dict[str, Tensor] = {}
 
@@ -119,9 +119,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def forward_at(
     lm: PreTrainedModel, positions: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor, ModelOutput]:
-    """Runs the model's own forward, but applies the head only at ``positions`` [K] of the flattened states.
+    """Runs the model's own forward, but applies the head only at ``positions`` [K] of the flattened [b*t].
 
-    Returns the states [b*t,H] at all positions, and the model's output with logits [1,K,V].
+    Returns the hidden states [b*t,H] before the head, and the model's output with logits [1,K,V].
     """
     given: list[Tensor] = []
 

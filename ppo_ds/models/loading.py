@@ -49,7 +49,7 @@ _DROPOUT = re.compile(r"dropout|pdrop|layerdrop")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Returns the torch dtype of bf16, fp16 or fp32."""
+    """Returns the torch dtype named bf16, fp16 or fp32; raises UserError for other names."""
     if name not in _DTYPES:
         raise UserError(f"model.dtype={name!r}: must be one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
@@ -113,9 +113,9 @@ def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
 def refuse_adapter_on_hub(path: str, revision: str | None, key: str) -> None:
     """Raises UserError if a model of the Hub contains an adapter, that is, an adapter_config.json.
 
-    transformers would load the weights of the base model in this file, and run the base model's code if the
-    code of ``path`` may run. The base model may be any repository or a folder of this machine. Local folders
-    are not checked: if a folder has a config.json, transformers loads the weights in that folder.
+    transformers would load the weights of the base model that this file names, and run the base model's code
+    if the code of ``path`` may run. The base model may be any repository or a folder of this machine. Local
+    folders are not checked: if a folder has a config.json, transformers loads the weights in that folder.
     """
     if os.path.isdir(path):
         return
@@ -237,7 +237,7 @@ def _some(names: list[str]) -> str:
 def _remove_dropout(config: PreTrainedConfig) -> None:
     """Sets every dropout of a config to 0.
 
-    Old log-probs, ratios and values compare two forwards; dropout would add noise.
+    Ratios and value clipping compare the results of two forwards, and dropout would add noise to both.
     """
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):  # text_config, attn_config, ...
@@ -283,7 +283,8 @@ def _undo_rope_rewrite(config: PreTrainedConfig) -> None:
 def _checked(path: str, key: str) -> str:
     """Returns the path with ~ expanded.
 
-    Raises UserError if the path is neither a folder nor has the form of a Hub id.
+    Raises UserError unless the path has the form of a Hub id or is a folder without references to files
+    elsewhere.
     """
     path = os.path.expanduser(path)
     if os.path.isdir(path):
@@ -350,7 +351,8 @@ def attention(model: ModelConfig, key: str) -> str | None:
 def code_arguments(model: ModelConfig, config: PreTrainedConfig) -> dict[str, Any]:
     """Returns the arguments of transformers' from_config for a model that runs its own code.
 
-    The code comes from the config's revision, and is not requested from the Hub if it is in the cache.
+    With them, the code comes from the revision of the config, and is not requested from the Hub if it is in
+    the cache. Returns {} if the model runs no own code or has no revision.
     """
     revision = hub_arguments(model.path, model.revision).get("revision")
     if revision is None or not model.trust_remote_code or not getattr(config, "auto_map", None):
@@ -363,8 +365,8 @@ def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
     """Converts exceptions while loading a model into UserErrors with ``key`` and the path.
 
     transformers raises OSError, ValueError or ImportError for most problems of a folder, a Hub id or its
-    code. ``more`` are further types of exceptions to convert, such as KeyError or AssertionError, which an
-    invalid config.json can cause.
+    code. An invalid config.json can cause other types, such as KeyError. ``more`` are types to convert in
+    addition to those in ``usual``.
     """
     usual = (OSError, ValueError, ImportError, AssertionError, KeyError, ZeroDivisionError, RecursionError)
     try:

@@ -225,7 +225,7 @@ def _matrices(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
 
 @torch.no_grad()
 def _merged(layer: LoraLayer, base: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """Computes W + alpha / rank * B A in fp32."""
+    """Computes W + alpha / rank * B A in fp32, and rounds it to the dtype of W."""
     left, right = (down.T, up.T) if layer.fan_in_fan_out else (up, down)
     merged = base.to(torch.float32, copy=True)  # the only matrix of this size: one of a 70B model has 0.9 GiB
     return merged.addmm_(left.float(), right.float(), alpha=layer.scaling[ADAPTER]).to(base.dtype)

@@ -1,8 +1,8 @@
 """NEFTune (Jain et al. 2023): uniform noise on the embeddings of the tokens, in training only.
 
-In a row of L tokens with embeddings of width d, each component gets uniform noise of at most alpha / sqrt(L
-d). The noise of a row depends only on its seed. The noise is the same on any number of ranks, in any
-micro-batch, in padded and packed rows, and after a resume.
+In a row of L tokens with embeddings of width d, each component gets uniform noise of at most
+alpha / sqrt(L * d). Each row has a seed, so its noise is the same on any number of ranks, in any micro-batch,
+in padded and packed rows, and after a resume.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppo_ds.models.layout import Layout
 
 @dataclass(frozen=True)
 class EmbeddingNoise:
-    """The noise of the rows of one forward."""
+    """Scale and seeds of the noise that one forward adds to the embeddings of its B rows."""
 
     alpha: float
     seeds: Tensor  # [B] long, one for each row

@@ -71,8 +71,9 @@ def packed_arguments(
 ) -> dict[str, Any]:
     """Returns the arguments of a packed forward, with the names that transformers' flash attention uses.
 
-    ``sequence_ends`` is for attention without a kernel: reading the ends from a GPU would make each layer
-    wait. ``sequence`` divides the tokens of the row; a padding sequence makes their number divisible.
+    ``lengths`` are those of the sequences. ``sequence_ends`` are on the CPU, for attention without a kernel:
+    with ends on a GPU, each layer would wait for them. ``sequence`` divides the tokens of the row; a padding
+    sequence makes their number divisible.
     """
     if sequence is not None and (filling := -sum(lengths) % sequence.size):
         lengths = [*lengths, filling]
@@ -92,7 +93,8 @@ def packed_arguments(
 def layout_forward(model: PreTrainedModel, packed: bool) -> Iterator[None]:
     """Sets up the context for a forward of a Layout (layout.py).
 
-    Outside of this context, transformers detects packed rows from position ids, for which the host waits.
+    Inside it, transformers does not search the position ids for packed rows, since the host would wait for
+    the result.
     """
     token = _layout_known.set(True)
     try:
@@ -108,7 +110,7 @@ def packed_forward(model: PreTrainedModel) -> Iterator[None]:
 
     Asserts that all layers have received the arguments. The check runs after the forward, because under
     ZeRO-3 an exception during the forward would leave weights gathered. Inside ``record_attention_calls`` the
-    caller must check.
+    caller must check. Has no effect if attn_implementation is not sdpa.
     """
     if not uses_attention_interface(model) or _calls.get() is not None:
         yield
@@ -165,7 +167,10 @@ def attention(
 
 
 def attention_of_packed_row(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Computes attention [1,N,heads,d] of query [1,N,heads,d], key and value [1,N,groups,d]."""
+    """Computes attention [1,N,heads,d] of query [1,N,heads,d], key and value [1,N,groups,d].
+
+    ``arguments`` are the keyword arguments of ``attention``.
+    """
     q, k, v = query[0], key[0], value[0]
     if not has_kernel(q, v):
         return attention_per_sequence(q, k, v, arguments["sequence_ends"], arguments.get("scaling"))[None]
@@ -244,7 +249,7 @@ def attention_per_sequence(
 
 
 def for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns key and value [N,heads,d] with one group for each head of the query [N,heads,d]."""
+    """Repeats key and value [N,groups,d] to [N,heads,d], for the heads of the query [N,heads,d]."""
     heads = query.shape[1] // key.shape[1]
     if heads == 1:
         return key, value
@@ -327,7 +332,8 @@ class LayoutChoice:
     packed: bool
     reason: str | None = None  # why rows are padded
     kernel: bool = False  # whether a kernel computes the packed attention of every layer
-    unexpected: bool = False  # whether to warn of the reason, which only a test of the model has shown
+    # whether to warn of the reason: the config requests packed rows, or only a test of the model has shown it
+    unexpected: bool = False
 
 
 class PackableModel(nn.Module):
@@ -359,8 +365,8 @@ class PackableModel(nn.Module):
         """Chooses and sets the layout of this model for ``memory.layout`` (auto, packed or padded).
 
         Packed rows are first tested with two forwards, since no flag of a model class shows whether its
-        layers respect the ends of the sequences. ``forward`` calls this model through its engine. Under
-        ZeRO-3 all ranks must call this.
+        layers respect the ends of the sequences. ``forward(ids, attention_mask, response_width)`` calls this
+        model through its engine. Under ZeRO-3 all ranks must call this.
         """
         self.packed = False
         if reason := why_padded(self.trunk, layout, device):

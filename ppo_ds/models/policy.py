@@ -129,8 +129,8 @@ class Policy(PackableModel):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Runs one forward of the model.
 
-        Returns the input states [b*t,H] of the head, the logits [1,K,V] at ``positions``, and the
-        load-balancing loss if requested. The logits are None if the head computes log-probs from the states.
+        Returns the hidden states [b*t,H] before the head, the logits [1,K,V] at ``positions``, and the
+        load-balancing loss if requested. The logits are None if an ``LMHead`` can compute the log-probs.
         """
         if with_aux:
             arguments = arguments | {"output_router_logits": True}

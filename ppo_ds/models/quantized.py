@@ -38,7 +38,7 @@ def nf4_arguments(skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, An
 
 
 def hide_quantization(model: Any) -> None:
-    """Removes quantization from a model's config, and from its state dicts when they are created."""
+    """Removes quantization from a model's config, and makes its state dicts contain dequantized weights."""
     for name in _MARKS:
         delattr(model, name)
     del model.config.quantization_config
@@ -54,7 +54,7 @@ def is_quantized(weight: Any) -> bool:
 
 
 def plain_weight(weight: Tensor) -> Tensor:
-    """Returns a new dequantized tensor in the model's dtype; any other weight is returned unchanged."""
+    """Dequantizes an NF4 weight to a new tensor in the model's dtype; returns any other weight unchanged."""
     if not is_quantized(weight):
         return weight
     from bitsandbytes.functional import dequantize_4bit
@@ -73,7 +73,7 @@ def whole_numel(parameter: Tensor) -> int:
 
 
 def _dequantize_state(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
-    """Replaces the codes in a state dict by the dequantized weight; ``keep_vars`` keeps the parameter."""
+    """Dequantizes the weight in a state dict (not with ``keep_vars``); removes its quantization entries."""
     weight: Any = module.weight
     for name in weight.quant_state.as_dict(packed=True):
         del state[f"{prefix}weight.{name}"]

@@ -31,7 +31,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of 
 
 
 def stored_parameters(path: str, revision: str | None) -> int | None:
-    """Counts the parameters in the safetensors files of a local folder or of the Hub cache.
+    """Counts the parameters in the safetensors files of a model's ``cached_folder``.
 
     Reads only the beginning of each file. Returns None without such files.
     """
@@ -169,7 +169,8 @@ def with_value_head(shape: Shape) -> Shape:
 def planned_own_code_shape(section: ModelConfig, *, key: str) -> Shape:
     """Returns the shape of a reward model with its own code from its config.json; no code is run.
 
-    Raises UserError with ``key`` if the file has no sizes: memory without this model would be too low.
+    Raises UserError with ``key`` if the file has no sizes: without this model, the estimate of the memory
+    would be too low.
     """
     with user_errors(section.path, key, Exception):
         config, _ = PreTrainedConfig.get_config_dict(section.path, revision=section.revision)

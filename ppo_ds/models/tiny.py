@@ -105,9 +105,9 @@ _AT_MOST = {  # upper bounds of other config values
 def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     """Returns a copy of the config with small widths and few layers, at least one of each kind.
 
-    The model has about ten thousand parameters besides its embedding. Vocabulary, positions, activation,
-    RoPE, windows, tied weights and special tokens are unchanged, as is the ratio of query to key heads up to
-    MOST_HEADS.
+    Besides embedding and head, the model has a few thousand parameters, or up to 300,000 if many query heads
+    share a key head. Vocabulary, positions, activation, RoPE, windows, tied weights and special tokens are
+    unchanged, as is the ratio of query to key heads up to MOST_HEADS.
     """
     small = copy.deepcopy(config)
     text: Any = small.get_text_config()

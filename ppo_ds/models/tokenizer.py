@@ -87,17 +87,17 @@ class Tokenizer:
 
     @property
     def unknown_id(self) -> int | None:
-        """The id of unknown characters; None without one, or if the token also has another special use."""
+        """The id of the unknown token; None without one, or if the token also has another special use."""
         unknown, others = self.hf.unk_token_id, (self.pad_id, self.hf.bos_token_id, *self.stop_ids)
         return None if unknown in others else unknown
 
     def count_unknown(self, rows: Iterable[Sequence[int]]) -> int:
-        """Returns the number of rows of ids that contain unknown characters."""
+        """Returns the number of rows of ids that contain the unknown token."""
         return 0 if self.unknown_id is None else sum(self.unknown_id in ids for ids in rows)
 
     @cached_property
     def joint(self) -> str:
-        """The text between a prompt and an answer: a space, or "" if the tokenizer has no space."""
+        """The text between a prompt and an answer: a space, or "" if a space becomes the unknown token."""
         return "" if self.count_unknown([self.hf(" ", add_special_tokens=False)["input_ids"]]) else " "
 
     @property
@@ -222,7 +222,7 @@ def render_spans(
 
 
 def checked_length(text: str) -> str:
-    """Returns the text; raises ValueError if it is longer than any chat can be."""
+    """Returns the text; raises ValueError if it has more than CHARACTERS characters."""
     if len(text) > CHARACTERS:
         raise ValueError(f"renders {len(text)} characters, more than {CHARACTERS}")
     return text
@@ -275,9 +275,9 @@ def load_tokenizer(
 def _python_tokenizer(path: str, revision: str | None) -> Any | None:
     """Returns the Python tokenizer class in a model's own code, or None if transformers may choose the class.
 
-    If the code also has a fast class and the model has no tokenizer.json, transformers 5 uses the fast class
-    and converts the vocabulary without the converter in the model's code. The special tokens of InternLM2
-    would then get ids that differ from training and are outside of the embedding.
+    The class is needed if the code also has a fast class and the model has no tokenizer.json. transformers 5
+    would use the fast class and convert the vocabulary without the converter in the model's code: the special
+    tokens of InternLM2 would get ids that differ from training and are outside of the embedding.
     """
     where = hub_arguments(path, revision)
     code = get_tokenizer_config(path, **where).get("auto_map") or {}

@@ -74,8 +74,8 @@ class TrainingRecord:
     template: Literal["text", "chat"] | None  # score_template, the format of the training texts: text or chat
     chat_template_kwargs: dict[str, Any]  # score_chat_template_kwargs
     joint: str | None  # score_joint, the text between a prompt and an answer
-    mean: float | None  # score_mean, and score_std, of its held-out texts (or else training texts)
-    std: float | None
+    mean: float | None  # score_mean, the mean score of the held-out texts (or else of training texts)
+    std: float | None  # score_std, their standard deviation
 
 
 def training_record(config: PreTrainedConfig) -> TrainingRecord:
@@ -240,7 +240,7 @@ def load_critic(section: ModelConfig, *, zero_head: bool, key: str = "critic.mod
     """Loads a critic from a causal LM or a reward model.
 
     A trained score head is kept. If the folder has no score head, ``zero_head`` creates a head of zeros;
-    without it, UserError with ``key`` is raised.
+    without it, UserError with ``key`` is raised, as for a model that is not a decoder.
     """
     path = section.path
     model, info = from_pretrained(
@@ -269,8 +269,9 @@ def load_scorer(
 ) -> ScoreModel:
     """Loads a reward model to train, from a language model, an encoder or an earlier reward model.
 
-    A trained head is kept. If the files have no head, a new head starts with zeros, or from ``seed`` with
-    normal numbers of standard deviation 1 / sqrt(d + 1) for d inputs (Stiennon et al. 2020).
+    A trained head is kept. If the files have no head, the last layer of the new head starts with zeros, or
+    from ``seed`` with normal numbers of standard deviation 1 / sqrt(d + 1) for d inputs (Stiennon et al.
+    2020). Other layers of the head get normal numbers of standard deviation ``initializer_range``.
     """
     path = section.path
     model, info = from_pretrained(

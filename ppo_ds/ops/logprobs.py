@@ -1,7 +1,7 @@
 """Log-probabilities and entropy from logits, in float32 or wider, without a float32 copy of all logits.
 
-In bf16, log_softmax over a vocabulary of 150k has errors up to 0.065 per token. Therefore ``chunk_size`` rows
-at a time are upcast; the backward pass recomputes the softmax.
+In bf16, log_softmax over a vocabulary of 150k has errors up to 0.065 per token. Therefore the logits are
+upcast, ``chunk_size`` positions at a time; the backward pass recomputes the softmax.
 """
 
 from __future__ import annotations

@@ -45,7 +45,10 @@ def draw(
 
 
 def filter_logits(scores: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Sets scores [n,V] to -inf below the ``top_k`` largest (ties stay) and in the 1 - ``top_p`` tail."""
+    """Sets scores [n,V] below the ``top_k`` largest, or in the tail of probability 1 - ``top_p``, to -inf.
+
+    Scores equal to the last of the ``top_k`` largest stay, and so does the most likely token.
+    """
     if 0 < top_k < scores.shape[1]:
         scores = scores.masked_fill(scores < scores.topk(top_k, dim=-1).values[:, -1:], -torch.inf)
     if top_p < 1.0:

@@ -1,9 +1,9 @@
 """Resolves the token budgets of the config section memory that are ``auto``.
 
-A run and the doctor compute budgets in the same way: a budget is the largest number for which the estimate of
-every phase (ppo_memory.py, finetune_memory.py) fits into the usable memory. On a GPU, the run measures this
-memory after it has loaded the models, and the doctor uses the memory given by ``--gpu-mem``. On a CPU both
-use the machine's total memory, so that every start computes the same numbers.
+A run and the doctor compute budgets in the same way: a budget is the largest number, up to a limit, for which
+the estimate of each phase that it determines (ppo_memory.py, finetune_memory.py) fits into the usable memory.
+On a GPU, the run measures this memory after it has loaded the models, and the doctor uses the memory given by
+``--gpu-mem``. On a CPU both use the machine's total memory, so that every launch computes the same numbers.
 
 A run that resumes on the same number of ranks uses the checkpoint's numbers, since micro-batches of another
 size round differently. If memory runs out with a budget, half of the budget is recorded in the file
@@ -139,13 +139,16 @@ def resolve(
 
 
 def highest_phase(name: str, found: Estimate) -> tuple[str, int]:
-    """Returns, of the phases that a budget determines, the one with the highest peak; ("", 0) if none."""
+    """Returns the name and the peak of the highest phase that a budget determines; ("", 0) if none."""
     peaks = ((phase, found.phases[phase]) for phase in PHASES[name] if phase in found.phases)
     return max(peaks, key=lambda item: item[1], default=("", 0))
 
 
 def largest(limit: int, row_tokens: int, fits: Callable[[int], bool]) -> int:
-    """Returns ``limit`` if it fits, else the largest multiple of STEP that fits, else ``row_tokens``."""
+    """Returns ``limit`` if it fits, else the largest multiple of STEP below ``limit`` that fits.
+
+    If none fits, returns ``row_tokens``, the tokens of the longest row, but at most ``limit``.
+    """
     if fits(limit):
         return limit
     count = bisect_left(range(STEP, limit, STEP), True, key=lambda tokens: not fits(tokens))
@@ -156,9 +159,9 @@ def largest(limit: int, row_tokens: int, fits: Callable[[int], bool]) -> int:
 
 
 def largest_decoding(config: PPOConfig, world: World, policy: Shape, row_tokens: int, rows: int) -> int:
-    """Returns the token budget for decoding ``rows`` responses at a time with a policy that is in memory.
+    """Returns the token budget for decoding with a policy that is in memory. All ranks must call this.
 
-    All ranks must call this.
+    At most ``rows`` responses are decoded at a time; ``row_tokens`` is the length of the longest row.
     """
     each, on_gpu = BYTES[config.actor.model.dtype], world.device.type == "cuda"
     weights = policy.weight_bytes(each)
@@ -181,7 +184,8 @@ def largest_decoding(config: PPOConfig, world: World, policy: Shape, row_tokens:
 def largest_scoring(world: World, models: Sequence[tuple[Shape | None, str]], row_tokens: int) -> int:
     """Returns the token budget for scoring with reward models that are in memory. All ranks must call this.
 
-    ``models`` are shapes and dtypes; a shape that is None is not counted.
+    ``models`` are shapes and dtypes; a shape that is None is not counted. ``row_tokens`` is the length of the
+    longest row.
     """
     known = [(shape, BYTES[dtype]) for shape, dtype in models if shape is not None]
     weights = sum(shape.weight_bytes(each) for shape, each in known)
@@ -226,10 +230,10 @@ def settle(
 def known_budgets(
     config: Config, run_dir: Path, checkpoint: Mapping[str, Any] | None, ranks: int
 ) -> tuple[dict[str, int], dict[str, int], list[str]]:
-    """Returns the budgets that an earlier start has determined.
+    """Returns the budgets that an earlier launch of the run has determined.
 
     Also returns the number before halving of each budget with which memory ran out, and lines for the
-    start-up banner. A number on the command line takes precedence, unless memory has run out with it.
+    start-up banner. A number in the config takes precedence, unless memory has run out with it.
 
     Args:
         checkpoint: The section memory of a checkpoint of this number of ranks, or None.
@@ -259,7 +263,10 @@ def token_budgets(
     halved_from: Mapping[str, int],
     on_change: Callable[[Mapping[str, int]], None],
 ) -> TokenBudgets:
-    """Makes the budgets of a run. Until ``settle``, auto budgets have their upper limit on a CPU."""
+    """Makes the budgets of a run. Until ``settle``, auto budgets have their upper limit on a CPU.
+
+    ``halved_from`` is a result of ``known_budgets``; TokenBudgets describes ``on_change``.
+    """
     given = {name: tokens for name, tokens in used_budgets(config).items() if tokens != "auto"}
 
     def budget(name: str) -> TokenBudget:
@@ -276,7 +283,7 @@ def token_budgets(
 
 
 def read_record(run_dir: Path) -> dict[str, dict[str, int]]:
-    """Returns the budgets recorded in earlier starts; {} if the file is missing or damaged."""
+    """Returns the budgets recorded in earlier launches; {} if the file is missing or damaged."""
     try:
         found = read_json(run_dir / RECORD)
         return {

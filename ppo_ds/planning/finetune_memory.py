@@ -17,16 +17,16 @@ FinetuneConfig = SFTStageConfig | RewardModelStageConfig
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one optimizer step."""
+    """The rows or pairs of one optimizer step."""
 
     what: str  # rows or pairs
-    size: int  # over all ranks
-    texts: int  # texts in each of them, which a forward keeps together
+    size: int  # number of rows or pairs, over all ranks
+    texts: int  # texts in each row or pair, which a forward keeps together
     max_tokens: int  # of one text
 
 
 def batch_of(config: FinetuneConfig) -> Batch:
-    """Returns the size of an optimizer step."""
+    """Returns the kind, number and length of the rows or pairs of an optimizer step."""
     if isinstance(config, SFTStageConfig):
         return Batch("rows", config.sft.batch_size, 1, config.sft.max_tokens)
     return Batch("pairs", config.reward_model.batch_size, 2, config.reward_model.max_tokens)
@@ -84,7 +84,7 @@ class FinetuneMemory(RunMemory):
         return gathered + decode_bytes_bound(shape, rows * self.answer_tokens, rows, each, logit)
 
     def head_positions(self, tokens: int) -> int:
-        """Counts all tokens for a language model, and one position per text for a score."""
+        """Counts all tokens for a language model, and one position per text for a reward model."""
         return tokens if self.shapes[self.name].head else tokens // self.length
 
 

@@ -30,12 +30,12 @@ def settle_old_logprobs(config: PPOConfig, gap: Gap, ranks: int) -> PPOConfig:
 
 
 def old_logprobs_source(config: PPOConfig) -> OldLogprobs:
-    """Returns the source of the old log-probs (see ModelForwards); that of recompute for auto.
+    """Returns the source of the old log-probs (see OldLogprobs); that of recompute for auto.
 
-    The forward of the update computes them if one optimizer step uses the whole rollout, the old policy does
-    not lag, and nothing before the update needs the log-probs: there is no KL in the reward, no importance
-    weight for the decode backend, no value head on the actor, no step with only the critic, and no selection
-    of tokens.
+    With algo.old_logprobs=rollout, it is the decode backend. Otherwise, the forward of the update computes
+    them if one optimizer step uses the whole rollout, the old policy does not lag, and nothing before the
+    update needs the log-probs: there is no KL in the reward, no importance weight for the decode backend, no
+    value head on the actor, no step with only the critic, and no selection of tokens.
     """
     algo = config.algo
     if algo.old_logprobs == "rollout":
@@ -61,14 +61,15 @@ def one_optimizer_step(config: PPOConfig) -> bool:
 def kept_roles(config: PPOConfig) -> tuple[str, ...]:
     """Returns the models whose forwards before the update are reused in the update.
 
-    With memory.reuse_forwards=auto this is at most the actor: its backward is the first of the update, so
-    peak memory stays the same. Reusing the critic's forward increases the peak: the critic's gradients, or
-    its graph, are then in memory during the actor's backward.
+    There are none with several optimizer steps per rollout, or with sequence parallelism, because ranks then
+    have other rows in the update. With memory.reuse_forwards=auto this is at most the actor: its backward is
+    the first of the update, so peak memory stays the same. Reusing the critic's forward increases the peak:
+    the critic's gradients, or its graph, are then in memory during the actor's backward.
 
-    A model is excluded if its weights run another forward between a forward and its backward, as for a
-    reference or reward model that is this model without adapters, or for the lagged policy. PTX losses
-    exclude it because they come first in the update, the selection of tokens because its log-probs and
-    entropies need other options, and sequence parallelism because ranks have other rows in the update.
+    A model is excluded if its weights may run another forward between a forward and its backward: with LoRA,
+    a reference or reward model may be this model without adapters, and a lagged policy runs in the actor's
+    engine. PTX losses exclude the actor because they come first in the update, algo.policy.top_entropy
+    because it needs entropies before the update. The actor also needs a forward before the update.
     """
     algo, reuse = config.algo, config.memory.reuse_forwards
     if reuse == "off" or not one_optimizer_step(config) or config.memory.sequence_parallel > 1:

@@ -85,7 +85,7 @@ class Engine:
         return engine
 
     def _offloaded(self, share: int) -> int:
-        """Computes the CPU memory of offloaded master weights and gradients, ``share`` of each on a rank.
+        """Computes the CPU memory of offloaded master weights and gradients, ``share`` elements of each.
 
         ZeRO-3 has two copies of the gradients, one of them by sub-groups, and does not page-lock the master
         weights (stage3.py: grad_partitions_flat_buffer, initialize_optimizer_states). The other stages
@@ -209,7 +209,7 @@ def logit_bytes(each: int, on_gpu: bool, top_k: int, top_p: float) -> int:
 
 
 def head_forward_bytes(shape: Shape, positions: int, each: int, output: int, block: int) -> int:
-    """Computes the memory for log-probs and entropies of ``positions`` states.
+    """Computes the memory for the log-probs and entropies of ``positions`` hidden states.
 
     ``output`` is the number of bytes per logit of the model's output (``output_bytes``). ``block`` is the
     number of logits that are in memory at the same time (compute/linear_logprobs.py).
@@ -223,8 +223,9 @@ def head_forward_bytes(shape: Shape, positions: int, each: int, output: int, blo
 def head_backward_bytes(shape: Shape, positions: int, each: int, output: int, block: int, kept: int) -> int:
     """Computes the memory of the head's forward and backward; see head_forward_bytes for ``output``.
 
-    It includes the states, their fp32 gradient, blocks of logits, all logits if there are at most ``kept``,
-    which are then kept for the backward, and the gradient of the weight.
+    It includes the hidden states, their fp32 gradient, blocks of logits (or all logits if shape.makes_logits)
+    and the gradient of the weight, if it is trained. If there are at most ``kept`` logits, all of them are
+    also kept for the backward.
     """
     logits = positions * shape.vocabulary
     states = positions * shape.hidden * (3 * each + FP32)
@@ -281,10 +282,10 @@ def decode_bytes_bound(
 ) -> int:
     """Computes an upper bound of the memory of decoding, used to choose the generation plan.
 
-    It includes the KV cache, the prefill of ``prefill`` tokens, and one row of logits per sequence, as in
-    static_decode_bytes. If ``prefill`` is None, all tokens are prefilled at once, which is an upper bound for
+    It includes the KV cache of ``tokens`` positions, the prefill of ``prefill`` tokens, and the logits of
+    ``rows`` sequences. If ``prefill`` is None, all tokens are prefilled at once, which is an upper bound for
     any backend. Otherwise keys and values of the prefilled tokens are in memory twice, as in the static
-    backend. See static_decode_bytes for ``recorded``.
+    backend. See static_decode_bytes for ``logit`` and ``recorded``.
 
     A prefill needs the activations of one layer: four hidden states and three MLP states.
     """

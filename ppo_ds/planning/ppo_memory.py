@@ -137,14 +137,15 @@ class PPOMemory(RunMemory):
         return uploaded + gathered + self.forward(model.shape, tokens, length, model.each)
 
     def forward_tokens(self, budget: int, rows: int) -> int:
-        """Counts this rank's part of the tokens of the largest forward, which a sequence group divides."""
+        """Counts this rank's tokens of the largest forward, which the ranks of a sequence group divide."""
         parts = self.config.memory.sequence_parallel
         return ceil(forward_tokens(parts * budget, parts * rows, self.length) / parts)
 
     def head_positions(self, tokens: int) -> int:
-        """Counts the response tokens among ``tokens``, to which alone the head is applied.
+        """Returns an upper bound of the response tokens among ``tokens``; the head is applied only to these.
 
-        A rank of a sequence group may have no prompt tokens.
+        A rank of a sequence group may have only response tokens, so the bound is the number of response
+        tokens of the group, or ``tokens`` if that is smaller.
         """
         parts = self.config.memory.sequence_parallel
         return min(tokens, ceil(parts * tokens * self.config.sampling.max_new_tokens / self.length))
@@ -152,7 +153,7 @@ class PPOMemory(RunMemory):
     # -- generation ----------------------------------------------------------------------------------------
 
     def _generation(self, rest: int, phases: dict[str, int]) -> tuple[str, bool, int]:
-        """Adds the phases of generation to ``phases``.
+        """Adds the phases of generation to ``phases``; ``rest`` is the memory in use between phases.
 
         Returns a description of how the weights are held, whether each forward gathers them layer by layer,
         and the bytes of optimizer states that are offloaded to CPU memory during generation.
@@ -207,8 +208,8 @@ class PPOMemory(RunMemory):
     ) -> tuple[str, bool, int]:
         """Adds the phases of an engine with own weights to ``phases``; returns the same as ``_generation``.
 
-        The KV cache is allocated after the weights have arrived. ``rest`` includes the engine's bytes between
-        two phases.
+        An engine that sleeps allocates its KV cache after the weights have arrived. ``rest`` includes the
+        engine's bytes between two phases.
         """
         _, shape, each = self._role("actor")
         between = engine.between
@@ -288,7 +289,7 @@ def decoding_bytes(config: PPOConfig, shape: Shape, each: int, rows: int, length
 
 
 def records_steps(config: PPOConfig, on_gpu: bool) -> bool:
-    """Returns whether decode steps are CUDA graphs; they never are if weights are gathered by layers."""
+    """Returns whether decode steps are CUDA graphs if weights are not gathered layer by layer."""
     return on_gpu and config.rollout.backend != "hf"
 
 

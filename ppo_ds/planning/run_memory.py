@@ -58,7 +58,10 @@ class FrozenModel:
         return ceil(self.shape.weight_bytes(self.each) / (ranks if self.sharded else 1))
 
     def host(self, ranks: int) -> int:
-        """Returns an upper bound of this model's CPU memory; if sharded, torch page-locks each tensor."""
+        """Returns an upper bound of the bytes that this model takes in CPU memory: 0 unless offloaded.
+
+        torch page-locks each tensor of a sharded model, which takes at most twice its size.
+        """
         return self.resident(ranks) * (2 if self.sharded else 1) if self.offloaded else 0
 
 
@@ -198,7 +201,8 @@ class RunMemory:
     def loading(self) -> int:
         """Computes the peak while models are loaded one after the other.
 
-        Below ZeRO stage 3, an engine copies its trained weights into one flat tensor and then frees them.
+        At ZeRO stages 1 and 2, and at stage 0 in 16 bits, an engine copies its trained weights into one flat
+        tensor and then frees the originals.
         """
         loaded = peak = 0
         for role, engine in self.engines.items():

@@ -56,7 +56,7 @@ class RolloutCollector:
         return scores
 
     def observed(self, scores: Scores) -> Scores:
-        """Returns the scores of a round after data.difficulty has used them. All ranks must call this."""
+        """Passes the scores of a round to data.difficulty, if set; returns them. All ranks must call this."""
         if self.difficulty is not None:
             self.difficulty.observe(scores.sums)
         return scores
@@ -94,8 +94,8 @@ class GreedyRolloutCollector(RolloutCollector):
 class DynamicRolloutCollector(RolloutCollector):
     """DAPO's dynamic sampling (Yu et al. 2025): replaces prompts whose responses all have the same score.
 
-    Rounds run until all ranks together have enough prompts with different scores. After ``max_rounds``,
-    prompts with equal scores fill the batch, so the batch size is constant.
+    Rounds run until all ranks together have a full batch of prompts whose responses differ in score. After
+    ``max_rounds`` rounds, other prompts fill the batch, so the batch size is constant.
     """
 
     group_size: int
@@ -146,8 +146,8 @@ def wait_for_scores(pending: Pending[Scores], world: World, check: Callable[[], 
 def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
     """Combines a rollout and its scores into a ScoredRollout on the CPU.
 
-    Token scores outside the action mask, as of masked end tokens, are added at the previous action, or at the
-    first action if there is none. In a row without actions they are dropped.
+    Token scores outside the action mask, such as those of masked end tokens, are added to the score of the
+    previous action, or of the first action if none precedes. In a row without actions they are dropped.
     """
     mask, token_scores = rollout.response_mask.cpu(), scores.per_token.cpu().float()
     positions = torch.arange(mask.shape[1]).expand(mask.shape)

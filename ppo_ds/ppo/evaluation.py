@@ -1,4 +1,4 @@
-"""Held-out evaluation: generates responses to prompts that are never trained on, and scores them."""
+"""Evaluation: generates and scores responses to held-out prompts, or else to some training prompts."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ class Evaluator:
         return rollouts
 
     def reference_rows(self, own: list[dict[str, Any]]) -> Rows | None:
-        """Returns the reference's rows for the same prompts, or None. All ranks must call this."""
+        """Returns the sample rows of the reference for the prompts of ``own``, the policy's sample rows.
+
+        All ranks must call this. Returns None if no rows are stored and no reference model is loaded.
+        """
         reference = self.reference
         assert reference is not None
         if reference.is_initial_actor and self.actor.steps == 0:
@@ -124,7 +127,10 @@ class Evaluator:
     def sample_rows(
         self, rollout: Rollout, scores: Scores, counted: Tensor, more: Mapping[str, Tensor]
     ) -> list[dict[str, Any]]:
-        """Returns the ``counted`` rows of a rollout as text, for the samples file and the report."""
+        """Returns the sample rows of the responses with True in ``counted`` [b].
+
+        ``more`` holds the scores [b] by eval.rewards.
+        """
         rows, sums = [], scores.sums
         for i in counted.nonzero().flatten().tolist():
             response = rollout.response_ids[i, : rollout.response_lengths[i]].tolist()

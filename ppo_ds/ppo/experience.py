@@ -1,8 +1,8 @@
 """Implements make_experience, which computes the training data of PPO from a rollout and its scores.
 
-Departures from the paper, each of which the config can switch off: the score is clipped after the penalty for
-a missing end token, the KL to the reference is subtracted from the reward of each token, and advantages are
-whitened over the rollout of all ranks, not per minibatch.
+Departures from Schulman et al. 2017, each of which the config can switch off: the score is clipped after the
+penalty for a missing end token, the KL to the reference is subtracted from the reward of each token, and
+advantages are whitened over the rollout of all ranks, not per minibatch.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class ExperienceMaker:
     def for_pretraining(self) -> ExperienceMaker:
         """Returns a copy for the critic's pretraining on rollouts of the initial policy.
 
-        Returns are sums of future rewards (lambda 1), since an untrained critic is useless for bootstrapping.
-        Model outputs that do not affect them are not computed.
+        The value targets are discounted sums of future rewards (lambda 1), since an untrained critic is
+        useless for bootstrapping. Model outputs that do not affect these targets are not computed.
         """
         credit = replace(self.credit, gae=GAEConfig(gamma=self.credit.gae.gamma, lam=1.0))
         maker = replace(self, credit=credit, forwards=replace(self.forwards, kept=None))
@@ -167,9 +167,10 @@ class ExperienceMaker:
         return sums.reduced(self.world)
 
     def print_step(self, number: int, rows: Experience, losses: dict[str, Tensor]) -> None:
-        """Prints the losses of an optimizer step, and the KL (k1 per token) before and after the step.
+        """Prints the losses of an optimizer step, and the KL to the reference (k1) before and after it.
 
-        All ranks must call this. ``rows`` hold the log-probs before the step, if the actor was trained.
+        All ranks must call this. The KL is left out unless ``rows`` hold the log-probs of the actor (before
+        the step; None if the actor was not trained) and of the reference.
         """
         means = self.world.sum(torch.stack([*losses.values()])) / self.world.size
         parts = [f"{name} loss {mean:.4f}" for name, mean in zip(losses, means.tolist(), strict=True)]

@@ -64,7 +64,7 @@ def describe(
 
 
 def decode_gap(experience: Experience) -> dict[str, Tensor]:
-    """Computes the mean and maximum difference between the log-probs of generation and of training.
+    """Computes the mean and maximum |difference| between the log-probs of generation and of training.
 
     Tokens that earlier versions of the policy sampled do not count.
     """
@@ -94,7 +94,7 @@ def episode_metrics(experience: Experience) -> dict[str, Tensor]:
 
 
 def version_metrics(experience: Experience) -> dict[str, Tensor]:
-    """Computes how many policy versions sampled each response; {} without rollout.partial."""
+    """Computes the share of stale tokens and the policy versions per response; {} without rollout.partial."""
     staleness, attended = experience.staleness, experience.response_attention
     if staleness is None:
         return {}
@@ -108,7 +108,10 @@ def version_metrics(experience: Experience) -> dict[str, Tensor]:
 
 
 def count_turns(feedback: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the number of turns per response, [B] long. Each run of ``feedback`` [B,R] precedes a turn."""
+    """Returns the number of turns per response, [B] long.
+
+    A response begins with a turn, and another follows each block of True values in ``feedback`` [B,R].
+    """
     begins = feedback & ~pad(feedback[:, :-1], (1, 0))
     return begins.sum(1) + (lengths > 0)
 

@@ -35,9 +35,9 @@ class Dump:
     """The contents of update.json and update.safetensors."""
 
     step: int
-    what: str
-    rank: int | None
-    place: int | None
+    what: str  # name of the first non-finite tensor
+    rank: int | None  # the rank on which it was found; None, like ``place``, if a replay did not find it
+    place: int | None  # its row, as an index of ``rows``
     kl_coef: float
     critic_only: bool
     rows: list[dict[str, Any]]
@@ -51,7 +51,10 @@ class Dump:
 def dump_failure(
     folder: Path, step: int, skipped: NonFiniteStep, learner: Learner, tokenizer: Tokenizer, config: Path
 ) -> str:
-    """Locates the first non-finite tensor; returns the message of the dump. All ranks must call this."""
+    """Writes a dump of the step ``skipped`` and returns a message on it. All ranks must call this.
+
+    If the row that caused the skip is unknown, replays the rows to locate the first non-finite tensor.
+    """
     if skipped.row is None:
         replayed = locate_nonfinite(learner, skipped.minibatch, skipped.kl_coef, skipped.critic_only)
     else:
@@ -81,7 +84,8 @@ def locate_nonfinite(
 ) -> list[ReplayedRow]:
     """Replays every row of ``minibatch``; returns the results in row order. All ranks must call this.
 
-    Weights, optimizers and counters do not change. Rows are not divided among ranks.
+    Weights, optimizers and counters do not change. Each rank replays its share of the rows, and the tokens of
+    a row are not divided among ranks.
     """
     if learner.world.sequence is not None:
         alone = replace(learner.world, sequence=None)

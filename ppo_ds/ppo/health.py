@@ -123,8 +123,8 @@ class Limit:
     """An upper limit of a metric."""
 
     highest: float | None  # nats per token; None: no limit
-    stops: bool
-    above: bool = False
+    stops: bool  # whether the run ends if the metric exceeds the limit
+    above: bool = False  # whether the metric exceeded the limit in the last call of ``rises``
 
     def exceeds(self, value: float) -> bool:
         return self.highest is not None and math.isfinite(value) and value > self.highest

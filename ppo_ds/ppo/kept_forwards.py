@@ -1,6 +1,6 @@
 """Keeps the graphs of the forwards in make_experience, so that the update needs no second forward.
 
-With one optimizer step per rollout, no weight changes between make_experience and learn.
+This requires that there is one optimizer step per rollout, so that no weight changes in between.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class KeptOutputs(NamedTuple):
 
 @dataclass(kw_only=True)
 class KeptForwards:
-    """Runs forwards of a rollout with gradients, and keeps their outputs for the update.
+    """Runs the forwards of make_experience with gradients, and keeps their outputs for the update.
 
-    All rows of a rank must fit into one forward, which is then the only micro-batch of the update.
+    Nothing is kept unless all rows of each rank fit into one forward, the rank's only one in the update.
     """
 
     options: Mapping[str, Mapping[str, Any]]  # model -> options of its forward in the update
@@ -67,8 +67,8 @@ class KeptForwards:
     def fits(self, rollout: Sequences, plan: list[Tensor]) -> bool:
         """Returns whether all rows of each rank fit into one micro-batch and keeping it saves time.
 
-        The rank with the most tokens T processes T + 3 x its balanced share if nothing is kept, otherwise 3
-        T. All ranks must call this.
+        A backward costs as much as two forwards. The rank with the most tokens T therefore has the cost T + 3
+        x its balanced share of the tokens if nothing is kept, otherwise 3 T. All ranks must call this.
         """
         if len(plan) > 1:  # equal on all ranks, which run the same number of forwards
             return False
@@ -87,7 +87,10 @@ class KeptForwards:
         return out
 
     def switch_off(self) -> str | None:
-        """Stops keeping forwards; returns the setting with this effect, or None if nothing was kept."""
+        """Drops the kept forwards and keeps no more; returns the setting with this effect.
+
+        If no forwards were kept, does nothing and returns None.
+        """
         if self.kept.rows is None:
             return None
         self.kept, self.off = KeptOutputs(None, {}), True

@@ -53,7 +53,7 @@ class Schedule:
         return self.epochs * (rows // self.minibatch_size)
 
     def rows_of_steps(self, rows: int, shuffle: torch.Generator) -> Iterator[Tensor]:
-        """Yields the row indices of each optimizer step, epoch by epoch, and counts the steps."""
+        """Yields the row indices of each optimizer step, epoch by epoch; tells the heartbeat the progress."""
         with counting(self.steps(rows), "optimizer steps") as done:
             epochs = (minibatches(rows, self.minibatch_size, shuffle) for _ in range(self.epochs))
             for number, indices in enumerate(chain.from_iterable(epochs), start=1):
@@ -76,7 +76,7 @@ class RatioCounts:
         self.counts = counts if self.counts is None else self.counts + counts
 
     def take(self) -> Histogram | None:
-        """Returns the ratios counted since the last call, or None. All ranks must call this."""
+        """Returns a histogram of the ratios since the last call, or None. All ranks must call this."""
         counts, self.counts = self.counts, None
         return None if counts is None else Histogram(self.world.sum_of_shares(counts).tolist(), RATIO_EDGES)
 

@@ -177,7 +177,7 @@ class PositiveNLLTerm(Term):
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """Computes the critic's loss: coef * squared error, clipped around the old value, halved if ``half``."""
+    """Computes coef * squared error, with ``clip`` clipped around the old value, with ``half`` halved."""
 
     value: ValueConfig
     agg: Aggregation

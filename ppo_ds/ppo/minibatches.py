@@ -53,7 +53,8 @@ def minibatches(n_rows: int, minibatch_size: int, generator: torch.Generator) ->
 def scatter_tokens(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
     """Assembles per-token outputs [B,R], float32 on the CPU, from the ``parts`` [b,R'] of all forwards.
 
-    Positions after the end of a response are 0; an end token outside the response mask keeps its value.
+    ``plan`` holds the row indices of each forward. Positions after the end of a response are 0; an end token
+    outside the response mask keeps its value.
     """
     responses = sequences.response_attention
     return scatter_rows(parts, plan, torch.zeros(responses.shape)).masked_fill(~responses, 0.0)

@@ -96,7 +96,7 @@ class ModelForwards:
         return rows.select(torch.arange(len(rows)).chunk(self.world.data_size)[self.world.data_rank])
 
     def own_rows(self, outputs: Tensor, sequences: Sequences, rows: Sequences) -> Tensor:
-        """Returns the part of ``outputs`` of ``rows``, [B,R] or [B,S], for this rank's ``sequences``."""
+        """Returns the part of ``outputs`` ([B,R] or [B,S], for ``rows``) that belongs to ``sequences``."""
         if self.world.sequence is None:
             return outputs
         columns = outputs.shape[1] - rows.response_width + sequences.response_width

@@ -1,9 +1,9 @@
 """Partial rollouts: responses that have not ended in a step are continued in later steps, with newer weights.
 
-A rank has the responses to ``rollout.oversample`` times its share of the prompts in progress. Generation ends
-once all responses to its share of the prompts have ended (Kimi k1.5, 2025; AReaL, Fu et al. 2025). Every
-started prompt is trained on in some step, so response lengths are distributed as in the policy. The exception
-are responses in progress when the run ends, mostly long ones.
+Each rank generates responses to ``rollout.oversample`` times its share of the prompts of a step, until all
+responses to as many prompts as its share have ended (Kimi k1.5, 2025; AReaL, Fu et al. 2025). Every started
+prompt is trained on in some step, so response lengths are distributed as in the policy. The exception are
+responses in progress when the run ends, mostly long ones.
 
 A token's log-prob is that of the policy version that sampled it. The old log-probs of the ratio are those of
 the current policy, and ``algo.rollout_is`` weights each token by the quotient of old and sampling probability
@@ -38,7 +38,10 @@ COLUMNS = ("tokens", "logprobs", "versions")
 
 @dataclass(eq=False)
 class Response:
-    """A response in progress, with one entry per token."""
+    """A response that is not yet trained on, complete or still being generated.
+
+    The lists have one entry per sampled token.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # by the version that sampled the token
@@ -87,7 +90,8 @@ class PartialRolloutCollector(RolloutCollector):
     def generate(self, groups: list[Group], share: int, version: int) -> None:
         """Continues the responses of ``groups`` until all responses of ``share`` groups have ended.
 
-        All ranks must call this. A response in its last version (of max_versions) is not interrupted.
+        All ranks must call this. A response is not interrupted if ``version`` is the last of its
+        rollout.max_versions policy versions.
         """
         rows = [(group, one) for group in groups for one in group.responses if not one.ended]
         versions = [len({*response.versions, version}) for _, response in rows]
@@ -129,7 +133,7 @@ class PartialRolloutCollector(RolloutCollector):
         return replace(rollout, staleness=(version - versions) * rollout.response_mask).trimmed()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the tokens of all responses in progress, concatenated. All ranks must call this."""
+        """Returns the responses of all ranks that are not yet trained on. All ranks must call this."""
         rows = [response for group in self.groups for response in group.responses]
         own: dict[str, list[Any]] = {
             "prompts": [group.prompt for group in self.groups],

@@ -1,6 +1,7 @@
 """Sample rows of a step: responses as text, with statistics per response and per token.
 
-Every rank holds all rows of an Experience, but only the metadata of its prompts.
+Every rank holds all rows of an Experience, but only the metadata of its prompts, so the columns from the
+metadata are gathered from all ranks (``prompt_notes``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.ppo.experience_metrics import reference_log_ratio
 from ppo_ds.types import Experience, Rollout, Row
 
-DIGITS = 4  # decimals of the numbers of tokens
+DIGITS = 4  # decimals of per-token numbers
 # columns of a row with the prompt, or added by data/prompts.py
 PROMPT_COLUMNS = ("prompt", "messages", "conversations", "prompt_text", "data_source")
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not yet a character
@@ -117,7 +118,7 @@ def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
 def prompt_notes(rollout: Rollout, limit: int, group_size: int, world: World) -> dict[int, dict[str, Any]]:
     """Returns the indices of the rows to log (``limit`` rows; -1: all), with their columns on the prompt.
 
-    The first response to each prompt comes first, then the second ones, and so on. All ranks must call this.
+    The first response to each prompt is chosen before all second ones, and so on. All ranks must call this.
     """
     count, first = len(rollout.metadata), world.rank * len(rollout.metadata)
     spread = sorted(range(world.size * count), key=lambda i: i % group_size)

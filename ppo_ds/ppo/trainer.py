@@ -1,4 +1,4 @@
-"""PPO stage: trains a policy from scores of whole responses.
+"""PPO stage: trains a policy from the scores of its responses.
 
 One step, as in Ouyang et al. 2022 (InstructGPT) and Schulman et al. 2017:
   1. collect           the actor responds to a batch of prompts, the reward scores the responses

@@ -49,7 +49,10 @@ class ReferenceResponses:
         return self.rows
 
     def keep(self, rows: Rows) -> Rows:
-        """Stores the rows of all ranks, which every rank must pass, for this run and when it is resumed."""
+        """Stores ``rows`` for later evaluations of this run and of a resumed run, and returns what it stored.
+
+        Every rank must pass the rows of all ranks.
+        """
         self.rows = [{key: row[key] for key in KEPT} for row in rows]
         if self.world.is_main:
             self._write(self.rows)

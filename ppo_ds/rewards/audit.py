@@ -93,7 +93,7 @@ class Findings:
         return bool(gap <= _TOLERANCE[self.dtype] * scores.abs().max().clamp(min=1.0))
 
     def check_batch_independence(self, alone: Tensor, together: Tensor, consequence: str) -> bool:
-        """Compares the scores of texts scored one by one and in a batch. Returns whether they agree."""
+        """Records a failure if scores of texts alone and in a batch differ. Returns whether they agree."""
         gap = (alone - together).abs().max()
         if agree := self.within_rounding(gap, together):
             return agree
@@ -123,7 +123,8 @@ def run_audit(
 ) -> Findings | None:
     """Runs ``inspect`` unless the audit is off, and passes lines with its findings to ``note``.
 
-    All ranks must call this. If ``strict``, all raise UserError if any found a failure. ``name``: KEY=PATH.
+    All ranks must call this. In the mode strict, all raise UserError if any rank found a failure. Returns
+    None if the audit is off. ``name`` is the model's KEY=PATH.
     """
     if mode not in ("report", "strict"):
         return None

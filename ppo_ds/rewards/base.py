@@ -20,7 +20,7 @@ from ppo_ds.types import Reward, Rollout, Row, Scores
 
 
 class RewardError(RunError):
-    """Raised during training if a reward returns an invalid score."""
+    """Raised if a reward cannot score a response, or returns an invalid score."""
 
 
 @runtime_checkable
@@ -28,7 +28,7 @@ class OverlappingReward(Reward, Protocol):
     """A reward that can score in the background while the models compute log-probs and values."""
 
     def start_scoring(self, rollout: Rollout) -> Pending[Scores]:
-        """Starts to score a rollout. Either on every rank or on no rank, the result has background tasks."""
+        """Starts to score a rollout. The result must have background tasks on all ranks or on none."""
         ...
 
 
@@ -41,7 +41,7 @@ def start_scoring(reward: Reward, rollout: Rollout) -> Pending[Scores]:
 
 @contextmanager
 def reward_errors_as_user_errors() -> Iterator[None]:
-    """Converts a RewardError to a UserError, since before training the user can fix the cause."""
+    """Converts a RewardError to a UserError; for use before training, when the user can fix the cause."""
     try:
         yield
     except RewardError as error:
@@ -103,7 +103,8 @@ class TextScores:
 class TextReward(ABC):
     """Base class of rewards that read only text.
 
-    With a sharded model, all ranks must call ``score_responses`` equally often, with one text per row.
+    With a sharded model, all ranks must call ``score_responses`` equally often, with one text for each row of
+    the rollout.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -177,7 +178,7 @@ def text_inside(text: str, tag: str) -> str | None:
 def span_inside(text: str, tag: str) -> tuple[int, int] | None:
     """Returns start and end of the stripped text between the first <tag> and the next </tag>, or None.
 
-    A lazy regular expression would take quadratic time on adversarial texts.
+    It uses ``str.find``: a lazy regular expression would take quadratic time on adversarial texts.
     """
     start = text.find(f"<{tag}>")
     end = text.find(f"</{tag}>", start)
@@ -220,7 +221,7 @@ def token_scores(scores: TextScores, responses: Responses, rollout: Rollout, tok
 def token_ends(ends: Sequence[int], ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """Returns, for each of the increasing offsets ``ends``, the index of the token that completes it.
 
-    An offset counts characters of the decoded ``ids``; the offset of the end belongs to the last token.
+    An offset counts characters of the decoded ``ids``. The end of the text belongs to the last token.
     """
     text, tokens, count = tokenizer.decode(ids), [], 1  # number of tokens up to the end of the last step
     for end in ends:

@@ -11,7 +11,7 @@ from ppo_ds.types import Rollout, Row, Scores
 class EnvironmentReward:
     """Scores each turn of the policy with the reward that the environment returned.
 
-    The reward of a turn is the token score of its last token. It can be used as part of a weighted reward.
+    The reward of a turn is the token score of its last token. The class can be part of a weighted reward.
     """
 
     def __init__(self, *, key: str = "reward"):

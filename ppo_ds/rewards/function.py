@@ -66,8 +66,8 @@ class FunctionReward(SlowTextReward):
             calls of an async function in the pool ``thread`` share one event loop.
         workers: Simultaneous calls on each rank; None: 4. Only with a pool.
         timeout_seconds: The time limit of a call; None: 60. Only with a pool.
-        fallback_score: The score of a response whose call exceeds the limit, or whose worker process dies;
-            None: the run stops. Only with a pool.
+        fallback_score: The score of a response whose call exceeds the limit or raises NoResult, or whose
+            worker process dies; None: the run stops. Only with a pool.
         step_separator: The text that separates the steps of a response; \\n stands for a line break. Only
             used if the function returns step rewards.
         trial: Whether the function is called once with trial responses before models are loaded; see
@@ -126,7 +126,8 @@ class FunctionReward(SlowTextReward):
         """Calls the function with trial responses to ``rows``; raises UserError if this would end a run.
 
         The last response is empty, since a model may end a response at once. A pool is used as in training,
-        then ended. The random states of this process are restored. Does nothing if ``trial`` is false.
+        and its processes then end. The random states of this process are restored. Does nothing if ``trial``
+        is false.
         """
         if not self.trial:
             return
@@ -158,7 +159,7 @@ class FunctionReward(SlowTextReward):
         )
 
     async def _call(self, responses: Responses, rows: range) -> list[Score | None]:
-        """Scores the responses ``rows`` with one background call; None stands for the fallback score."""
+        """Scores the responses with the indices ``rows`` in one call; None stands for the fallback score."""
         arguments = _arguments(responses, rows)
         with self._name_in_errors(responses, rows):
             try:
@@ -176,7 +177,7 @@ class FunctionReward(SlowTextReward):
 
     @contextmanager
     def _name_in_errors(self, responses: Responses, rows: range) -> Iterator[None]:
-        """Adds the function and a response to errors raised inside the block."""
+        """Names the function and a response in errors; turns InvalidScore and NoResult into RewardError."""
         try:
             yield
         except InvalidScore as error:
@@ -197,7 +198,7 @@ class FunctionReward(SlowTextReward):
             raise
 
     def _text_scores(self, responses: Responses, scores: list[Score | None]) -> TextScores:
-        """Converts the scores of all responses; assigns step rewards to the steps of the texts."""
+        """Converts the scores of all responses; raises RewardError if step rewards do not match the steps."""
         given = [(row, score) for row, score in enumerate(scores) if score is not None]
         for row, value in given:
             if isinstance(value, list) != isinstance(given[0][1], list):

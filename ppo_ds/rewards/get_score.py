@@ -36,7 +36,7 @@ class GetScoreReward(FrozenModelReward):
         return [*conversation(row), {"role": "assistant", "content": response}]
 
     def score(self, inputs: Sequence[Chat], batched: bool | None = None) -> Tensor:
-        """Scores chats; only the audit passes ``batched``."""
+        """Scores chats, [B]; ``batched`` replaces the setting of the reward, for the audit only."""
         batched = self.batched if batched is None else batched
         lengths = torch.tensor([self.num_tokens(chat) for chat in inputs])
         batches = plan_microbatches(lengths, torch.zeros_like(lengths), int(self.token_budget))

@@ -23,7 +23,7 @@ from pydantic import PlainValidator
 from ppo_ds.config.types import refuse
 
 _MAX_PAUSE = 60.0  # seconds; also the limit of Retry-After, because other ranks wait meanwhile
-_MIN_KEY_LENGTH = 8  # shorter keys ("EMPTY") are not redacted
+_MIN_KEY_LENGTH = 8  # shorter keys ("EMPTY") are redacted in errors only
 _MAX_QUOTED = 200  # characters of a reply that an error quotes
 _MAX_SEARCHED = 20_000  # characters of a reply in which the key is searched; no timeout interrupts the search
 _URL_SAFE = str.maketrans("+/", "-_")  # from base64 to the URL-safe alphabet
@@ -92,7 +92,7 @@ class JsonClient:
     key_env: str | None  # the environment variable with the API key, as validated by KeyVariable
     timeout_seconds: float  # the time limit of one attempt, from the connection to the reply's last byte
     retries: int  # the number of attempts after the first
-    backoff_seconds: float  # the pause before the first retry
+    backoff_seconds: float  # the pause before the first retry, times 0.5 to 1 at random; it doubles each time
     max_response_mb: float
     proxy: str | None = None  # the URL of a proxy, through which all requests are sent
 

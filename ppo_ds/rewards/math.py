@@ -23,7 +23,7 @@ def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) 
     """Returns 1 for a response whose result equals the one in the column ``answer``, else 0.
 
     ``answer`` is a formula, a solution that ends with one ("#### 42", \\boxed{42}), or a list of these, one
-    of which must match. Raises ValueError for a missing answer.
+    of which must match. Raises ValueError for an answer that math-verify cannot parse.
     """
     scores = []
     for response, row in zip(responses, rows, strict=True):
@@ -35,7 +35,7 @@ def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) 
 
 
 def forms(answer: Any) -> list[Any]:
-    """Returns what math-verify reads in a reference; for a percentage also what it reads outside a box."""
+    """Parses a reference answer in a box; parses a percentage also without one, which gives another form."""
     text = "" if answer is None else str(answer).rpartition("####")[2].strip()
     boxed = text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
     read = [parse(form) for form in ([boxed, text.replace("\\%", "%")] if text.endswith("%") else [boxed])]

@@ -48,5 +48,5 @@ def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) 
 
 @cache
 def task_of(name: str, settings: str) -> ProceduralDataset:
-    """Returns the task that made a row; some verifiers read the task's settings."""
+    """Returns the task ``name`` with its ``settings`` (JSON), which some verifiers read."""
     return create_dataset(name, **json.loads(settings))

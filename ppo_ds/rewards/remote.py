@@ -175,7 +175,7 @@ class RemoteReward(SlowTextReward):
         concurrency: Simultaneous requests on each rank.
         timeout_seconds: The time limit of one attempt.
         retries: Further attempts after a failed connection, a timeout, or status 429 or 5xx.
-        backoff_seconds: The pause before the first retry; it doubles each time.
+        backoff_seconds: The pause before the first retry, times 0.5 to 1 at random; it doubles each time.
         max_response_mb: The maximum size of a reply.
         key_env: The environment variable with the service's key, which is sent as a bearer token.
         proxy: The URL of a proxy; HTTP_PROXY and similar variables are ignored.

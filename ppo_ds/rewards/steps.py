@@ -15,7 +15,7 @@ def split_steps(response: str, separator: str = BLANK_LINE) -> list[str]:
 
 
 def step_ends(response: str, separator: str = BLANK_LINE) -> list[int]:
-    """Returns, for each step, the number of characters up to its end, including the separator."""
+    """Returns the offset at which each step ends, after its separator; the last step ends with the text."""
     ends, position = [], 0
     for piece in response.split(separator):
         position += len(piece) + len(separator)

@@ -29,7 +29,7 @@ class EncodedText:
         return len(self.ids)
 
     def with_end(self, eos_id: int) -> EncodedText:
-        """Returns the text with an end token appended; its token type is that of the last token."""
+        """Appends the end token unless the text ends with it; its token type is that of the last token."""
         if self.ids[-1:] == [eos_id]:
             return self
         types = None if self.types is None else [*self.types, *(self.types[-1:] or [0])]

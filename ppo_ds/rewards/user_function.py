@@ -62,7 +62,7 @@ def _plain(value: Any) -> Any:
 def call_function(
     function: Callable[..., Any], arguments: Arguments, finish: Callable[[Any], Any] = lambda result: result
 ) -> list[Score]:
-    """Calls a reward function and reads its scores; ``finish`` computes the result of a coroutine."""
+    """Calls a reward function and reads its scores; ``finish`` runs the coroutine of an async function."""
     count = len(arguments[0])  # before the call, since the function may modify the lists
     return read_scores(finish(function(*arguments)), count)
 
@@ -70,7 +70,10 @@ def call_function(
 def load_function(
     path: str, key: str = "reward.path", parameters: tuple[str, ...] = ("prompts", "responses", "rows")
 ) -> Callable[..., Any]:
-    """Imports the function at ``pkg.mod:fn`` or ``file.py:fn``; raises UserError about ``key``."""
+    """Imports the function at ``path``, which is ``pkg.mod:fn`` or ``file.py:fn``.
+
+    Raises UserError about ``key`` if there is no such function, or if it does not accept ``parameters``.
+    """
     function = load_object(path, key, "function")
     if isinstance(function, type) or not callable(function):
         raise UserError(

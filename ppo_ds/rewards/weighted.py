@@ -54,8 +54,8 @@ class WeightedReward:
     """Computes total = sum of weight x clip(normalize(score of the part)).
 
     ``Scores.components`` maps each part's name to its score before weighting, per-token scores included. A
-    normalized part also has ``<name>_raw``. The components of a part are ``<name>/<component>``. Per-token
-    scores of a part are weighted, but neither normalized nor clipped.
+    normalized part also has ``<name>_raw``, its score before normalization. The components of a part are
+    ``<name>/<component>``. Per-token scores of a part are weighted, but neither normalized nor clipped.
     """
 
     def __init__(
@@ -198,8 +198,8 @@ class AnswerMix(SlowTextReward):
     """Mixes the scores of the whole response and of its tagged answer, like MiniMind's reasoning reward.
 
     The score is ``whole`` x score of the whole text + ``answer`` x score of the text inside the tag, each
-    clipped to [-clip, clip]. Without the tags, it is the unweighted score of the whole text, and the second
-    text is empty, because a sharded model needs the same number of texts in both passes on every rank.
+    clipped to [-clip, clip]. Without the tags, it is the clipped score of the whole text. An empty text is
+    then scored too, because a sharded model needs equally many texts in both passes on every rank.
     """
 
     reward: Annotated[TextReward, NESTED]

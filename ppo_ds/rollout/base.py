@@ -66,9 +66,10 @@ class Generator(Protocol):
     temperature   sampling temperature of all calls that need log-probs
     group         None, or the Subgroup of ranks that share one copy of the weights
 
-    The weights may differ from call to call. The parity check calls the backend before a checkpoint is
-    loaded, the collection of rollouts calls it with the weights of the last step, and an evaluation may call
-    it with averaged weights (actor.ema.evaluate).
+    The weights may differ from call to call. At start-up, before a checkpoint is loaded, the parity check
+    compares the log-probs of the backend with those of training (ppo/health.py). The collection of rollouts
+    calls the backend with the weights of the last step, and an evaluation may call it with averaged weights
+    (actor.ema.evaluate).
     """
 
     def __call__(self, prompts: Prompts, sampling: SamplingParams) -> Rollout:

@@ -71,13 +71,13 @@ class SlotCache(Cache):
     def at(self, positions: Tensor, columns: int) -> None:
         """Sets the positions [n] of the tokens in the next forward, one token for each of the first n slots.
 
-        All positions are below ``columns``, the number of columns in use.
+        All positions must be below ``columns``, the number of columns in use.
         """
         self._positions, self.columns = positions, columns
         self.drop_rows()
 
     def drop_rows(self) -> None:
-        """Drops the rows of a forward, which would keep a CUDA graph's memory pool from being freed."""
+        """Drops the ``storage_rows`` of a forward, which would keep a CUDA graph's pool from being freed."""
         self._storage_rows.clear()
 
     def storage_rows(self, heads: int) -> Tensor:
@@ -105,7 +105,7 @@ class SlotCache(Cache):
                 stored[:, :, : new.shape[2]].index_copy_(0, slots, new.index_select(0, rows))
 
     def move(self, sources: Tensor, targets: Tensor, columns: int) -> None:
-        """Copies the first ``columns`` columns of slots to other slots; no slot is both source and target."""
+        """Copies the first ``columns`` columns of ``sources`` to ``targets``, which must be other slots."""
         for layer in self.layers:
             for stored in (layer.keys, layer.values):
                 used = stored[:, :, :columns]

@@ -110,7 +110,7 @@ class ContinuousBatch:
         self.slots = Slots(self.total, self.limits, uniforms, sampling)
         self.live: list[_Response] = []  # the responses being decoded, in slots 0 to len(live) - 1
         begun = [()] * len(prompts) if continuation is None else continuation.begun
-        # rows that wait for a slot may not start before the others are interrupted
+        # generation can end while rows still wait for a slot, so these must be the last ones
         waits = continuation is not None and len(prompts) > self.total
         self.queue = deque(group_prompts(prompts, begun, in_order=waits))
         self.not_started = len(prompts)
@@ -139,7 +139,8 @@ class ContinuousBatch:
     def decode_all(self) -> None:
         """Decodes all responses.
 
-        In lockstep, ranks vote before each prefill and round of decode steps; ranks without work run dummies.
+        In lockstep, ranks vote before each prefill and each round of decode steps; ranks without work run
+        dummy forwards.
         """
         count = len(self.limits)
         with counting(count, "responses") as done:
@@ -164,7 +165,7 @@ class ContinuousBatch:
         return _Vote(self.max_over_ranks(_Vote.STOP if self.should_stop() else own))
 
     def lengths(self) -> Tensor:
-        """Returns the number of tokens of each response [B], and its limit if it has ended."""
+        """Returns the number of tokens of each response [B]; for a response that has ended, its limit."""
         lengths = self.limits.clone()
         for group in self.queue:
             lengths[list(group.rows)] = group.begun
@@ -175,7 +176,7 @@ class ContinuousBatch:
     # -- prompts ----------------------------------------------------------------------------------------
 
     def wants_prompts(self) -> bool:
-        """Returns whether prompts are left and enough slots are free.
+        """Returns whether prompts are left, enough slots are free, and generation is not interrupted.
 
         Enough is an eighth of the slots: a prefill for each freed slot would cost more than it gains.
         """

@@ -43,7 +43,7 @@ class Decoder:
     def logits(self, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
         """Returns the logits [n,V] after ``tokens`` [n], which are at ``positions`` [n] of the first n slots.
 
-        All positions are below ``columns``, the number of cache columns that are read.
+        All positions must be below ``columns``, the number of cache columns that are read.
         """
         self.cache.at(positions, columns)
         # transformers adds a 4-dimensional mask to the attention scores unchanged. The mask has the dtype of
@@ -77,8 +77,9 @@ def explicit_mask_attention(lm: nn.Module) -> Iterator[None]:
 def refusal(lm: nn.Module, longest: int | None = None) -> str | None:
     """Returns why ``Decoder`` cannot decode this model, in a few words, or None if it can.
 
-    A sliding window is supported if the longest sequence, of ``longest`` tokens, does not exceed it. If the
-    weights are loaded, logits of a few tokens, equal on all ranks, are compared with plain forwards.
+    A sliding window is supported if the longest sequence, of ``longest`` tokens (None: the model's maximum),
+    does not exceed it. If the weights are loaded, the logits of a few fixed tokens are compared with those of
+    plain forwards.
     """
     config = lm.config.get_text_config(decoder=True)
     if lm.config.is_encoder_decoder:

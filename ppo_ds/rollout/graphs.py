@@ -93,7 +93,7 @@ class CudaRecorder:
 
 
 def end_capture(graph: torch.cuda.CUDAGraph, failed: bool = False) -> None:
-    """Ends a capture; ignores errors if the step has ``failed``, since the caller then raises its error.
+    """Ends a capture; ignores errors if the step has ``failed``, whose error the caller then raises.
 
     Raises RunError if the capture does not end and this version of torch cannot continue after that. A phase
     that ran out of memory then cannot be repeated with a smaller budget, since its memory is not freed.
@@ -136,7 +136,7 @@ class Graphs:
         self._warm: set[Hashable] = set()
 
     def run(self, shape: Hashable, step: Callable[[], None]) -> None:
-        """Runs one step; steps of the same ``shape`` differ only in the contents of tensors."""
+        """Runs one step; steps of the same ``shape`` must differ only in the contents of tensors."""
         if self.recorder is None:
             step()
         elif shape in self._graphs:

@@ -1,6 +1,7 @@
 """Defines the config section rollout, and the decode backends by name.
 
-To add a backend, write a class that implements `ppo_ds.rollout.base.Generator`, and a class here.
+To add a backend, write a class that implements `ppo_ds.rollout.base.Generator`. Then add a subclass of
+RolloutConfig here, with the dotted name of that class and the keys that only this backend uses.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class VLLMConfig(Section):
     )
 
     def sleep_level(self, on_gpu: bool, lora: bool = False) -> int:
-        """Resolves ``sleep``. On a GPU, auto frees all weights that are sent again; LoRA's base is not."""
+        """Returns ``sleep`` as a number; auto is 1 with LoRA on a GPU, since the base is not sent again."""
         return int(self.sleep) if self.sleep != "auto" else (1 if lora else 2) if on_gpu else 0
 
 

@@ -37,7 +37,10 @@ class Slots:
         self.alive = torch.zeros(slots, dtype=torch.bool, device=device)
 
     def put(self, slots: Tensor, rows: Tensor, tokens: Tensor, positions: Tensor, counts: Tensor) -> None:
-        """Starts responses of ``counts`` tokens with the last ``tokens``, at ``positions`` (all [m])."""
+        """Puts the responses of ``rows`` into ``slots``, to be continued by the next step.
+
+        A response has ``counts`` tokens so far; its next input is ``tokens`` at ``positions`` (all [m]).
+        """
         self.tokens[slots], self.positions[slots], self.rows[slots] = tokens, positions, rows
         self.counts[slots] = counts
         # assigning a number to indices would copy it to the device and wait

@@ -71,7 +71,7 @@ REQUIRED_ON_CPU = {
 # Memory that tensor-parallel ranks share on a CPU. Its names do not depend on the run.
 SHARED_MEMORY = Path("/dev/shm")
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-# words in vLLM's errors at the start
+# words in the errors that vLLM raises when an engine starts
 CACHE_TOO_SMALL = ("No available memory for the cache blocks", "To serve at least one request")
 # All engines of this process. Deleting an engine would destroy the default process group.
 _engines: list[Any] = []
@@ -359,7 +359,7 @@ def config_folder(config: PretrainedConfig) -> Path:
     """Returns a folder with the model's config, in vLLM's cache.
 
     vLLM finds its compiled kernels by the path of the model, among other things. The folder's name is
-    therefore a hash of its content, so that later starts and the other ranks use the same folder.
+    therefore a hash of its content, so that later runs and the other ranks use the same folder.
     """
     cache = os.environ.get("VLLM_CACHE_ROOT") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
     text = config.to_json_string()
@@ -371,7 +371,7 @@ def config_folder(config: PretrainedConfig) -> Path:
 
 
 def remove_shared_names(group: Subgroup) -> None:
-    """Removes the names of the shared memory of engines on a CPU. All ranks of ``group`` must call this.
+    """Removes the names of the engines' shared memory on a CPU. All ranks of ``group`` must call this.
 
     The memory stays in use without names. Names that a run leaves behind would make the next run fail.
     """

@@ -22,7 +22,7 @@ from ppo_ds.rollout.vllm_support import ADAPTER_RANKS, slot_rank
 
 
 def adapter_problem(lm: PreTrainedModel) -> str | None:
-    """Returns why vLLM cannot decode ``lm`` with adapters; None if no reason is known before the start."""
+    """Returns why vLLM cannot decode ``lm`` with adapters; None if none is known before an engine starts."""
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     rank, name = lm.peft_config[ADAPTER].r, type(lm).__name__

@@ -72,10 +72,10 @@ def model_problem(config: PreTrainedConfig, on_gpu: bool) -> str | None:
 
 
 def parallel_problem(heads: int, keys: int, inner: int, tensor_parallel: int) -> str | None:
-    """Returns why vLLM cannot divide a model among ``tensor_parallel`` ranks, with valid numbers, or None.
+    """Returns why vLLM cannot divide a model among ``tensor_parallel`` ranks, with a remedy, or None.
 
-    vLLM divides the attention heads and the ``inner`` neurons of the MLP evenly. Key heads are divided too,
-    or repeated if there are fewer key heads than ranks.
+    vLLM divides the attention ``heads`` and the ``inner`` neurons of the MLP evenly. The ``keys`` key-value
+    heads are divided too, or repeated if there are fewer of them than ranks.
     """
 
     def fits(ranks: int) -> bool:

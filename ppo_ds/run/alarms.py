@@ -93,7 +93,10 @@ def most_groups_equal(share: float, past: Past) -> bool:
 
 
 def entropy_collapsed(entropy: float, past: Past) -> bool:
-    """Compares with the start. Low entropy is normal for a solved task, whose scores hardly differ."""
+    """Returns whether the entropy is far below that at the start while the scores still differ.
+
+    Low entropy is normal for a solved task, whose scores hardly differ.
+    """
     start, spread = past["policy/entropy"].start, past["reward/score_std"]
     if start is None or spread.start is None:
         return False
@@ -109,7 +112,7 @@ def longer_but_not_better(length: float, past: Past) -> bool:
 
 
 def score_fell(score: float, past: Past) -> bool:
-    """Compares the mean score of the last WINDOW steps with the best such mean.
+    """Returns whether the mean score of the last WINDOW steps is far below the best such mean.
 
     The fall must exceed both the spread of scores at the start and NOISE standard errors of a mean.
     """
@@ -136,7 +139,10 @@ def fallen_rewards(past: Past) -> list[str]:
 
 
 def worse_than_chance_on_pairs(share: float, past: Past) -> bool:
-    """Only for reward models, which log rm/accuracy: PPO's eval/accuracy is a share of correct answers."""
+    """Returns whether a reward model's eval/accuracy, ``share``, is clearly below that of guesses, 0.5.
+
+    Only reward models log rm/accuracy. PPO's eval/accuracy is a share of correct answers and does not count.
+    """
     return share < 0.45 and len(past["rm/accuracy"].recent) > 0
 
 
@@ -186,7 +192,8 @@ class Alarms:
 
     past: dict[str, Series] = field(default_factory=lambda: defaultdict(Series))
     raised: set[str] = field(default_factory=set)  # the metrics whose alarm was raised and still holds
-    contradicted: Counter[str] = field(default_factory=Counter)  # steps in a row in which this was wrong
+    # steps in a row in which the condition of a metric's alarm disagreed with ``raised``
+    contradicted: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def after(cls, records: Iterable[Mapping[str, Any]]) -> Alarms:

@@ -1,8 +1,8 @@
 """Dump of the optimizer step that ended a run, for inspection: dumps/step_000012/.
 
-update.json holds the non-finite number, its rank and row, and all rows as text. update.safetensors holds the
-tensors of the rows. There are also config.yaml and, as in a checkpoint, a folder for each model, in its state
-before the step. Nothing is pickled.
+update.json has the name, rank and row of the first non-finite tensor, and all rows as text. The tensors of
+the rows are in update.safetensors. There are also config.yaml and, as in a checkpoint, a folder for each
+model, in its state before the step. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def write_dump(
             write_tensors(draft / "update.safetensors", dict(columns))
             about = {"format": FORMAT, "world_size": world.size, **contents}
             write_json(draft / "update.json", censored_tree(about))
-            publish_directory(draft, folder)  # may replace the dump of an earlier start
+            publish_directory(draft, folder)  # may replace the dump of an earlier launch
 
     try:
         on_all_ranks(world, write_config)

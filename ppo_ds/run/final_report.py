@@ -27,8 +27,9 @@ def write_report(
 ) -> None:
     """Draws curves.png and prints the results and the saved files of a run. Only rank 0 calls it.
 
-    Without ``exported``, the run was interrupted and has written no model. ``checkpoint`` is a line about the
-    last checkpoint; ``best`` is TrainState.best_metrics.
+    ``exported`` is False if a signal or a failure ended the run; model/ is then not written. ``checkpoint``
+    is a line about the last checkpoint; ``best`` is TrainState.best_metrics. Without ``lists_files``, the
+    saved files are not printed.
     """
     before, after = state.first_eval, state.last_eval
     drawn = plot_curves(run_dir / "metrics.jsonl", run_dir / "curves.png", title=title, before=before)

@@ -52,7 +52,8 @@ class Run:
     reason: ExitReason = field(init=False, default="done")
     # error message if nonfinite, max_kl, max_parity or reward_error ends the run
     error: str | None = field(init=False, default=None)
-    eval_score: float | None = field(init=False, default=None)  # Saver.score_of the last step if it counts
+    # Saver.score_of the last step's evaluation; None if there was none, or none that may select a checkpoint
+    eval_score: float | None = field(init=False, default=None)
     clock: float = field(init=False, default=0.0)  # rank 0's clock after the last step, in seconds
 
     @property
@@ -157,14 +158,17 @@ class Run:
     # -- evaluation ------------------------------------------------------------------------------------------
 
     def evaluate(self) -> Evaluation | None:
-        """Evaluates; the measured time is then reserved before run.max_minutes for the last evaluation."""
+        """Evaluates; reserves as much time before run.max_minutes for the run's last evaluation."""
         begin = time.monotonic()
         evaluation = self.stage.evaluate()
         self.context.stop.reserved = time.monotonic() - begin
         return evaluation
 
     def evaluate_if_due(self) -> Evaluation | None:
-        """Returns this step's evaluation, empty if none is due, or None if a stop request interrupted it."""
+        """Returns this step's held-out evaluation, empty if there is none, or None if it was interrupted.
+
+        A stop request can interrupt it, or an error of the reward, which ends the run.
+        """
         step, self.eval_score = self.state.step, None
         if self.context.stop.agreed_reason() == "time_limit":
             self.reason = "time_limit"
@@ -207,7 +211,7 @@ class Run:
     # -- logging ---------------------------------------------------------------------------------------------
 
     def log(self, result: StepResult, evaluation: Evaluation | None) -> None:
-        """Logs a step; ``evaluation`` is None if a stop request interrupted it."""
+        """Logs a step; ``evaluation`` is None if it was interrupted."""
         state, costs = self.state, self.costs()
         counts = {
             "episodes": state.episodes,

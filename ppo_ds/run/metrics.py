@@ -19,7 +19,7 @@ _SQUARES = "_of_squares"
 class MetricSums:
     """Accumulates masked means and maxima that are exact over ranks and micro-batches.
 
-    Means are never averaged. The shape of a part determines its reduction, as in algorithm/aggregation.py:
+    Means are never averaged. The shape of a part determines its reduction (algorithm/loss/aggregation.py):
     [2] is a (sum, count), [5] are moments of an explained variance, and 0-dim is a maximum. Every rank must
     add the same names in the same order. All ranks must call ``reduced``.
     """
@@ -86,7 +86,7 @@ def as_number(piece: Tensor) -> float:
 
 
 def step_metrics(steps: Mapping[str, list[StepInfo]]) -> Metrics:
-    """Computes gradient norms, learning rates and the count of skipped optimizer steps of each model.
+    """Computes each model's gradient norm and learning rate, the count of skipped steps, the loss scale.
 
     ``steps`` maps metric prefixes to optimizer steps. Norms are measured before clipping and averaged (NaN if
     a step was skipped); learning rates are those of the last step.

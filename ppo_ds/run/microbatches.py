@@ -47,7 +47,7 @@ def padding(micros: Iterable[Sequences | PreferencePairs], packed: bool) -> Tens
 def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
     """Returns the row indices of each forward over the rows of this rank or sequence group.
 
-    All ranks must call this. ``packed``: whether the models accept packed rows in addition to padded rows.
+    All ranks must call this. ``packed``: whether the models take rows without padding.
     """
     lengths, token_budget = sequences.attention_mask.sum(1), token_budget * world.sequence_ranks
     plan = plan_forwards(lengths, token_budget, packed=packed)

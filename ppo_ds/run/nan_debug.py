@@ -25,7 +25,7 @@ class ReplayedRow:
     """Result of replaying a single row of an optimizer step."""
 
     position: int  # position in the minibatch
-    rank: int | None  # the rank that replayed it
+    rank: int | None  # the rank that replayed it, or without a replay, that generated it
     losses: dict[str, float] = field(default_factory=dict)  # model -> the row's part of the step's loss
     first: str | None = None  # name of the first tensor that was not finite
 

@@ -71,12 +71,12 @@ def throughput(tokens: int, samples: int, seconds: float, ranks: int) -> Metrics
 
 
 def host_peak() -> int:
-    """Returns the peak resident memory of this process in KB."""
+    """Returns the peak resident memory of this process in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def memory(world: World) -> Metrics:
-    """Returns mem/*: peak memory since the start in GB, the maximum over ranks. All ranks must call this."""
+    """Returns mem/*: the peak memory so far in GiB, maximum over ranks. All ranks must call this."""
     peaks = {"mem/host_rss_gb": host_peak() / 2**20}
     if world.device.type == "cuda":
         peaks["mem/alloc_peak_gb"] = torch.cuda.max_memory_allocated() / 2**30

@@ -59,7 +59,10 @@ def recorded_settings(run_dir: Path) -> Settings | None:
 
 
 def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
-    """Returns the files and folders of an earlier run that this run neither continues nor repeats."""
+    """Returns the files and folders of an earlier run that this run neither continues nor repeats.
+
+    ``start`` is the checkpoint from which this run continues, or None.
+    """
     before, steps = recorded_settings(run_dir), recorded_steps(run_dir)
     checkpoints = run_dir / "checkpoints"
     if restart:
@@ -92,8 +95,8 @@ def outdated_preparation(before: Settings | None, now: Settings) -> list[str]:
 def open_run_directory(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
     """Creates a run directory, writes config.yaml to it and returns lines for the start-up banner.
 
-    A new directory is accessible only to its owner. If no run is continued from the checkpoint ``start``, or
-    with ``restart``, an earlier record is moved. May raise UserError (see ``check_run_directory``).
+    A new directory is accessible only to its owner. The record of an earlier run is moved with ``restart``,
+    or if this run neither continues nor repeats it. May raise UserError (see ``check_run_directory``).
     """
     with writing(run_dir):
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -53,11 +53,11 @@ class Saver:
     def save_if_due(
         self, eval_score: float | None, clock: float, last: bool = False, again: bool = False
     ) -> None:
-        """Saves a checkpoint if one is due. With ``last`` it is due unless checkpoint.every is 0.
+        """Saves a checkpoint if one is due, or if ``eval_score`` is better than the best checkpoint's.
 
-        While optimizer steps are being skipped, only the run's last checkpoint is saved: a rollback needs a
-        healthy state. ``clock`` is in seconds and equal on all ranks. ``again`` replaces an existing
-        checkpoint.
+        With ``last``, one is due after the first step unless checkpoint.every is 0. While optimizer steps are
+        being skipped, only the run's last checkpoint is saved: a rollback needs a healthy state. ``clock`` is
+        in seconds and equal on all ranks. ``again`` replaces an existing checkpoint.
         """
         if self.context.health.skips and not last:
             return
@@ -86,7 +86,7 @@ class Saver:
                 export_step(self.state.step, self.stage, self.context, self.config.keep_exports)
 
     def score_of(self, evaluation: Evaluation) -> float | None:
-        """Returns the score of an evaluation for the best checkpoint, or None if no best one is kept."""
+        """Returns the score of a held-out evaluation; None for other data, or if no best one is kept."""
         if not self.config.keep_best or evaluation.data != HELD_OUT:
             return None
         return self.selection.score(evaluation.metrics)

@@ -1,4 +1,4 @@
-"""The protocol between a run (run.py) and the stage that it trains, such as PPO."""
+"""The protocol between a run (loop.py) and the stage that it trains, such as PPO."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class Stateful(Protocol):
 class Stage(Stateful, Protocol):
     """One kind of training; tests/run/toy_stage.py is a minimal stage. All ranks must call each method.
 
-    ``state_dict`` is copied before every step, to undo the step. Its key "progress" belongs to the run.
+    ``state_dict`` is copied before every step, to undo the step. It must not have the key "progress", which
+    the run adds.
     """
 
     models: Mapping[str, TrainedModel]  # saved in every checkpoint

@@ -61,7 +61,7 @@ class Selection:
     def score(self, metrics: Metrics) -> float:
         """Returns the metric as a score; a higher score is better.
 
-        Raises UserError if ``metrics`` lacks the metric, which only happens if the data lack the subset.
+        Raises UserError if ``metrics`` lacks it, such as the accuracy on a subset that the data do not have.
         """
         if self.metric not in metrics:
             raise UserError(
@@ -91,7 +91,7 @@ class TrainState:
     last_eval_step: int | None = None  # also None in checkpoints of earlier versions
     first_rows: list[dict[str, Any]] = field(default_factory=list)
     last_rows: list[dict[str, Any]] = field(default_factory=list)
-    # metrics of the last step if a stop request interrupted its evaluation
+    # metrics of the last step if its evaluation was interrupted
     unevaluated: Metrics | None = None
 
     def select_by(self, rule: str) -> None:

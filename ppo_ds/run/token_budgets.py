@@ -42,7 +42,7 @@ class TokenBudget:
 
     name: str  # of the key in the section memory
     tokens: int
-    # the number before an out-of-memory error, in this start or an earlier one
+    # the number before an out-of-memory error, in this launch of the run or an earlier one
     halved_from: int | None = None
 
     def __int__(self) -> int:
@@ -205,7 +205,7 @@ class TokenBudgets:
     ) -> Iterator[None]:
         """Ends the run if memory runs out inside the block of this context manager. Not a collective.
 
-        Records half of the budget for the next start. The message includes the result of ``economize``.
+        Records half of the budget for the next launch. The message includes the result of ``economize``.
         """
         try:
             yield

@@ -2,7 +2,7 @@
 
 Content is written to a draft beside the target, forced to the disk and renamed. A draft has a random name and
 is created exclusively, so that an existing entry, such as a link, is never opened. ``remove_drafts`` deletes
-the draft of a killed writer at the next start. Modes follow the umask.
+the draft of a killed writer at the next launch. Modes follow the umask.
 """
 
 from __future__ import annotations

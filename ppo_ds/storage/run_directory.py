@@ -1,7 +1,8 @@
 """Checks whether other users could change the files of a run directory, or redirect what a run writes.
 
 The directories to which runs and exports write are checked, and their direct entries, each of which is
-replaced as a whole. ``run.dir`` itself may be a link. wandb creates links in its directory.
+replaced as a whole. ``run.dir`` itself may be a link. The entries of wandb's directory are not checked, since
+wandb creates links there.
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ NAME = "run.lock"
 # Times in seconds.
 RENEWAL = 5.0  # time between two renewals
 STALE = 60.0  # time without renewal after which a holder elsewhere has ended
-ENDING = 60.0  # longest wait of a start for a holder that is ending
-# Wait before a start is refused. A holder that has just received a stop signal marks itself as ending in this
-# time, and the start then waits for its end.
+ENDING = 60.0  # longest wait of a launch for a holder that is ending
+# Wait before a launch is refused. A holder that has just received a stop signal marks itself as ending in
+# this time, and the launch then waits for its end.
 REACTION = 0.7
 POLL = 0.1  # time between two attempts to take the lock
 MAX_TIME = 1e11  # of a holder's start, in seconds since 1970; a later one cannot be shown as a date
-# attempts of a start to create a directory that another run removes at its end; where no directory can be
+# attempts of a launch to create a directory that another run removes at its end; where no directory can be
 # created, as in /proc, every attempt fails with the same error
 MAX_REMOVALS = 1000
 
@@ -123,7 +123,7 @@ class RunLock:
         )
 
     def mark_ending(self) -> None:
-        """Marks the holder as ending, so that the next start waits for it instead of raising UserError."""
+        """Marks the holder as ending, so that the next launch waits for it instead of raising UserError."""
         if not self._holder.ending and not self._released.is_set():
             self._holder = replace(self._holder, ending=1)
             with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Chat with one or two policies on the console: conversations, commands, streamed answers and their scores.
+"""Implements the chat with policies on the console: conversations, commands, streamed answers, scores.
 
 Each model has a separate conversation: all models receive the same messages, and each sees only its answers.
-The models answer one after the other, with the same random numbers; the same input repeats a chat.
+The models answer one after the other, with the same random numbers. The same seed and input repeat a chat.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Chat:
     console: Console
     seed: int
     system: str | None = None
-    turns: int = 0  # answers so far
+    turns: int = 0  # messages of the user so far, in all conversations
 
     def reply(self, line: str) -> bool:
         """Handles a line of input; returns False if it ends the chat."""

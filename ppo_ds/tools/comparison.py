@@ -39,7 +39,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 def outcomes(scores: Values, others: Values, texts: Texts, other_texts: Texts) -> np.ndarray:
     """Returns, for each prompt, the fractions of response pairs that are won, tied and lost: [prompts, 3].
 
-    To each prompt, each response of one model is compared with each response of the other model.
+    Each response of one model is compared with each response of the other model to the same prompt.
     """
     groups = zip(scores, others, texts, other_texts, strict=True)
     return np.array([outcome_shares(*group) for group in groups])

@@ -67,7 +67,7 @@ def build_sections() -> list[Any]:
 
 
 def single_panels(metrics: Iterable[Metric]) -> list[Panel]:
-    """Returns a panel for each metric that no panel of the catalogue shows, with ``step`` as the x axis."""
+    """Returns a panel for each metric that no panel of the catalogue shows, except for the x axis, step."""
     shown = {"step"}.union(*(panel.metrics for panel in PANELS))
     return [
         Panel(metric.label[:1].upper() + metric.label[1:], metric.unit, {metric.name: ""})

@@ -208,7 +208,7 @@ def add_verdicts(
 def by_prompt(
     rows: Sequence[dict[str, Any]], name: str, get: Callable[[dict[str, Any]], Any]
 ) -> list[list[Any]]:
-    """Returns ``get`` of each response of a model, grouped by prompt. ``rows`` are sorted by prompt."""
+    """Returns ``get`` of each response of a model, grouped by prompt in the order of ``rows``."""
     groups: dict[int, list[Any]] = {}
     for row in rows:
         groups.setdefault(row["number"], []).append(get(row["responses"][name]))
@@ -293,7 +293,10 @@ def accuracy(
 def divergence(
     rows: Sequence[dict[str, Any]], names: Sequence[str], sampling: SamplingConfig, greedy: bool
 ) -> dict[str, Any]:
-    """Returns the KL of each model to the first; if responses do not estimate it, the mean log-ratio."""
+    """Returns the KL of each model to the first; if responses do not estimate it, the mean log-ratio.
+
+    A remark names the models whose vocabulary differs from that of the first.
+    """
     first, others = names[0], names[1:]
     measured = [name for name in others if "log_ratio" in rows[0]["responses"][name]]
     found: dict[str, Any] = {}

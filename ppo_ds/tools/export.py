@@ -80,7 +80,7 @@ def export(
 ) -> Path:
     """Writes the model ``role``, a key of FOLDERS, to ``out``, and the actor's adapter to ``out/adapter``.
 
-    Each of the two folders gets a model card. Returns the path of the folder, which is complete or absent.
+    Each of the two folders gets a model card. Returns the folder, which an error leaves unchanged.
     ``force`` replaces an existing model folder. ``name`` is the name on the Hub for the card. With
     ``adapter``, a model without an adapter raises UserError, and nothing is written.
     """
@@ -118,7 +118,10 @@ def export(
 
 
 def target_folder(checkpoint: Path, role: str, out: Path | None, force: bool) -> Path:
-    """Returns the folder to write, or raises UserError if it exists or would be reached through a link."""
+    """Returns the folder to write: ``out``, or below ``exports`` of the run, where no folder may be a link.
+
+    Raises UserError if it exists, unless it is a model folder and ``force`` is given.
+    """
     if out is None:
         out = checkpoint.parent.parent / "exports" / checkpoint.name / FOLDERS[role]
         for path in (out.parent.parent, out.parent, out):
@@ -162,7 +165,7 @@ def moved_paths(value: Any, old: str, new: str) -> Any:
     """Returns a copy of a nested dict in which the prefix ``old`` of paths is replaced by ``new``.
 
     If run.resume=restart has moved a run to ``earlier_N/``, the files of `prepare` may still be in the parent
-    directory; paths of such files are below the parent directory.
+    directory; the new paths of such files then begin with the parent directory.
     """
     if isinstance(value, dict):
         return {name: moved_paths(item, old, new) for name, item in value.items()}

@@ -23,7 +23,7 @@ def renewed(page: str) -> str:
 
 
 def section_text(section: Section) -> str:
-    """Returns a list of the metrics without range and remedy, and a heading for each of the others."""
+    """Returns a section: a list of metrics without range and remedy, then a heading for each other metric."""
     lines = [f"## {section.title}: `{section.prefix}/`" if section.prefix else f"## {section.title}", ""]
     advised = [one for one in section.metrics if one.healthy is not None or one.remedy]
     lines += [f"- `{one.name}`: {described(one)}" for one in section.metrics if one not in advised]

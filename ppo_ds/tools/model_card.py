@@ -172,6 +172,6 @@ def on_hub(path: str | None) -> str | None:
 
 
 def shown(path: str, kind: str = "") -> str:
-    """Returns a link to a Hub name, or the last part of a local path; ``kind`` is the URL prefix."""
+    """Returns a link to a Hub name (``kind``: datasets/ for a data set), or the last part of a local path."""
     text = printable(Path(path).name).replace("`", "'")  # a checkpoint of someone else may hold Markdown
     return f"[{path}](https://huggingface.co/{kind}{path})" if on_hub(path) else f"`{text}`"

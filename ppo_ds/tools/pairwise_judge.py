@@ -22,11 +22,11 @@ REMEDY = "it must return a list with one number from 0 to 1 for each pair, 1 if 
 
 
 def verdict(in_order: float, swapped: float) -> dict[str, Any]:
-    """Combines the preferences for the first model's response in both orders.
+    """Combines the preferences for one response of a pair in both orders.
 
-    ``preference`` is the mean of both. ``position_bias`` is the preference for response a, in either order,
-    minus 0.5. ``disagrees`` is true if the orders prefer different responses, or if only one prefers a
-    response.
+    ``preference`` is the mean of both. ``position_bias`` is the preference for response a, averaged over
+    the orders, minus 0.5. ``disagrees`` is true if the orders prefer different responses, or if only one
+    prefers a response.
     """
     return {
         "preference": (in_order + swapped) / 2,
@@ -52,7 +52,7 @@ class PairwiseJudge:
     def __call__(
         self, prompts: Sequence[str], responses: Sequence[str], others: Sequence[str], rows: Sequence[Row]
     ) -> list[dict[str, Any]]:
-        """Returns a verdict for each pair of ``responses`` and ``others``; preference 1: ``responses``."""
+        """Returns a verdict for each pair; preference 1 means that ``responses`` has the better response."""
         if not prompts:
             return []
         in_order = self._preferences(prompts, responses, others, rows)

@@ -40,7 +40,7 @@ class Job:
     script: Path
     arguments: list[str]
     ranks: int
-    config: Config | None = None  # of a stage
+    config: Config | None = None  # of a stage; None for the evaluation
 
     @property
     def run_dir(self) -> Path:
@@ -158,7 +158,7 @@ def is_done(job: Job, folder: Path, inputs: str) -> bool:
 
 
 def check_inputs(job: Job, folder: Path, inputs: str) -> None:
-    """Raises UserError if a stage has a checkpoint and began with inputs other than ``inputs``."""
+    """Raises UserError if a stage would resume a run that began with inputs other than ``inputs``."""
     if job.config is None or job.config.run.resume == "restart":
         return
     begun = recorded_steps(job.run_dir) or any((job.run_dir / "checkpoints").glob("step_*"))

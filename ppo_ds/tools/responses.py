@@ -38,7 +38,7 @@ from ppo_ds.tools.loading import hub_models, load_decoder, tokenizer_of
 from ppo_ds.tools.model_argument import NamedModel
 from ppo_ds.types import Prompts, Rollout, Row
 
-MAX_ROWS = 512  # responses of a batch; see build/token_budgets.MAX_DECODED_ROWS
+MAX_ROWS = 512  # responses of a batch; see planning/budgets.MAX_DECODED_ROWS
 GROUPS = 16  # minimum number of groups of prompts; each group's responses are sampled with one seed
 
 
@@ -88,7 +88,7 @@ class Responses:
             self.log_ratios.append(difference.sum(1))
 
     def row(self, batch: int, i: int) -> dict[str, Any]:
-        """Returns the text and the numbers of one response."""
+        """Returns the text of one response, its number of tokens, whether it finished, and its log-ratio."""
         rollout = self.rollouts[batch]
         ids = rollout.response_ids[i][rollout.response_mask[i]].tolist()
         text = self.reader.tokenizer.decode(ids)
@@ -107,7 +107,7 @@ def respond(
     """Returns this rank's responses of each model, in the order of ``models``. All ranks must call this.
 
     Log-ratios are computed at the sampling temperature, for models with the vocabulary of the first model.
-    The first model is loaded last, so that it is loaded only once.
+    The first model is loaded last, since it then also scores the responses of the others.
     """
     hub = hub_models(config, models)
     first, found = models[0], dict[str, Responses]()
@@ -138,7 +138,10 @@ def respond(
 def read_prompts(
     config: PPOConfig, world: World, models: Sequence[NamedModel], samples: int | None
 ) -> dict[str, Reader]:
-    """Downloads and reads the tokenizer and the prompts of each model. All ranks must call this."""
+    """Downloads and reads the tokenizer and the prompts of each model. All ranks must call this.
+
+    Raises UserError if data.long_prompts=drop may drop different prompts for different models.
+    """
     download_files(hub_models(config, models), world)
     readers: dict[str, Reader] = {}
     for model in models:
@@ -220,7 +223,10 @@ def generate(
 
 
 def choose_backend(config: PPOConfig, policy: Policy, longest: int) -> str:
-    """Returns the name of the decode backend; raises UserError if the config's backend rejects the model."""
+    """Returns the name of a decode backend; raises UserError if each possible backend rejects the model.
+
+    Instead of a backend with its own weights (vLLM), one of those for rollout.backend=auto is used.
+    """
     asked = config.rollout.backend
     names = [asked]
     if asked == "auto" or config.rollout.own_weights:  # such a backend needs the trained model's engine

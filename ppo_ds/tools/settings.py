@@ -27,7 +27,8 @@ def config_of_settings(
 
     Raises UserError for invalid settings, for stages other than those of ``kind``, for a chat template that
     is the path of a file, and, unless ``trust_remote_code``, for a model that runs its own Python code.
-    Without ``with_template`` the chat template is left out.
+    Without ``with_template``, as for a replay, the chat template is left out. Settings that name the user's
+    own Python code then raise UserError too; otherwise they are left out.
     """
     if not isinstance(settings, dict) or not is_plain(settings):
         raise UserError(f"{file}: holds no settings, which are nested mappings with text as keys")

@@ -38,7 +38,8 @@ class Dashboard(Tracker):
 class BackgroundTracker(Tracker):
     """Calls a dashboard in a thread; after its first failure, prints one warning line and drops it.
 
-    Only ``start`` and ``finish`` wait, for a limited time. Metrics are finite, and rows have no tokens.
+    Only ``start`` and ``finish`` wait, for a limited time. The dashboard receives no metrics that are not
+    finite, and no column "tokens" of sample rows.
     """
 
     def __init__(self, dashboard: Dashboard):

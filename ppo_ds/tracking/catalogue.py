@@ -27,8 +27,8 @@ class Alarm:
     problem: str
     advice: str  # which key to change
     condition: str = ""  # of a rule, in words
-    # values in the text: the "last" one, the "means" of the last and of the best steps, or the "changes"
-    # since the first evaluation of this metric and of those that fell
+    # values in the text: the "last" one; the "means" of the last and of the best steps; or the "changes" of
+    # this metric, and of the rewards that fell, since the first evaluation
     shows: str = "last"
 
 
@@ -84,7 +84,7 @@ class Shown:
     metric: str
     label: str
     format: str
-    rank: int = 0  # of importance
+    rank: int = 0  # of importance; parts with a higher rank are omitted first
 
 
 def _section(table: dict[str, Any]) -> Section:

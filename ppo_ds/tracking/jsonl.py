@@ -20,7 +20,7 @@ LARGEST = 1e100  # larger values are left out, since their sums would not be fin
 class JsonlTracker(Tracker):
     """Writes and flushes one line with a JSON object for each step, so that a kill loses no finished step.
 
-    A resume or a rollback never removes events; a run that starts at step 0 starts a new file.
+    A resume or a rollback never removes events; a run that starts at step 0 begins a new events.jsonl.
     """
 
     def __init__(self, run_dir: str | os.PathLike, *, resumed_at: int = 0):

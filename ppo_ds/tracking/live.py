@@ -24,7 +24,7 @@ ALARM_STEPS = 20  # number of steps for which an alarm is shown
 
 @dataclass(eq=False)
 class LiveView:
-    """The lines below the log of a run. It reads only numbers in CPU memory."""
+    """The lines below the log of a run. It reads only numbers in CPU memory, so it never waits for a GPU."""
 
     stage: str
     total: int  # steps of the run

@@ -17,7 +17,7 @@ EventKind = Literal["started", "resumed", "evaluated", "rolled_back", "warning",
 class Tracker:
     """A destination of metrics, samples and events. Methods that are not overridden do nothing.
 
-    Methods are called only on rank 0, in the order start, log, samples and event, finish.
+    Methods are called only on rank 0: ``start`` first, ``finish`` last.
     """
 
     def start(self, config: dict[str, Any]) -> None:

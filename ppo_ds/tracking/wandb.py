@@ -16,6 +16,12 @@ from ppo_ds.types import Histogram
 INIT_TIMEOUT = 30.0  # seconds for a server to answer before the run continues offline
 UPLOAD_RATE = 10e6  # bytes per second: the slowest upload of a model that finish waits for
 MAX_TITLE = 63  # characters of an alert's title
+SUCCESSFUL = (
+    "done",
+    "early_stop",
+    "stop_at_step",
+    "time_limit",
+)  # exit reasons after which model/ is written
 
 
 class WandbTracker(Dashboard):
@@ -115,11 +121,12 @@ class WandbTracker(Dashboard):
         return FINISH_TIMEOUT + sum(file.stat().st_size for file in files if file.is_file()) / UPLOAD_RATE
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Ends the run; uploads the report and, if configured, the exported model."""
+        """Ends the run; uploads the report and the exported model if configured."""
         import wandb
 
+        succeeded = summary["exit_reason"] in SUCCESSFUL
         uploads = {"report": (self._config.log_report, self._run_dir / "report.html")}
-        if summary.get("exit_reason") in ("done", "stop_at_step", "time_limit"):
+        if succeeded:  # otherwise the folder is of an earlier end of the run
             uploads["model"] = (self._config.log_model, self._run_dir / "model")
         for kind, (when, path) in uploads.items():
             if when == "end" and path.exists():
@@ -129,5 +136,5 @@ class WandbTracker(Dashboard):
                 add(str(path), policy="immutable", skip_cache=True)
                 self._run.log_artifact(artifact)
         self._run.summary.update({name: value for name, value in summary.items() if value is not None})
-        self._run.finish(exit_code=0)
+        self._run.finish(exit_code=0 if succeeded else 1)
         wandb.teardown()  # waits for its process, which writes the end of the run to the disk

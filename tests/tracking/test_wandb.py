@@ -13,10 +13,11 @@ import pytest
 import wandb as library
 
 from ppo_ds.config.sections.run import WandbConfig
+from ppo_ds.run.state import EXIT_CODES
 from ppo_ds.tracking import wandb
 from ppo_ds.tracking.background import BackgroundTracker
 from ppo_ds.tracking.tracker import Trackers
-from ppo_ds.tracking.wandb import WandbTracker
+from ppo_ds.tracking.wandb import SUCCESSFUL, WandbTracker
 from ppo_ds.types import Histogram
 from tests.tracking.wandb_server import wandb_server
 
@@ -110,11 +111,22 @@ def test_offline_creates_a_run(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_a_model_of_an_earlier_end_is_not_uploaded_after_a_signal(tmp_path):
+@pytest.mark.parametrize(("reason", "succeeded"), [("early_stop", True), ("signal", False)])
+def test_only_a_successful_end_uploads_the_model(tmp_path, monkeypatch, reason, succeeded):
+    """After any other end, the folder holds the model of an earlier one."""
+    codes, finish = [], library.Run.finish
+    monkeypatch.setattr(
+        library.Run, "finish", lambda run, exit_code: codes.append(exit_code) or finish(run, exit_code)
+    )
     made = run(tmp_path, "offline", [], finish=False, log_report="end", log_model="end")
     write_outputs(tmp_path)
-    made.finish({"exit_reason": "signal"})
-    assert b"report-" in stored(tmp_path) and b"model-" not in stored(tmp_path)
+    made.finish({"exit_reason": reason})
+    assert b"report-" in stored(tmp_path) and (b"model-" in stored(tmp_path)) == succeeded
+    assert codes == [0 if succeeded else 1]
+
+
+def test_the_successful_ends_are_those_with_exit_code_0():
+    assert {reason for reason, code in EXIT_CODES.items() if code == 0} == set(SUCCESSFUL)
 
 
 def test_the_finish_waits_longer_for_a_model(tmp_path, monkeypatch):

@@ -1,4 +1,7 @@
-"""Estimators that compare the responses to a prompt. All tokens of a response have the same advantage."""
+"""Estimators that compare the responses to a prompt. All tokens of a response have the same advantage.
+
+A group has all responses to one prompt. A "reward" is the total of a response (``Responses.totals``).
+"""
 
 from __future__ import annotations
 
@@ -50,37 +53,37 @@ class Groups:
 
 
 def grpo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates (value - group mean) / unbiased group standard deviation (Shao et al. 2024)."""
+    """Estimates (reward - group mean) / unbiased group standard deviation (Shao et al. 2024)."""
     return responses.of_responses(Groups(responses.totals, responses.groups).normalized)
 
 
 def rloo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates value - mean of the other values in the group (Ahmadian et al. 2024)."""
+    """Estimates reward - mean reward of the other responses in the group (Ahmadian et al. 2024)."""
     group = Groups(responses.totals, responses.groups)
     return responses.of_responses(group.centred * group.count / group.others)
 
 
 def dr_grpo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates value - group mean (Liu et al. 2025)."""
+    """Estimates reward - group mean (Liu et al. 2025)."""
     return responses.of_responses(Groups(responses.totals, responses.groups).centred)
 
 
 def lite_ppo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates (value - group mean) / standard deviation of the values of all ranks (arXiv 2508.08221)."""
+    """Estimates (reward - group mean) / standard deviation of the rewards of all ranks (arXiv 2508.08221)."""
     group = Groups(responses.totals, responses.groups)
     _, std = mean_and_std(group.x, options.reduce)
     return responses.of_responses(group.centred / (std + EPS))
 
 
 def maxrl(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates (value - group mean) / group mean, or 0 if the mean is not positive (Tajwar et al. 2026)."""
+    """Estimates (reward - group mean) / group mean, or 0 if the mean is not positive (Tajwar et al. 2026)."""
     group = Groups(responses.totals, responses.groups)
     quotient = group.centred / group.mean.clamp(min=EPS)
     return responses.of_responses(torch.where(group.mean > 0, quotient, 0.0))
 
 
 def opo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates value - group mean weighted by the number of actions per response (Hao et al. 2025)."""
+    """Estimates reward - group mean weighted by the number of actions per response (Hao et al. 2025)."""
     group, weights = Groups(responses.totals, responses.groups), responses.mask.sum(1).double()
     baseline = group.sum(weights * group.x) / group.sum(weights).clamp(min=1)
     return responses.of_responses(group.x - baseline)

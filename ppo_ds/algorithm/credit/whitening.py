@@ -32,7 +32,10 @@ class Whitening:
         return broadcast_sequence(whole[:, 0], mask)
 
     def whiten_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
-        """Whitens over all rows and ranks ("batch"), or each ``group_size`` consecutive rows ("group")."""
+        """Whitens over all rows and ranks ("batch"), or each ``group_size`` consecutive rows ("group").
+
+        Otherwise returns ``advantages`` unchanged. All ranks must call this.
+        """
         if self.over == "batch":
             return self.whiten(advantages, mask, reduce)
         if self.over == "group":

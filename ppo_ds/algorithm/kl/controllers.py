@@ -28,7 +28,7 @@ class FixedKLController:
 class ControlledKLController(FixedKLController):
     """Multiplies the coefficient by ``factor`` at each update, within [min_coef, max_coef].
 
-    ``target`` has the unit of the KL passed to update().
+    ``target`` has the unit of the KL passed to update(). A KL that is not finite is ignored.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AdaptiveKLController(ControlledKLController):
 class ThresholdKLController(ControlledKLController):
     """Multiplies the coefficient by 1.5 if KL > 2 * target, and by 0.5 if KL < target / 2.
 
-    The KL is 0 at the start of training, so without ``min_coef`` the first steps would halve the coefficient.
+    The KL is 0 at the start of training, so the first steps halve the coefficient down to ``min_coef``.
     """
 
     def factor(self, current: float, n_steps: int) -> float:

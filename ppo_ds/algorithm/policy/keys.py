@@ -1,5 +1,4 @@
-"""Defines the policy losses: the keys of algo.policy for each, the rules for them, and the dotted name of
-each function.
+"""Defines the policy losses: the keys of algo.policy, their rules, and the dotted name of each function.
 
 A policy loss is a function (PolicyTerms, section algo.policy) -> TokenLoss, see surrogate.py. To add one,
 write its function in any importable module, and its class here.

@@ -64,13 +64,13 @@ def sapo(terms: PolicyTerms, policy: Any) -> TokenLoss:
 
 
 def dppo_tv(terms: PolicyTerms, policy: Any) -> TokenLoss:
-    """Computes DPPO's loss; a token's distance is |pi - pi_old| (total variation), by default up to 0.15."""
+    """Computes DPPO's loss with the distance |pi - pi_old| (total variation); ``delta`` None means 0.15."""
     distance = (terms.logprobs.detach().exp() - terms.old_logprobs.exp()).abs()
     return masked_beyond(distance, 0.15 if policy.delta is None else policy.delta, terms)
 
 
 def dppo_kl(terms: PolicyTerms, policy: Any) -> TokenLoss:
-    """Computes DPPO's loss; a token's distance is KL(old || new), see binary_kl, by default up to 0.05."""
+    """Computes DPPO's loss with the distance KL(old || new), see binary_kl; ``delta`` None means 0.05."""
     distance = binary_kl(terms.old_logprobs, terms.logprobs.detach())
     return masked_beyond(distance, 0.05 if policy.delta is None else policy.delta, terms)
 
@@ -95,8 +95,8 @@ def gmpo(terms: PolicyTerms, policy: Any) -> TokenLoss:
     """Computes -A r, where r is the geometric mean of the clipped ratios of all tokens of a response.
 
     Each ratio is limited, without a gradient beyond the limit: to at most exp(clip_high) where A > 0, and to
-    at least exp(-clip_low) elsewhere. As in the authors' code and in verl, the opposite side has no limit;
-    there, only the mean is clamped.
+    at least exp(-clip_low) elsewhere. As in the authors' code and in verl, the other side has no such limit:
+    the mean log-ratio is clamped to +-20.
     """
     log_ratio, advantages = terms.differences, terms.advantages
     high = policy.clip_low if policy.clip_high is None else policy.clip_high

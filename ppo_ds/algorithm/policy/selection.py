@@ -1,6 +1,7 @@
-"""Selects tokens of an optimizer step for a policy loss, by rank or quantile over all rows of all ranks.
+"""Selects tokens for a policy loss, as a bool mask [B,T]. Ties are broken by position.
 
-Every rank holds all rows, so all compute the same bool mask [B,T]. Ties are broken by position.
+Except for off_policy_tokens, which depends only on a response, the functions must receive all rows of an
+optimizer step, of all ranks. Every rank holds these rows, so all ranks compute the same mask.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from ppo_ds.ops.masked import keep, masked_mean
 def off_policy_tokens(
     logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, mask: Tensor, limit: float
 ) -> Tensor:
-    """Selects the tokens with a negative advantage of off-policy responses (DeepSeek-V3.2, 2025).
+    """Selects the tokens with a negative advantage in off-policy responses (DeepSeek-V3.2, 2025).
 
-    In these the mean of log pi_sampling - log pi exceeds ``limit``.
+    A response is off-policy if its mean of log pi_sampling - log pi exceeds ``limit``, in nats.
     """
     drift = masked_mean(sampling_logprobs - logprobs.detach(), mask, dim=1)[:, None]
     return (keep(advantages, mask) < 0) & (drift > limit)
 
 
 def top_entropy_tokens(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """Selects the ``fraction`` of all tokens with the highest entropy (Wang et al. 2025): those at or above
-    the quantile 1 - fraction. Of the tokens equal to the quantile, it selects only as many as are needed.
+    """Selects the ``fraction`` of all tokens with the highest entropy (Wang et al. 2025).
+
+    These are at or above the quantile 1 - fraction; of those equal to it, only as many as needed are taken.
     """
     rank = fraction * (int(mask.sum()) - 1)  # of the quantile, from the top
     return mask_of(largest(entropy[mask], math.floor(rank + 1e-9) + 1), mask)
@@ -58,9 +60,10 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 def clip_cov_tokens(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator, policy: Any
 ) -> Tensor:
-    """Selects random tokens, the share ``cov_frac`` (None: 0.0002, as in the paper) of all, but at least one.
+    """Selects random tokens among those with a covariance in (cov_low, cov_high).
 
-    Only tokens with a covariance in (cov_low, cov_high). ``generator`` has the same state on every rank.
+    Their number is the share ``cov_frac`` (None: 0.0002, as in the paper) of all tokens, at least one, unless
+    too few tokens qualify. ``generator`` must have the same state on every rank.
     """
     covariance = covariances(logprobs, advantages, mask)
     candidates = ((covariance > policy.cov_low) & (covariance < policy.cov_high)).nonzero()[:, 0]

@@ -48,7 +48,7 @@ class Bounded(RolloutISConfig):
         return "token"
 
     def problems(self) -> Iterator[str]:
-        """Yields an error line if the lower bound is not below the upper bound."""
+        """Yields an error line if the lower bound is above the upper bound."""
         if self.low > self.high:
             yield f"algo.rollout_is.low={self.low:g}: must be at most algo.rollout_is.high={self.high:g}"
 

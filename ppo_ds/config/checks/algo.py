@@ -9,7 +9,10 @@ from ppo_ds.config.schema import PPOConfig, is_partial, reward_weights, rollout_
 
 
 def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each batch size that cannot be divided evenly among ranks or steps."""
+    """Yields an error line for each batch size that ranks or steps cannot divide evenly.
+
+    Also yields one for each setting that conflicts with memory.sequence_parallel.
+    """
     section, minibatch, rollout = config.rollout, config.algo.minibatch_size, rollout_size(config)
     prompts, samples = section.prompts_per_step, section.samples_per_prompt
     group = config.memory.sequence_parallel
@@ -46,7 +49,7 @@ def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
 
 
 def check_losses(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each conflict between the KL penalty, the policy loss and reward shaping."""
+    """Yields an error line for each unusable setting of the KL, the policy loss or the overlong penalty."""
     yield from config.algo.kl.problems(rollout_size(config))
     yield from config.algo.policy.problems(config.algo.action_level)
     if config.health.max_kl and not uses_reference(config):
@@ -62,7 +65,7 @@ def check_losses(config: PPOConfig, ranks: int) -> Iterator[str]:
 
 
 def check_rollout_is(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each key that conflicts with the importance weights of the decode backend."""
+    """Yields an error line for each key that conflicts with algo.rollout_is, or with another key in it."""
     weights, policy = config.algo.rollout_is, config.algo.policy
     if not isinstance(weights, Bounded):
         return

@@ -34,7 +34,7 @@ ROWS = {"ppo": "prompts", "sft": "demonstrations", "reward_model": "pairs of ans
 
 
 def check_sampling(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each conflict between options that end responses."""
+    """Yields an error line if min_new_tokens is above max_new_tokens, and if a stop string is empty."""
     sampling = config.sampling
     if sampling.min_new_tokens > sampling.max_new_tokens:
         yield (
@@ -46,7 +46,10 @@ def check_sampling(config: PPOConfig, ranks: int) -> Iterator[str]:
 
 
 def check_paths(config: TextConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each local model folder or data file that is missing or unusable."""
+    """Yields an error line for each local model folder or data file that is missing or unusable.
+
+    Also yields one if data.path is not set and there is no mixture.
+    """
     data = config.data
     if data.path is None and not (isinstance(data, PPODataConfig) and data.mix):
         several = " (or data.mix: several of them)" if isinstance(data, PPODataConfig) else ""
@@ -67,7 +70,10 @@ def check_paths(config: TextConfig, ranks: int) -> Iterator[str]:
 
 
 def check_tasks(config: TextConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each mistake in task settings that is found without importing the package."""
+    """Yields an error line for each mistake in task settings that is found without reasoning-gym.
+
+    Also yields one if a task is used and reasoning-gym is not installed.
+    """
     data, paths = config.data, _data_paths(config)
     made = [key for key, path in paths.items() if is_task(path)]
     for key in made:
@@ -125,7 +131,7 @@ def _data_paths(config: TextConfig) -> dict[str, str | None]:
 
 
 def hub_names(config: Config) -> list[str]:
-    """Returns the paths of models and data that are not on this machine and not created by `prepare`."""
+    """Returns the names of models and data on the Hub, without those that `prepare` may create."""
     paths = [*_model_paths(config).values()]
     if isinstance(config, TextConfig):
         paths += _data_paths(config).values()

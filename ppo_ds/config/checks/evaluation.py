@@ -43,7 +43,10 @@ def eval_metrics(config: Config) -> list[str]:
 
 
 def check_eval_rewards(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each evaluation reward with an unusable name or arguments."""
+    """Yields an error line for each evaluation reward with an unusable name or arguments.
+
+    Also yields one if eval.by or eval.rewards is set without data.eval_path.
+    """
     for name, section in config.eval.rewards.items():
         key = f"eval.rewards.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in TAKEN:

@@ -1,4 +1,4 @@
-"""Checks the models: ZeRO, adapters, raw DeepSpeed settings and the initial weights of the critic."""
+"""Checks the models: ZeRO, raw DeepSpeed settings, quantization and the initial weights of the critic."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOT_WITH_NF4 = {
 
 
 def check_generation(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each ZeRO option of generation that has no effect."""
+    """Yields an error line if actor.zero.offload_states=always would have no states to move."""
     zero = config.actor.zero
     # offload_states also moves the optimizer states of the critic
     if (
@@ -84,7 +84,7 @@ def check_raw_deepspeed(config: Config, ranks: int) -> Iterator[str]:
 
 
 def check_bitsandbytes(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each model that cannot be quantized, or if bitsandbytes is missing."""
+    """Yields an error line for each conflict with nf4, and if bitsandbytes is needed but not installed."""
     trained = trained_models(config)
     users = [f"{name}.optim.name=adamw_8bit" for name in trained if trained[name].optim.name == "adamw_8bit"]
     sections = {name: role.model_dump() for name, role in trained.items()}

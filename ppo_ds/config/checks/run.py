@@ -1,4 +1,4 @@
-"""Checks the sections that every stage has: length, run directory, checkpoints and dry run."""
+"""Checks the section run: length, dry run, name, directory, profile and resumption."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ppo_ds.config.text import show
 
 
 def check_run(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each problem of the length, the dry run, the run directory or the start."""
+    """Yields an error line for each unusable or missing value of the section run."""
     if config.run.steps is None and config.run.epochs is None:
         yield "run.steps is missing: the number of training steps (or run.epochs: passes over the data)"
     if config.run.dry_run and STAGES[config.stage].dry_run is None:
@@ -39,7 +39,7 @@ def check_run(config: Config, ranks: int) -> Iterator[str]:
 
 
 def late_profile(config: Config, steps: int | None) -> Iterator[str]:
-    """Yields an error line if the run ends before step run.profile; it has ``steps`` steps, if known."""
+    """Yields an error line if the run, of ``steps`` steps (None: unknown), ends before step run.profile."""
     last = min(filter(None, (steps, config.run.stop_at_step)), default=None)
     if config.run.profile and last and config.run.profile > last:
         yield f"run.profile={config.run.profile}: the run ends with step {last}; choose an earlier one"

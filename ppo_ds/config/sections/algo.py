@@ -137,8 +137,8 @@ class AlgoConfig(Section):
     DeepSpeed-Chat)."""
 
     old_policy: Literal["rollout", "lagged"] = "rollout"
-    """Policy of the old log-probs: the generating policy (rollout), or a copy from up to algo.lag steps ago
-    (lagged)."""
+    """Policy of the old log-probs: the generating policy (rollout), or a copy that is up to algo.lag - 1
+    steps old (lagged)."""
 
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
     """Source of the old log-probs: a forward of the actor (recompute), or the decode backend (rollout),

@@ -40,7 +40,7 @@ class SamplingConfig(Section):
 
 
 class MixtureConfig(Section):
-    """One data set of a mixture; null keys inherit the values of the data section."""
+    """One data set of a mixture; null split and prompt_column inherit the values of the data section."""
 
     path: Text
     """A Hub data set or a file of prompts."""

@@ -69,7 +69,7 @@ class RunConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Token budgets of one forward on one rank, padding included. They change speed, not results."""
+    """Token budgets of one forward on one rank, padding included. They change results only by rounding."""
 
     # A run replaces auto by a number before it uses a budget (planning/budgets.py).
 
@@ -96,8 +96,7 @@ class PPOMemoryConfig(GenerationMemoryConfig):
     """Token budgets of one forward on one rank, padding included; generation counts the longest possible
     responses.
 
-    They change speed and memory. Only reuse_forwards and sequence_parallel change results, in the last
-    digits.
+    These keys change speed and memory, and results only by rounding.
     """
 
     reuse_forwards: Literal["auto", "all", "off"] = "auto"

@@ -184,8 +184,9 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Restores models, weight copies and random states and returns the state of the loop.
 
-        Verifies ``path`` first unless this process has already verified it. Raises UserError if the run has
-        other models or weight copies than the checkpoint.
+        Verifies ``path`` first unless this process has already verified it. If ``path`` is in ``root``,
+        deletes old checkpoints as ``save`` does, but no later ones. Raises UserError if the run has other
+        models or weight copies than the checkpoint.
         """
         if path not in self.verified:
             self.verify(path)
@@ -395,5 +396,5 @@ def step_of(folder: Path) -> int:
 
 
 def mark_deleted(folder: Path) -> None:
-    """Gives a folder the name of a draft, so that a kill during its deletion leaves no damaged one."""
+    """Gives a folder the name of a draft, so that a kill while it is deleted leaves no damaged checkpoint."""
     folder.rename(draft_path(folder))

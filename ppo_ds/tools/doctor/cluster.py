@@ -51,9 +51,9 @@ class Cluster:
 def cluster_of(name: str | None, gpus: int | None, nodes: int | None, memory: float | None) -> Cluster:
     """Returns the devices that the options --gpu, --gpus, --nodes and --gpu-mem describe.
 
-    Without any of these options, returns the GPUs of this machine, or one rank on its CPU. With ``nodes``,
-    ``gpus`` is the number of GPUs per node. Otherwise it is the number of all GPUs, and the table or
-    DEFAULT_PER_NODE gives the GPUs per node.
+    Without ``name``, ``gpus`` and ``memory`` (GiB), each of the ``nodes`` (None: 1) is like this machine: its
+    GPUs, or one rank on its CPU. With ``nodes``, ``gpus`` is the number of GPUs per node. Otherwise it is the
+    number of all GPUs, and the table or DEFAULT_PER_NODE gives the GPUs per node.
     """
     gpu = None if name is None else find_gpu(name)
     if gpu is None and gpus is None and memory is None:
@@ -86,7 +86,7 @@ def _this_machine(nodes: int | None) -> Cluster:
 def cpu_device(
     shape: Shape, dtype: str, ranks: int, threads: int | None, clock: Clock | None = None
 ) -> Device:
-    """Measures a CPU's rates of matrix products with a model's sizes, and of memory, for one of the ranks.
+    """Measures this CPU's rates for one rank: of matrix products with the sizes of a model, and of memory.
 
     This takes about half a second. ``threads`` is run.threads; ``clock`` is time.perf_counter by default. The
     links between ranks are assumed to have a quarter of the memory's bandwidth; they are not measured.

@@ -17,7 +17,8 @@ from ppo_ds.tools.doctor.model_shapes import describe_shape
 from ppo_ds.tools.doctor.report import Report
 from ppo_ds.tools.doctor.step_time import STATE_BYTES, FinetuneTime, Plan
 
-# stage -> functions that read the data (config) -> (tokenizer, training rows, held-out rows) and describe it
+# stage -> (function that reads the data of a config, function that describes rows); the first returns the
+# tokenizer, the training rows and the held-out rows
 READERS = {
     "sft": ("ppo_ds.assemble.sft.read_demonstrations", "ppo_ds.assemble.sft.describe"),
     "reward_model": (
@@ -34,7 +35,7 @@ def batch_line(config: SFTStageConfig, ranks: int) -> list[str]:
 
 
 def plan_finetuning(config: SFTStageConfig, hardware: Hardware, report: Report) -> Plan | None:
-    """Checks the inputs and reads the shape of the model; returns None if it cannot be read."""
+    """Checks the inputs and reads the shape of the model; returns None after an error about the model."""
     (name, role), batch = next(iter(averaged_models(config).items())), batch_of(config)
     key = f"{name}.model.path"
     read, describe = map(import_target, READERS[config.stage])

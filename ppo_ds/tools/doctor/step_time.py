@@ -136,7 +136,7 @@ class Machine:
         return flops / (self.device.flops(dtype, self.tf32) * share)
 
     def memory(self, size: float, share: float) -> float:
-        """Returns the seconds of reading or writing ``size`` bytes of the device's memory."""
+        """Returns the seconds to read or write ``size`` bytes of memory, at a fraction of the bandwidth."""
         return size / (self.device.bandwidth * 1e9 * share)
 
     def launches(self, layers: float, microseconds: float) -> float:
@@ -200,8 +200,8 @@ class Passes:
 
     count: int
     tokens: int  # padding included
-    pairs: int
-    head_positions: int
+    pairs: int  # (query, key) pairs of attention
+    head_positions: int  # positions to which the head is applied
     parts: int = 1  # ranks that divide the tokens of each forward
 
 
@@ -285,7 +285,7 @@ class StepTime(ABC):
         return seconds
 
     def exchange(self, model: TimedModel, passes: Passes) -> float:
-        """Returns the seconds in which ranks that divide tokens exchange data for attention, in forwards."""
+        """Returns the seconds of exchanges for attention if ranks divide the tokens of ``passes``."""
         shape = model.shape
         size = 2 * shape.layers * (shape.width + shape.kv_width) * model.each * passes.tokens
         return self.machine.gather(size, 4 * shape.layers * passes.count, passes.parts)
@@ -390,7 +390,7 @@ class PPOTime(StepTime):
     # -- generation ----------------------------------------------------------------------------------------
 
     def switch(self) -> PhaseTime:
-        """Returns the time of one gather of all weights, and of moving optimizer states out and back."""
+        """Returns the time to gather all weights for generation and to move optimizer states out and back."""
         links = self.gather(self.actor) if self.gathered_once else 0.0
         host = 2 * self.machine.host_copy(self.memory.moved) if self.memory.moved else 0.0
         return PhaseTime(links + host, {LINKS: links, HOST: host})
@@ -447,7 +447,7 @@ class PPOTime(StepTime):
         return PhaseTime(seconds, resources, detail)
 
     def decode_links(self, tokens: int, forwards: int) -> float:
-        """Returns the seconds of the transfers of forwards in generation.
+        """Returns the seconds in which the forwards of generation transfer data between ranks.
 
         These are the gathers of weights layer by layer, or two all-reduces per layer with tensor parallelism.
         An all-reduce is a reduce-scatter and an all-gather of the hidden states.
@@ -481,7 +481,7 @@ class PPOTime(StepTime):
         return self.forward(TimedModel(model.shape, dtype, model.sharded, None, uploaded), passes)
 
     def rewards(self) -> PhaseTime | None:
-        """Returns the time of the training reward's models.
+        """Returns the time of the training reward's models, or None if it has none.
 
         A model that shares the critic's weights counts as a critic.
         """

@@ -83,7 +83,7 @@ def suggest_reductions(
 
 
 def _reductions(config: Config, parts: Sequence[int]) -> Iterator[list[Setting]]:
-    """Yields changes of one key of a trained model, of actor and critic together, the reference or memory.
+    """Yields changes of one key: in a trained model, in both actor and critic, in the reference or in memory.
 
     A change may reduce the speed of the run. It changes at most the last digits of the results.
     """
