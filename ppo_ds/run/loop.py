@@ -13,7 +13,6 @@ from ppo_ds.config.sections.run import RunConfig
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import UserError
 from ppo_ds.run.alarms import Alarms
-from ppo_ds.run.final_report import write_report
 from ppo_ds.run.health import TooManySkips
 from ppo_ds.run.saver import Saver
 from ppo_ds.run.stage import HELD_OUT, Evaluation, RunContext, Stage, StepResult
@@ -307,6 +306,8 @@ class Run:
         results = self.state.heldout_metrics(self.heldout) | best
         self.tracker.finish({"exit_reason": self.reason} | error | results)
         if self.world.is_main:
+            from ppo_ds.run.final_report import write_report  # matplotlib takes half a second to import
+
             hint = RESUME_HINTS.get(self.reason)
             checkpoint = (
                 f"{self.saver.last_checkpoint}   {hint}" if self.saver.last_checkpoint and hint else None
