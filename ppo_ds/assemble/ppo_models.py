@@ -125,7 +125,8 @@ def choose_layouts(
 ) -> list[str]:
     """Chooses the layout of each model's forwards and returns lines for the start-up banner.
 
-    Raises UserError if memory.sequence_parallel cannot divide the rows of a model. All ranks must call this.
+    Raises UserError if the ranks of memory.sequence_parallel cannot divide the tokens of a model's forward.
+    All ranks must call this.
     """
     group, device = config.memory.sequence_parallel, actor.world.device
     layout = "packed" if group > 1 else config.memory.layout

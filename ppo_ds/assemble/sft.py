@@ -176,7 +176,10 @@ def notes(
     held_out: DemonstrationSource | None,
     prompts: Prompts | None,
 ) -> list[str]:
-    """Chooses forward layout and evaluation decoding; returns banner lines. All ranks must call this."""
+    """Chooses the layout of forwards and plans the generation of evaluations; returns lines for the banner.
+
+    All ranks must call this.
+    """
     world = actor.world
     lines = [
         *training_notes("sft", "actor", config.actor, actor),

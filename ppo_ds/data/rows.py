@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one file."""
+    """Rows of one local file, split of a data set or task."""
 
     name: str
     rows: Sequence[Row]
@@ -162,8 +162,8 @@ def _read_files(files: list[Path], max_rows: int | None, key: str) -> list[_Part
 def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | None = None) -> list[T]:
     """Applies ``function`` to the rows at ``indices`` (None: all) and returns the results.
 
-    The UserErrors of all rows are raised as one error. It lists each distinct problem once, with the location
-    of the first row with the problem and the number of other such rows.
+    The UserErrors of all rows are raised as one error. It lists the first distinct problems once, each
+    with the location of its first row and the number of other such rows, and counts the rest.
     """
     results: list[T] = []
     locations: dict[str, list[str]] = {}  # by problem, because often all rows have the same problem

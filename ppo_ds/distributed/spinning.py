@@ -139,7 +139,7 @@ def idle_threads(library: ctypes.CDLL, count: int) -> Iterator[None]:
 
 
 def thread_times(tasks: Path) -> dict[str, Times]:
-    """Returns the times of all threads by their ids; empty if they cannot be read or are not counted."""
+    """Returns the times of each thread by its id; {} if ``tasks`` or schedstat files cannot be read."""
     found = {}
     try:
         threads = os.listdir(tasks)

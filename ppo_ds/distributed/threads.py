@@ -72,9 +72,9 @@ def user_limit(environment: Mapping[str, str]) -> int | None:
 def share(rank: int, ranks: Sequence[Cores], requested: int | None, limit: int | None = None) -> Threads:
     """Computes the number of threads of ``rank`` from the cores of all ranks.
 
-    ``requested`` (run.threads) takes precedence. Otherwise, ranks that may run on a core share it equally.
-    Returns the sum of this rank's shares, at most its share of the quota and ``limit``, rounded down, at
-    least 1.
+    ``requested`` (run.threads) takes precedence. Otherwise, the ranks that may run on a core share it
+    equally, and the number of threads is the sum of this rank's shares, rounded down, but at least 1. It is
+    at most ``limit`` and the container's quota divided by the number of ranks on the machine.
     """
     own = ranks[rank]
     local = [cores for cores in ranks if cores.machine == own.machine]

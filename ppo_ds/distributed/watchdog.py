@@ -110,7 +110,7 @@ class Watchdog:
         self._thread.start()
 
     def connect(self, world: World, store: RankStore) -> None:
-        """Sets the ranks to watch without starting the thread. All ranks must call this."""
+        """Stores ``store`` and a descriptor of each other rank on this machine. All ranks must call this."""
         self._rank, self._size, self._store = world.rank, world.size, store
         self._peers = local_peers(world)
         # not select.select(), which accepts no descriptor above 1023, as sockets have with many ranks
@@ -247,9 +247,9 @@ class Watchdog:
         return failure
 
     def _handle_failure(self, failure: Failure) -> None:
-        """Exits because of the published failure of a rank.
+        """Exits because of a failure in the store; returns if ``fail`` is reporting it as this rank's own.
 
-        The failed rank prints its error. The others print one line, or in a hang their phase and stack.
+        Prints one line, or in a hang this rank's phase and stack; nothing if the failure is ``quiet``.
         """
         if failure.rank == self._rank and not failure.stuck and self._stopped.is_set():
             return  # the failure is this rank's own, and ``fail`` is reporting it

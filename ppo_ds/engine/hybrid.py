@@ -17,8 +17,8 @@ them directly for decoding. With ZeRO-3 there are two modes (actor.zero.generati
 
 An inference engine with separate weights (rollout.backend=vllm) needs neither mode. It receives all weights
 at each switch to generation, one or more decoder layers at a time, for every ZeRO stage. If it can decode
-with LoRA adapters, it receives the adapters at each switch. The base weights do not change; the engine reads
-them only when it does not have them.
+with LoRA adapters, it receives only the adapters instead; it receives the base weights at the first switch,
+and again only after it has freed them.
 """
 
 from __future__ import annotations

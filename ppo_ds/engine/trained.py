@@ -206,7 +206,8 @@ class TrainedModel:
     def local_squared_grad_norm(self) -> Tensor:
         """Returns this rank's part of the squared gradient norm before clipping: 0-dim, float64.
 
-        Not a collective. The gradient counts as non-finite if the sum over ranks is not finite in float32.
+        Not a collective. The caller sums the parts over ranks and skips the step if the sum is not finite in
+        float32, in which DeepSpeed computes the norm.
         """
         return local_squared_norm(self.engine)
 

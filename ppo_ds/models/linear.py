@@ -27,7 +27,7 @@ class Linear(nn.Linear):
     packed_weight: Tensor | None = None  # set inside ``packed_weights``
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes x weight^T + bias [...,N] of x [...,K]."""
+        """Computes x weight^T + bias: [...,in_features] -> [...,out_features]."""
         if self.packed_weight is not None and x.dtype == self.weight.dtype:
             return matmul.packed_linear(x, self.packed_weight, self.bias)
         return matmul.linear(x, self.weight, self.bias)

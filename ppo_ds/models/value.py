@@ -269,9 +269,10 @@ def load_scorer(
 ) -> ScoreModel:
     """Loads a reward model to train, from a language model, an encoder or an earlier reward model.
 
-    A trained head is kept. If the files have no head, the last layer of the new head starts with zeros, or
-    from ``seed`` with normal numbers of standard deviation 1 / sqrt(d + 1) for d inputs (Stiennon et al.
-    2020). Other layers of the head get normal numbers of standard deviation ``initializer_range``.
+    A trained head is kept. If the files have no head, a new one is created. ``head_init`` selects the weights
+    of its last layer: zeros, or normal with standard deviation 1 / sqrt(d + 1) for d inputs (Stiennon et al.
+    2020). The weights of its other layers are normal with the config's ``initializer_range`` as standard
+    deviation; biases are zero. ``seed`` is the seed of all random weights.
     """
     path = section.path
     model, info = from_pretrained(

@@ -1,6 +1,7 @@
 """Estimates the memory of supervised fine-tuning and of reward-model training on one rank.
 
-The estimate assumes that all tokens of a row are learned."""
+For supervised fine-tuning, the estimate assumes that all tokens of a row are in the loss (sft.learn=all).
+"""
 
 from __future__ import annotations
 

@@ -217,7 +217,10 @@ class RunMemory:
         return max(peak, loaded)
 
     def trained_forward(self, role: str, tokens: int, prefetch: bool) -> int:
-        """Computes the peak of a forward of a trained role without gradients."""
+        """Computes the peak bytes of a forward without gradients through the trained model ``role``.
+
+        With ZeRO-3 they include the gathered weights, and with ``prefetch`` also the prefetched ones.
+        """
         section, shape, each = self._role(role)
         gathered = gathered_bytes(shape, each, prefetch) if section.zero.stage == 3 else 0
         return gathered + self.forward(shape, tokens, self.length, each)

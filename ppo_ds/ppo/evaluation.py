@@ -127,9 +127,9 @@ class Evaluator:
     def sample_rows(
         self, rollout: Rollout, scores: Scores, counted: Tensor, more: Mapping[str, Tensor]
     ) -> list[dict[str, Any]]:
-        """Returns the sample rows of the responses with True in ``counted`` [b].
+        """Returns a row of samples/ for each response with True in ``counted`` [b].
 
-        ``more`` holds the scores [b] by eval.rewards.
+        ``more`` maps the name of each reward in eval.rewards to its scores [b].
         """
         rows, sums = [], scores.sums
         for i in counted.nonzero().flatten().tolist():

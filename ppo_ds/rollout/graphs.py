@@ -114,7 +114,10 @@ def end_capture(graph: torch.cuda.CUDAGraph, failed: bool = False) -> None:
 
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the stream for recordings on ``device``; libraries keep a workspace for each stream in use."""
+    """Returns the stream on which CUDA graphs are recorded, always the same one for a ``device``.
+
+    Libraries such as cuBLAS allocate a workspace for each stream.
+    """
     return torch.cuda.Stream(device)
 
 

@@ -29,7 +29,7 @@ def format_number(value: float | None, form: str) -> str:
 
 
 def format_change(before: float, after: float, percent: bool) -> str:
-    """Formats a change as the difference of the rounded numbers in the tables: +5.5 points, -0.020."""
+    """Formats ``after`` - ``before`` of the numbers as they are displayed, rounded: +5.5 points, -0.020."""
     factor, form = (100, ".1f") if percent else (1, ".3f")
     start, end = (float(format_number(factor * value, form)) for value in (before, after))
     return f"{end - start:+{form}}{' points' if percent else ''}"

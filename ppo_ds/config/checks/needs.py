@@ -53,8 +53,8 @@ PPO = {
     "algo.gae.length_alpha": GAE_OF_TOKENS,
     "algo.value.warmup_steps": SEPARATE_CRITIC,
     "algo.value.pretrain_rollouts": SEPARATE_CRITIC,
-    # of rollout: the decode backend's log-probs replace the forward that the other options use for comparison, values or
-    # entropies, and need an enforced limit on the parity gap
+    # only of rollout: the decode backend's log-probs replace the forward that the other options use for
+    # comparison, values or entropies, and need an enforced limit on the parity gap
     "algo.old_logprobs": [
         "algo.old_policy=rollout",
         "algo.rollout_is.kind=none",
