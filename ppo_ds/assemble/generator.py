@@ -8,14 +8,17 @@ from functools import partial
 from typing import Any
 
 from ppo_ds.assemble.data import Inputs
+from ppo_ds.config.checks.needs import check_needs
 from ppo_ds.config.registry import import_target
 from ppo_ds.config.schema import PPOConfig
+from ppo_ds.config.types import replace
 from ppo_ds.distributed.subgroup import Subgroup
 from ppo_ds.distributed.world import World, seed_everything
 from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
 from ppo_ds.errors import UserError
 from ppo_ds.models.size import shape_of
+from ppo_ds.planning.forwards import kept_roles, old_logprobs_source
 from ppo_ds.planning.vllm_memory import engine_memory
 from ppo_ds.ppo.health import PARITY_ROWS, Gap, ParityError, disagreement, parity_gap
 from ppo_ds.rollout.base import Continuation, Generator, SamplingParams
@@ -23,6 +26,10 @@ from ppo_ds.rollout.keys import BACKENDS, VLLM
 from ppo_ds.run.token_budgets import TokenBudget
 from ppo_ds.tracking.banner import titled
 from ppo_ds.types import Prompts, Rollout
+
+# Largest mean and maximum parity gap, in nats per token, at which algo.old_logprobs=auto takes the log-probs
+# of generation. Ratios then change by at most 1e-4, a two-thousandth of a clipping range of 0.2.
+SMALL_GAP = (1e-5, 1e-4)
 
 
 @dataclass
@@ -124,6 +131,22 @@ def build_generator(
     reasons = "; ".join((why, *(f"not {line}" for line in choice.incapable)))
     note(titled("decode", f"{choice.backend}: {reasons}"))
     return backends.made[choice.backend], choice.gap, partial(backends.make, choice.backend)
+
+
+def settle_old_logprobs(config: PPOConfig, gap: Gap, ranks: int) -> PPOConfig:
+    """Replaces algo.old_logprobs=auto by rollout or recompute.
+
+    The log-probs of generation are taken if ``gap``, measured before the first step, is at most SMALL_GAP,
+    no other setting excludes them (config/checks/needs.py), and this saves a forward of the actor.
+    """
+    if config.algo.old_logprobs != "auto":
+        return config
+    recompute, rollout = (
+        replace(config, algo=replace(config.algo, old_logprobs=name)) for name in ("recompute", "rollout")
+    )
+    saves = old_logprobs_source(config) == "forward" and "actor" not in kept_roles(config)
+    agrees = all(found <= highest for found, highest in zip(gap, SMALL_GAP, strict=True))
+    return rollout if saves and agrees and not any(check_needs(rollout, ranks)) else recompute
 
 
 def connected_engine(

@@ -20,7 +20,7 @@ from ppo_ds.assemble.algorithm import (
 from ppo_ds.assemble.banner import summary
 from ppo_ds.assemble.data import Inputs, read_inputs, stop_ids
 from ppo_ds.assemble.evaluation import build_evaluator, guarded_scoring
-from ppo_ds.assemble.generator import build_generator, rebuilt_on_change
+from ppo_ds.assemble.generator import build_generator, rebuilt_on_change, settle_old_logprobs
 from ppo_ds.assemble.multi_turn import try_on_data, with_environment
 from ppo_ds.assemble.ppo_models import Models, estimate_memory, load_models, plan_generation
 from ppo_ds.assemble.preflight import preflight, try_functions
@@ -30,7 +30,7 @@ from ppo_ds.config.sections.algo import AlgoConfig
 from ppo_ds.config.warnings import warnings
 from ppo_ds.distributed.world import seed_everything
 from ppo_ds.planning.budgets import settle
-from ppo_ds.planning.forwards import kept_roles, settle_old_logprobs
+from ppo_ds.planning.forwards import kept_roles
 from ppo_ds.ppo.collector import DynamicRolloutCollector, GreedyRolloutCollector, RolloutCollector
 from ppo_ds.ppo.health import Gap, KLMonitor
 from ppo_ds.ppo.meter import build_meter

@@ -131,7 +131,7 @@ UNUSUAL = 20.0  # ratio to the usual rate above which there is a warning
 
 
 def training_notes(stage: str, name: str, role: TrainedConfig, model: TrainedModel) -> list[str]:
-    """Returns a line on a model's adapters, and a warning if the learning rate is unusual for its size."""
+    """Returns a line on a model's adapters, and warnings on its learning rate and on the number of ranks."""
     trained, parameters = parameter_counts(model.module)
     lines = []
     if role.lora.rank:
@@ -139,7 +139,25 @@ def training_notes(stage: str, name: str, role: TrainedConfig, model: TrainedMod
             f"lora       {name}: rank {role.lora.rank}, trainable parameters: {trained:,} of {parameters:,} "
             f"({trained / parameters:.2%})"
         )
+    if name != "critic":
+        lines += ranks_without_gpus(trained, model.world)
     return lines + unusual_rate(stage, name, role, parameters)
+
+
+def ranks_without_gpus(trained: int, world: World) -> list[str]:
+    """Returns a warning if several ranks share the CPU of a machine to train ``trained`` parameters.
+
+    With 134.5 million parameters, one rank with two threads was 1.6 times as fast as two ranks with 256
+    tokens per rank and optimizer step, equally fast with 1,024, and needed less memory
+    (docs/dev/performance.md).
+    """
+    ranks, cores = world.threads.ranks, world.threads.cores
+    if world.device.type != "cpu" or ranks == 1 or trained < SMALLEST:
+        return []
+    return [
+        f"warning    {ranks} ranks share one CPU, and each has all {trained / 1e6:,.0f} million gradients; "
+        f"one rank with run.threads={cores} needs less memory, and less time if minibatches are small"
+    ]
 
 
 def unusual_rate(stage: str, name: str, role: TrainedConfig, parameters: int) -> list[str]:

@@ -2,31 +2,8 @@
 
 from __future__ import annotations
 
-from ppo_ds.config.checks.needs import check_needs
 from ppo_ds.config.schema import PPOConfig, has_critic, rollout_size
-from ppo_ds.config.types import replace
-from ppo_ds.ppo.health import Gap
 from ppo_ds.ppo.model_outputs import OldLogprobs
-
-# Largest mean and maximum parity gap, in nats per token, at which algo.old_logprobs=auto takes the log-probs
-# of generation. Ratios then change by at most 1e-4, a two-thousandth of a clipping range of 0.2.
-SMALL_GAP = (1e-5, 1e-4)
-
-
-def settle_old_logprobs(config: PPOConfig, gap: Gap, ranks: int) -> PPOConfig:
-    """Replaces algo.old_logprobs=auto by rollout or recompute.
-
-    The log-probs of generation are taken if ``gap``, measured before the first step, is at most SMALL_GAP,
-    no other setting excludes them (config/checks/needs.py), and this saves a forward of the actor.
-    """
-    if config.algo.old_logprobs != "auto":
-        return config
-    recompute, rollout = (
-        replace(config, algo=replace(config.algo, old_logprobs=name)) for name in ("recompute", "rollout")
-    )
-    saves = old_logprobs_source(config) == "forward" and "actor" not in kept_roles(config)
-    agrees = all(found <= highest for found, highest in zip(gap, SMALL_GAP, strict=True))
-    return rollout if saves and agrees and not any(check_needs(rollout, ranks)) else recompute
 
 
 def old_logprobs_source(config: PPOConfig) -> OldLogprobs:

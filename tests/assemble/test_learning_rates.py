@@ -1,11 +1,15 @@
-"""Tests learning rates of adapters, and warnings about unusual rates."""
+"""Tests learning rates of adapters, and warnings about unusual rates and numbers of ranks."""
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from ppo_ds.assemble.shared import trained_model, unusual_rate
+import pytest
+import torch
+
+from ppo_ds.assemble.shared import ranks_without_gpus, trained_model, unusual_rate
 from ppo_ds.config.schema import learning_rate
+from ppo_ds.distributed.threads import Threads
 from tests.config.commands import MINIMAL, complaints, compose
 
 LORA = "actor.lora.rank=4"
@@ -77,3 +81,19 @@ def test_a_rate_far_from_the_usual_one_is_a_warning(
     lines = unusual_rate(stage, name, role, int(parameters))
     assert len(lines) == (words is not None)
     assert words is None or lines[0].startswith(f"warning    {words}")
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "trained", "warned"),
+    [
+        ("cpu", 2, 1.3e8, True),
+        ("cpu", 1, 1.3e8, False),
+        ("cpu", 2, 1e6, False),  # a small model, or adapters
+        ("cuda", 2, 1.3e8, False),
+    ],
+)
+def test_several_ranks_on_one_cpu_are_a_warning_for_a_large_model(device, ranks, trained, warned):
+    world = SimpleNamespace(device=torch.device(device), threads=Threads(each=1, cores=2, ranks=ranks))
+    lines = ranks_without_gpus(int(trained), world)
+    assert len(lines) == warned
+    assert not warned or ("130 million" in lines[0] and "run.threads=2" in lines[0])

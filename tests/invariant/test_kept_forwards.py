@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_ds.planning.forwards import kept_roles, settle_old_logprobs
+from ppo_ds.assemble.generator import settle_old_logprobs
+from ppo_ds.planning.forwards import kept_roles
 from tests.invariant import invariant_assets
 from tests.invariant.invariant_runs import ASSETS, Case, Launches, case, staged
 from tests.ppo.preset_runs import composed
