@@ -18,7 +18,7 @@ from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
 from ppo_ds.errors import UserError
 from ppo_ds.models.size import shape_of
-from ppo_ds.planning.forwards import kept_roles, old_logprobs_source
+from ppo_ds.planning.forwards import old_logprobs_source
 from ppo_ds.planning.vllm_memory import engine_memory
 from ppo_ds.ppo.health import PARITY_ROWS, Gap, ParityError, disagreement, parity_gap
 from ppo_ds.rollout.base import Continuation, Generator, SamplingParams
@@ -27,8 +27,8 @@ from ppo_ds.run.token_budgets import TokenBudget
 from ppo_ds.tracking.banner import titled
 from ppo_ds.types import Prompts, Rollout
 
-# Largest mean and maximum parity gap, in nats per token, at which algo.old_logprobs=auto takes the log-probs
-# of generation. Ratios then change by at most 1e-4, a two-thousandth of a clipping range of 0.2.
+# Largest mean and maximum gap, in nats per token, in the parity check at which algo.old_logprobs=auto takes
+# the log-probs of generation; 1e-4 is a two-thousandth of a clipping range of 0.2.
 SMALL_GAP = (1e-5, 1e-4)
 
 
@@ -136,17 +136,24 @@ def build_generator(
 def settle_old_logprobs(config: PPOConfig, gap: Gap, ranks: int) -> PPOConfig:
     """Replaces algo.old_logprobs=auto by rollout or recompute.
 
-    The log-probs of generation are taken if ``gap``, measured before the first step, is at most SMALL_GAP,
-    no other setting excludes them (config/checks/needs.py), and this saves a forward of the actor.
+    The log-probs of generation are taken if the actor computes in fp32, ``gap``, measured before the first
+    step, is at most SMALL_GAP, a forward of the actor would otherwise precede the update, and no other key of
+    algo or critic excludes them (config/checks/needs.py). No key that a resumed run may change decides.
     """
     if config.algo.old_logprobs != "auto":
         return config
     recompute, rollout = (
         replace(config, algo=replace(config.algo, old_logprobs=name)) for name in ("recompute", "rollout")
     )
-    saves = old_logprobs_source(config) == "forward" and "actor" not in kept_roles(config)
+    health = replace(config.health, max_parity="auto", parity_action="stop")
     agrees = all(found <= highest for found, highest in zip(gap, SMALL_GAP, strict=True))
-    return rollout if saves and agrees and not any(check_needs(rollout, ranks)) else recompute
+    takes = (
+        config.actor.model.dtype == "fp32"
+        and agrees
+        and old_logprobs_source(config) == "forward"
+        and not any(check_needs(replace(rollout, health=health), ranks))
+    )
+    return rollout if takes else recompute
 
 
 def connected_engine(

@@ -56,12 +56,12 @@ def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
     length = horizon(config, len(inputs.source))
     models = load_models(config, context, inputs, length)
     config = settle(config, context, partial(estimate_memory, models=models, inputs=inputs))
-    if roles := " and ".join(kept_roles(config)):
-        banner.note(titled("memory", f"{roles}: the forward before the update serves for the update"))
     banner.note(*plan_generation(config, models.actor, models.critic))
     sampling = build_sampling(config, stops, models.actor.module.temperature)
     generator, gap = generation(config, context, inputs, models, sampling)
     config = settle_old_logprobs(config, gap, world.size)
+    if roles := " and ".join(kept_roles(config)):
+        banner.note(titled("memory", f"{roles}: the forward before the update serves for the update"))
     banner.summarize(
         *summary(config, world, inputs.source, models.critic_path, length.steps, length.actor, gap)
     )

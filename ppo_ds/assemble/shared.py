@@ -147,8 +147,8 @@ def training_notes(stage: str, name: str, role: TrainedConfig, model: TrainedMod
 def ranks_without_gpus(trained: int, world: World) -> list[str]:
     """Returns a warning if several ranks share the CPU of a machine to train ``trained`` parameters.
 
-    With 134.5 million parameters, one rank with two threads was 1.6 times as fast as two ranks with 256
-    tokens per rank and optimizer step, equally fast with 1,024, and needed less memory
+    On two cores with 134.5 million parameters, one rank with two threads was 1.6 times as fast as two ranks
+    with 256 tokens per rank and optimizer step, equally fast with 1,024, and needed less memory
     (docs/dev/performance.md).
     """
     ranks, cores = world.threads.ranks, world.threads.cores

@@ -42,7 +42,7 @@ IMMUTABLE = tuple(
     rollout.prompts_per_step rollout.samples_per_prompt rollout.partial rollout.environment.arguments*
     rollout.environment.max_turns rollout.environment.path data.*
     prepare.* algo.action_level
-    algo.old_policy algo.old_logprobs algo.epochs algo.minibatch_size algo.train_on_eos algo.advantage.*
+    algo.old_policy algo.epochs algo.minibatch_size algo.train_on_eos algo.advantage.*
     algo.policy.loss algo.loss.agg algo.rollout_is.kind algo.rollout_is.level algo.kl.place
     algo.kl.estimator algo.kl.controller algo.kl.unit algo.value.position algo.value.next_state
     algo.reward_shaping.score_position algo.reward_shaping.normalize* algo.dynamic_sampling.enabled

@@ -69,7 +69,6 @@ critic.init auto actor
 rollout.prompts_per_step 16 32
 algo.minibatch_size 16 8
 algo.epochs 2 1
-algo.old_logprobs recompute rollout
 algo.rollout_is.kind mask truncate
 run.seed 0 1
 data.path org/a org/b

@@ -79,10 +79,11 @@ def case(label: str, *overlays: dict[str, Any], **switches: str) -> Case:
 
     ``switches`` are generate=record|replay|sample and mistake=..., see invariant_worker.py. A run
     that replays rollouts has no bound on the parity, because its policy may differ from the one that decoded
-    them.
+    them. Old log-probs come from training, whose numbers are compared.
     """
     replays = switches.get("generate", "replay") == "replay"
-    config: dict[str, Any] = {"health": {"max_parity": None}} if replays else {}
+    config: dict[str, Any] = {"algo": {"old_logprobs": "recompute"}}
+    config |= {"health": {"max_parity": None}} if replays else {}
     for overlay in overlays:
         config = merged(config, overlay)
     return {"label": label, "config": config, **switches}

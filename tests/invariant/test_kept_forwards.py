@@ -118,14 +118,18 @@ EXACT = (2e-7, 1e-6)
         (("algo.old_policy=lagged",), EXACT, "recompute"),
         (("algo.policy.top_entropy=0.5",), EXACT, "recompute"),
         (("critic.share_trunk=true",), EXACT, "recompute"),
-        (("health.parity_action=warn",), EXACT, "recompute"),
-        # the update uses this forward anyway
-        (("algo.epochs=1", "algo.minibatch_size=null"), EXACT, "recompute"),
+        # in 16 bits, a few short rows may agree by chance
+        (("actor.model.dtype=bf16",), EXACT, "recompute"),
+        # no forward of the actor comes before the update
+        (("algo.epochs=1", "algo.minibatch_size=null", "algo.kl.place=loss"), EXACT, "recompute"),
+        # a resumed run may change these keys
+        (("health.parity_action=warn", "health.max_parity=null"), EXACT, "rollout"),
+        (("algo.epochs=1", "algo.minibatch_size=null"), EXACT, "rollout"),
         (("algo.epochs=1", "algo.minibatch_size=null", "memory.reuse_forwards=off"), EXACT, "rollout"),
     ],
 )
 def test_source_of_the_old_logprobs(
     overrides: tuple[str, ...], gap: tuple[float, float], source: str
 ) -> None:
-    config = composed("standard", "algo.minibatch_size=1", *overrides)
+    config = composed("standard", "actor.model.dtype=fp32", "algo.minibatch_size=1", *overrides)
     assert settle_old_logprobs(config, gap, ranks=1).algo.old_logprobs == source
