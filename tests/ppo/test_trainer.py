@@ -95,7 +95,7 @@ def test_an_early_end_reports_how_to_resume(loop, monkeypatch, how, exported, ch
     run, _ = loop(**how)
     told = []
     run.saver.checkpoints.save = lambda step, *_, **__: Path(f"run/step_{step}")
-    monkeypatch.setattr("ppo_ds.run.loop.write_report", lambda *_, **said: told.append(said))
+    monkeypatch.setattr("ppo_ds.run.final_report.write_report", lambda *_, **said: told.append(said))
     run.fit()
     assert told == [{"exported": exported, "checkpoint": checkpoint, "best": {}, "lists_files": True}]
 

@@ -152,7 +152,7 @@ def stand_ins(world, tokenizer, monkeypatch):
         patience=None,
         data=HELD_OUT,
     ):
-        monkeypatch.setattr("ppo_ds.run.loop.write_report", lambda *_, **__: events.append("report"))
+        monkeypatch.setattr("ppo_ds.run.final_report.write_report", lambda *_, **__: events.append("report"))
         monkeypatch.setattr("ppo_ds.ppo.trainer.prompt_notes", lambda *_: {})
         averaged = ["actor.ema.decay=0.5", "actor.ema.evaluate=true"] if ema else []
         config = composed("standard", "run.steps=9", "run.seed=7", *SETTINGS, *averaged, *algo)
