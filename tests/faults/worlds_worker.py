@@ -120,7 +120,8 @@ def config(
 ) -> Tree:
     """Returns the config of four PPO steps of one optimizer step each; parts of the loop have states too.
 
-    Decoding is greedy, because a change of the number of ranks changes the random draws.
+    Decoding is greedy, because a change of the number of ranks changes the random draws. Old log-probs come
+    from training, so that faults and other batches of the decode backend do not reach the update.
     """
     zero = {"zero": {"stage": stage}, "optim": {"lr": 1e-3, "warmup_ratio": 0.25}}
     raw = (
@@ -148,6 +149,7 @@ def config(
         "data": {"path": str(root / "prompts.jsonl")},
         "algo": {
             "epochs": 1,
+            "old_logprobs": "recompute",
             "kl": {"coef": 0.1, "controller": "adaptive"},
             "reward_shaping": {"normalize": "running"},
         },
