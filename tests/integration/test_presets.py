@@ -110,9 +110,8 @@ def test_a_few_steps_on_two_ranks(runs, preset):
         assert not any(name.startswith("kl/ref") for line in lines for name in line)
     else:
         assert lines[0]["kl/ref_seq_mean"] == pytest.approx(0, abs=1e-5)
-    assert (lines[0]["policy/grad_norm"] > 0) == (
-        preset != "zysnlp_strict"
-    )  # zysnlp_strict loses every score, so there is no training signal
+    # zysnlp_strict loses every score, so its only signal is the rounding of the KL
+    assert (lines[0]["policy/grad_norm"] > 1e-4) == (preset != "zysnlp_strict")
     assert (root / preset / "model" / "config.json").exists()
 
 
