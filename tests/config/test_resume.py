@@ -143,6 +143,12 @@ def test_what_may_change_is_named() -> None:
     ]
 
 
+def test_another_source_of_the_old_log_probs_is_named() -> None:
+    """Both sources differ by at most health.max_parity."""
+    (line,) = check_resume(stored(), settings("algo.old_logprobs=recompute"), CHECKPOINT)
+    assert line.startswith("changed ") and "algo.old_logprobs auto -> recompute" in line
+
+
 SILENT = """
 run.name=other run.dir=elsewhere run.stop_at_step=1 run.profile=1 run.max_minutes=3 run.timeout_minutes=4
 run.threads=1 run.verbose=true memory.train_tokens=99 memory.layout=padded checkpoint.every=3
