@@ -115,7 +115,7 @@ def command(root: Path, name: str, *more: str) -> list[str]:
         "rollout.prompts_per_step=8", "sampling.max_new_tokens=8", "sampling.stop_token_ids=[1,3,4]",
         f"data.path={root / 'prompts.jsonl'}",
         "algo.epochs=1", "algo.minibatch_size=4", "algo.reward_shaping.normalize=running",
-        "checkpoint.every=1", "checkpoint.keep_last=9",
+        "algo.old_logprobs=recompute", "checkpoint.every=1", "checkpoint.keep_last=9",
         "reward=function", f"reward.path={invariant_assets.__file__}:score", "health.max_skips=2", *more,
     ]  # fmt: skip
 

@@ -802,6 +802,7 @@ def test_the_estimate_is_within_15_percent_of_a_run(start: Path, tmp_path: Path)
         "critic.model.gradient_checkpointing=true",
         "checkpoint.every=0",
         "algo.epochs=1",
+        "algo.old_logprobs=recompute",
         f"run.dir={tmp_path}/run",
     )
     budgets = (
