@@ -21,6 +21,7 @@ option is wrong.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from pathlib import Path
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
     # imported only here, because it imports deepspeed and transformers, which takes seconds
     from ppo_ds.tools.doctor.diagnose import diagnose
 
+    gc.enable()
     return 0 if diagnose(config, cluster, assumed) else 1
 
 
@@ -86,4 +88,5 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
+    gc.disable()  # until everything is imported, as in train.py
     sys.exit(main(sys.argv[1:]))

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
+from ppo_ds.models.linear import install_linears
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.storage.drafts import draft_directory, write_file
 from ppo_ds.types import Row
@@ -220,6 +221,7 @@ def write_warm_started(
     names = ("target_accuracy", "learning_rate", "batch_size", "max_steps")
     with one_thread(), torch.random.fork_rng(devices=[]):
         model = new_model(arguments, tokenizer)
+        install_linears(model)
         settings = {name: arguments[name] for name in names}
         steps, accuracy = warm_start(model, demonstrations, validation, **settings)
     _log.info("the warm start took %d steps; validation accuracy %.0f %%", steps, 100 * accuracy)

@@ -41,11 +41,12 @@ class Cluster:
     def __str__(self) -> str:
         if self.gpu_memory is None:
             device = "rank(s) on CPUs"
+            advice = "; more ranks on one machine need more memory, and may take longer"
         else:
             name = "GPU(s)" if self.gpu is None else f"{self.gpu.name} GPU(s)"
-            device = f"{name} of {format_bytes(self.gpu_memory)}"
+            device, advice = f"{name} of {format_bytes(self.gpu_memory)}", ""
         where = f", {self.per_node} on each of {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"{self.ranks} {device}{where}"
+        return f"{self.ranks} {device}{where}{advice}"
 
 
 def cluster_of(name: str | None, gpus: int | None, nodes: int | None, memory: float | None) -> Cluster:
