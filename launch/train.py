@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
     from ppo_ds.distributed.watchdog import Watchdog
     from ppo_ds.run.state import EXIT_CODES
 
+    gc.freeze()  # collections leave out what was imported
     gc.enable()
     watch = Watchdog()
     try:

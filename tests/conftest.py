@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.forked import Ranks
 from tests.support.ranks import RankServer
 
 # Child processes compute with one thread too, unless a test says otherwise: on a loaded machine, threads that
@@ -88,3 +89,9 @@ def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer
     """Provides a server that starts groups of ranks without importing the libraries again."""
     with RankServer(tmp_path_factory.mktemp("ranks")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def ranks(rank_server: RankServer) -> Ranks:
+    """Runs launch/train.py on ranks of the server."""
+    return Ranks(rank_server)

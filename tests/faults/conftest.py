@@ -1,17 +1,10 @@
-"""Fixtures of the fault tests: the program on forked ranks, and a folder with tiny models and prompts."""
+"""Fixture of the fault tests: a folder with tiny models and prompts."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.faults.forked import Ranks
 from tests.invariant import invariant_assets
-from tests.support.ranks import RankServer
-
-
-@pytest.fixture(scope="module")
-def ranks(rank_server: RankServer) -> Ranks:
-    return Ranks(rank_server)
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,10 @@ def made(run: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "rank"), [("deepspeed", 1), ("deepspeed", 0), ("torchrun", 0)])
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [("deepspeed", 1), pytest.param("deepspeed", 0, marks=pytest.mark.nightly), ("torchrun", 0)],
+)
 def test_a_suspended_rank_is_named_and_ends_the_run(
     lab: Lab, undisturbed: Path, launcher: str, rank: int
 ) -> None:

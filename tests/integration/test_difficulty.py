@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.launching import launch
+from tests.faults.forked import Ranks
 from tests.integration.test_multi_turn import numbers
 
 pytestmark = pytest.mark.slow
@@ -23,9 +23,9 @@ SMALL = (
 )
 
 
-def trained(folder: Path, *more: str) -> Path:
-    done = launch("python", *SMALL, f"run.dir={folder}", *more, cwd=folder.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
+def trained(ranks: Ranks, folder: Path, *more: str) -> Path:
+    codes, output = ranks.run(1, [*SMALL, f"run.dir={folder}", *more])
+    assert codes == [0], output
     return folder
 
 
@@ -35,10 +35,10 @@ def remembered(folder: Path, step: int) -> dict[str, Any]:
     return json.loads((checkpoint / "state.json").read_text())["state"]["difficulty"] | tensors
 
 
-def test_a_resumed_run_draws_the_same_prompts(tmp_path: Path) -> None:
-    whole = trained(tmp_path / "whole")
-    trained(tmp_path / "parts", "run.stop_at_step=2")
-    parts = trained(tmp_path / "parts")
+def test_a_resumed_run_draws_the_same_prompts(ranks: Ranks, tmp_path: Path) -> None:
+    whole = trained(ranks, tmp_path / "whole")
+    trained(ranks, tmp_path / "parts", "run.stop_at_step=2")
+    parts = trained(ranks, tmp_path / "parts")
     assert numbers(parts) == numbers(whole) and remembered(parts, 4) == remembered(whole, 4)
     settled = [line["rollout/settled_frac"] for line in numbers(whole) if "rollout/rounds" in line]
     assert len(settled) == 4 and settled[0] < settled[3]

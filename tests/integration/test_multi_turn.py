@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import launch
+from tests.faults.forked import Ranks
 
 pytestmark = pytest.mark.slow
 
@@ -21,10 +21,10 @@ SMALL = (
 )
 
 
-def trained(folder: Path, *more: str, launcher: str = "python") -> Path:
-    """Runs the experiment in ``folder``, starting or continuing it, and returns its run directory."""
-    done = launch(launcher, *SMALL, f"run.dir={folder}", *more, cwd=folder.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
+def trained(ranks: Ranks, folder: Path, *more: str, count: int = 1) -> Path:
+    """Runs the experiment in ``folder`` on ``count`` ranks, starting or continuing it; returns ``folder``."""
+    codes, output = ranks.run(count, [*SMALL, f"run.dir={folder}", *more])
+    assert codes == count * [0], output
     return folder
 
 
@@ -35,10 +35,10 @@ def numbers(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if not k.startswith(speed)} for line in lines]
 
 
-def test_a_resumed_run_draws_the_same_turns(tmp_path: Path) -> None:
-    whole = trained(tmp_path / "whole")
-    trained(tmp_path / "parts", "run.stop_at_step=2")
-    parts = trained(tmp_path / "parts")
+def test_a_resumed_run_draws_the_same_turns(ranks: Ranks, tmp_path: Path) -> None:
+    whole = trained(ranks, tmp_path / "whole")
+    trained(ranks, tmp_path / "parts", "run.stop_at_step=2")
+    parts = trained(ranks, tmp_path / "parts")
     assert numbers(parts) == numbers(whole)
     assert (parts / "samples" / "step_000004.jsonl").read_text() == (
         whole / "samples" / "step_000004.jsonl"
@@ -71,16 +71,16 @@ class Slow(Calculator):
 """
 
 
-def test_two_ranks_with_zero_3_whose_rows_do_not_wait_for_one_another(tmp_path: Path) -> None:
+def test_two_ranks_with_zero_3_whose_rows_do_not_wait_for_one_another(ranks: Ranks, tmp_path: Path) -> None:
     """Rank 1 generates fillers while rank 0 has a slow row; a resumed run draws the same tokens."""
     (tmp_path / "slow.py").write_text(SLOW)
     settings = (
         *("zero=stage3", f"rollout.environment.path={tmp_path}/slow.py:Slow", "eval.every=null"),
         "+actor.deepspeed.zero_optimization.stage3_param_persistence_threshold=0",
     )
-    whole = trained(tmp_path / "whole", *settings, launcher="deepspeed")
-    trained(tmp_path / "parts", *settings, "run.stop_at_step=2", launcher="deepspeed")
-    parts = trained(tmp_path / "parts", *settings, launcher="deepspeed")
+    whole = trained(ranks, tmp_path / "whole", *settings, count=2)
+    trained(ranks, tmp_path / "parts", *settings, "run.stop_at_step=2", count=2)
+    parts = trained(ranks, tmp_path / "parts", *settings, count=2)
     expected, found = (
         [json.loads(line) for line in (folder / "samples" / "step_000004.jsonl").read_text().splitlines()]
         for folder in (whole, parts)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.launching import launch
+from tests.faults.forked import Ranks
 from tests.integration.test_multi_turn import numbers
 
 pytestmark = pytest.mark.slow
@@ -27,9 +27,9 @@ SMALL = (
 )
 
 
-def trained(launcher: str, folder: Path, *more: str) -> Path:
-    done = launch(launcher, *SMALL, f"run.dir={folder}", *more, cwd=folder.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
+def trained(ranks: Ranks, folder: Path, *more: str, count: int = 1) -> Path:
+    codes, output = ranks.run(count, [*SMALL, f"run.dir={folder}", *more])
+    assert codes == count * [0], output
     return folder
 
 
@@ -38,14 +38,14 @@ def carried_by(folder: Path, step: int) -> dict[str, list]:
     return {name.removeprefix("partial."): tensor.tolist() for name, tensor in load_file(file).items()}
 
 
-def test_a_resumed_run_continues_the_carried_responses(tmp_path: Path) -> None:
-    whole = trained("torchrun", tmp_path / "whole")
-    parts = trained("torchrun", tmp_path / "parts", "run.stop_at_step=2")
+def test_a_resumed_run_continues_the_carried_responses(ranks: Ranks, tmp_path: Path) -> None:
+    whole = trained(ranks, tmp_path / "whole", count=2)
+    parts = trained(ranks, tmp_path / "parts", "run.stop_at_step=2", count=2)
     carried = carried_by(parts, 2)
     assert len(carried["prompts"]) == 8 and any(carried["lengths"])
     fewer = tmp_path / "fewer"
     shutil.copytree(parts, fewer)
-    trained("torchrun", parts)
+    trained(ranks, parts, count=2)
     assert numbers(parts) == numbers(whole)
     assert carried_by(parts, 4) == carried_by(whole, 4)
     for step in (3, 4):
@@ -57,7 +57,7 @@ def test_a_resumed_run_continues_the_carried_responses(tmp_path: Path) -> None:
     # log-probs of the current version are those of training
     assert all(line["parity/logp_abs_diff_max"] < 1e-4 for line in steps)
 
-    trained("python", fewer)  # on one rank
+    trained(ranks, fewer)  # on one rank
     rows = [json.loads(line) for line in (fewer / "samples" / "step_000003.jsonl").read_text().splitlines()]
     assert len(rows) == 16 and numbers(fewer)[: len(numbers(fewer)) // 2]
     left = carried_by(fewer, 4)["prompts"]

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from ppo_ds.examples.sums import prepare_stages
-from tests.integration.launching import launch
+from tests.faults.forked import Ranks
 
 pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
 pytestmark = pytest.mark.slow
 
 ARGUMENTS = (
-    *("+experiment=grpo", "debug=tiny", "reward=reasoning_gym", "run.steps=4", "actor.model.path=tiny/model"),
+    *("+experiment=grpo", "debug=tiny", "reward=reasoning_gym", "run.steps=4"),
     *(
         "actor.model.dtype=fp32",
         "data.path=reasoning_gym:chain_sum",
@@ -30,22 +30,22 @@ ARGUMENTS = (
 )
 
 
-def trained(folder: Path, launcher: str, *more: str) -> list[list[dict]]:
+def trained(ranks: Ranks, count: int, folder: Path, *more: str) -> list[list[dict]]:
     """Runs four steps in ``folder``, from its checkpoint if it has one, and returns their samples."""
-    done = launch(launcher, *ARGUMENTS, f"run.dir={folder}", *more, cwd=folder.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "rows have changed" not in done.stdout + done.stderr
+    model = f"actor.model.path={folder.parent}/tiny/model"
+    codes, output = ranks.run(count, [*ARGUMENTS, model, f"run.dir={folder}", *more])
+    assert codes == count * [0] and "rows have changed" not in output, output
     files = sorted((folder / "samples").glob("step_*.jsonl"))
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
-def test_a_run_resumes_with_the_same_rows_and_ranks_share_them(tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_same_rows_and_ranks_share_them(ranks: Ranks, tmp_path: Path) -> None:
     prepare_stages(str(tmp_path / "tiny"), seed=0)
-    whole = trained(tmp_path / "whole", "python")
+    whole = trained(ranks, 1, tmp_path / "whole")
     assert len(whole) == 4 and any(row["score"] > 0 for step in whole for row in step)
-    trained(tmp_path / "parts", "python", "run.stop_at_step=2")
-    assert trained(tmp_path / "parts", "python") == whole
+    trained(ranks, 1, tmp_path / "parts", "run.stop_at_step=2")
+    assert trained(ranks, 1, tmp_path / "parts") == whole
     asked = [[(row["asked"], row["columns"]) for row in step] for step in whole]
-    parallel = trained(tmp_path / "parallel", "torchrun")
+    parallel = trained(ranks, 2, tmp_path / "parallel")
     assert [[(row["asked"], row["columns"]) for row in step] for step in parallel] == asked
     assert all(row["columns"]["task"] == "chain_sum" for step in whole for row in step)

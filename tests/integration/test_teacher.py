@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppo_ds.examples.sums import prepare
-from tests.integration.launching import launch
+from tests.faults.forked import Ranks
 
 pytestmark = pytest.mark.slow
 
@@ -18,19 +18,22 @@ DISTILL = (
 )
 
 
-def trained(folder: Path, launcher: str, *more: str) -> tuple[dict[str, float], list[dict[str, float]]]:
+def trained(
+    ranks: Ranks, count: int, folder: Path, *more: str
+) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Trains and returns the evaluation before the first step and the metrics of all steps."""
-    done = launch(launcher, *DISTILL, f"run.dir={folder}", *more, cwd=folder.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
+    codes, output = ranks.run(count, [*DISTILL, f"run.dir={folder}", *more])
+    assert codes == count * [0], output
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return json.loads((folder / "summary.json").read_text()), lines
 
 
-def test_a_teacher_that_equals_the_policy_gives_no_reward(tmp_path: Path) -> None:
+def test_a_teacher_that_equals_the_policy_gives_no_reward(ranks: Ranks, tmp_path: Path) -> None:
     """Checks that both log-probs are of the same temperature, with a sharded teacher on two ranks."""
     summary, lines = trained(
+        ranks,
+        2,
         tmp_path / "run",
-        "deepspeed",
         f"reward.model.path={tmp_path}/run/start/model",
         *("sampling.temperature=0.7", "reward.zero.stage=3", "run.steps=4", "rollout.prompts_per_step=16"),
         *("memory.score_tokens=40", "eval.max_prompts=8", "prepare.target_accuracy=0.05"),
@@ -41,11 +44,12 @@ def test_a_teacher_that_equals_the_policy_gives_no_reward(tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
-def test_the_accuracy_of_a_policy_rises_by_a_teacher_alone(tmp_path: Path) -> None:
+def test_the_accuracy_of_a_policy_rises_by_a_teacher_alone(ranks: Ranks, tmp_path: Path) -> None:
     prepare(str(tmp_path / "teacher"), seed=0, target_accuracy=0.85, max_steps=4000)
     _, lines = trained(
+        ranks,
+        1,
         tmp_path / "run",
-        "python",
         f"reward.model.path={tmp_path}/teacher/model",
         *("run.steps=40", "algo.minibatch_size=128", "eval.every=40", "run.seed=1"),
     )

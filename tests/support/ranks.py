@@ -14,6 +14,7 @@ outlives the ``with`` block or the process that runs it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -178,15 +179,21 @@ def serve() -> None:
         _kill(leader)
 
 
+# libraries that take long to import, and modules that import others
+IMPORTED = (
+    *("launch.train", "hydra._internal.hydra", "transformers.models.llama.modeling_llama", "peft"),
+    *("ppo_ds.assemble.run", "ppo_ds.assemble.ppo", "ppo_ds.run.final_report"),
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+)
+
+
 def _import_once() -> None:
     import launch.process
-    import launch.train  # noqa: F401
 
     launch.process.prepare_environment(verbose=False)
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import ppo_ds.assemble.ppo  # noqa: F401
-    import ppo_ds.assemble.run  # noqa: F401
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # a collection in a rank would copy the pages of all imported objects
 
 
 def _start(
