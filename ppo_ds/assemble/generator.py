@@ -18,7 +18,7 @@ from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
 from ppo_ds.errors import UserError
 from ppo_ds.models.size import shape_of
-from ppo_ds.planning.forwards import old_logprobs_source
+from ppo_ds.planning.forwards import old_logprobs_source, with_sources
 from ppo_ds.planning.vllm_memory import engine_memory
 from ppo_ds.ppo.health import PARITY_ROWS, Gap, ParityError, disagreement, parity_gap
 from ppo_ds.rollout.base import Continuation, Generator, SamplingParams
@@ -140,16 +140,14 @@ def settle_old_logprobs(config: PPOConfig, gap: Gap, ranks: int) -> PPOConfig:
     step, is at most SMALL_GAP, a forward of the actor would otherwise precede the update, and no other key of
     algo or critic excludes them (config/checks/needs.py). No key that a resumed run may change decides.
     """
-    if config.algo.old_logprobs != "auto":
-        return config
-    recompute, rollout = (
-        replace(config, algo=replace(config.algo, old_logprobs=name)) for name in ("recompute", "rollout")
-    )
+    sources = with_sources(config)
+    if len(sources) == 1:
+        return sources[0]
+    recompute, rollout = sources
     health = replace(config.health, max_parity="auto", parity_action="stop")
     agrees = all(found <= highest for found, highest in zip(gap, SMALL_GAP, strict=True))
     takes = (
-        config.actor.model.dtype == "fp32"
-        and agrees
+        agrees
         and old_logprobs_source(config) == "forward"
         and not any(check_needs(replace(rollout, health=health), ranks))
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ppo_ds.config.schema import PPOConfig, has_critic, rollout_size
+from ppo_ds.config.types import replace
 from ppo_ds.ppo.model_outputs import OldLogprobs
 
 
@@ -29,6 +30,14 @@ def old_logprobs_source(config: PPOConfig) -> OldLogprobs:
     return "update" if one_step and algo.old_policy == "rollout" and not needed_before else "forward"
 
 
+def with_sources(config: PPOConfig) -> list[PPOConfig]:
+    """Returns the configs that the run may continue with: algo.old_logprobs=auto is rollout only in fp32."""
+    names = ["recompute", "rollout"] if config.actor.model.dtype == "fp32" else ["recompute"]
+    if config.algo.old_logprobs != "auto":
+        return [config]
+    return [replace(config, algo=replace(config.algo, old_logprobs=name)) for name in names]
+
+
 def one_optimizer_step(config: PPOConfig) -> bool:
     """Returns whether one optimizer step uses the whole rollout."""
     size = rollout_size(config)
@@ -39,9 +48,10 @@ def kept_roles(config: PPOConfig) -> tuple[str, ...]:
     """Returns the models whose forwards before the update are reused in the update.
 
     There are none with several optimizer steps per rollout, or with sequence parallelism, because ranks then
-    have other rows in the update. With memory.reuse_forwards=auto this is at most the actor: its backward is
-    the first of the update, so peak memory stays the same. Reusing the critic's forward increases the peak:
-    the critic's gradients, or its graph, are then in memory during the actor's backward.
+    have other rows in the update. With memory.reuse_forwards=auto this is at most the last model that runs
+    before the update: the actor, or the critic if the actor does not run. Its backward is the first of the
+    update, so peak memory stays nearly the same: if it is the critic's, the critic's gradients are in memory
+    during the actor's backward, and not the reverse. With ``all``, both graphs may be in memory.
 
     A model is excluded if its weights may run another forward between a forward and its backward: with LoRA,
     a reference or reward model may be this model without adapters, and a lagged policy runs in the actor's
@@ -57,6 +67,7 @@ def kept_roles(config: PPOConfig) -> tuple[str, ...]:
         or algo.ptx.coef > 0
         or algo.policy.top_entropy is not None
     )
-    actor = old_logprobs_source(config) == "forward" and not excluded
-    critic = reuse == "all" and has_critic(config) and config.critic.lora.rank == 0
+    actor_runs = old_logprobs_source(config) == "forward"
+    actor = actor_runs and not excluded
+    critic = has_critic(config) and config.critic.lora.rank == 0 and (reuse == "all" or not actor_runs)
     return tuple(name for name, kept in (("actor", actor), ("critic", critic)) if kept)

@@ -15,7 +15,7 @@ from ppo_ds.engine.gather import GATHER_ELEMENTS
 from ppo_ds.engine.memory_budget import GenerationPlan, MemoryBudget, plan_generation
 from ppo_ds.models.linear import pays
 from ppo_ds.models.loading import torch_dtype
-from ppo_ds.planning.forwards import kept_roles
+from ppo_ds.planning.forwards import kept_roles, with_sources
 from ppo_ds.planning.model_memory import REUSE, decode_bytes_bound, logit_bytes, static_decode_bytes
 from ppo_ds.planning.run_memory import (
     Estimate,
@@ -261,9 +261,11 @@ class PPOMemory(RunMemory):
         actor, critic = self.engines["actor"], self.engines.get("critic")
         if critic is None:
             return {"update_actor": max(self.backward("actor"), actor.gradients + actor.step)}
-        kept = kept_roles(self.config)
-        others = self.graph("critic") if "actor" in kept else critic.gradients
-        backward = self.backward("actor") + (others if "critic" in kept else 0)
+        others = 0
+        for kept in map(kept_roles, with_sources(self.config)):
+            if "critic" in kept:
+                others = max(others, self.graph("critic") if "actor" in kept else critic.gradients)
+        backward = self.backward("actor") + others
         return {
             "update_actor": max(backward, actor.gradients + actor.step + critic.gradients),
             "update_critic": max(actor.gradients + self.backward("critic"), critic.gradients + critic.step),

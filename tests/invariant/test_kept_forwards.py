@@ -29,10 +29,7 @@ ONE_STEP: dict[str, Any] = {
 DROPPED = "graphs dropped before the update"
 SOURCES = {  # setting -> keys, and the models whose forward is kept
     "both graphs": ({"memory": {"reuse_forwards": "all"}}, {"actor", "critic"}),
-    "decoded log-probs": (
-        {"algo": {"old_logprobs": "rollout"}, "memory": {"reuse_forwards": "all"}},
-        {"critic"},
-    ),
+    "decoded log-probs": ({"algo": {"old_logprobs": "rollout"}}, {"critic"}),
 }
 WITH = [(2, "both graphs"), (3, "both graphs"), (3, "decoded log-probs")]
 
@@ -83,14 +80,17 @@ ALL = "memory.reuse_forwards=all"
         ((ALL,), ("actor", "critic")),
         (("memory.reuse_forwards=off",), ()),
         # no forward of the actor comes before the update
-        (("algo.old_logprobs=rollout",), ()),
-        (("algo.kl.place=loss", ALL), ("critic",)),
+        (("algo.old_logprobs=rollout",), ("critic",)),
+        (("algo.kl.place=loss",), ("critic",)),
+        (("algo.kl.place=loss", "memory.reuse_forwards=off"), ()),
+        (("algo.old_logprobs=rollout", "critic.lora.rank=2"), ()),
         # a second optimizer step
         (("algo.epochs=2", ALL), ()),
         (("algo.minibatch_size=1", ALL), ()),
         # a model with other forwards before its backward
         (("algo.old_policy=lagged", ALL), ("critic",)),
         (("actor.lora.rank=2", ALL), ("critic",)),
+        (("actor.lora.rank=2",), ()),
         (("critic.lora.rank=2", ALL), ("actor",)),
         (("algo.policy.top_entropy=0.5", ALL), ("critic",)),
         (("critic.share_trunk=true", ALL), ("actor",)),

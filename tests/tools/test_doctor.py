@@ -475,6 +475,10 @@ def test_a_kept_graph_of_the_critic_is_there_in_the_backward_of_the_actor() -> N
     # the actor's forward is not kept: the critic's backward comes first and leaves its gradients
     decoded = "algo.old_logprobs=rollout"
     assert update("all", decoded) - update("off", decoded) == 7
+    assert update("auto", decoded) - update("off", decoded) == 7
+    # a run in fp32 may take the log-probs of generation
+    exact = "actor.model.dtype=fp32"
+    assert update("auto", exact) - update("off", exact) == 7
 
 
 # -- messages

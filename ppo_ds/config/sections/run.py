@@ -101,7 +101,8 @@ class PPOMemoryConfig(GenerationMemoryConfig):
 
     reuse_forwards: Literal["auto", "all", "off"] = "auto"
     """With one optimizer step per rollout, trains on the forwards that compute log-probs or values, without a
-    second forward; auto: for the actor; all: for actor and critic, which needs more memory."""
+    second forward; auto: for the actor, or for the critic if the actor has no forward before the update; all:
+    for both, which needs more memory."""
 
     sequence_parallel: Count = 1
     """Ranks that divide the tokens of a forward of actor, critic and reference (DeepSpeed-Ulysses). Must
