@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 if __name__ == "__main__":
-    # until everything is imported: collections would free nothing and take a fifth of the imports' time
+    # until everything is imported: collections would free little and take a fifth of the imports' time
     gc.disable()
 from launch.cli import load_config
 from launch.hub import use_caches_without_the_hub

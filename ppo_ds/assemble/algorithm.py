@@ -120,6 +120,7 @@ def kept_forwards(
         options={name: options[name] for name in roles},
         token_budget=int(config.memory.train_tokens),
         packed=all_packed(actor, critic),
+        trained=1 if critic is None else 2,
         world=world,
     )
 

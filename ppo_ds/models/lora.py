@@ -86,7 +86,7 @@ def _target_names(targets: list[str] | None, layers: list[str], key: str) -> lis
 
 
 def is_adapted(module: nn.Module) -> TypeGuard[LoraLayer]:
-    """Returns whether ``module`` is a LoraLayer of peft, whose import would take 0.9 s."""
+    """Returns whether ``module`` is a LoraLayer of peft, whose import takes a second."""
     return isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
 
 

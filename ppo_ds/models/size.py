@@ -134,6 +134,8 @@ def planned_shape(
     if classifier:
         config.num_labels = 1
     auto_class = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    if lora is not None and lora.rank:
+        import peft  # noqa: F401  which creates tensors that must not be on the meta device
     try:
         with torch.device("meta"):
             model = auto_class.from_config(

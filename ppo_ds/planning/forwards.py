@@ -31,7 +31,10 @@ def old_logprobs_source(config: PPOConfig) -> OldLogprobs:
 
 
 def with_sources(config: PPOConfig) -> list[PPOConfig]:
-    """Returns the configs that the run may continue with: algo.old_logprobs=auto is rollout only in fp32."""
+    """Returns the config with algo.old_logprobs=auto replaced by recompute and, in fp32, then by rollout.
+
+    The run continues with one of them (assemble/generator.py). Other configs are returned unchanged.
+    """
     names = ["recompute", "rollout"] if config.actor.model.dtype == "fp32" else ["recompute"]
     if config.algo.old_logprobs != "auto":
         return [config]
@@ -50,8 +53,8 @@ def kept_roles(config: PPOConfig) -> tuple[str, ...]:
     There are none with several optimizer steps per rollout, or with sequence parallelism, because ranks then
     have other rows in the update. With memory.reuse_forwards=auto this is at most the last model that runs
     before the update: the actor, or the critic if the actor does not run. Its backward is the first of the
-    update, so peak memory stays nearly the same: if it is the critic's, the critic's gradients are in memory
-    during the actor's backward, and not the reverse. With ``all``, both graphs may be in memory.
+    update, so its graph does not increase peak memory. If it is the critic's, the critic's gradients are in
+    memory during the actor's backward, and not the reverse. With ``all``, both graphs may be in memory.
 
     A model is excluded if its weights may run another forward between a forward and its backward: with LoRA,
     a reference or reward model may be this model without adapters, and a lagged policy runs in the actor's

@@ -5,7 +5,7 @@ This requires that there is one optimizer step per rollout, so that no weight ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ class KeptForwards:
     options: Mapping[str, Mapping[str, Any]]  # model -> options of its forward in the update
     token_budget: int  # of a micro-batch of the update
     packed: bool  # the models take rows without padding
+    trained: int  # number of models in the update
     world: World
 
     # state
@@ -52,7 +53,7 @@ class KeptForwards:
         """
         self.kept = KeptOutputs(None, {})
         names = tuple(name for name in self.options if name != "actor" or not critic_only)
-        if names and not self.off and self.fits(rollout, plan):
+        if names and not self.off and self.fits(rollout, plan, names):
             (rows,) = plan
             self.names, self.sequences = names, rollout.select(rows).trimmed()
             self.kept = KeptOutputs(self.world.rank * len(rollout) + rows, {})
@@ -64,18 +65,21 @@ class KeptForwards:
         finally:
             self.names, self.sequences = (), None
 
-    def fits(self, rollout: Sequences, plan: list[Tensor]) -> bool:
-        """Returns whether all rows of each rank fit into one micro-batch and keeping it saves time.
+    def fits(self, rollout: Sequences, plan: list[Tensor], names: Sized) -> bool:
+        """Returns whether all rows of a rank fit into one forward and keeping those of ``names`` saves time.
 
-        A backward costs as much as two forwards. The rank with the most tokens T therefore has the cost T + 3
-        x its balanced share of the tokens if nothing is kept, otherwise 3 T. All ranks must call this.
+        A backward costs as much as two forwards. If nothing is kept, the update balances the tokens of the
+        ranks, and each model costs 3 forwards of a balanced share. Otherwise each rank keeps its rows, and
+        the rank with the most tokens T determines the cost: 3 T of each model, or 2 T if its forward is kept.
+        All ranks must call this.
         """
         if len(plan) > 1:  # equal on all ranks, which run the same number of forwards
             return False
         tokens = padded_tokens(rollout.attention_mask.sum(1), self.packed)
         most = self.world.max_int(tokens)
         total = int(self.world.sum(torch.tensor(tokens)))
-        return most <= self.token_budget and 2 * most * self.world.size <= 3 * total
+        kept = (3 * self.trained - len(names)) * most * self.world.size
+        return most <= self.token_budget and kept <= 3 * self.trained * total
 
     def forward(self, name: str, model: Callable[..., Any]) -> Any:
         """Runs ``model`` with gradients on the rows of the rollout, keeps its output and returns it."""

@@ -412,7 +412,7 @@ def _process_unchanged() -> Iterator[None]:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
             torch.cuda.set_stream(stream)
-        gc.unfreeze()
+        gc.unfreeze()  # also what launch/train.py has frozen
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         torch.set_num_threads = set_num_threads  # type: ignore[assignment]
         torch.set_num_threads(threads)

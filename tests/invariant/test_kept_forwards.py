@@ -30,8 +30,12 @@ DROPPED = "graphs dropped before the update"
 SOURCES = {  # setting -> keys, and the models whose forward is kept
     "both graphs": ({"memory": {"reuse_forwards": "all"}}, {"actor", "critic"}),
     "decoded log-probs": ({"algo": {"old_logprobs": "rollout"}}, {"critic"}),
+    "log-probs of the update": ({"algo": {"kl": {"place": "loss"}}}, {"critic"}),
 }
-WITH = [(2, "both graphs"), (3, "both graphs"), (3, "decoded log-probs")]
+WITH = [
+    *((2, "both graphs"), (3, "both graphs")),
+    *((0, "decoded log-probs"), (3, "decoded log-probs"), (2, "log-probs of the update")),
+]
 
 
 def cases() -> list[Case]:

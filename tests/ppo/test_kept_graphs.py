@@ -8,6 +8,7 @@ import torch
 
 from ppo_ds.errors import RunError
 from ppo_ds.ppo.kept_forwards import KeptForwards
+from ppo_ds.types import Sequences
 from tests.ppo.algo_cases import Stub, answers, maker
 from tests.ppo.conftest import run_ranks
 from tests.support.budgets import fixed_budgets
@@ -33,7 +34,7 @@ class Watched(Stub):
 def keeping(world, actor, critic=None, roles=("actor", "critic"), **parts):
     """Returns a maker that keeps the graphs of ``roles``, and its KeptForwards."""
     options = {name: {} for name in roles}
-    kept = KeptForwards(options=options, token_budget=1000, packed=False, world=world)
+    kept = KeptForwards(options=options, token_budget=1000, packed=False, trained=2, world=world)
     return maker(world, actor=actor, critic=critic or Watched(value=True), kept=kept, **parts), kept
 
 
@@ -85,3 +86,27 @@ def test_a_phase_that_cannot_be_repeated_names_the_setting(world, budget):
         advice = f"set a lower memory.score_tokens, or use {SETTING}, or reference.zero"
     with pytest.raises(RunError, match=advice):
         make(answers([2, 1], [0.5, 0.25]), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "names", "fits"),
+    [
+        # one graph of two: 5 x 12 x 2 = 3 x 2 x 20 forwards of a token
+        ((12, 8), ("critic",), True),
+        ((13, 7), ("critic",), False),
+        # both graphs: 4 x 15 x 2 = 3 x 2 x 20
+        ((15, 5), ("actor", "critic"), True),
+        ((16, 4), ("actor", "critic"), False),
+        ((2000, 2000), ("critic",), False),  # above the budget of a micro-batch
+    ],
+)
+def test_a_graph_is_kept_where_balancing_the_tokens_saves_less(
+    tokens: tuple[int, int], names: tuple[str, ...], fits: bool
+) -> None:
+    def work(world):
+        mask = torch.ones(1, tokens[world.rank], dtype=torch.bool)
+        rows = Sequences(mask.long(), mask, mask[:, 1:])
+        _, kept = keeping(world, Watched())
+        return kept.fits(rows, [torch.arange(1)], names)
+
+    assert run_ranks(2, work) == [fits] * 2

@@ -265,9 +265,10 @@ def test_odd_values(tmp_path, capfd):
     assert {entry.name for entry in tmp_path.iterdir()} - {"home"} == {"wandb", "wandb.id"}
 
 
-def test_wandb_is_imported_only_when_it_is_used():
+def test_packages_are_imported_only_when_they_are_used():
     script = (
-        "import sys, ppo_ds.assemble.run; print({'wandb', 'trackio', 'tensorboard'} & sys.modules.keys())"
+        "import sys, ppo_ds.assemble.run, ppo_ds.assemble.ppo;"
+        "print({'wandb', 'trackio', 'tensorboard', 'peft', 'bitsandbytes'} & sys.modules.keys())"
     )
     shown = subprocess.run(
         [sys.executable, "-c", script],
