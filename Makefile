@@ -1,7 +1,7 @@
 # make quickstart   a tiny model learns small sums by SFT and PPO, on two CPU cores
 # make pipeline     the same with a learned reward: SFT, reward model, PPO
 # make test         the tests that are not marked slow or nightly; at most 12 minutes on two cores
-# make test-all     all tests that are not marked nightly; about an hour on two cores
+# make test-all     all tests that are not marked nightly; about 40 minutes on two cores
 # make test-nightly whole trainings, 130 random kills, the checks of GPUs with tiny sizes and the image, one at a
 #                   time on two cores: hours; the summary is outputs/nightly.md
 # make test-vllm    the tests of rollout.backend=vllm with vLLM on the CPU, in an environment of their own,
