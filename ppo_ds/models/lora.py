@@ -40,6 +40,8 @@ def add_adapters(
     trained in full. Under ZeRO-3 the base may already be sharded. The adapters are created unsharded, with
     the same values on every rank, and the engine shards them. Errors name ``key``, the section in the config.
     """
+    from peft import LoraConfig, inject_adapter_in_model
+
     kind = "CAUSAL_LM" if model.can_generate() else None
     trunk = {id(module) for module in model.base_model.modules()} | {id(model)}
     head = [] if kind else [pair for pair in model.named_modules() if id(pair[1]) not in trunk]
@@ -49,8 +51,6 @@ def add_adapters(
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and id(module) not in heads
     ]
-    from peft import LoraConfig, inject_adapter_in_model
-
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,

@@ -35,9 +35,9 @@ def with_sources(config: PPOConfig) -> list[PPOConfig]:
 
     The run continues with one of them (assemble/generator.py). Other configs are returned unchanged.
     """
-    names = ["recompute", "rollout"] if config.actor.model.dtype == "fp32" else ["recompute"]
     if config.algo.old_logprobs != "auto":
         return [config]
+    names = ["recompute", "rollout"] if config.actor.model.dtype == "fp32" else ["recompute"]
     return [replace(config, algo=replace(config.algo, old_logprobs=name)) for name in names]
 
 
