@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.forked import Ranks
+from tests.support.forked import Ranks
 from tests.support.ranks import RankServer
 
 # Child processes compute with one thread too, unless a test says otherwise: on a loaded machine, threads that

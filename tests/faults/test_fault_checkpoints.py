@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from ppo_ds.tracking.jsonl import read_metrics
-from tests.faults.forked import Ranks, Run
 from tests.invariant import invariant_assets
+from tests.support.forked import Ranks, Run
 from tests.support.ranks import RankServer
 from tests.support.run_files import UNCOMPARED
 from tests.support.run_files import compared as metrics

@@ -17,10 +17,10 @@ from ppo_ds.planning.budgets import resolve
 from ppo_ds.planning.run_memory import USABLE, Hardware
 from ppo_ds.tools.doctor.ppo import plan_ppo
 from ppo_ds.tools.doctor.report import Report
-from tests.faults.forked import Ranks
 from tests.faults.memory_worker import GIB, REPEATED
 from tests.faults.worlds_worker import config
 from tests.invariant import invariant_assets
+from tests.support.forked import Ranks
 from tests.support.ranks import RankServer
 from tests.support.run_files import compared as steps
 

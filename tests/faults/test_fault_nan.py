@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ppo_ds.tracking.jsonl import read_metrics
-from tests.faults.forked import Ranks
 from tests.faults.nan_worker import BAD, CASES, ENGINES
 from tests.invariant import invariant_assets
+from tests.support.forked import Ranks
 from tests.support.ranks import RankServer
 from tests.support.run_files import tensors
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults import test_fault_stopping
-from tests.faults.forked import Ranks
 from tests.faults.test_fault_stopping import files, latest, lines, wait_for
+from tests.support.forked import Ranks
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.forked import Ranks
 from tests.faults.test_fault_stopping import arguments, files, latest, lines, marked, reason, wait_for
 from tests.invariant import invariant_assets
+from tests.support.forked import Ranks
 
 REWARD = """
 import os, signal

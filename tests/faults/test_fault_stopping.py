@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults.forked import Ranks
 from tests.integration.launching import LAUNCHERS
 from tests.invariant import invariant_assets
 from tests.support.environment import environment
+from tests.support.forked import Ranks
 from tests.support.ports import reserved_port
 from tests.support.run_files import compared as lines
 

@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 
 from ppo_ds.engine.checkpoint.checkpoints import damage_of
-from tests.faults.forked import Ranks
 from tests.faults.test_fault_checkpoints import SHARDED, Lab, assert_equal_ends, metrics, steps, whole
+from tests.support.forked import Ranks
 from tests.support.ranks import RankServer
 
 pytestmark = pytest.mark.nightly

@@ -17,9 +17,9 @@ from ppo_ds.tools.export import export
 from ppo_ds.tracking.catalogue import find
 from ppo_ds.tracking.jsonl import read_metrics
 from tests.data.conftest import make_tokenizer
-from tests.faults.forked import Ranks
 from tests.faults.test_fault_checkpoints import content
 from tests.finetune.preference_cases import ENCODERS, LLAMA, rows, save_lm, write
+from tests.support.forked import Ranks
 from tests.support.ranks import RankServer
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ppo_ds.models import tiny
 from ppo_ds.tracking.catalogue import find
 from ppo_ds.tracking.jsonl import read_metrics
-from tests.faults.forked import Ranks
 from tests.faults.test_fault_checkpoints import content
+from tests.support.forked import Ranks
 from tests.support.ranks import RankServer
 
 pytestmark = pytest.mark.slow

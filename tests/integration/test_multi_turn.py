@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.forked import Ranks
+from tests.support.forked import Ranks
 
 pytestmark = pytest.mark.slow
 

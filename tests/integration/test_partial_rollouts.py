@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.faults.forked import Ranks
 from tests.integration.test_multi_turn import numbers
+from tests.support.forked import Ranks
 
 pytestmark = pytest.mark.slow
 

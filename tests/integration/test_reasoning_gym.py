@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppo_ds.examples.sums import prepare_stages
-from tests.faults.forked import Ranks
+from tests.support.forked import Ranks
 
 pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
 pytestmark = pytest.mark.slow

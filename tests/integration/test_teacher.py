@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppo_ds.examples.sums import prepare
-from tests.faults.forked import Ranks
+from tests.support.forked import Ranks
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from ppo_ds.tracking.jsonl import read_events, read_metrics
-from tests.faults.forked import Ranks
 from tests.faults.test_fault_checkpoints import content
 from tests.run.test_trace import spans
+from tests.support.forked import Ranks
 from tests.support.ranks import RankServer
 
 STEPS = 6

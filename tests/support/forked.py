@@ -4,7 +4,7 @@
     os.kill(run.pids[1], signal.SIGKILL)
     assert ranks.wait(run) == [-9, -9]
 
-The variable NAN in a run's environment makes numbers NaN; see injection.py.
+The variable NAN in a run's environment makes numbers NaN; see tests/faults/injection.py.
 """
 
 from __future__ import annotations
