@@ -95,3 +95,10 @@ def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer
 def ranks(rank_server: RankServer) -> Ranks:
     """Runs launch/train.py on ranks of the server."""
     return Ranks(rank_server)
+
+
+@pytest.fixture
+def all_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the checks of a config find the packages of the extras bitsandbytes and reasoning-gym."""
+    for checks in ("models", "data"):
+        monkeypatch.setattr(f"ppo_ds.config.checks.{checks}.find_spec", lambda name: True)

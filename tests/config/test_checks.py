@@ -9,6 +9,8 @@ from ppo_ds.config.registry import STAGES
 from ppo_ds.config.schema import reference_is_base
 from tests.config.commands import MINIMAL, complaints, compose, model_folder, problems
 
+pytestmark = pytest.mark.usefixtures("all_extras")
+
 
 def found(*arguments: str, ranks: int = 1) -> str:
     """Returns the only error line that the minimal config gives with these arguments added."""

@@ -136,6 +136,7 @@ def problems(arguments: list[str], ranks: int) -> list[str]:
     return []
 
 
+@pytest.mark.usefixtures("all_extras")
 @pytest.mark.parametrize("command", RUNS, ids=str)
 def test_each_run_has_a_valid_config(command: Command) -> None:
     arguments, nodes = command.arguments, command.option("--nodes", "--nnodes")
@@ -181,6 +182,7 @@ def test_each_other_command_has_its_options(command: Command) -> None:
     assert [word for word in settings if not is_known(word)] == []
 
 
+@pytest.mark.usefixtures("all_extras")
 @pytest.mark.parametrize(("place", "line"), fragments())
 def test_each_fragment_of_settings_is_valid(place: str, line: str) -> None:
     given = words(line)
