@@ -6,54 +6,79 @@ It transmits failures and stop requests, which must reach ranks even while they 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch.distributed as dist
 
+T = TypeVar("T")
 PREFIX = "ppo_ds/"
+ANSWER_TIMEOUT = 2.0  # longest wait for an answer of the store, in seconds
 
 
 class StoreUnavailable(ConnectionError):
-    """Raised if the store does not answer: its process (rank 0 or torchrun's agent) has ended."""
+    """Raised if the store does not answer."""
+
+
+class StoreClosed(StoreUnavailable):
+    """Raised if the process that holds the store (rank 0 or torchrun's agent) has ended."""
+
+
+class StoreSilent(StoreUnavailable):
+    """Raised if no answer comes in time: the process that holds the store is suspended or overloaded."""
 
 
 class RankStore:
     """Separate connection of this rank to the process group's store; collectives do not block it.
 
-    No method is a collective. Each method raises StoreUnavailable if the store does not answer.
+    No method is a collective. Each method raises StoreClosed or StoreSilent if the store does not answer.
     """
 
     def __init__(self) -> None:
         self._store = dist.distributed_c10d._get_default_store().clone()
         self._lock = threading.Lock()
 
-    @contextmanager
-    def _connection(self) -> Iterator[dist.Store]:
-        with self._lock:
+    def _call(self, operation: Callable[[dist.Store], T]) -> T:
+        """Runs ``operation`` in a daemon thread: torch has no timeout for a store whose process is suspended.
+
+        After StoreSilent, the operation still runs once the process goes on; it holds the lock until then.
+        """
+        answer: Future[T] = Future()
+
+        def run() -> None:
             try:
-                yield self._store
-            except dist.DistError as error:
-                raise StoreUnavailable(str(error)) from error
+                answer.set_result(operation(self._store))
+            except Exception as error:
+                answer.set_exception(error)
+            finally:
+                self._lock.release()
+
+        if not self._lock.acquire(timeout=ANSWER_TIMEOUT):
+            raise StoreSilent
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            return answer.result(ANSWER_TIMEOUT)
+        except TimeoutError as error:
+            raise StoreSilent from error
+        except dist.DistError as error:
+            raise StoreClosed(str(error)) from error
 
     def put(self, key: str, value: str) -> None:
-        with self._connection() as store:
-            store.set(PREFIX + key, value)
+        self._call(lambda store: store.set(PREFIX + key, value))
 
     def get(self, key: str) -> str | None:
         """Returns the last value that a rank put for ``key``, or None if there is none, without waiting.
 
         With several machines, anyone who can connect to the port can put a value, so callers must check it.
         """
-        with self._connection() as store:
-            if not store.check([PREFIX + key]):
-                return None
-            return store.get(PREFIX + key).decode(errors="replace")
+        if not self._call(lambda store: store.check([PREFIX + key])):
+            return None
+        return self._call(lambda store: store.get(PREFIX + key)).decode(errors="replace")
 
     def add(self, key: str, amount: int = 1) -> int:
         """Adds ``amount`` to a shared counter that starts at 0 and returns the sum.
 
         The addition is atomic: two ranks that add a positive ``amount`` never get the same sum.
         """
-        with self._connection() as store:
-            return store.add(PREFIX + key, amount)
+        return self._call(lambda store: store.add(PREFIX + key, amount))

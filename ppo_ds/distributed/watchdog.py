@@ -25,7 +25,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, Vali
 
 from ppo_ds.distributed import heartbeat
 from ppo_ds.distributed.exit import exit_now, run_with_timeout
-from ppo_ds.distributed.store import RankStore, StoreUnavailable
+from ppo_ds.distributed.store import ANSWER_TIMEOUT, RankStore, StoreClosed, StoreSilent, StoreUnavailable
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import single_line
 
@@ -185,12 +185,18 @@ class Watchdog:
 
     def check(self) -> None:
         """Checks for failures of other ranks and a hang of this rank. The thread calls it twice a second."""
-        failure, suspended = None, self._suspended_peer()
-        if suspended == 0:  # it usually holds the store, whose calls would not return
-            return self._check_progress(suspended)
+        suspended = self._suspended_peer()
+        if suspended != 0:  # rank 0 usually holds the store
+            with contextlib.suppress(StoreSilent):
+                self._check_failures()
+        self._check_progress(suspended)
+
+    def _check_failures(self) -> None:
+        """Exits if a rank has published a failure or the store has ended; then calls the callbacks."""
+        failure = None
         try:
             failure = self._read_failure()
-        except StoreUnavailable:
+        except StoreClosed:
             # If the launcher held the store, the ranks are now orphans, which save a checkpoint and end by
             # themselves (run/stopping.py). Otherwise rank 0 held the store and has ended.
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -201,7 +207,6 @@ class Watchdog:
             self._handle_failure(failure)
         for callback in self._callbacks:
             callback()
-        self._check_progress(suspended)
 
     def _suspended_peer(self) -> int | None:
         """Returns the first rank on this machine whose process is suspended, as by SIGSTOP, or None."""
@@ -289,9 +294,9 @@ class Watchdog:
         now, beats = self._process.clock(), heartbeat.read().beats
         if now - self._hard_exit_scheduled > HARD_EXIT_MARGIN / 2:
             self._postpone_hard_exit(limit)
-        # a long gap between two checks means that the process was suspended, so it counts as two intervals at
-        # most
-        self._silent = self._silent + min(now - self._last_check, 2 * POLL) if self._beats == beats else 0.0
+        # a longer gap between two checks than the store can cause means that this process was suspended
+        gap = min(now - self._last_check, 2 * POLL + ANSWER_TIMEOUT)
+        self._silent = self._silent + gap if self._beats == beats else 0.0
         self._beats, self._last_check = beats, now
         if self._silent <= limit:
             return

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Literal
 
 from ppo_ds.distributed.launcher import launcher_pids
-from ppo_ds.distributed.store import RankStore, StoreUnavailable
+from ppo_ds.distributed.store import RankStore, StoreClosed
 from ppo_ds.distributed.world import World
 from ppo_ds.errors import single_line
 from ppo_ds.run.state import ExitReason
@@ -89,16 +89,19 @@ class StopRequest:
             raise Abandoned
 
     def poll(self) -> None:
-        """Publishes this rank's request and reads those of other ranks. A thread calls it twice a second."""
+        """Publishes this rank's request and reads those of other ranks. A thread calls it twice a second.
+
+        Raises StoreSilent if the store does not answer now; the next call tries again.
+        """
         if (signals := self._wakeup_fd) is None:
             return
         if self._request is None and (request := self.read_request(signals)) is not None:
             self._request = request  # not assigned if None, since the handler may set it at the same time
         if self._request is None or self._published:
             return
-        self._published = True
-        with suppress(StoreUnavailable):  # see read_request
+        with suppress(StoreClosed):  # see read_request
             self.store.put(STORE_KEY, self._request)
+        self._published = True
         if self.world.is_main:
             log.warning(
                 "stopping: %s; a step whose update has not begun is abandoned, "
@@ -114,9 +117,9 @@ class StopRequest:
                     return self.describe(number)
         if launcher_pids() != self._launchers:  # a launcher that has ended cannot forward signals
             return f"the launcher of rank {self.world.rank} has ended"
-        # The store is unavailable once the process that hosts it has ended. In that case the launcher ends
-        # too, or the next collective fails.
-        with suppress(StoreUnavailable):
+        # The store is closed once the process that holds it has ended. In that case the launcher ends too, or
+        # the next collective fails.
+        with suppress(StoreClosed):
             request = self.store.get(STORE_KEY)
             return None if request is None else single_line(request)
         return None

@@ -17,7 +17,7 @@ import torch
 
 from ppo_ds.distributed import heartbeat, watchdog
 from ppo_ds.distributed.open_files import raise_open_files_limit
-from ppo_ds.distributed.store import StoreUnavailable
+from ppo_ds.distributed.store import StoreClosed, StoreSilent
 from ppo_ds.distributed.watchdog import Process, Watchdog
 from ppo_ds.run.timing import PhaseTimer
 
@@ -28,11 +28,13 @@ class Exited(BaseException):
 
 class FakeStore:
     def __init__(self):
-        self.values, self.counts, self.available = {}, {}, True
+        self.values, self.counts, self.available, self.silent = {}, {}, True, False
 
     def _expect_available(self):
+        if self.silent:
+            raise StoreSilent
         if not self.available:
-            raise StoreUnavailable
+            raise StoreClosed
 
     def put(self, key, value):
         self._expect_available()
@@ -226,6 +228,18 @@ def test_a_suspended_peer_is_named_without_a_call_of_the_store_that_it_may_hold(
         process.kill()
         os.close(peer)
     assert "no progress on rank 0, which is suspended, for 60 s" in rank.process.written[0]
+
+
+def test_a_store_that_does_not_answer_is_a_hang_only_after_the_limit(rank):
+    """Rank 0, on another machine, is suspended; a check then takes as long as the wait for the store."""
+    rank.watchdog.set_timeout(0.1, lambda reason: None)
+    rank.check(1)
+    rank.store.silent = True
+    rank.check(2, seconds=2.5)
+    assert rank.process.written == []
+    with pytest.raises(Exited):
+        rank.check(1, seconds=2.5)
+    assert rank.process.written[0].startswith("rank 1: stuck (no progress on rank 1 for 6 s;")
 
 
 def test_phases_set_the_heartbeat():

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from ppo_ds.distributed.store import StoreUnavailable
+from ppo_ds.distributed.store import StoreClosed, StoreSilent
 from ppo_ds.run.stopping import Abandoned, StopRequest
 from ppo_ds.run.timing import PhaseTimer, compare_times
 
@@ -308,10 +308,10 @@ def test_the_end_of_the_launcher_counts_as_a_signal(listening, monkeypatch):
 def test_without_the_store_each_rank_uses_its_own_signals(listening, monkeypatch):
     class Dead:
         def put(self, name, text):
-            raise StoreUnavailable
+            raise StoreClosed
 
         def get(self, name):
-            raise StoreUnavailable
+            raise StoreClosed
 
     (stop,) = listening(board=Dead())
     stop.poll()
@@ -319,6 +319,26 @@ def test_without_the_store_each_rank_uses_its_own_signals(listening, monkeypatch
     monkeypatch.setattr("ppo_ds.run.stopping.launcher_pids", lambda: (-1,))
     stop.poll()
     assert stop.should_stop()
+
+
+def test_a_request_is_published_once_a_silent_store_answers_again(listening, monkeypatch):
+    class Store(dict):
+        silent = True
+
+        def put(self, name, text):
+            if self.silent:
+                raise StoreSilent
+            self[name] = text
+
+    store = Store()
+    (stop,) = listening(board=store)
+    monkeypatch.setattr("ppo_ds.run.stopping.launcher_pids", lambda: (-1,))
+    with pytest.raises(StoreSilent):
+        stop.poll()
+    assert stop.should_stop() and not store
+    store.silent = False
+    stop.poll()
+    assert "launcher of rank 0" in store["stop"]
 
 
 def test_a_time_limit_is_no_reason_to_abandon_a_step(listening, world, monkeypatch):
