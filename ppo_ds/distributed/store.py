@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 PREFIX = "ppo_ds/"
-ANSWER_TIMEOUT = 2.0  # longest wait for an answer of the store, in seconds
+ANSWER_TIMEOUT = 3.0  # longest wait for an answer of the store, in seconds
 
 
 class StoreUnavailable(ConnectionError):
