@@ -128,8 +128,8 @@ class PPODataConfig(DataConfig):
     """Keys of the task if data.path is reasoning_gym:TASK, such as size (the number of rows)."""
 
     eval_task: dict[Any, Any] = {}
-    """Keys of the task if data.eval_path is reasoning_gym:TASK; other keys inherit the values of data.task,
-    except the seed."""
+    """Keys of the task if data.eval_path is reasoning_gym:TASK. If TASK is also the training task, other keys
+    inherit the values of data.task, except the seed."""
 
     max_prompt_tokens: Count = 512
     """Longest prompt, in tokens."""
