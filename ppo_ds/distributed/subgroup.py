@@ -18,14 +18,10 @@ class Subgroup:
     """
 
     def __init__(self, world: World, size: int):
-        assert world.size % size == 0
         self.size = size
         self.rank = world.rank % size  # within the group
-        for first in range(0, world.size, size):
-            group = dist.new_group(list(range(first, first + size)), backend="gloo")
-            if first <= world.rank < first + size:
-                self._group = group
-                self.ranks = list(range(first, first + size))  # of the whole world
+        self._group, _ = dist.new_subgroups(size, backend="gloo")
+        self.ranks = dist.get_process_group_ranks(self._group)  # of the whole world
 
     def gather_objects(self, item: T) -> list[T]:
         """Returns every rank's ``item`` on every rank of the group, in rank order. Items are pickled."""
