@@ -21,7 +21,7 @@ from ppo_ds.distributed.world import World
 from ppo_ds.environments.base import load_environment
 from ppo_ds.errors import UserError
 from ppo_ds.models.chat_scorer import expect_trusted
-from ppo_ds.models.loading import config_of, load_config
+from ppo_ds.models.loading import config_of
 from ppo_ds.models.packed_attention import undivided_heads
 from ppo_ds.models.tokenizer import Tokenizer
 from ppo_ds.rewards.base import reward_errors_as_user_errors
@@ -164,11 +164,8 @@ def check_vocabulary(key: str, model: Any, tokenizer: Tokenizer, tokenizer_of: s
 
     ``tokenizer_of`` is the name of the model that provides the tokenizer.
     """
-    model_config = load_config(
-        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, key=key
-    )
     # some model families use another name for vocab_size
-    rows = getattr(model_config.get_text_config(), "vocab_size", None)
+    rows = getattr(config_of(model, key).get_text_config(), "vocab_size", None)
     if rows is not None and tokenizer.id_bound > rows:
         raise UserError(
             f"{key}={model.path}: the {tokenizer_of}'s tokenizer has ids up to {tokenizer.id_bound - 1}, but "
