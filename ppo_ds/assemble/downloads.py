@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ppo_ds.assemble.preflight import MODEL_REWARDS
+from ppo_ds.assemble.preflight import MODEL_REWARDS, reward_parts
 from ppo_ds.config.schema import Config, PPOConfig, all_rewards, has_critic, trained_models, uses_reference
 from ppo_ds.config.sections.models import InheritedModelConfig, ModelConfig
-from ppo_ds.config.types import parts_of
 from ppo_ds.models.download import HubModel
 
 
@@ -24,11 +23,9 @@ def models_to_download(config: Config) -> list[HubModel]:
         for name, model in roles.items()
     ]
     if isinstance(config, PPOConfig):
-        for reward, whole in all_rewards(config).items():
-            for key, section in parts_of(whole, reward):
-                if section.get("_target_") in MODEL_REWARDS:
-                    model = section["model"]
-                    trusted = bool(model.get("trust_remote_code"))
-                    path, revision = str(model["path"]), model.get("revision")
-                    models.append(HubModel(f"{key}.model.path", path, revision, trusted))
+        for key, section in reward_parts(all_rewards(config), *MODEL_REWARDS):
+            model = section["model"]
+            trusted = bool(model.get("trust_remote_code"))
+            path, revision = str(model["path"]), model.get("revision")
+            models.append(HubModel(f"{key}.model.path", path, revision, trusted))
     return models

@@ -56,11 +56,10 @@ def check_inputs(config: PPOConfig, world: World, *, prepared: bool) -> None:
     create files (``prepared`` is False), only reward functions and the environment are checked, if they are
     not in these files. The data read here is not used for training. All ranks must call this.
     """
-    for reward, whole in all_rewards(config).items():
-        for key, section in function_rewards(whole, reward):
-            file = section["path"].rpartition(":")[0]
-            if prepared or not is_prepared(file, config):
-                load_function(section["path"], f"{key}.path")
+    for key, section in reward_parts(all_rewards(config), FUNCTION):
+        file = section["path"].rpartition(":")[0]
+        if prepared or not is_prepared(file, config):
+            load_function(section["path"], f"{key}.path")
     settings = config.rollout.environment
     if settings.path and (prepared or not is_prepared(settings.path.rpartition(":")[0], config)):
         load_environment(settings.path, settings.arguments)
@@ -68,8 +67,14 @@ def check_inputs(config: PPOConfig, world: World, *, prepared: bool) -> None:
         preflight(config, read_inputs(config, world), world.device.type == "cuda")
 
 
-def function_rewards(section: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
-    return [found for found in parts_of(section, key) if found[1].get("_target_") == FUNCTION]
+def reward_parts(
+    rewards: Mapping[str, dict[str, Any]], *targets: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields key and section of the rewards, at any depth, that are built by one of ``targets``."""
+    for reward, whole in rewards.items():
+        for key, section in parts_of(whole, reward):
+            if section.get("_target_") in targets:
+                yield key, section
 
 
 def preflight(config: PPOConfig, inputs: Inputs, on_gpu: bool) -> None:
@@ -98,9 +103,8 @@ def try_functions(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -
     models are not loaded yet.
     """
     rows = [row for _, row in inputs.examples()]
-    for reward, whole in rewards.items():
-        for key, section in function_rewards(whole, reward):
-            bind(section, key)(tokenizer=inputs.tokenizer).try_on(rows)
+    for key, section in reward_parts(rewards, FUNCTION):
+        bind(section, key)(tokenizer=inputs.tokenizer).try_on(rows)
 
 
 def check_models(config: PPOConfig, inputs: Inputs) -> None:
@@ -114,10 +118,8 @@ def check_models(config: PPOConfig, inputs: Inputs) -> None:
     if has_critic(config) and config.critic.init == "path":
         models["critic.model.path"] = config.critic.model
     divided = set(models)
-    for reward, whole in all_rewards(config).items():
-        for key, section in parts_of(whole, reward):
-            if section.get("_target_") == TEACHER:
-                models[f"{key}.model.path"] = ModelConfig(**section["model"])
+    for key, section in reward_parts(all_rewards(config), TEACHER):
+        models[f"{key}.model.path"] = ModelConfig(**section["model"])
     positions, parts = inputs.longest_row(config.sampling.max_new_tokens), config.memory.sequence_parallel
     needs = ppo_needs(inputs.tokenizer.id_bound, positions)
     for key, model in models.items():
