@@ -200,7 +200,7 @@ def build_collector(
     generator: Generator,
     sampling: SamplingParams,
 ) -> RolloutCollector:
-    dynamic = config.algo.dynamic_sampling
+    dynamic, samples = config.algo.dynamic_sampling, config.rollout.samples_per_prompt
     components: dict[str, Any] = {
         "prompts": inputs.prompts,
         "actor": models.actor,
@@ -212,9 +212,7 @@ def build_collector(
         "difficulty": inputs.prompts.difficulty,
     }
     if config.algo.advantage.needs_greedy:
-        return GreedyRolloutCollector(
-            group_size=config.rollout.samples_per_prompt, world=context.world, **components
-        )
+        return GreedyRolloutCollector(group_size=samples, world=context.world, **components)
     if isinstance(config.rollout, PartialRollouts) and config.rollout.partial:
         return PartialRolloutCollector(
             section=config.rollout, tokenizer=inputs.tokenizer, world=context.world, **components
@@ -222,8 +220,5 @@ def build_collector(
     if not dynamic.enabled:
         return RolloutCollector(**components)
     return DynamicRolloutCollector(
-        group_size=config.rollout.samples_per_prompt,
-        max_rounds=dynamic.max_rounds,
-        world=context.world,
-        **components,
+        group_size=samples, max_rounds=dynamic.max_rounds, world=context.world, **components
     )
