@@ -53,14 +53,10 @@ class Inputs:
     def longest_prompt(self) -> int:
         return max(self.environment_prompt, *(source.longest for source in self._sources))
 
-    @property
-    def longest_text(self) -> int:
-        """Number of tokens of the longest text of the PTX loss; 0 without that loss."""
-        return self.ptx.source.longest if self.ptx else 0
-
     def longest_row(self, max_new_tokens: int) -> int:
         """Returns the number of tokens of the longest row for the actor, the reference and the critic."""
-        return max(self.longest_prompt + max_new_tokens, self.longest_text)
+        longest_text = self.ptx.source.longest if self.ptx else 0  # of the PTX loss
+        return max(self.longest_prompt + max_new_tokens, longest_text)
 
     def examples(self) -> list[tuple[str, Row]]:
         """Returns location and metadata of one prompt for each sequence of roles in the data."""
