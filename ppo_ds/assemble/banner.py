@@ -29,11 +29,9 @@ def summary(
     is the mean and the maximum difference between the log-probs of generation and training.
     """
     actor, critic, reference, algo = config.actor, config.critic, config.reference, config.algo
-    kl = (
-        f"{algo.kl.estimator} x {algo.kl.coef:g} ({algo.kl.controller}) in the {algo.kl.place}"
-        if algo.kl.place != "none"
-        else "none"
-    )
+    kl = "none"
+    if algo.kl.place != "none":
+        kl = f"{algo.kl.estimator} x {algo.kl.coef:g} ({algo.kl.controller}) in the {algo.kl.place}"
     if critic_start:
         values = trained_model("critic", critic_start, critic)
     elif critic.share_trunk:

@@ -54,9 +54,7 @@ def load_models(config: PPOConfig, context: RunContext, inputs: Inputs, length: 
     world, banner = context.world, context.banner
     needs = ppo_needs(inputs.tokenizer.id_bound, inputs.longest_row(config.sampling.max_new_tokens))
     download_weights(models_to_download(config), world)
-    start = None
-    if has_critic(config):
-        start = critic_start(config, inputs.tokenizer)
+    start = critic_start(config, inputs.tokenizer) if has_critic(config) else None
     loading(context, "actor", config.actor.model.path, config.actor.model.revision)
     actor = build_actor(config, world, needs, length.actor, context.timer)
     reference = critic = None

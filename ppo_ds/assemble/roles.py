@@ -142,11 +142,9 @@ def build_critic(
 
 def ppo_model(config: PPOConfig, name: str, tokenizer: Tokenizer) -> Policy | ScoreModel:
     """Loads the actor or the critic of a PPO run, in the state before the first step."""
-    return (
-        critic_module(config, critic_start(config, tokenizer))
-        if name == "critic"
-        else ppo_actor_module(config)
-    )
+    if name == "critic":
+        return critic_module(config, critic_start(config, tokenizer))
+    return ppo_actor_module(config)
 
 
 def sft_model(config: PPOConfig, name: str, tokenizer: Tokenizer) -> Policy:
