@@ -75,13 +75,27 @@ class Backends:
             return generator
         if name not in self.made:  # an engine starts slowly; its cache does not depend on the budget
             arguments |= {"longest": self.longest, "temperature": self.sampling.temperature}
-            start = partial(make, **arguments, settings=self.config.rollout.vllm)
-            engine = connected_engine(self.config, self.world, self.actor, self.longest, start)
+            engine = self.connected_engine(partial(make, **arguments, settings=self.config.rollout.vllm))
             if engine.merges_because:
                 line = f"rollout.backend=vllm gets merged LoRA adapters: {engine.merges_because}"
                 self.note(titled("warning", line))
             self.made[name] = engine
         return self.made[name]
+
+    def connected_engine(self, start: Callable[..., Any]) -> Any:
+        """Starts a decode backend that holds a copy of the weights, and connects the actor to it.
+
+        All ranks must call this. ``start`` constructs the backend.
+        """
+        actor, world = self.actor, self.world
+        lm, on_gpu = actor.module.lm, world.device.type == "cuda"
+        memory = engine_memory(self.config, shape_of(lm), lm.dtype.itemsize, self.longest, on_gpu)
+        assert memory is not None
+        group = Subgroup(world, memory.group) if memory.group > 1 else None
+        with fork_rng(world), actor.generation_mode():  # the start of an engine seeds all random generators
+            engine = world.on_all(partial(start, kv_cache=memory.kv_cache, group=group))
+        actor.connect(engine.loaded, adapters=engine.adapter_slot is not None)
+        return engine
 
     def gap_of(self, name: str) -> Gap:
         """Makes a backend and returns its parity gap. Draws random numbers. All ranks must call this."""
@@ -152,23 +166,6 @@ def settle_old_logprobs(config: PPOConfig, gap: Gap, ranks: int) -> PPOConfig:
         and not any(check_needs(replace(rollout, health=health), ranks))
     )
     return rollout if takes else recompute
-
-
-def connected_engine(
-    config: PPOConfig, world: World, actor: HybridActor, longest: int, start: Callable[..., Any]
-) -> Any:
-    """Starts a decode backend that holds a copy of the weights, and connects the actor to it.
-
-    All ranks must call this. ``start`` constructs the backend; ``longest`` is the longest sequence's length.
-    """
-    lm, on_gpu = actor.module.lm, world.device.type == "cuda"
-    memory = engine_memory(config, shape_of(lm), lm.dtype.itemsize, longest, on_gpu)
-    assert memory is not None
-    group = Subgroup(world, memory.group) if memory.group > 1 else None
-    with fork_rng(world), actor.generation_mode():  # the start of an engine seeds all random generators
-        engine = world.on_all(partial(start, kv_cache=memory.kv_cache, group=group))
-    actor.connect(engine.loaded, adapters=engine.adapter_slot is not None)
-    return engine
 
 
 def rebuilt_on_change(
