@@ -34,7 +34,6 @@ from ppo_ds.engine.hybrid import HybridActor
 from ppo_ds.engine.rng import fork_rng
 from ppo_ds.finetune.optimizer_step import FinetuneStage, Parts
 from ppo_ds.models.neftune import EmbeddingNoise
-from ppo_ds.models.policy import PolicyOutput
 from ppo_ds.ops.masked import sum_and_count
 from ppo_ds.rollout.base import Generator, SamplingParams
 from ppo_ds.run.export import export_actor
@@ -157,7 +156,13 @@ class SFTTrainer(FinetuneStage[DemonstrationSource, Sequences]):
             rows = filled(rows, world.size)
             for part in microbatch_rows(rows, self.score_tokens, world, packed):
                 micro = rows.select(part).trimmed()
-                out = self.scores(micro)
+                out = self.actor(
+                    micro.ids,
+                    micro.attention_mask,
+                    micro.response_width,
+                    label_mask=micro.response_mask,
+                    with_correct=True,
+                )
                 mask = to_device(micro.response_mask, world.device)
                 sums.add_mean("eval/loss", -out.logprobs, mask)
                 sums.add_mean("eval/token_accuracy", out.correct, mask)
@@ -165,15 +170,6 @@ class SFTTrainer(FinetuneStage[DemonstrationSource, Sequences]):
         metrics = sums.reduced(world)
         # above e^700 a float would overflow
         return metrics | {"eval/perplexity": math.exp(min(metrics["eval/loss"], 700.0))}
-
-    def scores(self, micro: Sequences) -> PolicyOutput:
-        return self.actor(
-            micro.ids,
-            micro.attention_mask,
-            micro.response_width,
-            label_mask=micro.response_mask,
-            with_correct=True,
-        )
 
     def answers(self, prompts: Prompts) -> list[dict[str, Any]]:
         """Answers held-out prompts greedily and returns the answers of all ranks as sample rows."""
