@@ -51,20 +51,15 @@ class NonFiniteStep(SkippedStep):
 
 def first_nonfinite(experience: Experience) -> tuple[str, int] | None:
     """Returns the name and the row of the first non-finite number with mask = 1, in the order of LABELS."""
-    actions = experience.response_mask
-    masks = {
-        **dict.fromkeys(
-            ("decode_logprobs", "logprobs", "old_logprobs", "ref_logprobs", "weights", "advantages"), actions
-        ),
+    actions, columns = experience.response_mask, experience.tensors()
+    masks = {  # of the columns that do not have the mask of the actions
         "scores": torch.ones_like(experience.scores, dtype=torch.bool),
         "rewards": pad(actions, (0, 1)),
+        **dict.fromkeys(("values", "returns"), experience.value_mask),
     }
-    if experience.value_mask is not None:
-        masks |= dict.fromkeys(("values", "returns"), experience.value_mask)
-    columns = experience.tensors()
     for name, label in LABELS.items():
         if name in columns:
-            found = (~columns[name].isfinite() & masks[name]).nonzero()
+            found = (~columns[name].isfinite() & masks.get(name, actions)).nonzero()
             if len(found):
                 row, *position = found[0].tolist()
                 return label.format(*position), row
