@@ -81,25 +81,14 @@ def token_columns(experience: Experience, tokenizer: Tokenizer, i: int, limit: i
     rewards = experience.rewards[i].clone()
     if length:
         rewards[length - 1] += rewards[length]
-    numbers = {
-        "logprobs": None if experience.logprobs is None else experience.logprobs[i],
-        "ref_logprobs": None if experience.ref_logprobs is None else experience.ref_logprobs[i],
-        "values": None if experience.values is None else experience.values[i],
-        "advantages": experience.advantages[i],
-        "rewards": rewards,
-    }
-    feedback = (
-        {} if experience.feedback_mask is None else {"feedback": experience.feedback_mask[i, :count].tolist()}
-    )
-    return (
-        {"text": token_texts(ids, tokenizer), "ids": ids}
-        | feedback
-        | {
-            name: [round(value, DIGITS) for value in column[:count].tolist()]
-            for name, column in numbers.items()
-            if column is not None
-        }
-    )
+    columns = {name: column[i] for name, column in experience.tensors().items()} | {"rewards": rewards}
+    found: dict[str, list[Any]] = {"text": token_texts(ids, tokenizer), "ids": ids}
+    if "feedback_mask" in columns:
+        found["feedback"] = columns["feedback_mask"][:count].tolist()
+    for name in ("logprobs", "ref_logprobs", "values", "advantages", "rewards"):
+        if name in columns:
+            found[name] = [round(value, DIGITS) for value in columns[name][:count].tolist()]
+    return found
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
