@@ -64,12 +64,10 @@ class PairScores:
         """
         confidence, correct = self.differences.abs().sigmoid(), pair_accuracy(self.differences)
         bins = ((confidence - 0.5) * 2 * BINS).long().clamp(0, BINS - 1)
-        found = []
-        for i in range(BINS):
-            rows = bins == i
-            if rows.any():
-                found.append((float(confidence[rows].mean()), float(correct[rows].mean()), int(rows.sum())))
-        return found
+        masks = (bins == i for i in bins.unique())
+        return [
+            (float(confidence[mask].mean()), float(correct[mask].mean()), int(mask.sum())) for mask in masks
+        ]
 
     def metrics(self) -> Metrics:
         """Computes eval/*. A tie counts as half a correct pair; eval/margin_* are of ``differences``."""
