@@ -8,7 +8,7 @@ adapters needs no frozen copy: its initial state is the trained model with the a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -98,12 +98,10 @@ class FrozenModel:
 
         With ZeRO-3 all ranks must run the same number of forwards.
         """
-        with self.resident():
-            if self.sharding is None:
-                yield self.module.lm
-            else:
-                with layer_by_layer(self.sharding, self.module.lm, beat):
-                    yield self.module.lm
+        lm = self.module.lm
+        layers = nullcontext() if self.sharding is None else layer_by_layer(self.sharding, lm, beat)
+        with self.resident(), layers:
+            yield lm
 
 
 def freeze(
