@@ -88,14 +88,3 @@ def dynamic_loss_scaler(engine: Any) -> Any:
         if getattr(scaler, dynamic, False):
             return scaler
     return None
-
-
-def loss_scale_can_decrease(engine: Any) -> bool:
-    """Returns whether the loss scale is dynamic and above its minimum.
-
-    If it is, overflows are expected while the scale adapts and do not indicate a numerical error.
-    """
-    scaler = dynamic_loss_scaler(engine)
-    if scaler is None:
-        return False
-    return scaler.cur_scale > getattr(scaler, "min_scale", getattr(scaler, "min_loss_scale", 1.0))

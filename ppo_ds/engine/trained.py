@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ppo_ds.distributed.heartbeat import beat
 from ppo_ds.distributed.world import World
 from ppo_ds.engine.adamw_8bit import make_adamw_8bit
-from ppo_ds.engine.gradients import local_squared_norm, loss_scale_can_decrease, skip_step
+from ppo_ds.engine.gradients import dynamic_loss_scaler, local_squared_norm, skip_step
 from ppo_ds.models.quantized import whole_numel
 
 
@@ -253,5 +253,11 @@ class TrainedModel:
 
     @property
     def loss_scale_can_decrease(self) -> bool:
-        """True if the loss scale is dynamic (fp16) and above its minimum, so that overflows lower it."""
-        return loss_scale_can_decrease(self.engine)
+        """True if the loss scale is dynamic (fp16) and above its minimum, so that overflows lower it.
+
+        Overflows are then expected while the scale adapts, and do not indicate a numerical error.
+        """
+        scaler = dynamic_loss_scaler(self.engine)
+        if scaler is None:
+            return False
+        return scaler.cur_scale > getattr(scaler, "min_scale", getattr(scaler, "min_loss_scale", 1.0))
