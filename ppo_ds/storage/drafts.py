@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 _DRAFT = re.compile(r"\.tmp_.+_[0-9a-f]{16}")
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -38,7 +37,7 @@ def draft_file(path: Path) -> Iterator[BinaryIO]:
     """
     draft = draft_path(path)
     try:
-        with os.fdopen(os.open(draft, _CREATE, 0o666), "wb") as file:
+        with open(draft, "xb") as file:  # exclusively: follows no link
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -28,8 +28,7 @@ def probe(directory: Path) -> Iterator[str]:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     remove_drafts(directory, name=PROBE)
     path = draft_path(directory / PROBE)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    os.close(os.open(path, flags, 0o666))
+    path.touch(exist_ok=False)  # exclusively: follows no link
     try:
         yield path.name
     finally:
