@@ -84,7 +84,7 @@ def build_run(
     if (run_dir / "checkpoints").exists():
         banner.starting(f"checking the last checkpoint in {run_dir}")
     start = open_start(config, settings, world, checkpoints, banner)
-    config, budgets = open_budgets(config, settings, world, checkpoints, start, banner)
+    config, budgets = open_budgets(config, settings, checkpoints, start, banner)
     if "prepare" in parts:  # `prepare` may create model folders, whose names may look like Hub names
         banner.starting(f"preparing by {settings['prepare']['_target_']}")
         on_main(world, parts["prepare"])
@@ -135,19 +135,14 @@ def connect_ranks(
 
 
 def open_budgets(
-    config: ConfigT,
-    settings: dict[str, Any],
-    world: World,
-    checkpoints: Checkpoints,
-    start: Path | None,
-    banner: Banner,
+    config: ConfigT, settings: dict[str, Any], checkpoints: Checkpoints, start: Path | None, banner: Banner
 ) -> tuple[ConfigT, TokenBudgets]:
     """Makes the token budgets, using the values that an earlier launch determined.
 
     All ranks must call this. Also returns the config with these values. ``start`` is the checkpoint to resume
     from. ``settings`` are saved in checkpoints and config.yaml; changes of budgets are added to them.
     """
-    run_dir, checkpoint = Path(config.run.dir or ""), None
+    world, run_dir, checkpoint = checkpoints.world, Path(config.run.dir or ""), None
 
     def record(numbers: Mapping[str, int]) -> None:
         used = {name: numbers[name] for name in used_budgets(config) if name in numbers}
