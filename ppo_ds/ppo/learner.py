@@ -156,7 +156,7 @@ class Learner:
             metrics.add_parts({"perf/pad_frac_update": padding(micros, self.packed)})
 
             losses, actor = self.backward(minibatch, micros, kl_coef, critic_only, metrics, kept.by_model)
-            done = self.step_or_skip(self.models(critic_only), losses, actor, first=steps_done == 0)
+            done = self.step_or_skip(losses, actor, first=steps_done == 0)
             if actor is not None and steps_done == 0:
                 metrics.add_max("parity/ratio_first_minibatch_max", actor.ratio_max)
                 for gap in actor.gaps if self.parity.old_from_rollout else []:  # else describe() measures it
@@ -233,11 +233,7 @@ class Learner:
         return losses, actor
 
     def step_or_skip(
-        self,
-        models: dict[str, TrainedModel],
-        losses: dict[str, Tensor],
-        actor: ActorBackward | None,
-        first: bool,
+        self, losses: dict[str, Tensor], actor: ActorBackward | None, first: bool
     ) -> LockstepResult:
         """Steps all models or none. All ranks must call this.
 
@@ -256,7 +252,7 @@ class Learner:
             if measures_gap:
                 extra.append(torch.stack([gap[GAP] for gap in actor.gaps]).sum(0))
         return step_or_skip(
-            models,
+            self.models(critic_only=actor is None),
             losses,
             torch.cat(extra) if extra else None,
             world=self.world,
