@@ -133,14 +133,13 @@ class Evaluator:
         """
         rows, sums = [], scores.sums
         for i in counted.nonzero().flatten().tolist():
-            response = rollout.response_ids[i, : rollout.response_lengths[i]].tolist()
             notes = {"episode_end": rollout.episode_ends[i]} if rollout.episode_ends else {}
             if scores.components:
                 notes["components"] = {name: float(column[i]) for name, column in scores.components.items()}
             row = {
                 "prompt": rollout.metadata[i]["prompt_text"],
                 **about_prompt(rollout.metadata[i]),
-                **response_columns(rollout, i, response, float(sums[i]), notes, self.tokenizer),
+                **response_columns(rollout, i, float(sums[i]), notes, self.tokenizer),
             }
             if more:
                 row["rewards"] = {name: float(column[i]) for name, column in more.items()}

@@ -38,7 +38,7 @@ def sample_rows(
         rows.append(
             {
                 "prompt": tokenizer.decode(prompt, skip_special_tokens=False),
-                **response_columns(experience, i, response, float(experience.scores[i]), notes, tokenizer),
+                **response_columns(experience, i, float(experience.scores[i]), notes, tokenizer),
                 "kl": kl[i],
                 "ended_by": last if experience.finished[i] else None,
                 **tokens,
@@ -48,17 +48,13 @@ def sample_rows(
 
 
 def response_columns(
-    rows: Experience | Rollout,
-    i: int,
-    ids: list[int],
-    score: float,
-    notes: dict[str, Any],
-    tokenizer: Tokenizer,
+    rows: Experience | Rollout, i: int, score: float, notes: dict[str, Any], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Returns the columns of row ``i`` on its response ``ids``; ``notes`` are an entry of Experience.notes.
+    """Returns the columns of row ``i`` on its response; ``notes`` are an entry of Experience.notes.
 
     In an episode, "turns" alternates between texts of the policy and of the environment.
     """
+    ids = rows.response_ids[i, : rows.response_lengths[i]].tolist()
     finish = "stop" if rows.finished[i] else "length"
     found = {"response": tokenizer.decode(ids), "score": score, "length": len(ids), "finish": finish, **notes}
     if rows.feedback_mask is not None:
