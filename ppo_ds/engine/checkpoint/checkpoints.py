@@ -196,16 +196,14 @@ class Checkpoints:
             raise UserError(
                 f"run.resume: {path} holds {saved}, this run trains {', '.join(models)}: keep the algorithm"
             )
-        different = set(metadata["shadows"]) ^ set(copies)
-        if different:
-            raise UserError(
-                *(
-                    f"run.resume: {path} holds {'no ' * (name in copies)}{name} weights, "
-                    f"this run keeps {'them' if name in copies else 'none'}: "
-                    f"keep {COPY_KEYS[name].format(next(iter(models)))} as it was"
-                    for name in sorted(different)
-                )
-            )
+        problems = [
+            f"run.resume: {path} holds {'no ' * (name in copies)}{name} weights, "
+            f"this run keeps {'them' if name in copies else 'none'}: "
+            f"keep {COPY_KEYS[name].format(next(iter(models)))} as it was"
+            for name in sorted(set(metadata["shadows"]) ^ set(copies))
+        ]
+        if problems:
+            raise UserError(*problems)
         for role, model in models.items():
             load_model(model, path / role)
         for name, copy in copies.items():
