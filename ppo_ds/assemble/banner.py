@@ -107,12 +107,8 @@ def batch_equation(config: PPOConfig, ranks: int, total: str = "") -> list[str]:
 
 def _reward(section: dict[str, Any]) -> str:
     """Formats a reward section as ``FunctionReward path=a:b``, nested sections in parentheses."""
-    name = [str(section["_target_"]).rpartition(".")[2]] if "_target_" in section else []
-    keys = {key: value for key, value in section.items() if key != "_target_"}
-    return " ".join(
-        name
-        + [
-            f"{key}=({_reward(value)})" if isinstance(value, dict) else f"{key}={show(value)}"
-            for key, value in keys.items()
-        ]
-    )
+    words = [str(section["_target_"]).rpartition(".")[2]] if "_target_" in section else []
+    for key, value in section.items():
+        if key != "_target_":
+            words.append(f"{key}=({_reward(value)})" if isinstance(value, dict) else f"{key}={show(value)}")
+    return " ".join(words)
