@@ -74,10 +74,9 @@ def rng_file(directory: Path, rank: int) -> Path:
     return directory / f"rng_rank_{rank:05d}.safetensors"
 
 
-def save_rng(directory: Path, world: World, states: RandomStates | None = None) -> Path:
-    """Writes this rank's ``states`` (default: the current states) and returns the file."""
-    states = states or get_rng(world)
-    path = rng_file(directory, world.rank)
+def save_rng(directory: Path, world: World) -> Path:
+    """Writes this rank's current states and returns the file."""
+    states, path = get_rng(world), rng_file(directory, world.rank)
     write_tensors(path, states.tensors, metadata={"rest": json.dumps(states.rest)})
     return path
 
