@@ -26,7 +26,7 @@ from ppo_ds.algorithm.shaping.scores import ScoreShaper
 from ppo_ds.background.pending import Pending
 from ppo_ds.distributed.world import World
 from ppo_ds.ops.masked import masked_sum
-from ppo_ds.ppo.collector import scored, wait_for_scores
+from ppo_ds.ppo.collector import scored, scores_of, wait_for_scores
 from ppo_ds.ppo.minibatches import all_gather_rows
 from ppo_ds.ppo.model_outputs import ModelForwards
 from ppo_ds.run.metrics import MetricSums
@@ -143,8 +143,7 @@ class ExperienceMaker:
         sums.add_mean("reward/kl_penalty_mean", -masked_sum(kl_penalty, states[:, :-1], dim=1))
         if rollout.baselines is not None:
             sums.add_mean("reward/baseline_mean", rollout.baselines)
-        for name in rollout.components[0]:
-            component = torch.tensor([parts[name] for parts in rollout.components])
+        for name, component in scores_of(rollout).components.items():
             sums.add_mean(f"reward/component/{name}_mean", component)
         if isinstance(self.rollout_is, Bounded):
             add_weight_metrics(sums, experience, self.rollout_is)
