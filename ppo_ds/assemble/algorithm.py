@@ -247,9 +247,8 @@ def transforms(algo: AlgoConfig) -> tuple[Transform, ...]:
     if policy.top_entropy is not None:
         chosen.append(partial(with_top_entropy, share=policy.top_entropy))
     if policy.selection is not None:
-        chosen.append(
-            partial(with_selected, selection=partial(import_target(policy.selection), policy=policy))
-        )
+        selection = partial(import_target(policy.selection), policy=policy)
+        chosen.append(partial(with_selected, selection=selection))
     return tuple(chosen)
 
 

@@ -139,9 +139,8 @@ class _Sums:
         z = z.sub_(largest.unsqueeze(-1))
         exp = z.exp() if with_entropy else z.exp_()
         if with_entropy:
-            self.weighted = shift.exp() * (self.weighted + shift * self.exp) + z.clamp_(min=_FLOOR).mul_(
-                exp
-            ).sum(dim=-1)
+            weighted = z.clamp_(min=_FLOOR).mul_(exp).sum(dim=-1)
+            self.weighted = shift.exp() * (self.weighted + shift * self.exp) + weighted
         self.exp = shift.exp() * self.exp + exp.sum(dim=-1)
         self.largest = largest
         return exp

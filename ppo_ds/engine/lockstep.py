@@ -50,9 +50,8 @@ def step_or_skip(
     finite = sums.float().isfinite().tolist()  # in float32, as DeepSpeed computes the norm
     bad_losses = [name for name, good in zip(models, finite[0::2], strict=False) if not good]
     overflows = [name for name, good in zip(models, finite[1::2], strict=False) if not good]
-    nonfinite = [f"loss of the {name}" for name in bad_losses] + [
-        f"gradient of the {name}" for name in overflows
-    ]
+    nonfinite = [f"loss of the {name}" for name in bad_losses]
+    nonfinite += [f"gradient of the {name}" for name in overflows]
     extra_sums = [] if extra is None else sums[2 * len(models) :].tolist()
     if check is not None:
         try:

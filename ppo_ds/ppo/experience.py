@@ -154,9 +154,8 @@ class ExperienceMaker:
     @torch.no_grad()
     def measure_kl(self, experience: Experience) -> Metrics:
         """Measures the KL to the reference (k1) before and after the update. All ranks must call this."""
-        mine = experience.select(
-            torch.arange(len(experience)).chunk(self.world.size)[self.world.rank]
-        ).trimmed()
+        rows = torch.arange(len(experience)).chunk(self.world.size)[self.world.rank]
+        mine = experience.select(rows).trimmed()
         assert mine.logprobs is not None, "the update returns them"
         with self.timer("old_logprobs"):
             logprobs = self.forwards.actor_logprobs(mine)
