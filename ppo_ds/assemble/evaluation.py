@@ -80,10 +80,9 @@ def build_evaluator(
         return None
 
     def scoring(reward: Reward) -> StartScoring:
-        start = (
-            reward.start_evaluation if isinstance(reward, WeightedReward) else partial(start_scoring, reward)
-        )
-        return guarded_scoring(context, models, start)
+        if isinstance(reward, WeightedReward):
+            return guarded_scoring(context, models, reward.start_evaluation)
+        return guarded_scoring(context, models, partial(start_scoring, reward))
 
     decoding = sampling.as_greedy() if config.eval.greedy else sampling
     return Evaluator(
