@@ -122,9 +122,8 @@ def read_inputs(config: PPOConfig, world: World) -> Inputs:
         difficulty=difficulty,
     )
     environment_prompt = config.data.max_prompt_tokens if config.rollout.environment.path else 0
-    return Inputs(
-        tokenizer, source, held_out, prompts, build_ptx(config, tokenizer, world), environment_prompt
-    )
+    ptx = build_ptx(config, tokenizer, world)
+    return Inputs(tokenizer, source, held_out, prompts, ptx, environment_prompt)
 
 
 def build_tokenizer(config: TextConfig, name: str = "actor") -> Tokenizer:
