@@ -160,11 +160,8 @@ def settle_old_logprobs(config: PPOConfig, gap: Gap, ranks: int) -> PPOConfig:
     recompute, rollout = sources
     health = replace(config.health, max_parity="auto", parity_action="stop")
     agrees = all(found <= highest for found, highest in zip(gap, SMALL_GAP, strict=True))
-    takes = (
-        agrees
-        and old_logprobs_source(config) == "forward"
-        and not any(check_needs(replace(rollout, health=health), ranks))
-    )
+    excluded = any(check_needs(replace(rollout, health=health), ranks))
+    takes = agrees and old_logprobs_source(config) == "forward" and not excluded
     return rollout if takes else recompute
 
 
