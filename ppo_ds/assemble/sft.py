@@ -200,9 +200,8 @@ def notes(
         )
         lines += [line] if line else []
     if held_out is not None:
-        lines.append(
-            f"held out   {held_out.path}: {describe(held_out)}{evaluated(held_out, config.eval.max_prompts)}"
-        )
+        used = evaluated(held_out, config.eval.max_prompts)
+        lines.append(f"held out   {held_out.path}: {describe(held_out)}{used}")
     return lines
 
 

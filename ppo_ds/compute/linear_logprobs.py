@@ -54,11 +54,10 @@ def linear_statistics(
     """
     size = block_elements or (CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK)
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= kept_elements
-    return LabelStatistics(
-        *_LinearStatistics.apply(
-            hidden, weight, bias, labels, temperature, with_entropy, with_mean, size, keep
-        )
+    found = _LinearStatistics.apply(
+        hidden, weight, bias, labels, temperature, with_entropy, with_mean, size, keep
     )
+    return LabelStatistics(*found)
 
 
 def _blocks(rows: int, vocabulary: int, size: int) -> Iterator[slice]:

@@ -82,9 +82,8 @@ class OptimizerStep:
             {self.name: self.model}, {self.name: total}, None, world=context.world, timer=context.timer
         )
         if done.nonfinite:
-            context.health.record_skip(
-                SkippedBatch(done.nonfinite, batch), counted=not done.overflow_expected
-            )
+            skipped = SkippedBatch(done.nonfinite, batch)
+            context.health.record_skip(skipped, counted=not done.overflow_expected)
         else:
             context.health.record_step()
             if self.ema is not None:

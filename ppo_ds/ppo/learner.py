@@ -398,9 +398,7 @@ class Learner:
         first_epoch = minibatches(len(experience), self.schedule.minibatch_size, shuffle)
         rows = next(rows for rows in first_epoch if row in rows)
         rank = row * self.world.size // len(experience)  # all_gather_rows keeps the order of the ranks
-        minibatch = experience.select(rows)
-        self.context.health.record_skip(
-            NonFiniteStep((what,), minibatch, rows, row, rank, kl_coef, critic_only)
-        )
+        skipped = NonFiniteStep((what,), experience.select(rows), rows, row, rank, kl_coef, critic_only)
+        self.context.health.record_skip(skipped)
         unknown = {name: math.nan for name in UNKNOWN if steps[name.partition("/")[0]]}
         return unknown | step_metrics(steps) | {"policy/epochs_run": 0.0, "policy/early_stopped": 0.0}
