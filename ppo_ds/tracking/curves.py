@@ -17,7 +17,7 @@ from rich.text import Text
 from ppo_ds.storage.drafts import draft_file
 from ppo_ds.tracking.catalogue import Panel, overview_panels
 from ppo_ds.tracking.formatting import format_change, format_number
-from ppo_ds.tracking.jsonl import is_number, read_metrics
+from ppo_ds.tracking.jsonl import read_curves, read_metrics
 from ppo_ds.tracking.screen import open_console
 
 Points = tuple[list[int], list[float]]  # steps, values
@@ -37,13 +37,7 @@ def plot_curves(
 
     Returns False and writes no file if there is no data.
     """
-    curves: dict[str, Points] = {}
-    for record in [{**(before or {}), "step": 0}, *read_metrics(metrics_jsonl)]:
-        for name, value in record.items():
-            if is_number(value):
-                steps, values = curves.setdefault(name, ([], []))
-                steps.append(record["step"])
-                values.append(value)
+    curves = read_curves([{**(before or {}), "step": 0}, *read_metrics(metrics_jsonl)])
     panels = overview_panels(curves)
     if not panels:
         return False

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,18 @@ def read_events(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 def _steps(path: str | os.PathLike) -> list[dict[str, Any]]:
     return [row for row in read_rows(path) if type(row.get("step")) is int and 0 <= row["step"] < 2**53]
+
+
+def read_curves(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Returns the steps and the values of every metric in ``records``."""
+    curves: dict[str, tuple[list[int], list[float]]] = {}
+    for record in records:
+        for name, value in record.items():
+            if is_number(value):
+                steps, values = curves.setdefault(name, ([], []))
+                steps.append(record["step"])
+                values.append(value)
+    return curves
 
 
 def is_number(value: Any) -> bool:

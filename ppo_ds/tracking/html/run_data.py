@@ -12,7 +12,7 @@ from typing import Any
 from ppo_ds.errors import UserError
 from ppo_ds.storage.reading import DamagedFile, read_json, read_yaml
 from ppo_ds.tracking.formatting import format_duration
-from ppo_ds.tracking.jsonl import is_number, read_events, read_metrics, read_rows
+from ppo_ds.tracking.jsonl import is_number, read_curves, read_events, read_metrics, read_rows
 from ppo_ds.tracking.tracker import censored_row
 
 MAX_POINTS = 1000  # points of a curve
@@ -139,13 +139,7 @@ def train_prompts(summary: Record) -> dict[str, list[float]]:
 
 def curves(records: Sequence[Record], first: dict[str, float]) -> dict[str, dict[str, list[float]]]:
     """Returns at most MAX_POINTS steps and values of every metric, with ``first`` as step 0."""
-    points: dict[str, tuple[list[int], list[float]]] = {}
-    for record in records:
-        for name, value in record.items():
-            if name not in NOT_METRICS and is_number(value):
-                steps, values = points.setdefault(name, ([], []))
-                steps.append(record["step"])
-                values.append(value)
+    points = {name: curve for name, curve in read_curves(records).items() if name not in NOT_METRICS}
     for name, value in first.items():
         if name in points and points[name][0][0] > 0:
             points[name][0].insert(0, 0)
