@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ppo_ds.config.types import leaves
 from ppo_ds.errors import UserError
 from ppo_ds.storage.reading import DamagedFile, read_json, read_yaml
 from ppo_ds.tracking.formatting import format_duration
@@ -80,14 +81,9 @@ def method(settings: Record) -> str:
     return name if loss in (None, "ppo") else f"{name}, {loss} loss"
 
 
-def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flattened(tree: Record) -> dict[str, Any]:
     """Returns the leaves of nested dicts by their dotted keys; lists and empty dicts are leaves."""
-    if not isinstance(tree, dict) or not tree:
-        return {prefix: tree} if prefix else {}
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= flattened(value, f"{prefix}.{key}" if prefix else str(key))
-    return leaves
+    return {".".join(path): value for path, value in leaves(tree) if path}
 
 
 # -- events --------------------------------------------------------------------------------------------------
