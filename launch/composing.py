@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppo_ds.commands.entry_points import command
@@ -116,10 +116,9 @@ def _drop_evaluation_of_other_data(composed: DictConfig, name: str, chosen: list
     files = _data_of(compose(name, [text for text in chosen if text not in keys]))
     if not (files["path"] or files["mix"]) or files == _data_of(composed):
         return
-    with flag_override(composed, "struct", False):
-        for key, value in WITHOUT_EVALUATION.items():
-            if key not in given:
-                OmegaConf.update(composed, key, value)
+    for key, value in WITHOUT_EVALUATION.items():
+        if key not in given:
+            OmegaConf.update(composed, key, value, force_add=True)
 
 
 def _drop_other_length(composed: DictConfig, chosen: list[str]) -> None:
@@ -127,8 +126,7 @@ def _drop_other_length(composed: DictConfig, chosen: list[str]) -> None:
     given = dict(text.lstrip("+").partition("=")[::2] for text in chosen)
     for key, other in (("run.steps", "run.epochs"), ("run.epochs", "run.steps")):
         if given.get(key, "null") != "null" and other not in given:
-            with flag_override(composed, "struct", False):
-                OmegaConf.update(composed, other, None)
+            OmegaConf.update(composed, other, None, force_add=True)
 
 
 def _data_of(composed: DictConfig) -> dict[str, Any]:
