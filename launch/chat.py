@@ -65,10 +65,8 @@ def main(argv: list[str]) -> int:
         partners = load_partners(
             config, world, wanted.models, with_reward=wanted.with_reward, greedy=wanted.greedy, note=say
         )
-    except UserError as error:
+    except (UserError, RunError) as error:
         return complain(error)
-    except RunError as error:
-        return complain(UserError(str(error)))
     except KeyboardInterrupt:
         return 130
     say("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the chat")

@@ -84,10 +84,8 @@ def main(argv: list[str]) -> int:
         world.barrier()  # the watchdog must watch until all ranks are done
         watch.stop()
         world.close()
-    except UserError as error:
+    except (UserError, RunError) as error:
         return refuse(error, watch)
-    except RunError as error:
-        return refuse(UserError(str(error)), watch)
     except BaseException as error:  # including KeyboardInterrupt and sys.exit() in user code
         return report(error, watch, None)
     return 0

@@ -121,7 +121,7 @@ def report(error: BaseException, watch: Watchdog, screen: Screen | None, run_dir
     return code
 
 
-def complain(error: UserError) -> int:
+def complain(error: UserError | RunError) -> int:
     """Prints the problems and returns exit code 2.
 
     Ranks other than 0 first wait RANK_0_SECONDS: launchers end all ranks as soon as one has ended, and rank 0
@@ -134,7 +134,7 @@ def complain(error: UserError) -> int:
     return 2
 
 
-def refuse(error: UserError, watch: Watchdog) -> int:
+def refuse(error: UserError | RunError, watch: Watchdog) -> int:
     """Prints the problems, ends the other ranks if they are connected, and returns exit code 2."""
     return watch.fail(problem_lines(error), str(error), 2, own=True) if watch.started else complain(error)
 
@@ -145,8 +145,9 @@ def warn_about(run_dir: Path) -> None:
         write_line(printable(censored(f"warning: {run_dir}: {problem}")))
 
 
-def problem_lines(error: UserError, prefix: str = "") -> str:
-    return "\n".join(f"{prefix}error: {censored(line)}" for line in error.problems)
+def problem_lines(error: UserError | RunError, prefix: str = "") -> str:
+    problems = error.problems if isinstance(error, UserError) else UserError(str(error)).problems
+    return "\n".join(f"{prefix}error: {censored(line)}" for line in problems)
 
 
 def prepare_environment(verbose: bool, trains: bool = False, fixed_segments: bool = False) -> None:

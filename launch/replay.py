@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
             warn_about(options.dump.absolute().parent.parent)
         result = replay(options.dump, trust_remote_code=options.trust_remote_code)
     except (UserError, RunError) as error:  # RunError: files of a model are damaged
-        return complain(error if isinstance(error, UserError) else UserError(str(error)))
+        return complain(error)
     print("\n".join(map(printable, report_lines(result))))
     return 0
 
