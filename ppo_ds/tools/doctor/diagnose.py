@@ -41,7 +41,7 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
         report.add("shapes", "Hub models that are not in the cache have the shapes that ship with ppo_ds")
         config = shipped
     if isinstance(config, PPOConfig) and cluster.is_this_machine:
-        report.attempt("decode", partial(check_engine_package, config), lambda _: None)
+        report.attempt("decode", partial(check_engine_package, config))
     plan, found = None, None
     reason = "see the errors above"
     if config.prepare is not None and not Path(main_model_path(config)).exists():

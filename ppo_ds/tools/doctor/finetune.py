@@ -39,7 +39,7 @@ def plan_finetuning(config: SFTStageConfig, hardware: Hardware, report: Report) 
     (name, role), batch = next(iter(averaged_models(config).items())), batch_of(config)
     key = f"{name}.model.path"
     read, describe = map(import_target, READERS[config.stage])
-    data = report.attempt("data", lambda: read(config), lambda _: None)
+    data = report.attempt("data", lambda: read(config))
     errors = report.errors  # without errors of the data, whose texts then count as max_tokens
     longest, evaluated, answers = batch.max_tokens, 0, (0, 0)
     if data is not None:
@@ -52,7 +52,7 @@ def plan_finetuning(config: SFTStageConfig, hardware: Hardware, report: Report) 
             if config.stage == "sft":
                 prompts = held_out.prompts(config.sft.samples, config.sft.sample_tokens)
                 answers = (0, 0) if prompts is None else (len(prompts), answered_tokens(config, prompts))
-        report.attempt(name, lambda: check_vocabulary(key, role.model, tokenizer, name), lambda _: None)
+        report.attempt(name, lambda: check_vocabulary(key, role.model, tokenizer, name))
     shape = report.attempt(
         name,
         lambda: planned_shape(role.model, classifier=name == "scorer", trained=True, lora=role.lora, key=key),

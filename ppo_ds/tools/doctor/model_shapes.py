@@ -94,7 +94,7 @@ def _critic(
     config: PPOConfig, tokenizer: Tokenizer | None, report: Report
 ) -> tuple[Shape | None, ModelConfig | None]:
     """Returns the critic's shape, and the reward model if the critic starts from it."""
-    start = report.attempt("critic", lambda: critic_start(config, tokenizer), lambda _: None)
+    start = report.attempt("critic", lambda: critic_start(config, tokenizer))
     if start is None:
         return None, None
     shape = report.attempt(

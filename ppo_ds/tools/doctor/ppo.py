@@ -107,7 +107,7 @@ def check_inputs(config: PPOConfig, on_gpu: bool, report: Report) -> CheckedInpu
 
     report.attempt("sampling", lambda: stop_ids(config, tokenizer), describe_stops)
     errors = report.errors
-    report.attempt("decode", lambda: check_engine_model(config, on_gpu), lambda _: None)
+    report.attempt("decode", lambda: check_engine_model(config, on_gpu))
     source = report.attempt(
         "data",
         lambda: build_prompts(config, tokenizer),
@@ -123,14 +123,12 @@ def check_inputs(config: PPOConfig, on_gpu: bool, report: Report) -> CheckedInpu
         lambda: build_ptx(config, tokenizer),
         lambda s: f"{s.source.path}: {describe_rows(s.source.report, 'texts')}" if s else None,
     )
-    reward = report.attempt(
-        "reward", lambda: [bind(part, key) for key, part in all_rewards(config).items()], lambda _: None
-    )
+    reward = report.attempt("reward", lambda: [bind(part, key) for key, part in all_rewards(config).items()])
     if source is None or reward is None or report.errors > errors:
         return CheckedInputs(tokenizer, source.longest if source else None)
     new_stream = partial(PromptStream, source, prompts_per_step=config.rollout.prompts_per_step)
     repeats = config.rollout.samples_per_prompt
-    stream = report.attempt("data", partial(new_stream, samples_per_prompt=repeats), lambda _: None)
+    stream = report.attempt("data", partial(new_stream, samples_per_prompt=repeats))
     if stream is not None:
         inputs = Inputs(tokenizer, source, held_out, stream, ptx)
 

@@ -47,11 +47,11 @@ class Report:
         self.lines.append(Line(name, text, ok))
 
     def attempt(
-        self, name: str, action: Callable[[], T], describe: Callable[[T], str | None] = lambda _: "ok"
+        self, name: str, action: Callable[[], T], describe: Callable[[T], str | None] = lambda _: None
     ) -> T | None:
         """Runs ``action`` and returns its result, or None after a UserError, which is reported.
 
-        ``describe`` returns the line for a result; if it returns None, no line is added.
+        ``describe`` returns the line for a result; if it returns None, as by default, no line is added.
         """
         try:
             result = action()
