@@ -139,20 +139,18 @@ def table(result: Mapping[str, Any]) -> str:
 
 def response_rows(result: Mapping[str, Any]) -> list[list[str]]:
     """Returns the table of lengths, stop rates, KL and speed."""
-    kl, speed = result.get("kl"), result.get("tokens_per_second")
-    rows = [["model", "tokens", "stopped"]]
-    if kl:
-        rows[0].append(f"{kl['name']} to {kl['first']}")
-    if speed:
-        rows[0].append("tokens/s")
-    for name, found in result["responses"].items():
-        row = [name, format_number(found["tokens_mean"], ".1f"), f"{percent(found['finished_frac'])} %"]
-        if kl:
-            row.append(as_number(kl["models"][name]) if name in kl["models"] else "-")
-        if speed:
-            row.append(f"{speed[name]:,.0f}")
-        rows.append(row)
-    return rows
+    found = result["responses"]
+    columns = [
+        ["model", *found],
+        ["tokens", *(format_number(one["tokens_mean"], ".1f") for one in found.values())],
+        ["stopped", *(f"{percent(one['finished_frac'])} %" for one in found.values())],
+    ]
+    if kl := result.get("kl"):
+        cells = (as_number(kl["models"][name]) if name in kl["models"] else "-" for name in found)
+        columns.append([f"{kl['name']} to {kl['first']}", *cells])
+    if speed := result.get("tokens_per_second"):
+        columns.append(["tokens/s", *(f"{speed[name]:,.0f}" for name in found)])
+    return list(map(list, zip(*columns, strict=True)))
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
