@@ -52,6 +52,7 @@ from ppo_ds.tools.pipeline import RESULT
 if TYPE_CHECKING:
     from ppo_ds.distributed.watchdog import Watchdog
     from ppo_ds.distributed.world import World
+    from ppo_ds.tools.evaluate import Comparison
 
 
 @dataclass(frozen=True)
@@ -115,20 +116,18 @@ def run_evaluation(wanted: Evaluation, watch: Watchdog | None = None) -> World:
         note=write_line if world.is_main else lambda line: None,
     )
     if world.is_main:
-        write_results(wanted, result.summary, result.rows, result.tokens_per_second)
+        write_results(wanted, result)
     return world
 
 
-def write_results(
-    wanted: Evaluation, summary: dict[str, Any], rows: list[dict[str, Any]], speeds: dict[str, float]
-) -> None:
+def write_results(wanted: Evaluation, result: Comparison) -> None:
     from ppo_ds.tracking.html.comparison import comparison_page  # imports torch
 
     paths = {model.name: str(model.adapter or model.path) for model in wanted.models}
-    summary = {"models": paths, **summary, "tokens_per_second": speeds}
-    lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    summary = {"models": paths, **result.summary, "tokens_per_second": result.tokens_per_second}
+    lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in result.rows)
     write_file(wanted.out / "evaluation.jsonl", lines)
-    write_file(wanted.out / "evaluation.html", comparison_page(summary, rows))
+    write_file(wanted.out / "evaluation.html", comparison_page(summary, result.rows))
     write_file(wanted.out / RESULT, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     print("\n".join(map(printable, table(summary).split("\n"))))
     print(f"\nside by side: {wanted.out / 'evaluation.html'}", flush=True)
