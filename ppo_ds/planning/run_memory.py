@@ -179,9 +179,8 @@ class RunMemory:
     def copy_of(self, role: str) -> int:
         """Returns the bytes of a copy of a role's trained weights in fp32."""
         section, shape, _ = self._role(role)
-        return FP32 * (
-            shape.trained if section.zero.stage == 0 else ceil(shape.trained / self.hardware.ranks)
-        )
+        shards = self.hardware.ranks if section.zero.stage else 1
+        return FP32 * ceil(shape.trained / shards)
 
     def averages(self) -> dict[str, int]:
         """Returns {"ema": bytes of the averaged weights}, or {} if the run has none."""

@@ -50,11 +50,8 @@ class Health:
 
     def limit_reached(self, step: int) -> str:
         """Returns the error message for a run that reaches the limit of skips in ``step``."""
-        began = (
-            f"; the first of these was in step {self.since}"
-            if self.since is not None and self.since < step
-            else ""
-        )
+        earlier = self.since is not None and self.since < step
+        began = f"; the first of these was in step {self.since}" if earlier else ""
         return f"no optimizer step was made {self.max_skips} times in a row (health.max_skips){began}"
 
     def take_reasons(self) -> list[str]:

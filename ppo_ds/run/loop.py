@@ -299,19 +299,16 @@ class Run:
             self.stage.export(self.context.run_dir)
         error = {"error": self.error} if self.error else {}
         explanation = self.error or self.about_best()
-        self.tracker.event(
-            self.state.step, "ended", f"{self.reason}: {explanation}" if explanation else self.reason
-        )
+        ending = f"{self.reason}: {explanation}" if explanation else self.reason
+        self.tracker.event(self.state.step, "ended", ending)
         best = self.state.best_metrics(self.saver.selection)
         results = self.state.heldout_metrics(self.heldout) | best
         self.tracker.finish({"exit_reason": self.reason} | error | results)
         if self.world.is_main:
             from ppo_ds.run.final_report import write_report  # matplotlib takes half a second to import
 
-            hint = RESUME_HINTS.get(self.reason)
-            checkpoint = (
-                f"{self.saver.last_checkpoint}   {hint}" if self.saver.last_checkpoint and hint else None
-            )
+            saved, hint = self.saver.last_checkpoint, RESUME_HINTS.get(self.reason)
+            checkpoint = f"{saved}   {hint}" if saved and hint else None
             write_report(
                 self.context.run_dir,
                 self.name,
@@ -325,7 +322,7 @@ class Run:
                 kept = f"; step {self.state.step} is saved in {checkpoint}" if checkpoint else ""
                 log.error("error: %s", censored(self.error + kept))
             elif explanation:
-                log.warning("%s: %s", self.reason, explanation)
+                log.warning("%s", ending)
         return self.reason
 
     def about_best(self) -> str:

@@ -55,18 +55,16 @@ class MetricSums:
         maxima = {name: part for name, part in self._parts.items() if part.dim() == 0}
         out: Metrics = {}
         if sums:
-            pieces = (
-                world.sum(_joined(sums, torch.cat, world)).cpu().split([len(part) for part in sums.values()])
-            )
+            total = world.sum(_joined(sums, torch.cat, world)).cpu()
+            pieces = total.split([len(part) for part in sums.values()])
             out |= {name: as_number(piece) for name, piece in zip(sums, pieces, strict=True)}
         if maxima:
             out |= dict(zip(maxima, world.max(_joined(maxima, torch.stack, world)).tolist(), strict=True))
         for name in [n for n in out if n.endswith(_SQUARES)]:
             mean = name.removesuffix(_SQUARES)
             variance = out.pop(name) - out[mean] ** 2
-            out[mean.removesuffix("mean") + "std"] = (
-                math.nan if math.isnan(variance) else max(0.0, variance) ** 0.5
-            )
+            std = math.nan if math.isnan(variance) else max(0.0, variance) ** 0.5
+            out[mean.removesuffix("mean") + "std"] = std
         return out
 
 
@@ -97,8 +95,7 @@ def step_metrics(steps: Mapping[str, list[StepInfo]]) -> Metrics:
             numbers[f"{role}/grad_norm"] = sum(info.grad_norm for info in infos) / len(infos)
             numbers[f"{role}/lr"] = infos[-1].lr
     # all models skip together
-    numbers["health/skipped_steps"] = float(
-        max(sum(info.skipped for info in infos) for infos in steps.values())
-    )
+    skipped = max(sum(info.skipped for info in infos) for infos in steps.values())
+    numbers["health/skipped_steps"] = float(skipped)
     numbers["health/loss_scale"] = next(infos[-1].loss_scale for infos in steps.values() if infos)
     return numbers

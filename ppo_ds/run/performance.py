@@ -81,6 +81,5 @@ def memory(world: World) -> Metrics:
     if world.device.type == "cuda":
         peaks["mem/alloc_peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
         peaks["mem/reserved_peak_gb"] = torch.cuda.max_memory_reserved() / 2**30
-    return dict(
-        zip(peaks, world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist(), strict=True)
-    )
+    highest = world.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist()
+    return dict(zip(peaks, highest, strict=True))

@@ -43,8 +43,7 @@ def begins_anew(run_dir: Path, now: Settings) -> bool:
     if before is None or before["run"].get("resume") != "restart" or changes(before, now):
         return True
     try:
-        summary = read_json(run_dir / "summary.json")
-        return summary["exit_reason"] in FINISHED
+        return read_json(run_dir / "summary.json")["exit_reason"] in FINISHED
     except (OSError, ValueError, TypeError, LookupError):  # no readable summary: the run was killed
         return False
 

@@ -63,10 +63,9 @@ class Job:
         if self.ranks == 1:
             return [sys.executable, str(self.script), *self.arguments]
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[: self.ranks]
-        # with --num_gpus, the launcher ignores CUDA_VISIBLE_DEVICES
-        chosen = (
-            ["--include", f"localhost:{','.join(devices)}"] if devices[0] else ["--num_gpus", str(self.ranks)]
-        )
+        chosen = "--num_gpus", str(self.ranks)
+        if devices[0]:  # with --num_gpus, the launcher ignores CUDA_VISIBLE_DEVICES
+            chosen = "--include", f"localhost:{','.join(devices)}"
         launcher = [str(Path(sys.executable).with_name("deepspeed")), "-q", *chosen]
         return [*launcher, "--master_port", str(port), str(self.script), *self.arguments]
 
