@@ -38,6 +38,9 @@ NOT_SAMPLED = (
     "the model's full distribution (greedy decoding, top_p, top_k or min_new_tokens)."
 )
 ScoreLists = dict[str, list[list[float]]]  # reward -> scores of the rows of each batch
+Sections = Mapping[str, dict[str, Any]]  # reward -> its config section
+Results = Sequence[dict[str, Any]]  # the rows of evaluation.jsonl
+Scores = dict[str, dict[str, list[list[float]]]]  # reward -> model -> prompt -> score of each response
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def evaluate(
     config: PPOConfig,
     world: World,
     models: Sequence[NamedModel],
-    rewards: Mapping[str, dict[str, Any]],
+    rewards: Sections,
     *,
     samples: int | None = None,
     judge: PairwiseJudge | None = None,
@@ -98,10 +101,7 @@ def evaluate(
 
 
 def check_functions(
-    world: World,
-    readers: Mapping[str, Reader],
-    rewards: Mapping[str, dict[str, Any]],
-    judge: PairwiseJudge | None,
+    world: World, readers: Mapping[str, Reader], rewards: Sections, judge: PairwiseJudge | None
 ) -> None:
     """Raises UserError if a reward or the judge fails on trial responses. All ranks must call this."""
     sections = {reward_key(name): section for name, section in rewards.items()}
@@ -125,7 +125,7 @@ def score_responses(
     config: PPOConfig,
     world: World,
     found: Mapping[str, Responses],
-    rewards: Mapping[str, dict[str, Any]],
+    rewards: Sections,
     note: Callable[[str], None],
 ) -> dict[str, ScoreLists]:
     """Scores all responses; returns model -> reward -> scores of each batch. All ranks must call this.
@@ -190,9 +190,7 @@ def result_rows(
     return rows, metadata
 
 
-def add_verdicts(
-    rows: Sequence[dict[str, Any]], metadata: Sequence[Row], names: Sequence[str], judge: PairwiseJudge
-) -> None:
+def add_verdicts(rows: Results, metadata: Sequence[Row], names: Sequence[str], judge: PairwiseJudge) -> None:
     """Adds the judge's verdicts to the responses of all models but the first."""
     prompts = [row["prompt"] for row in rows]
     texts = {name: [row["responses"][name]["response"] for row in rows] for name in names}
@@ -205,9 +203,7 @@ def add_verdicts(
 # ---- statistics
 
 
-def by_prompt(
-    rows: Sequence[dict[str, Any]], name: str, get: Callable[[dict[str, Any]], Any]
-) -> list[list[Any]]:
+def by_prompt(rows: Results, name: str, get: Callable[[dict[str, Any]], Any]) -> list[list[Any]]:
     """Returns ``get`` of each response of a model, grouped by prompt in the order of ``rows``."""
     groups: dict[int, list[Any]] = {}
     for row in rows:
@@ -215,10 +211,8 @@ def by_prompt(
     return list(groups.values())
 
 
-def scores_by_prompt(
-    rows: Sequence[dict[str, Any]], names: Sequence[str], rewards: Collection[str]
-) -> dict[str, dict[str, list[list[float]]]]:
-    """Returns reward -> model -> prompt -> score of each response."""
+def scores_by_prompt(rows: Results, names: Sequence[str], rewards: Collection[str]) -> Scores:
+    """Returns the scores of ``rows``, grouped by prompt."""
     scores = {name: by_prompt(rows, name, itemgetter("scores")) for name in names}
     return {
         reward: {name: [[one[reward] for one in group] for group in given] for name, given in scores.items()}
@@ -226,15 +220,12 @@ def scores_by_prompt(
     }
 
 
-def mean_of(rows: Sequence[dict[str, Any]], name: str, get: Callable[[dict[str, Any]], float]) -> float:
+def mean_of(rows: Results, name: str, get: Callable[[dict[str, Any]], float]) -> float:
     return sum(get(row["responses"][name]) for row in rows) / len(rows)
 
 
 def summarize(
-    rows: Sequence[dict[str, Any]],
-    names: Sequence[str],
-    rewards: Collection[str],
-    correct_above: float | None,
+    rows: Results, names: Sequence[str], rewards: Collection[str], correct_above: float | None
 ) -> dict[str, Any]:
     """Returns the comparison by each reward, pass@k, and the lengths of the responses."""
     texts = {name: by_prompt(rows, name, itemgetter("response")) for name in names}
@@ -254,9 +245,7 @@ def summarize(
     return found | ({"pass_at_k": passed} if passed else {})
 
 
-def by_column(
-    rows: Sequence[dict[str, Any]], names: Sequence[str], rewards: Collection[str], column: str
-) -> dict[str, Any]:
+def by_column(rows: Results, names: Sequence[str], rewards: Collection[str], column: str) -> dict[str, Any]:
     """Returns the number of prompts and each model's mean scores for each value of a column."""
     found = {}
     for value, group in grouped(rows, column).items():
@@ -268,12 +257,10 @@ def by_column(
     return found
 
 
-def accuracy(
-    scores: Mapping[str, Mapping[str, list[list[float]]]], correct_above: float | None
-) -> dict[str, Any]:
+def accuracy(scores: Scores, correct_above: float | None) -> dict[str, Any]:
     """Returns pass@k for the first reward if ``correct_above`` is given, and for rewards of only 0 and 1.
 
-    The latter rewards need several responses to a prompt. ``scores``: reward -> model -> prompt -> response.
+    The latter rewards need several responses to a prompt.
     """
     found: dict[str, Any] = {}
     for position, (reward, by_model) in enumerate(scores.items()):
@@ -290,9 +277,7 @@ def accuracy(
     return found
 
 
-def divergence(
-    rows: Sequence[dict[str, Any]], names: Sequence[str], sampling: SamplingConfig, greedy: bool
-) -> dict[str, Any]:
+def divergence(rows: Results, names: Sequence[str], sampling: SamplingConfig, greedy: bool) -> dict[str, Any]:
     """Returns the KL of each model to the first; if responses do not estimate it, the mean log-ratio.
 
     A remark names the models whose vocabulary differs from that of the first.
@@ -323,7 +308,7 @@ def divergence(
     return found
 
 
-def judge_statistics(rows: Sequence[dict[str, Any]], names: Sequence[str], path: str) -> dict[str, Any]:
+def judge_statistics(rows: Results, names: Sequence[str], path: str) -> dict[str, Any]:
     """Returns the judge's win rates of all models against the first one, and the judge's consistency."""
     found = {}
     for name in names[1:]:
