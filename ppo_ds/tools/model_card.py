@@ -64,9 +64,7 @@ model = AutoModelForSequenceClassification.from_pretrained("{name}")
 }
 
 
-def write_card(
-    folder: Path, checkpoint: Path, config: TextConfig, role: str, name: str | None = None
-) -> None:
+def write_card(folder: Path, checkpoint: Path, config: TextConfig, role: str, name: str | None) -> None:
     """Writes README.md and curves.png into an exported model folder.
 
     ``role`` is adapter, actor, ema, critic or scorer, and ``name`` the name on the Hub, if any. Only the last
