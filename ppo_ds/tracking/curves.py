@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,11 +26,7 @@ MAX_CELL = 240  # maximum number of characters in a cell of the table of samples
 
 
 def plot_curves(
-    metrics_jsonl: str | os.PathLike,
-    png: str | os.PathLike,
-    *,
-    title: str = "",
-    before: Mapping[str, float] | None = None,
+    metrics_jsonl: Path, png: Path, *, title: str = "", before: Mapping[str, float] | None = None
 ) -> bool:
     """Draws every panel of the overview that has data; ``before`` holds the metrics of step 0.
 
@@ -48,7 +43,7 @@ def plot_curves(
     for index, panel in enumerate(panels):
         _draw(figure.add_subplot(rows, columns, index + 1), panel, curves)
     figure.suptitle(title, fontweight="bold")
-    with draft_file(Path(png)) as file:
+    with draft_file(png) as file:
         figure.savefig(file, format="png")
     return True
 
@@ -73,7 +68,7 @@ def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
 def before_after(
     scores: Mapping[str, tuple[float | None, float | None]],
     samples: Sequence[Mapping[str, Any]],
-    saved: Mapping[str, str | os.PathLike],
+    saved: Mapping[str, str | Path],
     *,
     trained_on: bool = False,
     when: str = "",
