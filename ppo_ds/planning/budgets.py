@@ -30,7 +30,7 @@ from ppo_ds.planning.ppo_memory import packed_bytes, records_steps
 from ppo_ds.planning.run_memory import BYTES, USABLE, Estimate, Hardware
 from ppo_ds.rollout.continuous_batch import PREFILL_TOKENS
 from ppo_ds.run.stage import RunContext
-from ppo_ds.run.token_budgets import TokenBudget, TokenBudgets
+from ppo_ds.run.token_budgets import OnChange, TokenBudget, TokenBudgets
 from ppo_ds.storage.drafts import write_file
 from ppo_ds.storage.reading import read_json
 from ppo_ds.tracking.banner import titled
@@ -257,11 +257,7 @@ def known_budgets(
 
 
 def token_budgets(
-    config: Config,
-    world: World,
-    run_dir: Path,
-    halved_from: Mapping[str, int],
-    on_change: Callable[[Mapping[str, int]], None],
+    config: Config, world: World, run_dir: Path, halved_from: Mapping[str, int], on_change: OnChange
 ) -> TokenBudgets:
     """Makes the budgets of a run. Until ``settle``, auto budgets have their upper limit on a CPU.
 

@@ -60,6 +60,7 @@ class TokenBudget:
 
 NO_FAILURE, OUT_OF_MEMORY, FAILED = range(3)  # in increasing order of precedence
 Refuse = Callable[[BaseException | None], BaseException]
+OnChange = Callable[[Mapping[str, int]], None]
 
 
 class PeerFailed(Exception):
@@ -80,7 +81,7 @@ class TokenBudgets:
     # records a budget that was halved, in the run directory; called on one rank
     record: Callable[[TokenBudget], None]
     # receives the new numbers by name on every rank, after each change
-    on_change: Callable[[Mapping[str, int]], None]
+    on_change: OnChange
     _in_phase: bool = field(init=False, default=False)
 
     def numbers(self) -> dict[str, int]:
