@@ -92,9 +92,7 @@ def resolve(
 ) -> Resolution:
     """Computes the budgets that are auto.
 
-    Args:
-        estimate: Estimates the memory of a config whose budgets are numbers.
-        usable: Bytes that all tensors of a rank may take together.
+    ``estimate`` gets configs whose budgets are numbers. All tensors of a rank may take ``usable`` bytes.
     """
     start = with_cpu_limits(config)
     base = estimate(start)
@@ -234,10 +232,7 @@ def known_budgets(
 
     Also returns the number before halving of each budget with which memory ran out, and lines for the
     start-up banner. A number in the config takes precedence, unless memory has run out with it.
-
-    Args:
-        checkpoint: The section memory of a checkpoint of this number of ranks, or None.
-        ranks: The number of ranks.
+    ``checkpoint`` is the section memory of a checkpoint of this number of ``ranks``, or None.
     """
     numbers: dict[str, int] = {}
     halved_from: dict[str, int] = {}

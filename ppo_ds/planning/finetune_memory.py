@@ -47,12 +47,10 @@ class FinetuneMemory(RunMemory):
         evaluated: int,
         answers: tuple[int, int] = (0, 0),
     ):
-        """Initializes the estimate.
+        """Initializes the estimate. The longest text has ``longest`` tokens.
 
-        Args:
-            longest: Tokens of the longest text.
-            evaluated: Number of held-out rows or pairs.
-            answers: Number of held-out prompts to answer, and maximum tokens of a prompt with its answer.
+        ``evaluated`` is the number of held-out rows or pairs. ``answers`` is the number of held-out prompts
+        to answer, and the maximum tokens of a prompt with its answer.
         """
         batch = batch_of(config)
         rows = batch.texts * -(-batch.size // hardware.ranks)

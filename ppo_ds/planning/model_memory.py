@@ -153,9 +153,7 @@ def locked_bytes(size: int) -> int:
 def activation_bytes(shape: Shape, tokens: int, length: int, each: int, checkpointing: bool) -> int:
     """Computes the activations that a forward keeps for its backward, except those of the head.
 
-    Args:
-        tokens: Tokens of the forward, padding included, in rows of ``length``.
-        each: Bytes of an activation.
+    The ``tokens`` include padding and are in rows of ``length``; an activation has ``each`` bytes.
     """
     # the input in fp32, the normalised state, and its product with the weight
     norm = (3 if each == FP32 else 4 / each + 2) * shape.hidden

@@ -48,11 +48,7 @@ class Models:
 def estimate(
     config: PPOConfig, models: Models, hardware: Hardware, longest_prompt: int | None = None
 ) -> Estimate:
-    """Estimates the memory of a run on one rank.
-
-    Args:
-        longest_prompt: Number of tokens of the longest prompt; None uses data.max_prompt_tokens.
-    """
+    """Estimates the memory of one rank. ``longest_prompt``, in tokens: None uses data.max_prompt_tokens."""
     return PPOMemory(config, models, hardware, longest_prompt or config.data.max_prompt_tokens).estimate()
 
 

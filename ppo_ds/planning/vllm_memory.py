@@ -120,10 +120,8 @@ def engine_memory(
 ) -> VllmMemory | None:
     """Computes the memory of the engine; None if the decode backend has none.
 
-    Args:
-        shape: The shape of the actor.
-        each: Bytes per weight.
-        longest: Tokens of the longest prompt with its response.
+    ``shape`` is the actor's, with ``each`` bytes per weight. The longest prompt and its response together
+    have ``longest`` tokens.
     """
     rollout, sampling = config.rollout, config.sampling
     if not isinstance(rollout, VLLM):
