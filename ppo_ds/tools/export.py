@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from ppo_ds.assemble.data import build_tokenizer
 from ppo_ds.config.registry import STAGES, import_target
 from ppo_ds.config.schema import TextConfig, trained_models
-from ppo_ds.engine.checkpoint.checkpoints import damage_of, read_state
+from ppo_ds.engine.checkpoint.checkpoints import damage_of, read_state, step_folders, step_of
 from ppo_ds.engine.checkpoint.reading import read_weights
 from ppo_ds.errors import UserError
 from ppo_ds.models.tokenizer import Tokenizer
@@ -43,8 +43,7 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
             raise UserError(f"{path}: is a single checkpoint; --best and --step need a run directory")
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    numbers = (folder.name.removeprefix("step_") for folder in root.glob("step_*"))
-    steps = sorted(int(number) for number in numbers if number.isdecimal())
+    steps = sorted(map(step_of, step_folders(root)))
     if not steps:
         raise UserError(f"{path}: contains no checkpoint")
     available = f"available steps: {', '.join(map(str, steps))}"
