@@ -55,13 +55,10 @@ def build_sections() -> list[Any]:
         histograms = HISTOGRAMS.get(section.prefix, {})
         panels += [wr.LinePlot(title=title, x="step", y=[name]) for name, title in histograms.items()]
         if panels:
-            made = ws.Section(
-                name=f"{section.title} ({section.prefix}/)" if section.prefix else section.title,
-                panels=panels,
-                is_open=section.prefix in OPEN,
-                panel_settings=ws.SectionPanelSettings(x_axis="step"),
-            )
-            sections.append(made)
+            title = f"{section.title} ({section.prefix}/)" if section.prefix else section.title
+            settings = ws.SectionPanelSettings(x_axis="step")
+            is_open = section.prefix in OPEN
+            sections.append(ws.Section(name=title, panels=panels, is_open=is_open, panel_settings=settings))
     tables = [wr.WeavePanelSummaryTable(table_name=name, layout=wr.Layout(w=24, h=12)) for name in TABLES]
     return [*sections, ws.Section(name="Responses", panels=tables, is_open=True)]
 

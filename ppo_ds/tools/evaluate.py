@@ -237,12 +237,9 @@ def summarize(
         }
         for name in names
     }
-    found = {
-        "rewards": {reward: compare(values, texts) for reward, values in scores.items()},
-        "responses": lengths,
-    }
+    compared = {reward: compare(values, texts) for reward, values in scores.items()}
     passed = accuracy(scores, correct_above)
-    return found | ({"pass_at_k": passed} if passed else {})
+    return {"rewards": compared, "responses": lengths} | ({"pass_at_k": passed} if passed else {})
 
 
 def by_column(rows: Results, names: Sequence[str], rewards: Collection[str], column: str) -> dict[str, Any]:

@@ -578,8 +578,7 @@ def decode_work(prompts: Sequence[int], responses: Sequence[int], slots: int) ->
 
     As in rollout/continuous_batch.py, each row of a step reads as many cached positions as the longest one.
     """
-    waiting = [(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-    waiting.reverse()  # the next row is the last of the list
+    waiting = list(zip(prompts, responses, strict=True))[::-1]  # the next row is the last of the list
     live: list[tuple[int, int]] = []  # (the step at which the row ends, cached positions at step 0)
     now = row_steps = contexts = 0
     while waiting or live:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,8 @@ def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> s
     return render_page(title, '<div id="report"></div>', data, scripts=scripts, styles=[asset("report.css")])
 
 
-def unique_names(runs: Iterable[dict[str, Any]]) -> list[str]:
+def unique_names(runs: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the names of the runs, with the directory added if several runs have the same name."""
-    runs = list(runs)
     names = [run["name"] for run in runs]
     return [
         f"{name} ({run['directory']})" if names.count(name) > 1 else name
