@@ -63,11 +63,8 @@ def report_lines(result: Replay) -> list[str]:
     for row in result.rows:
         losses = "  ".join(f"{name} {loss:+.4e}" for name, loss in row.losses.items())
         prompt = dump.rows[row.position]["prompt"][:PROMPT_CHARACTERS]
-        first = row.first or "-"
-        lines.append(
-            f"row {dump.row(row.position):3d}  loss: {losses}  first non-finite tensor: {first}  "
-            f"prompt {prompt!r}"
-        )
+        first = f"first non-finite tensor: {row.first or '-'}"
+        lines.append(f"row {dump.row(row.position):3d}  loss: {losses}  {first}  prompt {prompt!r}")
     bad = next((row for row in result.rows if row.first is not None), None)
     if result.given is not None:
         lines.append(f"the dumped experience is not finite: {result.given}")

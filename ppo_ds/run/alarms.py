@@ -212,9 +212,8 @@ class Alarms:
         }
         for name, value in values.items():
             self.past[name].add(value)
-        return [
-            text(name, self.past) for name in ALARMS if name in values and self.raises(name, values[name])
-        ]
+        raised = [name for name in ALARMS if name in values and self.raises(name, values[name])]
+        return [text(name, self.past) for name in raised]
 
     def raises(self, name: str, value: float) -> bool:
         """Returns whether the value raises the metric's alarm. The value may also end the alarm."""

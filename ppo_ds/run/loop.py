@@ -211,12 +211,8 @@ class Run:
 
     def log(self, result: StepResult, evaluation: Evaluation | None) -> None:
         """Logs a step; ``evaluation`` is None if it was interrupted."""
-        state, costs = self.state, self.costs()
-        counts = {
-            "episodes": state.episodes,
-            "tokens": state.tokens,
-            "health/rollbacks": float(state.rollbacks),
-        }
+        state, costs, rollbacks = self.state, self.costs(), float(self.state.rollbacks)
+        counts = {"episodes": state.episodes, "tokens": state.tokens, "health/rollbacks": rollbacks}
         evaluated = evaluation.metrics if evaluation is not None else {}
         line = counts | result.metrics | evaluated | costs | result.performance(costs)
         self.tracker.log(state.step, line)

@@ -111,9 +111,8 @@ def respond(
     """
     hub = hub_models(config, models)
     first, found = models[0], dict[str, Responses]()
-    comparable = [
-        model.name for model in models[1:] if same_vocabulary(readers[model.name], readers[first.name])
-    ]
+    names, of_first = [model.name for model in models[1:]], readers[first.name]
+    comparable = [name for name in names if same_vocabulary(readers[name], of_first)]
     for model in (*models[1:], first):
         note(f"evaluation  {model.name}: responses of {model.adapter or model.path}")
         download_weights([entry for entry in hub if entry.path == model.path], world)

@@ -16,12 +16,8 @@ from ppo_ds.types import Histogram
 INIT_TIMEOUT = 30.0  # seconds for a server to answer before the run continues offline
 UPLOAD_RATE = 10e6  # bytes per second: the slowest upload of a model that finish waits for
 MAX_TITLE = 63  # characters of an alert's title
-SUCCESSFUL = (
-    "done",
-    "early_stop",
-    "stop_at_step",
-    "time_limit",
-)  # exit reasons after which model/ is written
+# exit reasons after which model/ is written
+SUCCESSFUL = ("done", "early_stop", "stop_at_step", "time_limit")
 
 
 class WandbTracker(Dashboard):

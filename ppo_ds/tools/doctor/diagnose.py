@@ -103,10 +103,8 @@ def _table(found: Estimate) -> str:
         texts = [cell if isinstance(cell, str) else f"{cell / GIB:.2f}" for cell in cells]
         return f"  {name:<28}" + "".join(f"{text:>11}" for text in texts)
 
-    lines = [
-        "memory     GiB on each rank",
-        row("resident", "weights", "masters", "moments", "buffers", "total"),
-    ]
+    header = row("resident", "weights", "masters", "moments", "buffers", "total")
+    lines = ["memory     GiB on each rank", header]
     for role, total in found.resident.items():
         if engine := found.engines.get(role):
             parts = (engine.weights, engine.masters, engine.moments, engine.buffers)

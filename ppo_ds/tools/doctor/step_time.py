@@ -632,9 +632,8 @@ def time_report(config: Config, plan: Plan, machine: Machine, memory: Estimate) 
     if plan.evaluated:
         evaluation = step_time.evaluation(plan.evaluated)
         total += evaluations * evaluation.seconds
-        lines.append(
-            _row("eval", _seconds(evaluation.seconds), "", f"{evaluation.bound}; {evaluations} in the run")
-        )
+        bound = f"{evaluation.bound}; {evaluations} in the run"
+        lines.append(_row("eval", _seconds(evaluation.seconds), "", bound))
     if config.run.steps is not None:
         hours = total / 3600
         cost = f", {hours * machine.ranks:,.1f} GPU-hours" if machine.on_gpu else ""
