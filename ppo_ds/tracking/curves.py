@@ -16,10 +16,9 @@ from rich.text import Text
 from ppo_ds.storage.drafts import draft_file
 from ppo_ds.tracking.catalogue import Panel, overview_panels
 from ppo_ds.tracking.formatting import format_change, format_number
-from ppo_ds.tracking.jsonl import read_curves, read_metrics
+from ppo_ds.tracking.jsonl import Curve, read_curves, read_metrics
 from ppo_ds.tracking.screen import open_console
 
-Points = tuple[list[int], list[float]]  # steps, values
 COLOURS = ("#2f6fb0", "#d9792b")
 LOWER_IS_BETTER = ("loss", "perplexity", "calibration_error")
 MAX_CELL = 240  # maximum number of characters in a cell of the table of samples
@@ -48,7 +47,7 @@ def plot_curves(
     return True
 
 
-def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
+def _draw(axes: Axes, panel: Panel, curves: Mapping[str, Curve]) -> None:
     drawn = [name for name in panel.metrics if name in curves]
     for name, colour in zip(drawn, COLOURS, strict=False):
         line = "--" if name == "kl/target" else "o-" if len(curves[name][0]) < 60 else "-"

@@ -15,6 +15,7 @@ from ppo_ds.storage.drafts import open_for_appending, write_file
 from ppo_ds.storage.reading import MAX_DEPTH, MAX_LINES_BYTES, is_plain, read_text
 from ppo_ds.tracking.tracker import EventKind, Record, Tracker
 
+Curve = tuple[list[int], list[float]]  # steps, values
 LARGEST = 1e100  # larger values are left out, since their sums would not be finite
 
 
@@ -118,9 +119,9 @@ def _steps(path: str | os.PathLike) -> list[dict[str, Any]]:
     return [row for row in read_rows(path) if type(row.get("step")) is int and 0 <= row["step"] < 2**53]
 
 
-def read_curves(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+def read_curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
     """Returns the steps and the values of every metric in ``records``."""
-    curves: dict[str, tuple[list[int], list[float]]] = {}
+    curves: dict[str, Curve] = {}
     for record in records:
         for name, value in record.items():
             if is_number(value):
