@@ -357,7 +357,7 @@ class PackableModel(nn.Module):
     @property
     def vocab_size(self) -> int:
         """The number of rows of the embedding; all token ids must be smaller."""
-        raise NotImplementedError
+        return self.trunk.get_input_embeddings().num_embeddings
 
     def choose_layout(
         self, layout: str, device: torch.device, forward: Callable[[Tensor, Tensor, int], Any]

@@ -160,11 +160,6 @@ class Policy(PackableModel):
         return getattr(self.lm.config.get_text_config(), "router_aux_loss_coef", 0.0)
 
     @property
-    def vocab_size(self) -> int:
-        """The number of rows of the embedding; all token ids must be smaller."""
-        return self.lm.get_input_embeddings().num_embeddings
-
-    @property
     def max_tokens(self) -> int | None:
         """The maximum number of positions, or None if the config has no limit."""
         return getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)

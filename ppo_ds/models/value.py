@@ -206,11 +206,6 @@ class ScoreModel(PackableModel):
                 return module.num_embeddings - module.padding_idx - 1
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of rows of the embedding; all token ids must be smaller."""
-        return self.model.get_input_embeddings().num_embeddings
-
     def _hidden(self, layout: Layout) -> Tensor:
         """Computes the last hidden states [b*t,H]."""
         assert self.is_decoder, f"{type(self.model).__name__} has no value per token"
