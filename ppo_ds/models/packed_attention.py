@@ -94,30 +94,18 @@ def layout_forward(model: PreTrainedModel, packed: bool) -> Iterator[None]:
     """Sets up the context for a forward of a Layout (layout.py).
 
     Inside it, transformers does not search the position ids for packed rows, since the host would wait for
-    the result.
+    the result. If attn_implementation is sdpa, a packed forward makes no attention mask, and all layers must
+    receive ``packed_arguments``. This is asserted after the forward, because under ZeRO-3 an exception during
+    the forward would leave weights gathered; inside ``record_attention_calls`` the caller must check.
     """
+    records = packed and uses_attention_interface(model) and _calls.get() is None
     token = _layout_known.set(True)
     try:
-        with packed_forward(model) if packed else nullcontext():
+        with record_attention_calls() if records else nullcontext() as calls:
             yield
     finally:
         _layout_known.reset(token)
-
-
-@contextmanager
-def packed_forward(model: PreTrainedModel) -> Iterator[None]:
-    """Sets up the context for a forward with ``packed_arguments``, in which no attention mask is made.
-
-    Asserts that all layers have received the arguments. The check runs after the forward, because under
-    ZeRO-3 an exception during the forward would leave weights gathered. Inside ``record_attention_calls`` the
-    caller must check. Has no effect if attn_implementation is not sdpa.
-    """
-    if not uses_attention_interface(model) or _calls.get() is not None:
-        yield
-        return
-    with record_attention_calls() as calls:
-        yield
-    assert calls.fault is None, f"{type(model).__name__} cannot be packed: {calls.fault}"
+    assert calls is None or calls.fault is None, f"{type(model).__name__} cannot be packed: {calls.fault}"
 
 
 @contextmanager
