@@ -61,15 +61,9 @@ class Layout:
         ``positions`` adds position ids. ``masked`` adds the padding mask of a padded layout, for computations
         that are not causal, such as the load-balancing loss of a mixture of experts.
         """
-        position_ids = {"position_ids": self.position_ids} if positions else {}
         mask = self.mask.long() if masked and not self.packing else None
-        return {
-            "input_ids": self.ids,
-            "attention_mask": mask,
-            "use_cache": False,
-            **position_ids,
-            **self.packing,
-        }
+        arguments = {"input_ids": self.ids, "attention_mask": mask, "use_cache": False} | self.packing
+        return arguments | {"position_ids": self.position_ids} if positions else arguments
 
     def scatter(self, values: Tensor) -> Tensor:
         """Scatters values [K] of labels to [B,R]; all other columns are 0."""
