@@ -41,9 +41,9 @@ _WEIGHTS = re.compile(r"(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
 _UNUSED = re.compile(
     r".*\.(?:safetensors|bin|h5|msgpack|ot|gguf|onnx|onnx_data|pt|pth|ckpt|npz|tflite|md|png|jpe?g|gif|pdf)"
 )
-# transformers requests these files from the Hub even if it may only read the cache, unless the cache records
-# that they do not exist
-_LOOKED_FOR = ("adapter_config.json",)
+# transformers requests this file from the Hub even if it may only read the cache, unless the cache records
+# that it does not exist
+_ADAPTER = "adapter_config.json"
 _TEMPLATES = "additional_chat_templates/"
 UNREACHABLE = (
     "no folder of that name, not in the local Hub cache, and the Hub cannot be reached; "
@@ -224,13 +224,10 @@ def download(files: HubFiles, names: Sequence[str], bar: type[tqdm] | None = Non
     if not names:
         return
     model = files.model
-    for name in _LOOKED_FOR:
-        if (
-            name not in files.small
-            and try_to_load_from_cache(model.path, name, revision=files.commit) is None
-        ):
-            with suppress(OSError):  # records in the cache that the commit has no such file
-                hf_hub_download(model.path, name, revision=files.commit)
+    looked_up = try_to_load_from_cache(model.path, _ADAPTER, revision=files.commit)
+    if _ADAPTER not in files.small and looked_up is None:
+        with suppress(OSError):  # records in the cache that the commit has no such file
+            hf_hub_download(model.path, _ADAPTER, revision=files.commit)
     for name in files.missing(names):
         try:
             hf_hub_download(model.path, name, revision=files.commit, tqdm_class=bar)
