@@ -264,16 +264,13 @@ def fetch_weights(path: str, revision: str | None, key: str) -> None:
     if os.path.isdir(path) or (path, revision) in _downloaded or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     patterns = ["*.safetensors", "*.bin"]
-    try:
+    with suppress(OSError, ValueError):
         files = snapshot_download(path, revision=revision, allow_patterns=patterns, dry_run=True)
         files = [file for file in files if _WEIGHTS.fullmatch(file.filename)]
         # transformers reads safetensors where a repository has both
         safe = [file for file in files if file.filename.endswith(".safetensors")]
         missing = [file for file in safe or files if file.will_download]
-        if not missing:
-            return
-        announce(HubModel(key, path, revision), sum(file.file_size or 0 for file in missing))
+        if missing:
+            announce(HubModel(key, path, revision), sum(file.file_size or 0 for file in missing))
         for file in missing:
             hf_hub_download(path, file.filename, revision=file.commit_hash, tqdm_class=DownloadBar)
-    except (OSError, ValueError):
-        return
