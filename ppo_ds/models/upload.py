@@ -40,9 +40,8 @@ def push(folder: Path, name: str, token: str, *, private: bool) -> str:
     try:
         address = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Upload {folder.name}")
-    except (
-        Exception
-    ) as error:  # versions of huggingface_hub differ in the HTTP client whose errors they raise
+    # versions of huggingface_hub differ in the HTTP client whose errors they raise
+    except Exception as error:
         reason = " ".join(censored(f"{type(error).__name__}: {error}").split())
         raise UserError(
             f"--push={name}: {reason}; the exported model is in {folder}, and the same command with --force "
