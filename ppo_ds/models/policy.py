@@ -51,9 +51,8 @@ class Policy(PackableModel):
         super().__init__()
         self.lm = lm
         install_head(lm)
-        self.value_head = (
-            zeroed_head(lm.get_output_embeddings().in_features, lm.dtype) if value_head else None
-        )
+        head = lm.get_output_embeddings()
+        self.value_head = zeroed_head(head.in_features, lm.dtype) if value_head else None
         self.temperature = temperature
         # generate() takes options that the caller does not set from the model's own file (Qwen2.5-Instruct:
         # top_k 20, repetition penalty), so the model gets an empty config. The settings of the file are kept
@@ -61,8 +60,7 @@ class Policy(PackableModel):
         self.generation_config = saveable(lm.generation_config)
         lm.generation_config = GenerationConfig()
         # None until the first forward has probed the head. Without an LMHead, logits are always computed.
-        linear = isinstance(lm.get_output_embeddings(), LMHead)
-        self.head_probe: HeadProbe | None = None if linear else HeadProbe(False, False)
+        self.head_probe: HeadProbe | None = None if isinstance(head, LMHead) else HeadProbe(False, False)
         self._positions = "position_ids" in inspect.signature(lm.forward).parameters
 
     def forward(
