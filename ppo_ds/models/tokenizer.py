@@ -142,12 +142,19 @@ class Tokenizer:
         transformers makes the mask ``assistant_masks`` from the same spans.
         """
         try:
-            text, spans = render_spans(self.hf, messages, **self.chat_template_kwargs)
+            with template_faults(messages):
+                texts, spans = render_jinja_template(
+                    [messages],
+                    chat_template=self.hf.get_chat_template(),
+                    return_assistant_tokens_mask=True,
+                    **{**self.hf.special_tokens_map, **self.chat_template_kwargs},
+                )
+                text = checked_length(texts[0])
         except TemplateFault as error:
             raise UserError(
                 f"the chat template {error}; correct the row, or set data.chat_template"
             ) from error
-        return text, [(start, end) for start, end in spans if start < end]
+        return text, [(start, end) for start, end in spans[0] if start < end]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ``ids``, exactly as decoded, without a cleanup of spaces."""
@@ -205,20 +212,6 @@ def render(hf: PreTrainedTokenizerBase, messages: list[Message], **options: Any)
     """Renders a chat as text; raises TemplateFault if that fails."""
     with template_faults(messages):
         return checked_length(hf.apply_chat_template(messages, tokenize=False, **options))
-
-
-def render_spans(
-    hf: PreTrainedTokenizerBase, messages: list[Message], **options: Any
-) -> tuple[str, list[tuple[int, int]]]:
-    """Renders a chat as text; also returns the spans that the template marks. May raise TemplateFault."""
-    with template_faults(messages):
-        texts, spans = render_jinja_template(
-            [messages],
-            chat_template=hf.get_chat_template(),
-            return_assistant_tokens_mask=True,
-            **{**hf.special_tokens_map, **options},
-        )
-        return checked_length(texts[0]), spans[0]
 
 
 def checked_length(text: str) -> str:
