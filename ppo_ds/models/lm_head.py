@@ -66,15 +66,13 @@ class LMHead(Linear):
 
 
 def install_head(lm: PreTrainedModel) -> None:
-    """Replaces a linear head with an ``LMHead`` that has the same parameters (under ZeRO-3: the same shards).
+    """Makes a linear head an ``LMHead`` with the same parameters (under ZeRO-3: the same shards).
 
     A head of another class is left unchanged.
     """
-    linear = lm.get_output_embeddings()
-    if type(linear) in (nn.Linear, Linear):
-        head = LMHead(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-        head.weight, head.bias = linear.weight, linear.bias
-        lm.set_output_embeddings(head.train(linear.training))
+    head = lm.get_output_embeddings()
+    if type(head) in (nn.Linear, Linear):
+        head.__class__ = LMHead
 
 
 class HeadProbe(NamedTuple):

@@ -119,11 +119,7 @@ class ScoreModel(PackableModel):
         if model.config.model_type == "deberta-v2":
             modeling_deberta_v2.make_log_bucket_position = log_bucket_positions  # for the whole process
         if self.is_decoder and isinstance(model.score, nn.Linear):
-            linear = model.score  # the parameters, which are shards under ZeRO-3, move to the new head
-            model.score = ScoreHead(
-                linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
-            )
-            model.score.weight, model.score.bias = linear.weight, linear.bias
+            model.score.__class__ = ScoreHead  # the parameters, shards under ZeRO-3, do not change
 
     def forward(
         self,
