@@ -143,8 +143,6 @@ def _made(value: Any, key: str, services: dict[str, Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_made(item, f"{key}[{i}]", services) for i, item in enumerate(value))
     if isinstance(value, Section):
-        made = {
-            name: _made(getattr(value, name), f"{key}.{name}", services) for name in type(value).model_fields
-        }
+        made = {name: _made(item, f"{key}.{name}", services) for name, item in value}
         return value.model_copy(update=made)
     return value
