@@ -7,6 +7,7 @@ written as text. `read` in reading.py converts pydantic's errors to one line per
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_origin
 
@@ -201,12 +202,9 @@ class OneOf:
 
 def _number(value: Any) -> Any:
     """Converts text to a number where possible, since YAML 1.1 parses 1e-6 as text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return float(value)
-    except ValueError:
-        return value
+    with suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 RANGE = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # attribute of a bound -> words
