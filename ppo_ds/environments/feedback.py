@@ -50,15 +50,11 @@ def encode_chat(tokenizer: Tokenizer, feedback: tuple[Message, ...], last_id: in
     Raises UserError if the chat template refuses the messages, or if feedback changes the rendering of the
     earlier conversation, whose tokens would then differ.
     """
+    question = {"role": "user", "content": "A question."}
     for thought in _THOUGHTS:
-        chat = [
-            {"role": "user", "content": "A question."},
-            {"role": "assistant", "content": thought + _ANSWER},
-        ]
-        before, after = (
-            tokenizer.render_chat(chat, to_answer=False),
-            tokenizer.render_chat([*chat, *feedback]),
-        )
+        chat = [question, {"role": "assistant", "content": thought + _ANSWER}]
+        before = tokenizer.render_chat(chat, to_answer=False)
+        after = tokenizer.render_chat([*chat, *feedback])
         if after.startswith(before):
             break
     else:
