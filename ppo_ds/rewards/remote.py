@@ -233,12 +233,11 @@ class RemoteReward(SlowTextReward):
     def start_responses(self, responses: Responses) -> Pending[TextScores]:
         count, size = len(responses.texts), self._format.batch_size
         requests = [range(i, min(i + size, count)) for i in range(0, count, size)]
-        payloads = [self._encode(responses, rows) for rows in requests]
-        started = self._pool.start(
-            partial(self._request_scores, responses, rows, payload)
-            for rows, payload in zip(requests, payloads, strict=True)
-        )
-        return started.then(
+        # a list, so that all requests are encoded before the first is sent
+        calls = [
+            partial(self._request_scores, responses, rows, self._encode(responses, rows)) for rows in requests
+        ]
+        return self._pool.start(calls).then(
             lambda parts: TextScores(torch.tensor([score for part in parts for score in part]).float())
         )
 
