@@ -253,11 +253,9 @@ class DemonstrationSource:
                 break
             prompt, answer = self._parse(self._rows[i])
             if prompt is not None:
-                about: Row = {"answer": answer}
-                if isinstance(prompt, list):
-                    about |= {"messages": prompt, "prompt_text": self._tokenizer.render_chat(prompt)}
-                else:
-                    about["prompt_text"] = prompt
-                ids = encode_texts(self._tokenizer, [about["prompt_text"]], [isinstance(prompt, str)])[0]
+                piece = Piece.of(prompt, self._tokenizer)
+                about: Row = {"answer": answer, "prompt_text": piece.text}
+                about |= {"messages": prompt} if isinstance(prompt, list) else {}
+                (ids,) = encode_texts(self._tokenizer, [piece])
                 found.append((ids, max_new_tokens, about))
         return collate_prompts(found, self._tokenizer.pad_id) if found else None

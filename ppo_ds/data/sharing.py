@@ -65,10 +65,7 @@ def encode_rows(
         for i in range(part.start, part.stop):
             with rows.named_in_errors(i):
                 texts.append(list(pieces(i)))
-        flat = [piece for row in texts for piece in row]
-        encoded = iter(
-            encode_texts(tokenizer, [piece.text for piece in flat], [piece.special_tokens for piece in flat])
-        )
+        encoded = iter(encode_texts(tokenizer, [piece for row in texts for piece in row]))
         for i, row in enumerate(texts, start=part.start):
             ids = [next(encoded) for _ in row]
             with rows.named_in_errors(i):

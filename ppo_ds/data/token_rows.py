@@ -98,14 +98,12 @@ def tokenizer_chunks(sizes: Sequence[int], first: int = 0) -> Iterator[slice]:
     yield slice(first + start, first + len(sizes))
 
 
-def encode_texts(
-    tokenizer: Tokenizer, texts: Sequence[str], special_tokens: Sequence[bool]
-) -> list[list[int]]:
-    """Encodes each text, with or without the tokenizer's special tokens."""
-    ids: list[list[int]] = [[]] * len(texts)
+def encode_texts(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[list[int]]:
+    """Encodes the text of each piece, with or without the tokenizer's special tokens."""
+    ids: list[list[int]] = [[]] * len(pieces)
     for special in (True, False):
-        indices = [i for i, wanted in enumerate(special_tokens) if wanted == special]
-        encoded = tokenizer.encode_many([texts[i] for i in indices], special_tokens=special)
+        indices = [i for i, piece in enumerate(pieces) if piece.special_tokens == special]
+        encoded = tokenizer.encode_many([pieces[i].text for i in indices], special_tokens=special)
         for i, text_ids in zip(indices, encoded, strict=True):
             ids[i] = text_ids
     return ids
