@@ -194,12 +194,6 @@ def conversation(row: Row) -> list[Message]:
     return row.get("messages") or [{"role": "user", "content": row["prompt_text"]}]
 
 
-def sequence_scores(total: Tensor, rollout: Rollout) -> Scores:
-    """Builds Scores from one score per response; ``total`` is [B], the per-token scores are zero."""
-    device = rollout.ids.device
-    return Scores(total.float().to(device), torch.zeros(rollout.response_mask.shape, device=device), {})
-
-
 def token_scores(scores: TextScores, responses: Responses, rollout: Rollout, tokenizer: Tokenizer) -> Scores:
     """Converts scores of texts to Scores of the rollout whose responses contain the texts.
 

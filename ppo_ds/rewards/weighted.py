@@ -27,7 +27,6 @@ from ppo_ds.rewards.base import (
     TextReward,
     TextScores,
     check_tags_decodable,
-    sequence_scores,
     start_scoring,
     tag_pair,
     text_inside,
@@ -166,8 +165,9 @@ class WeightedReward:
         return started.then(check)
 
     def _combine(self, rollout: Rollout, scores: list[Scores], training: bool) -> Scores:
-        empty = sequence_scores(torch.zeros(len(rollout)), rollout)
-        total, per_token, components = empty.total, empty.per_token, {}
+        device, components = rollout.ids.device, {}
+        total = torch.zeros(len(rollout), device=device)
+        per_token = torch.zeros(rollout.response_mask.shape, device=device)
         for (name, part), raw in zip(self._parts.items(), scores, strict=True):
             score = raw.total
             if name not in self._moments:
