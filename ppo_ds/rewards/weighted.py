@@ -130,8 +130,7 @@ class WeightedReward:
         Parts that score in the background start first, and overlap with the others.
         """
         responses = Responses.of(rollout, self._tokenizer)  # decoded once for all parts
-        slow = [name for name, part in self._parts.items() if isinstance(part.reward, SlowTextReward)]
-        names = dict.fromkeys(slow + list(self._parts))
+        names = sorted(self._parts, key=lambda name: not isinstance(self._parts[name].reward, SlowTextReward))
         pending = start_all(self._start_part(name, rollout, responses) for name in names)
         started = dict(zip(names, pending, strict=True))
         parts = all_of([started[name] for name in self._parts])
