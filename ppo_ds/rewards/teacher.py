@@ -18,7 +18,7 @@ from ppo_ds.models.policy import Policy, load_policy
 from ppo_ds.models.tokenizer import Tokenizer, load_tokenizer
 from ppo_ds.rewards.base import RewardError
 from ppo_ds.rewards.frozen_model import REPLICA, LoadFrozen
-from ppo_ds.types import Rollout, Row, Scores
+from ppo_ds.types import Rollout, Scores
 
 
 class TeacherReward:
@@ -63,9 +63,6 @@ class TeacherReward:
         if not rewards.isfinite().all():
             raise RewardError(f"{self._name}: a log-prob of the teacher is not finite; try model.dtype=fp32")
         return Scores(torch.zeros(len(rollout)), rewards, {})
-
-    def check_row(self, row: Row) -> None:
-        """Accepts every row, since the reward does not read rows."""
 
 
 def load_teacher(model: ModelConfig, *, key: str) -> Policy:
