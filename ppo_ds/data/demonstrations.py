@@ -6,8 +6,6 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from ppo_ds.config.sections.data import DataConfig
 from ppo_ds.config.types import replace
 from ppo_ds.data.learned_spans import Learn, learned_spans
@@ -29,7 +27,7 @@ from ppo_ds.data.rows import load_rows, parse_rows
 from ppo_ds.data.sharing import encode_rows
 from ppo_ds.data.token_rows import Piece, TokenRows, encode_texts, num_characters
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import Message, Tokenizer
+from ppo_ds.models.tokenizer import Message, Tokenizer, pad_rows
 from ppo_ds.types import Prompts, Row, Sequences
 
 if TYPE_CHECKING:
@@ -234,13 +232,9 @@ class DemonstrationSource:
         Only the first token is stored as prompt, so R = T - 1. ``response_mask`` marks the learned tokens;
         ``response_lengths`` also counts the other tokens, which the model attends to.
         """
-        rows = [self._ids[i] for i in indices]
-        lengths = torch.tensor([len(row) for row in rows])[:, None]
-        mask = torch.arange(int(lengths.max())) < lengths
-        ids, learned = torch.full(mask.shape, self._tokenizer.pad_id), torch.zeros_like(mask)
-        ids[mask] = torch.tensor([token for row in rows for token in row])
-        learned[mask] = torch.tensor([flag for i in indices for flag in self._learned[i]], dtype=torch.bool)
-        return Sequences(ids, mask, learned[:, 1:])
+        ids, mask = pad_rows([self._ids[i] for i in indices], self._tokenizer.pad_id)
+        learned, _ = pad_rows([self._learned[i] for i in indices], 0)
+        return Sequences(ids, mask, learned[:, 1:].bool())
 
     def prompts(self, count: int, max_new_tokens: int) -> Prompts | None:
         """Returns the prompts of the first ``count`` rows with a prompt, for generation, or None.

@@ -36,7 +36,7 @@ from ppo_ds.data.rows import load_rows, parse_rows
 from ppo_ds.data.sharing import encode_rows
 from ppo_ds.data.token_rows import Piece, TokenRows, num_characters
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import Message, Tokenizer, join_texts
+from ppo_ds.models.tokenizer import Message, Tokenizer, join_texts, pad_rows
 from ppo_ds.types import PreferencePairs, Row
 
 if TYPE_CHECKING:
@@ -281,10 +281,7 @@ class PreferenceSource:
     def batch(self, indices: Sequence[int]) -> PreferencePairs:
         """Returns the pairs at ``indices``, right-padded."""
         rows = [self._ids[2 * i + side] for i in indices for side in (0, 1)]
-        lengths = torch.tensor([len(row) for row in rows])
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        ids = torch.full(mask.shape, self._tokenizer.pad_id)
-        ids[mask] = torch.tensor([token for row in rows for token in row])
+        ids, mask = pad_rows(rows, self._tokenizer.pad_id)
         shape = (len(indices), 2, mask.shape[1])
         margins = torch.tensor([self._margins[i] for i in indices], dtype=torch.float32)
         counted = torch.ones(len(indices), dtype=torch.bool)

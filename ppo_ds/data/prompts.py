@@ -23,7 +23,7 @@ from ppo_ds.data.sharing import encode_rows
 from ppo_ds.data.stream import Stream, StreamSource
 from ppo_ds.data.token_rows import Piece, TokenRows, num_characters
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.models.tokenizer import Tokenizer, pad_rows
 from ppo_ds.types import Prompts, Row
 
 if TYPE_CHECKING:
@@ -210,17 +210,9 @@ def value_of(row: Row, column: str) -> str:
 
 
 def collate_prompts(rows: Sequence[tuple[Sequence[int], int, Row]], pad_id: int) -> Prompts:
-    """Collates (ids, limit, metadata) of the rows into one left-padded batch.
-
-    The mask is computed from the lengths, so that a pad id inside a prompt remains attended.
-    """
+    """Collates (ids, limit, metadata) of the rows into one left-padded batch."""
     sequences, limits, metadata = zip(*rows, strict=True)
-    lengths = torch.tensor([len(row) for row in sequences])
-    width = int(lengths.max())
-    ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
-    for out, row in zip(ids, sequences, strict=True):
-        out[width - len(row) :] = torch.tensor(row, dtype=torch.long)
-    mask = torch.arange(width) >= width - lengths[:, None]
+    ids, mask = pad_rows(sequences, pad_id, "left")
     return Prompts(ids, mask, torch.tensor(limits), metadata)
 
 

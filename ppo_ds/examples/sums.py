@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from ppo_ds.models.linear import install_linears
-from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.models.tokenizer import Tokenizer, pad_rows
 from ppo_ds.storage.drafts import draft_directory, write_file
 from ppo_ds.types import Row
 
@@ -249,12 +248,9 @@ def encode_turns(rows: list[list[tuple[str, bool]]], tokenizer: Tokenizer) -> tu
             part = next(parts) + [tokenizer.stop_ids[0]] * is_turn
             ids += part
             labels += part if is_turn else [IGNORED] * len(part)
-        sequences.append((torch.tensor(ids), torch.tensor(labels)))
+        sequences.append((ids, labels))
     ids_of_rows, labels_of_rows = zip(*sequences, strict=True)
-    return (
-        pad_sequence(ids_of_rows, batch_first=True, padding_value=tokenizer.pad_id),
-        pad_sequence(labels_of_rows, batch_first=True, padding_value=IGNORED),
-    )
+    return pad_rows(ids_of_rows, tokenizer.pad_id)[0], pad_rows(labels_of_rows, IGNORED)[0]
 
 
 def warm_start(

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import TemplateFault, Tokenizer, join_texts, render
+from ppo_ds.models.tokenizer import TemplateFault, Tokenizer, join_texts, pad_rows, render
 from ppo_ds.rewards.base import RewardError, conversation
 from ppo_ds.types import Row
 
@@ -133,11 +131,6 @@ def collate(
 
     Token types are None if a text lacks them. A pad id inside a text remains attended.
     """
-
-    def padded(rows: Sequence[Tensor], value: int) -> Tensor:
-        return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=padding_side)
-
-    ids = padded([torch.tensor(text.ids, dtype=torch.long) for text in texts], pad_id)
-    mask = padded([torch.ones(len(text), dtype=torch.bool) for text in texts], 0)
-    types = [torch.tensor(text.types) for text in texts if text.types is not None]
-    return ids, mask, padded(types, 0) if len(types) == len(texts) else None
+    ids, mask = pad_rows([text.ids for text in texts], pad_id, padding_side)
+    types = [text.types for text in texts if text.types is not None]
+    return ids, mask, pad_rows(types, 0, padding_side)[0] if len(types) == len(texts) else None
