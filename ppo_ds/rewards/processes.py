@@ -160,18 +160,14 @@ class WorkerProcess:
         )
 
     def end(self) -> str:
-        """Kills the process if necessary and describes how it ended."""
-        self.kill()
+        """Kills the process and those that it started, unless it has ended; describes how it ended."""
+        if not self.has_ended():
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
             connection.shutdown(socket.SHUT_RDWR)  # ends a wait even if an escaped child keeps the other end
         code = self._process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-    def kill(self) -> None:
-        """Kills the process and the processes that it started."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _decoded(sent: bytes, number: str | None) -> dict[str, Any]:
