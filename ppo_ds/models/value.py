@@ -234,9 +234,7 @@ def load_critic(section: ModelConfig, *, zero_head: bool, key: str = "critic.mod
     without it, UserError with ``key`` is raised, as for a model that is not a decoder.
     """
     path = section.path
-    model, info = from_pretrained(
-        AutoModelForSequenceClassification, section, config=_one_label_config(section, key), key=key
-    )
+    model, info = _load_classifier(section, key)
     if not _is_decoder(model):
         kind = type(model).__name__
         raise UserError(
@@ -266,9 +264,7 @@ def load_scorer(
     deviation; biases are zero. ``seed`` is the seed of all random weights.
     """
     path = section.path
-    model, info = from_pretrained(
-        AutoModelForSequenceClassification, section, config=_one_label_config(section, key), key=key
-    )
+    model, info = _load_classifier(section, key)
     trunk = f"{model.base_model_prefix}."
     # masked language models have no pooler, which belongs to the trunk of some classifiers
     new = [name for name in info["missing_keys"] if not name.startswith(trunk) or ".pooler." in name]
@@ -312,9 +308,7 @@ def load_reward_model(section: ModelConfig, *, key: str = "reward.model.path") -
 
     The files must contain all weights of an ``AutoModelForSequenceClassification`` with one label.
     """
-    model, info = from_pretrained(
-        AutoModelForSequenceClassification, section, config=_one_label_config(section, key), key=key
-    )
+    model, info = _load_classifier(section, key)
     _refuse_headless(section.path, model, info["missing_keys"], key)
     refuse_missing(section.path, info, key=key)
     return ScoreModel(model).requires_grad_(False).eval()
@@ -362,6 +356,12 @@ def _refuse_headless(path: str, model: Any, missing: Iterable[str], key: str) ->
             f"{key}={path}: has no trained score head ({lost} not in its files): "
             "give a sequence classifier trained to score"
         )
+
+
+def _load_classifier(section: ModelConfig, key: str) -> tuple[Any, dict[str, Any]]:
+    """Loads a sequence classifier with one label; returns it with its loading info (``from_pretrained``)."""
+    config = _one_label_config(section, key)
+    return from_pretrained(AutoModelForSequenceClassification, section, config=config, key=key)
 
 
 def _one_label_config(section: ModelConfig, key: str) -> PreTrainedConfig:
