@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator
 
 from ppo_ds.algorithm.rollout_is.keys import Bounded, Leveled
@@ -28,16 +29,14 @@ def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
         ranks = 1  # the check below then compares the minibatch with the rollout only
     if minibatch is not None and (rollout % minibatch or minibatch % ranks):
         fitting = [n for n in range(ranks, rollout + 1, ranks) if rollout % n == 0]
-        nearest = [
-            max((n for n in fitting if n < minibatch), default=None),
-            min((n for n in fitting if n > minibatch), default=None),
-        ]
+        above = bisect(fitting, minibatch)  # index of the first number above; ``minibatch`` does not fit
+        nearest = fitting[max(0, above - 1) : above + 1]
         divisor = f" and be divisible by the number of ranks, {ranks}" if ranks > 1 else ""
         yield (
             f"algo.minibatch_size={minibatch}: must divide the rollout of {rollout} samples "
             f"(rollout.prompts_per_step={prompts} x "
             f"rollout.samples_per_prompt={samples}){divisor}; nearest that fit: "
-            f"{' or '.join(str(n) for n in nearest if n)}"
+            f"{' or '.join(map(str, nearest))}"
         )
     if group > 1 and config.memory.layout == "padded":
         yield "memory.layout=padded: memory.sequence_parallel divides packed rows; use packed or auto"
