@@ -108,7 +108,4 @@ def all_gather_array(world: World, values: array[int]) -> array[int]:
         blocks = world.concat(block).cpu().view(world.size, width)
         for part, count, ids in zip(parts, counts, blocks, strict=True):
             part.frombytes(ids[: max(0, count - start)].numpy().tobytes())
-    joined = array("I")
-    for part in parts:
-        joined.extend(part)
-    return joined
+    return array("I", b"".join(parts))
