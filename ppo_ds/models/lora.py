@@ -209,10 +209,7 @@ def merge_saved_adapter(model: PreTrainedModel, directory: Path, key: str) -> No
 
 
 def save_adapter(model: nn.Module, directory: Path, state: dict[str, Tensor]) -> None:
-    """Writes the files for ``PeftModel.from_pretrained(base, directory)``.
-
-    ``state`` is a state dict of ``model``.
-    """
+    """Writes the files for ``PeftModel.from_pretrained(base, directory)`` from a state dict of ``model``."""
     from peft import get_peft_model_state_dict
 
     config: Any = model.peft_config[ADAPTER]
