@@ -193,6 +193,14 @@ def from_pretrained(
     return module, info
 
 
+def recompute_activations(model: nn.Module, section: ModelConfig) -> None:
+    """Makes the backward pass recompute activations if the section of the model asks for it."""
+    if section.gradient_checkpointing:
+        # with reentrant checkpointing, a block whose input needs no gradient, such as the first one, gets no
+        # gradients
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 def weight_names(path: str, revision: str | None = None) -> set[str] | None:
     """Returns the names of the weights in a model's safetensors files.
 

@@ -19,7 +19,7 @@ from ppo_ds.distributed.sequence_group import SequenceGroup
 from ppo_ds.models.layout import make_layout
 from ppo_ds.models.linear import install_linears
 from ppo_ds.models.lm_head import HeadProbe, LMHead, forward_at, install_head, probe_head
-from ppo_ds.models.loading import config_of, from_pretrained, refuse_missing
+from ppo_ds.models.loading import config_of, from_pretrained, recompute_activations, refuse_missing
 from ppo_ds.models.lora import adapter_layers, merge_saved_adapter, merged_state, plain_modules, save_adapter
 from ppo_ds.models.neftune import EmbeddingNoise, noisy_embeddings
 from ppo_ds.models.packed_attention import PackableModel, layout_forward
@@ -221,8 +221,7 @@ def load_policy(
     refuse_missing(model.path, info, key=key)
     if adapter is not None:
         merge_saved_adapter(lm, adapter, key)
-    if model.gradient_checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute_activations(lm, model)
     return Policy(lm, temperature, value_head)
 
 

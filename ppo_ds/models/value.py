@@ -30,6 +30,7 @@ from ppo_ds.models.loading import (
     code_arguments,
     config_of,
     from_pretrained,
+    recompute_activations,
     refuse_missing,
     torch_dtype,
     user_errors,
@@ -158,12 +159,6 @@ class ScoreModel(PackableModel):
         out = self.model(input_ids=to_device(ids, device), attention_mask=mask, **types)
         return out.logits[:, 0].float()
 
-    def gradient_checkpointing_enable(self) -> None:
-        """Makes the backward pass recompute activations."""
-        # with reentrant checkpointing, a block whose input needs no gradient, such as the first one, gets no
-        # gradients
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
     def save(
         self,
         directory: str | Path,
@@ -247,10 +242,8 @@ def load_critic(section: ModelConfig, *, zero_head: bool, key: str = "critic.mod
     if _HEAD in info["missing_keys"]:
         # the head is replaced instead of filled with zeros, because under ZeRO-3 its weight is a shard
         model.score = zeroed_head(model.score.in_features, torch_dtype(section.dtype))
-    critic = ScoreModel(model)
-    if section.gradient_checkpointing:
-        critic.gradient_checkpointing_enable()
-    return critic
+    recompute_activations(model, section)
+    return ScoreModel(model)
 
 
 def load_scorer(
@@ -273,10 +266,8 @@ def load_scorer(
         torch.manual_seed(seed)
         for name in sorted({name.rpartition(".")[0] for name in new}):
             _replace_linear(model, name, head_init, torch_dtype(section.dtype), path, key)
-    scorer = ScoreModel(model, new_head=bool(new))
-    if section.gradient_checkpointing:
-        scorer.gradient_checkpointing_enable()
-    return scorer
+    recompute_activations(model, section)
+    return ScoreModel(model, new_head=bool(new))
 
 
 def _replace_linear(
