@@ -185,17 +185,13 @@ class Watchdog:
 
     def check(self) -> None:
         """Checks for failures of other ranks and a hang of this rank. The thread calls it twice a second."""
-        suspended = self._suspended_peer()
-        if suspended != 0:  # rank 0 usually holds the store
-            with contextlib.suppress(StoreSilent):
-                self._check_failures()
-        self._check_progress(suspended)
-
-    def _check_failures(self) -> None:
-        """Exits if a rank has published a failure or the store has ended; then calls the callbacks."""
-        failure = None
+        failure, suspended = None, self._suspended_peer()
+        if suspended == 0:  # it usually holds the store, which would not answer
+            return self._check_progress(suspended)
         try:
             failure = self._read_failure()
+        except StoreSilent:
+            return self._check_progress(suspended)
         except StoreClosed:
             # If the launcher held the store, the ranks are now orphans, which save a checkpoint and end by
             # themselves (run/stopping.py). Otherwise rank 0 held the store and has ended.
@@ -205,8 +201,10 @@ class Watchdog:
                 self._exit(f"stopped because rank 0 failed ({reason})", 1)
         if failure is not None:
             self._handle_failure(failure)
-        for callback in self._callbacks:
-            callback()
+        with contextlib.suppress(StoreSilent):
+            for callback in self._callbacks:
+                callback()
+        self._check_progress(suspended)
 
     def _suspended_peer(self) -> int | None:
         """Returns the first rank on this machine whose process is suspended, as by SIGSTOP, or None."""

@@ -48,7 +48,10 @@ class Models:
 def estimate(
     config: PPOConfig, models: Models, hardware: Hardware, longest_prompt: int | None = None
 ) -> Estimate:
-    """Estimates the memory of one rank. ``longest_prompt``, in tokens: None uses data.max_prompt_tokens."""
+    """Estimates the memory of one rank.
+
+    ``longest_prompt`` is the longest prompt's number of tokens; None means data.max_prompt_tokens.
+    """
     return PPOMemory(config, models, hardware, longest_prompt or config.data.max_prompt_tokens).estimate()
 
 
