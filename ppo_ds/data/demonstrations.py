@@ -43,7 +43,7 @@ Demonstration = tuple[Prompt | None, str]  # prompt and answer; without a prompt
 def parse_demonstration(row: Row, format: PromptFormat, learn: Learn = "answer") -> Demonstration:
     """Returns the row's prompt and answer. Errors omit the row's location, which the caller adds.
 
-    If every assistant turn is learned, messages after the last of these turns are dropped.
+    With ``learn`` "assistant", messages after the last assistant message are dropped.
     """
     column = format.column or "prompt"
     if row.get("text") is not None:
@@ -70,7 +70,7 @@ def parse_demonstration(row: Row, format: PromptFormat, learn: Learn = "answer")
 
 
 def _split_chat(chat: list[Message], name: str, format: PromptFormat, learn: Learn) -> Demonstration:
-    """Splits a chat that ends with an assistant message into the messages before it and this message."""
+    """Splits a chat into prompt and answer; raises UserError unless the last message is the assistant's."""
     answers = [i for i, message in enumerate(chat, start=1) if message["role"] == "assistant"]
     if learn == "assistant" and answers:
         chat = chat[: answers[-1]]
@@ -177,10 +177,10 @@ class DemonstrationSource:
         return [*pieces, Piece(text[end:], False)]
 
     def join(self, pieces: list[tuple[list[int], bool]], chat: bool) -> tuple[list[int], list[bool]]:
-        """Joins the tokens of a row's pieces; adds the end token of the last answer if it is missing.
+        """Joins the pieces of a row into ids and learned flags; adds a missing end token of the last answer.
 
-        If a turn was found by rendering prefixes, it ends with its last end token. If the template marks the
-        turns, the end token may follow the mark.
+        A turn found by rendering prefixes is learned up to its last end token. If the template marks turns,
+        an end token that follows a marked turn is learned too.
         """
         ids: list[int] = []
         learned: list[bool] = []

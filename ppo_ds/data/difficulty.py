@@ -43,11 +43,11 @@ class Difficulty:
 
     @property
     def settled(self) -> Tensor:
-        """Tells for each prompt whether it is settled, [prompts] bool."""
+        """True for each settled prompt, [prompts] bool."""
         return self._columns[EQUAL] >= self._responses
 
     def draw(self, count: int) -> list[int]:
-        """Returns the indices of ``count`` distinct prompts; repeats them until ``observe`` is called."""
+        """Returns the indices of ``count`` distinct prompts, the same ones until ``observe`` is called."""
         self._drawn = self._columns[DUE].topk(count, largest=False).indices
         settled = self.settled
         self.metrics = {

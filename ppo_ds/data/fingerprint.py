@@ -24,8 +24,8 @@ class Fingerprint:
 def changed_rows(before: Mapping[str, Any], now: Sequence[Fingerprint], checkpoint: object) -> Iterator[str]:
     """Yields a warning for each data set whose rows are not those of the checkpoint.
 
-    This is no error, since a curriculum may append or replace rows before a run is resumed. ``before`` maps
-    the keys of data sets to their entries in the checkpoint; checkpoints of earlier versions have none.
+    A change is no error, since a curriculum may append or replace rows before a run is resumed. ``before``
+    maps the keys of data sets to their entries in the checkpoint; checkpoints of earlier versions have none.
     """
     for data in now:
         saved = before.get(data.key)

@@ -51,7 +51,7 @@ def turn_span(tokenizer: Tokenizer, chat: list[Message], i: int, text: str) -> S
             "cannot be separated from it; set data.chat_template"
         )
     end = end_before_next(tokenizer, chat, i, text)
-    # otherwise, if a template drops a part of a turn, the model would learn to omit the part
+    # without this check, the model would learn to omit a part of a turn that the template drops
     if end is None or not text.startswith(head) or chat[i]["content"].strip() not in text[len(head) : end]:
         raise UserError(
             f"the chat template renders message {i + 1} differently in the whole chat (for example without "

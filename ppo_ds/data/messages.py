@@ -175,7 +175,7 @@ def check_text(value: str, location: str) -> str:
 
 
 def _check_unicode(value: str, location: str) -> str:
-    r"""Refuses a lone surrogate ("\ud800"), which no tokenizer accepts, and a text of excessive length."""
+    r"""Returns the text; raises UserError for a lone surrogate ("\ud800"), or if the text is too long."""
     if len(value) > CHARACTERS:
         raise UserError(f"{location} has more than {CHARACTERS} characters; shorten it or remove the row")
     try:

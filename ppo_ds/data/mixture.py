@@ -72,7 +72,7 @@ class MixedSource:
         return Interleaved(self._turns, orders, self._starts)
 
     def batch(self, indices: Sequence[int]) -> Prompts:
-        """Returns the prompts at ``indices``, left-padded. Indices count through one set after another."""
+        """Returns the prompts at ``indices``, left-padded; the sets are indexed as if concatenated."""
         members = [(bisect_right(self._starts, i) - 1, i) for i in indices]
         return collate_prompts(
             [self.sources[k].row(i - self._starts[k]) for k, i in members], self.sources[0].pad_id

@@ -68,7 +68,7 @@ class ParsedRow(NamedTuple):
 def parse_preferences(row: Row, format: PromptFormat, joint: str) -> ParsedRow:
     """Returns the texts and pairs of a row. Errors omit the row's location, which the caller adds.
 
-    ``joint`` is the text inserted between a prompt and an answer that are texts.
+    ``joint`` is the text inserted between prompt and answer if both are texts.
     """
     refuse_tools(row, "reward model")
     answers = ranked_answers(row)
@@ -126,7 +126,7 @@ def _number(value: object, what: str) -> float:
 def _with_prompt(row: Row, answer: object, name: str, format: PromptFormat, joint: str) -> Prompt:
     """Returns an answer with its prompt: a text, or a chat that ends with the assistant.
 
-    If the answer is a chat with a message before the first assistant message, it includes the prompt.
+    An answer that is a chat with messages before its first assistant message already includes the prompt.
     """
     if format.column is not None and format.column not in row:
         raise UserError(
@@ -170,7 +170,7 @@ def _as_chat(prompt: str | list) -> list[Message]:
 class PreferenceSource:
     """Holds the token ids of preference pairs, identically on every rank.
 
-    A prompt and an answer that are texts are joined by ``joint``, unless either has white space there, and
+    A prompt and an answer that are texts are joined by ``joint``, unless white space separates them, and
     encoded with the tokenizer's default special tokens. Chats are rendered by the chat template.
     ``data.apply_chat_template=true`` makes a text prompt a user message; null means false, unlike in PPO.
 
@@ -312,8 +312,8 @@ class PairOrder:
 def padding_token(tokenizer: Tokenizer, sources: Sequence[PreferenceSource]) -> int:
     """Returns a padding token that is not the last token of any text.
 
-    transformers reads a decoder's score at the last token that is not the pad token: the wrong position if
-    the text ends with the pad token. If no special token is free, uses a token that is in no text.
+    transformers reads a decoder's score at the last token that is not the pad token, which is the wrong
+    position if the text ends with the pad token. If no special token is free, uses one that is in no text.
     """
     ends = {token for source in sources for token in source.last_tokens}
     special = [tokenizer.pad_id, *tokenizer.hf.all_special_ids]

@@ -232,7 +232,7 @@ class PromptStream(Stream[Source, Prompts]):
 
     A step has ``prompts_per_step`` x ``samples_per_prompt`` rows, in the order p1, p1, p2, p2. In rank order,
     the slices form the batch of a single-rank run, except that each slice is padded separately. With
-    ``difficulty``, the prompts that are due replace the passes over the source.
+    ``difficulty``, each step draws the prompts that are due, instead of passes over the source.
     """
 
     def __init__(
@@ -274,10 +274,10 @@ def prompt_id(text: str) -> str:
 def eval_batches(
     source: Source, *, rank: int, world_size: int, rows_per_batch: int, max_prompts: int | None = None
 ) -> list[tuple[Prompts, Tensor]]:
-    """Splits the first ``max_prompts`` prompts into batches for the ranks, of at most ``rows_per_batch``.
+    """Divides the first ``max_prompts`` prompts among the ranks; returns the batches of this rank.
 
-    Returns the prompts and the weights ([b] float32) of each batch. Generation is collective under ZeRO-3, so
-    every rank gets equally many batches of equal sizes: the last prompt is repeated with weight 0.
+    A batch has at most ``rows_per_batch`` prompts, and their weights [b] float32. Generation is collective
+    under ZeRO-3, so the last prompt is repeated with weight 0 until all ranks have batches of equal sizes.
     """
     n = len(source) if max_prompts is None else min(max_prompts, len(source))
     per_rank = -(-n // world_size)

@@ -79,7 +79,7 @@ def task_rows(data: PPODataConfig) -> dict[str, TaskRows]:
 
 @cache
 def rows_or_error(request: str) -> list[dict[str, Any]] | str:
-    """Runs ``main`` in a separate process. Caches the result, because a launch reads the rows twice."""
+    """Runs ``main`` in a new process; returns its rows or error line, cached for a launch's second read."""
     made = subprocess.run(
         [sys.executable, "-P", "-m", __name__],
         input=request.encode(),

@@ -188,7 +188,7 @@ def parse_rows(
 ) -> tuple[list[T], Fingerprint]:
     """Parses all rows on every rank and returns the results and the fingerprint of the rows.
 
-    All ranks must call this. Raises the UserErrors of ``map_rows``, or one for different rows, on every rank.
+    All ranks must call this. Every rank raises the UserErrors of ``map_rows``, or one if ranks' rows differ.
     """
     digest = hashlib.blake2b(digest_size=16)
 
@@ -278,7 +278,7 @@ def _memory_mapped(name: str) -> pyarrow.Table:
 
 
 def _load_from_hub(path: str, split: str, revision: str | None, key: str) -> datasets.Dataset:
-    """Loads a split or a file of a Hub data set. Raises UserError if its README lists files elsewhere."""
+    """Loads a split or a file of a Hub data set. Raises UserError if it lists files outside of the Hub."""
     file = _HUB_FILE.fullmatch(path)
     name, options = (file[1], {"data_files": file[2]}) if file else (path, {})
     try:
@@ -375,8 +375,8 @@ def _csv_rows(file: Path) -> Iterator[tuple[int, Row]]:
 def _read_parquet(file: Path, n: int | None) -> _Part:
     """Reads the first ``n`` rows, batch by batch and within the memory limits.
 
-    Drops the file's metadata: they can declare columns as images or sounds, which ``datasets`` would decode,
-    and download if a row contains a URL.
+    Drops the file's metadata, which can declare columns as images or sounds. ``datasets`` would decode these,
+    and download them if a row contains a URL.
     """
     limit = _DECODER_BYTES + min(_MAX_BYTES, _MAX_ROW_BYTES * (n or _MAX_BYTES))
     try:

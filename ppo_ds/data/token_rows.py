@@ -50,7 +50,7 @@ class TokenRows:
 
     @classmethod
     def from_lengths(cls, ids: array[int], lengths: Iterable[int]) -> Self:
-        """Divides the ids of all rows by the lengths of the rows."""
+        """Splits the concatenated ids of all rows into rows of the given ``lengths``."""
         rows = cls(ids.typecode)
         rows.ids, rows._starts = ids, array("L", accumulate(lengths, initial=0))
         return rows

@@ -1,6 +1,6 @@
 """Interface of environments, which answer the turns of the policy, and the import of a user's class.
 
-The class is called once per response, with the arguments in the config: each response has its own object.
+The class is called once per response, with the arguments in the config, so each response has its own object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Environment(Protocol):
     """
 
     def reset(self, row: Row) -> list[Message] | None:
-        """Begins an episode and returns the messages of the prompt, or None for the prompt of the data.
+        """Begins an episode; returns the messages of the prompt, or None to keep the prompt of the data.
 
         ``row`` is a copy of the row of the data, with the same keys as for a reward function. All responses
         to one prompt should begin with the same messages.
@@ -40,7 +40,7 @@ class Environment(Protocol):
         """Receives one turn of the policy as text; returns (feedback, reward, whether the episode is done).
 
         The feedback is a text, which becomes a user message, or a list of messages: dicts with the texts role
-        and content. It is ignored if the episode is done.
+        and content. Feedback is ignored if the episode is done.
         """
 
 
@@ -90,7 +90,7 @@ def is_asynchronous(kind: Callable[..., Any]) -> bool:
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:
-    """Validates a list of messages: dicts of texts with role and content. Raises InvalidResult.
+    """Validates and returns messages: a list of dicts of texts with role and content. Raises InvalidResult.
 
     The list must not be empty. All texts must be valid Unicode, since no tokenizer accepts a lone surrogate.
     """
@@ -119,7 +119,7 @@ def read_messages(value: Any) -> tuple[Message, ...]:
 
 
 def read_step(value: Any) -> Step:
-    """Validates the result of ``Environment.step``; raises InvalidResult."""
+    """Converts the result of ``Environment.step`` to a Step; raises InvalidResult if it is not valid."""
     if not isinstance(value, tuple) or len(value) != 3:
         raise InvalidResult(f"returned {described(value)}, which is not (feedback, reward, done)")
     feedback, reward, done = value

@@ -41,7 +41,7 @@ class CallPool:
         self._pool = Pool(self.workers)
 
     def start(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
-        """Starts a call; the future returns its result, or the exception that it raised."""
+        """Starts a call; the future's result is that of the call, or the exception that the call raised."""
 
         async def attempt() -> Any:
             try:
@@ -54,7 +54,7 @@ class CallPool:
 
 
 async def begin(make: Callable[[], Environment], row: Row) -> tuple[Environment, tuple[Message, ...] | None]:
-    """Makes an environment, resets it, and returns it with the messages of its prompt, or with None."""
+    """Makes and resets an environment; returns it and its prompt's messages (None: the data's prompt)."""
     environment = await call_user(make)
     messages = await call_user(environment.reset, deepcopy(row))
     return environment, None if messages is None else read_messages(messages)
@@ -76,7 +76,7 @@ def describe_error(error: BaseException) -> str:
 def try_environment(
     settings: EnvironmentConfig, row: Row, tokenizer: Tokenizer, max_prompt_tokens: int
 ) -> None:
-    """Runs one turn on ``row`` with a trial answer; raises UserError if this would end every response.
+    """Runs one turn on ``row`` with a trial answer; raises UserError for an error or an invalid result.
 
     Also raises UserError if the tokens of the feedback cannot be found with the chat template.
     """

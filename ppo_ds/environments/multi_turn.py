@@ -1,13 +1,13 @@
 """Multi-turn responses: the policy and an environment take turns until the episode ends.
 
 A response holds all turns of the policy and the feedback between them. The policy attends to feedback, but
-feedback is no action: response_mask is False, the log-prob is 0. ``sampling.max_new_tokens`` limits the whole
-response, feedback included (as in TRL and verl).
+feedback is no action, so its response_mask is False and its log-prob is 0. ``sampling.max_new_tokens`` limits
+the whole response, feedback included (as in TRL and verl).
 
-Rows are generated in waves. All ranks have equally many waves: a rank without ready rows decodes one token of
-a filler row. Either all rows take their turns together, or a wave has the rows whose calls have ended
-(``independent``). Independent rows have separate seeds, so that the timing of calls changes only the batch in
-which a row is generated, and thus the rounding of its log-probs.
+The backend generates one turn of all ready rows at a time. All ranks call it equally often, so a rank without
+ready rows decodes one token of a filler row. All rows take their turns together, or, if ``independent``, each
+row when its environment call has ended. Independent rows have separate seeds, so that the timing of calls
+changes only the batch in which a row is generated, and thus the rounding of its log-probs.
 """
 
 from __future__ import annotations

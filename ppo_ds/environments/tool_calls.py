@@ -54,7 +54,7 @@ def read_llama(text: str) -> list[ToolCall]:
 
 
 def _read_objects(text: str, key: str) -> list[ToolCall]:
-    """Reads one or more JSON objects with a name and, at ``key``, arguments."""
+    """Reads JSON objects with a name and, at ``key``, arguments; invalid ones become calls with a problem."""
     calls: list[ToolCall] = []
     rest = text.strip()
     while rest or not calls:

@@ -28,8 +28,8 @@ class ToolError(Exception):
 class ToolEnvironment:
     """Runs the tools that the policy calls. The episode ends at the first turn without calls.
 
-    ``tools`` lists plain or async functions and methods. A JSON schema in it describes the method with the
-    name in the schema. Results are texts, or are converted to JSON.
+    ``tools`` lists plain or async functions and methods. A JSON schema in the list describes the method
+    with the schema's name. Results are texts, or are converted to JSON.
     """
 
     tools: ClassVar[Sequence[Tool]] = ()

@@ -12,8 +12,8 @@ RATIO_EDGES = [i / 40 for i in range(81)]  # 0 to 2 in steps of 0.025
 def count_bins(values: Tensor, edges: Tensor, mask: Tensor | None = None) -> Tensor:
     """Counts the ``values`` with mask = 1 in the bins between the sorted ``edges`` [N+1]: [N] long.
 
-    Values below or above all edges count in the first or the last bin. NaN is not counted. The values are
-    sorted for this, because histc and bincount are not deterministic on a GPU.
+    Values below or above all edges count in the first or the last bin. NaN is not counted. The function
+    sorts the values, because histc and bincount are not deterministic on a GPU.
     """
     counted = ~values.isnan() if mask is None else mask & ~values.isnan()
     in_order = values.masked_fill(~counted, torch.inf).flatten().sort().values

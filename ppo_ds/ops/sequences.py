@@ -1,6 +1,6 @@
 """Masks, positions and position ids of sequences. P: padded prompt width (left), T: response width (right).
 
-Masks come from lengths and stop tokens, never from ``ids != pad``: if pad == eos, that would mask the EOS.
+Masks come from lengths and stop tokens, never from ``ids != pad``, which would mask the EOS if pad == eos.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def response_mask(
     lengths: Tensor | None = None,
     include_eos: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the action mask [B,T], the lengths [B] up to the first stop token, and whether one exists [B].
+    """Returns the action mask [B,T], the length of each response [B], and whether it has a stop token [B].
 
-    ``lengths`` [B] are the numbers of generated tokens, if known to the backend. Without ``include_eos``, the
-    stop token is no action, but counts in the lengths.
+    A response ends with its first stop token, or after ``lengths`` [B] (None: T) generated tokens. Without
+    ``include_eos``, the stop token is no action, but counts in the length.
     """
     width = response_ids.shape[1]
     positions = torch.arange(width, device=response_ids.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 128  # the vocabulary is searched in two levels: blocks, then tokens of one block
-# keeps the target below the total, so that the search finds a token, and none with probability 0
+# keeps the target below the total, so that the search finds a token, and never one with probability 0
 _BELOW_ONE = 1 - 1e-12
 
 
@@ -23,11 +23,11 @@ def draw(
     top_p: float,
     barred: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Samples one token per row of logits [n,V]: tokens [n] long and their log-probs [n] float32.
+    """Samples one token per row of logits [n,V]; returns tokens [n] long and their log-probs [n] float32.
 
-    Log-probs are those of the whole distribution at ``temperature``, before the filters top_k and top_p,
-    which work as in transformers. ``uniforms`` is [n] float64 in [0,1). ``top_k`` 0 is off, 1 is greedy;
-    ``top_p`` 1.0 is off. ``barred`` is (token ids [k], mask [n] of the rows in which these are not sampled).
+    Log-probs are those of the whole distribution at ``temperature``, before ``barred`` and the filters top_k
+    and top_p, which work as in transformers. ``uniforms`` is [n] float64 in [0,1). ``top_k`` 0 is off, 1 is
+    greedy; ``top_p`` 1.0 is off. ``barred`` is (token ids [k], mask [n] of the rows that must not get them).
     """
     scores = logits.float()
     logprobs = torch.log_softmax(scores if temperature == 1.0 else scores / temperature, dim=-1)
@@ -62,8 +62,8 @@ def filter_logits(scores: Tensor, top_k: int, top_p: float) -> Tensor:
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Returns for each row of weights [n,V] the token at which the running sum exceeds uniform * total, [n].
 
-    Float64 running sums select a block, then a token of the block: a float32 sum over 150k tokens has errors
-    larger than its smallest terms.
+    Float64 running sums select a block, then a token of the block, because a float32 sum over 150k tokens has
+    errors larger than its smallest terms.
     """
     n, vocabulary = weights.shape
     if vocabulary % _BLOCK:

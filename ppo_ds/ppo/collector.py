@@ -36,11 +36,11 @@ class RolloutCollector:
     difficulty: Difficulty | None = None  # draws the prompts by their last scores
 
     def __call__(self) -> tuple[Rollout, Pending[Scores], Metrics]:
-        """Collects a rollout for the next prompts, its scores and metrics. All ranks must call this."""
+        """Returns a rollout for the next prompts, pending scores and metrics. All ranks must call this."""
         return *self.collect(next(self.prompts)), self.drawing
 
     def collect(self, prompts: Prompts) -> tuple[Rollout, Pending[Scores]]:
-        """Generates one round and starts to score it. All ranks must call this."""
+        """Generates responses to ``prompts`` and starts to score them. All ranks must call this."""
         with self.actor.generation_mode(), self.timer("generate"):
             rollout = self.generator(prompts, self.sampling)
         self.check()
@@ -56,7 +56,7 @@ class RolloutCollector:
         return scores
 
     def observed(self, scores: Scores) -> Scores:
-        """Passes the scores of a round to data.difficulty, if set; returns them. All ranks must call this."""
+        """Passes ``scores`` to data.difficulty, if set, and returns ``scores``. All ranks must call this."""
         if self.difficulty is not None:
             self.difficulty.observe(scores.sums)
         return scores
@@ -95,7 +95,7 @@ class DynamicRolloutCollector(RolloutCollector):
     """DAPO's dynamic sampling (Yu et al. 2025): replaces prompts whose responses all have the same score.
 
     Rounds run until all ranks together have a full batch of prompts whose responses differ in score. After
-    ``max_rounds`` rounds, other prompts fill the batch, so the batch size is constant.
+    ``max_rounds`` rounds, prompts with equal scores fill up the batch, so that its size is constant.
     """
 
     group_size: int
@@ -137,7 +137,7 @@ class DynamicRolloutCollector(RolloutCollector):
 
 
 def wait_for_scores(pending: Pending[Scores], world: World, check: Callable[[], None]) -> Scores:
-    """Waits until every rank has its scores. All ranks must call this."""
+    """Waits until every rank has its scores; returns those of this rank. All ranks must call this."""
     if not pending.tasks:
         return pending.result()
     return wait_on_all_ranks(pending, world, check)
@@ -167,7 +167,7 @@ def scored(rollout: Rollout, scores: Scores) -> ScoredRollout:
 
 
 def scores_of(rollout: ScoredRollout) -> Scores:
-    """Returns the scores of a rollout as Scores."""
+    """Converts the score columns of a rollout to Scores."""
     components = {
         name: torch.tensor([parts[name] for parts in rollout.components]) for name in rollout.components[0]
     }

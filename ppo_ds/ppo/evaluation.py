@@ -92,7 +92,7 @@ class Evaluator:
         return rollouts
 
     def reference_rows(self, own: list[dict[str, Any]]) -> Rows | None:
-        """Returns the sample rows of the reference for the prompts of ``own``, the policy's sample rows.
+        """Returns sample rows of the reference's responses to the prompts of the policy's rows ``own``.
 
         All ranks must call this. Returns None if no rows are stored and no reference model is loaded.
         """
@@ -149,7 +149,7 @@ class Evaluator:
 
 @contextmanager
 def _heartbeat_phase(what: str) -> Iterator[None]:
-    """Sets the heartbeat's phase to ``what`` inside the block, but not that of the PhaseTimer."""
+    """Sets the heartbeat's phase to ``what`` inside the block; the PhaseTimer keeps its phase."""
     heartbeat.enter(f"{what}, {PHASE}")
     yield
     heartbeat.enter(PHASE)

@@ -167,8 +167,8 @@ class ExperienceMaker:
     def print_step(self, number: int, rows: Experience, losses: dict[str, Tensor]) -> None:
         """Prints the losses of an optimizer step, and the KL to the reference (k1) before and after it.
 
-        All ranks must call this. The KL is left out unless ``rows`` hold the log-probs of the actor (before
-        the step; None if the actor was not trained) and of the reference.
+        ``rows`` hold the actor's log-probs before the step, or None if the actor was not trained. Without
+        these or the reference's log-probs, the KL is left out. All ranks must call this.
         """
         means = self.world.sum(torch.stack([*losses.values()])) / self.world.size
         parts = [f"{name} loss {mean:.4f}" for name, mean in zip(losses, means.tolist(), strict=True)]
@@ -189,7 +189,7 @@ def add_weight_metrics(sums: MetricSums, experience: Experience, section: Bounde
 
 
 def response_notes(rollout: ScoredRollout) -> tuple[dict[str, Any], ...] | None:
-    """Returns the entries of Experience.notes for the responses of a rollout."""
+    """Returns Experience.notes: each response's score parts and episode end; None if there are neither."""
     columns = {"components": rollout.components, "episode_end": rollout.episode_ends}
     present = {name: column for name, column in columns.items() if column and column[0]}
     if not present:

@@ -15,10 +15,10 @@ from ppo_ds.types import ENDS, Experience, Histogram, Metrics
 def describe(
     experience: Experience, *, kl_coef: float, samples_per_prompt: int, decoded_logprobs: bool = False
 ) -> Metrics:
-    """Computes the metrics reward/*, kl/*, parity/*, value/* and rollout/* of the state before the update.
+    """Computes the metrics reward/*, kl/*, parity/*, value/* and rollout/* from the data before the update.
 
-    ``decoded_logprobs``: ``experience.logprobs`` come from the decode backend, so parity/* is left to the
-    update.
+    With ``decoded_logprobs``, ``experience.logprobs`` come from the decode backend. Then the update measures
+    parity/*, not this function.
     """
     mask = experience.response_mask
     scores, lengths = experience.scores.double(), experience.response_lengths

@@ -50,7 +50,7 @@ class NonFiniteStep(SkippedStep):
 
 
 def first_nonfinite(experience: Experience) -> tuple[str, int] | None:
-    """Returns the name and the row of the first non-finite number with mask = 1, in the order of LABELS."""
+    """Returns label and row of the first non-finite number with mask = 1, in the order of LABELS, or None."""
     actions, columns = experience.response_mask, experience.tensors()
     masks = {  # of the columns that do not have the mask of the actions
         "scores": torch.ones_like(experience.scores, dtype=torch.bool),
@@ -156,7 +156,7 @@ class ParityMonitor(Limit):
     own_weights: bool = False  # the decode backend holds a copy of the weights (rollout.backend=vllm)
 
     def stop_if_exceeded(self, mean: float) -> None:
-        """Raises StepRefused if ``stops`` and ``mean`` is above the limit; a non-finite mean never is."""
+        """Raises StepRefused if ``stops`` and ``mean`` is above the limit; ignores a non-finite ``mean``."""
         if self.stops and self.exceeds(mean):
             raise StepRefused("max_parity", self.message(mean))
 

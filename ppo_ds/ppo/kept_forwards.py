@@ -1,6 +1,6 @@
 """Keeps the graphs of the forwards in make_experience, so that the update needs no second forward.
 
-This requires that there is one optimizer step per rollout, so that no weight changes in between.
+This requires one optimizer step per rollout, so that no weight changes between a forward and its backward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KeptOutputs(NamedTuple):
 class KeptForwards:
     """Runs the forwards of make_experience with gradients, and keeps their outputs for the update.
 
-    Nothing is kept unless all rows of each rank fit into one forward, the rank's only one in the update.
+    Outputs are kept only if each rank needs a single forward for its rows, both before and in the update.
     """
 
     options: Mapping[str, Mapping[str, Any]]  # model -> options of its forward in the update
@@ -66,7 +66,7 @@ class KeptForwards:
             self.names, self.sequences = (), None
 
     def fits(self, rollout: Sequences, plan: list[Tensor], names: Sized) -> bool:
-        """Returns whether all rows of a rank fit into one forward and keeping those of ``names`` saves time.
+        """Returns whether a rank's rows fit into one forward and keeping forwards of ``names`` saves time.
 
         A backward costs as much as two forwards. If nothing is kept, the update balances the tokens of the
         ranks, and each model costs 3 forwards of a balanced share. Otherwise each rank keeps its rows, and
@@ -91,7 +91,7 @@ class KeptForwards:
         return out
 
     def switch_off(self) -> str | None:
-        """Drops the kept forwards and keeps no more; returns the setting with this effect.
+        """Drops the kept forwards and keeps none from now on; returns the setting that has the same effect.
 
         If no forwards were kept, does nothing and returns None.
         """

@@ -53,7 +53,7 @@ class Schedule:
         return self.epochs * (rows // self.minibatch_size)
 
     def rows_of_steps(self, rows: int, shuffle: torch.Generator) -> Iterator[Tensor]:
-        """Yields the row indices of each optimizer step, epoch by epoch; tells the heartbeat the progress."""
+        """Yields row indices of each optimizer step, epoch by epoch; reports progress to the heartbeat."""
         with counting(self.steps(rows), "optimizer steps") as done:
             epochs = (minibatches(rows, self.minibatch_size, shuffle) for _ in range(self.epochs))
             for number, indices in enumerate(chain.from_iterable(epochs), start=1):
@@ -123,7 +123,7 @@ class Learner:
     def __call__(
         self, experience: Experience, kl_coef: float, seed: int, critic_only: bool = False
     ) -> tuple[Experience, Metrics]:
-        """Trains the models on ``experience``; returns it with the metrics of the update.
+        """Trains the models; returns ``experience``, with log-probs if the update computed them, and metrics.
 
         All ranks must call this, with the same ``seed``. Without old log-probs, the update must have a single
         optimizer step, whose forward computes them. May raise StepRefused before any weight has changed.
@@ -142,7 +142,7 @@ class Learner:
         steps: dict[str, list[StepInfo]] = {"policy": [], "value": []}
 
         for rows in schedule.rows_of_steps(len(experience), shuffle):
-            # ends all epochs: approx_kl changes only in an optimizer step
+            # ends all epochs, because approx_kl changes only in an optimizer step
             if schedule.target_kl is not None and approx_kl > schedule.target_kl:
                 break
             minibatch = experience.select(rows)
@@ -182,7 +182,7 @@ class Learner:
         return experience, metrics.reduced(self.world) | step_metrics(steps) | passes
 
     def with_logprobs(self, rows: Experience, actor: ActorBackward | None, plan: list[Tensor]) -> Experience:
-        """Returns ``rows`` with the log-probs before the optimizer step (None without the actor)."""
+        """Returns ``rows`` with ``actor``'s log-probs, None without ``actor``. All ranks must call this."""
         logprobs = actor and self.world.sum_of_shares(scatter_tokens(actor.logprobs, rows, plan))
         return replace(rows, logprobs=logprobs)
 
@@ -210,7 +210,7 @@ class Learner:
         metrics: MetricSums,
         kept: dict[str, Any],
     ) -> tuple[dict[str, Tensor], ActorBackward | None]:
-        """Accumulates the gradients of one optimizer step over ``micros``; returns the losses by model.
+        """Accumulates the gradients of one optimizer step; returns losses by model, and the actor's results.
 
         Removes the outputs from ``kept``, so that their graphs are freed after the backward pass.
         """
@@ -363,7 +363,7 @@ class Learner:
         return self.value(values, micro.to(self.world.device), totals)
 
     def ptx_losses(self) -> Iterator[tuple[Tensor, Parts]]:
-        """Computes the language-modelling losses of one optimizer step, one micro-batch at a time."""
+        """Yields loss and metrics of each PTX micro-batch of one optimizer step; nothing without algo.ptx."""
         if self.ptx is None:
             return
         texts = next(self.ptx.texts)
@@ -388,7 +388,7 @@ class Learner:
         kl_coef: float,
         critic_only: bool,
     ) -> Metrics:
-        """Skips all optimizer steps of a rollout with a non-finite number.
+        """Skips all optimizer steps of a rollout, because ``row`` has the non-finite number ``what``.
 
         No row is used, because returns and whitening spread the number to other tokens and rows.
         """

@@ -25,7 +25,7 @@ Parts = dict[str, Tensor]  # metrics of a micro-batch as local sums, see algorit
 class Term(Protocol):
     """A summand of the actor's loss.
 
-    At action level sequence a response is one action, with log-prob and KL summed over its tokens.
+    At action level sequence, the KL and the entropy of a response are sums over its tokens.
     """
 
     @property
@@ -46,7 +46,7 @@ class Term(Protocol):
 def actor_loss(
     terms: Iterable[Term], out: PolicyOutput, micro: Experience, totals: BatchTotals, kl_coef: float
 ) -> tuple[Tensor, Parts]:
-    """Returns the sum of the terms over a micro-batch, and their metrics."""
+    """Returns the sum of the terms' losses on a micro-batch, and the metrics of all terms."""
     results = [term(out, micro, totals, kl_coef) for term in terms]
     losses = [loss for loss, _ in results if loss is not None]
     return sum(losses[1:], losses[0]), {name: part for _, parts in results for name, part in parts.items()}
@@ -177,7 +177,7 @@ class PositiveNLLTerm(Term):
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """Computes coef * squared error, with ``clip`` clipped around the old value, with ``half`` halved."""
+    """Computes the value loss with the coef, clip and half of algo.value (algorithm/value/loss.py)."""
 
     value: ValueConfig
     agg: Aggregation

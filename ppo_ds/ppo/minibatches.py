@@ -61,7 +61,7 @@ def scatter_tokens(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]
 
 
 def scatter_states(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
-    """Like scatter_tokens for per-state outputs [B,S]; positions after the last token's state are 0."""
+    """Assembles per-state outputs [B,S] as scatter_tokens does; columns after a response's length are 0."""
     states = torch.arange(sequences.response_width + 1) <= sequences.response_lengths[:, None]
     return scatter_rows(parts, plan, torch.zeros(states.shape)).masked_fill(~states, 0.0)
 
@@ -79,7 +79,7 @@ def scatter_rows(parts: list[Tensor], plan: list[Tensor], out: Tensor) -> Tensor
 
 
 # A transform of an optimizer step: (its rows from all ranks, a generator) -> the same number of rows. The
-# generator has the same state on every rank; it draws selected tokens, never the order of the rows.
+# generator has the same state on every rank. It is used to select tokens, never to order the rows.
 Transform = Callable[[Experience, torch.Generator], Experience]
 
 

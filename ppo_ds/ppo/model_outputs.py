@@ -55,7 +55,7 @@ class ModelForwards:
     kept: KeptForwards | None = None  # keeps graphs for the update
 
     def __call__(self, rollout: Rollout, critic_only: bool) -> ModelOutputs:
-        """Runs all models. All ranks must call this. It is repeated if memory runs out."""
+        """Runs all models on the rollout, again if memory runs out. All ranks must call this."""
         return self.guard(self.forward_models)(rollout, critic_only)
 
     def forward_models(self, rollout: Rollout, critic_only: bool) -> ModelOutputs:
@@ -117,7 +117,7 @@ class ModelForwards:
     def forward_actor(
         self, rollout: Sequences, plan: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Computes log-probs, old log-probs [B,R], the values of the actor's head [B,S], entropies [B,R]."""
+        """Computes log-probs and old log-probs [B,R], values [B,S] or None, and entropies [B,R] or None."""
         outputs = self.forward("actor", self.actor, rollout, plan, **self.actor_options)
         logprobs = scatter_tokens([out.logprobs for out in outputs], rollout, plan)
         old_logprobs, values, entropy = logprobs, None, None

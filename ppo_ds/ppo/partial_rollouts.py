@@ -1,9 +1,9 @@
 """Partial rollouts: responses that have not ended in a step are continued in later steps, with newer weights.
 
-Each rank generates responses to ``rollout.oversample`` times its share of the prompts of a step, until all
-responses to as many prompts as its share have ended (Kimi k1.5, 2025; AReaL, Fu et al. 2025). Every started
-prompt is trained on in some step, so response lengths are distributed as in the policy. The exception are
-responses in progress when the run ends, mostly long ones.
+A step needs a number of prompts from each rank, its share. The rank generates responses to
+``rollout.oversample`` times as many prompts, until all responses to a full share have ended (Kimi k1.5, 2025;
+AReaL, Fu et al. 2025). Every started prompt is trained on in some step, so the policy's distribution of
+response lengths is kept. Only responses in progress when the run ends are lost, mostly long ones.
 
 A token's log-prob is that of the policy version that sampled it. The old log-probs of the ratio are those of
 the current policy, and ``algo.rollout_is`` weights each token by the quotient of old and sampling probability
@@ -59,9 +59,9 @@ class Group:
 
 @dataclass(kw_only=True)
 class PartialRolloutCollector(RolloutCollector):
-    """Collects the responses to a step's share of the prompts, and carries the others over to the next step.
+    """Collects the responses to a step's share of the prompts; keeps all other responses for later steps.
 
-    Every rank trains on its share of the prompts without waiting for other ranks' responses. All ranks have
+    Every rank collects its share of the prompts without waiting for other ranks' responses. All ranks have
     equally many prompts in progress, so that a checkpoint can be divided among another number of ranks.
     """
 

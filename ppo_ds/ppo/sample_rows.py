@@ -50,7 +50,7 @@ def sample_rows(
 def response_columns(
     rows: Experience | Rollout, i: int, score: float, notes: dict[str, Any], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Returns the columns of row ``i`` on its response; ``notes`` are an entry of Experience.notes.
+    """Returns the columns of row ``i`` that describe its response; ``notes`` is an entry of Experience.notes.
 
     In an episode, "turns" alternates between texts of the policy and of the environment.
     """
@@ -88,7 +88,7 @@ def token_columns(experience: Experience, tokenizer: Tokenizer, i: int, limit: i
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
-    """Returns the text that each token adds to the text before it; only complete characters are added."""
+    """Returns the text that each token adds; a character of several tokens is added by its last token."""
     texts, start, end = [], 0, 0  # ids[start:end] are the last tokens whose text is complete
     for i in range(1, len(ids) + 1):
         before, text = (tokenizer.decode(ids[start:stop], skip_special_tokens=False) for stop in (end, i))

@@ -25,8 +25,8 @@ Rows = Sequence[dict[str, Any]]
 class ReferenceResponses:
     """The reference's responses to the held-out prompts with their scores, computed once per run.
 
-    If the reference has the initial weights of the actor, the first evaluation provides its responses;
-    otherwise the reference generates them. A file in the run directory stores them for a resumed run.
+    If the reference has the initial weights of the actor, an evaluation before the first step provides the
+    responses. Otherwise the reference generates them. A file in the run directory keeps them for a resume.
     """
 
     file: Path

@@ -178,7 +178,7 @@ def text_inside(text: str, tag: str) -> str | None:
 def span_inside(text: str, tag: str) -> tuple[int, int] | None:
     """Returns start and end of the stripped text between the first <tag> and the next </tag>, or None.
 
-    It uses ``str.find``: a lazy regular expression would take quadratic time on adversarial texts.
+    It uses ``str.find``, because a lazy regular expression takes quadratic time on adversarial texts.
     """
     start = text.find(f"<{tag}>")
     end = text.find(f"</{tag}>", start)
@@ -222,9 +222,9 @@ def token_ends(ends: Sequence[int], ids: list[int], tokenizer: Tokenizer) -> lis
         if end == len(text):
             tokens.append(len(ids) - 1)
             continue
-        # The search decodes only tokens from shortly before the step on; otherwise the time would grow
-        # with the square of the length. The first characters may differ from those of the whole text, such as
-        # a missing space or a broken character, but the number of characters after ``end`` is the same.
+        # The search decodes only tokens from shortly before the step on, because the time would otherwise
+        # grow with the square of the length. The first characters may differ from those of the whole text (a
+        # missing space, a broken character), but the number of characters after ``end`` is the same.
         start = max(0, count - 4)
         rest = tokenizer.decode(ids[start:])
         wanted = rest[: len(rest) - len(text) + end]

@@ -123,7 +123,7 @@ class FunctionReward(SlowTextReward):
         return self._calls.start(partial(self._call, responses, rows) for rows in calls).then(finish)
 
     def try_on(self, rows: Sequence[Row]) -> None:
-        """Calls the function with trial responses to ``rows``; raises UserError if this would end a run.
+        """Calls the function with trial responses to ``rows``; raises UserError if an error would end a run.
 
         The last response is empty, since a model may end a response at once. A pool is used as in training,
         and its processes then end. The random states of this process are restored. Does nothing if ``trial``

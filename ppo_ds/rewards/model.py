@@ -49,7 +49,7 @@ class ModelReward(FrozenModelReward):
         return (scores - mean) / std
 
     def score(self, inputs: Sequence[EncodedText], padding_side: str | None = None) -> Tensor:
-        """Scores encoded texts.
+        """Scores encoded texts, [B].
 
         By default, texts are padded on the right and batches are planned for little padding. If the audit
         sets ``padding_side``, each batch is filled up to the token budget, which adds padding.

@@ -132,7 +132,7 @@ class WorkerProcess:
     def exchange(self, call: tuple[str, Arguments] | None) -> bytes:
         """Sends the number and the arguments of a call and waits for the reply, which is not validated.
 
-        With None, waits until the function is imported. Ends the process if nothing can be received.
+        With None, waits for the function's import. Without a reply, ends the process and raises WorkerFailed.
         """
         try:
             if call is not None:

@@ -1,6 +1,6 @@
 """A reward from a network service: a scoring service, or a language model as judge.
 
-A persistent failure stops the run: a response without a score is never counted as 0.
+A persistent failure stops the run, so that a response without a score never counts as 0.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class TextEncoder:
     - concat: prompt and response as one text. With the actor's vocabulary (``actors_vocabulary``) the prompt
       keeps its chat markup; otherwise messages and response are joined by line breaks.
     - text: the format in which stage=reward_model trains on texts: prompt and response, joined by ``joint``
-      (None: Tokenizer.joint) unless either has white space there, with the tokenizer's special tokens.
+      (None: Tokenizer.joint) unless white space separates them, with the tokenizer's special tokens.
 
     Texts are truncated to ``max_tokens`` on the left, because the response is at the end; in a pair, the
     prompt is truncated first. ``append_eos`` applies to all formats except pair: True appends the end token

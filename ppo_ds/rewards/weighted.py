@@ -52,9 +52,9 @@ class Part(Section):
 class WeightedReward:
     """Computes total = sum of weight x clip(normalize(score of the part)).
 
-    ``Scores.components`` maps each part's name to its score before weighting, per-token scores included. A
-    normalized part also has ``<name>_raw``, its score before normalization. The components of a part are
-    ``<name>/<component>``. Per-token scores of a part are weighted, but neither normalized nor clipped.
+    ``Scores.components`` maps each part's name to its clipped score without the weight, per-token scores
+    included. A normalized part also has ``<name>_raw``, its score before normalization. A part's components
+    are ``<name>/<component>``. Per-token scores of a part are weighted, but neither normalized nor clipped.
     """
 
     def __init__(

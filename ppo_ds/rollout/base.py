@@ -167,7 +167,7 @@ def truncate_at_stop(
     """Builds a Rollout from generated tokens, each row truncated at its first stop, limit or length.
 
     Masks are computed from these ends, never from ``ids != pad``, so they keep an end token inside a chat
-    prompt, and an end token that is also the pad token. A stop at the last position of the limit counts.
+    prompt, and an end token that is also the pad token. A row with a stop at its limit is ``finished``.
 
     Args:
         responses: Generated tokens [B,R] long, including stop tokens and the tokens of stop strings.

@@ -110,7 +110,7 @@ class ContinuousBatch:
         self.slots = Slots(self.total, self.limits, uniforms, sampling)
         self.live: list[_Response] = []  # the responses being decoded, in slots 0 to len(live) - 1
         begun = [()] * len(prompts) if continuation is None else continuation.begun
-        # generation can end while rows still wait for a slot, so these must be the last ones
+        # generation can end while rows still wait for a slot, so the waiting rows must be the last ones
         waits = continuation is not None and len(prompts) > self.total
         self.queue = deque(group_prompts(prompts, begun, in_order=waits))
         self.not_started = len(prompts)
@@ -159,13 +159,13 @@ class ContinuousBatch:
     def vote(self, more: bool) -> _Vote:
         """Returns STOP if any rank has to stop, else CONTINUE if any rank has ``more`` work, else NONE.
 
-        Both flags are reduced together, since each reduction costs a collective.
+        One collective exchanges stop requests and ``more``, since each collective costs time.
         """
         own = _Vote.CONTINUE if more else _Vote.NONE
         return _Vote(self.max_over_ranks(_Vote.STOP if self.should_stop() else own))
 
     def lengths(self) -> Tensor:
-        """Returns the number of tokens of each response [B]; for a response that has ended, its limit."""
+        """Returns the number of tokens of each response [B], or the limit of a response that has ended."""
         lengths = self.limits.clone()
         for group in self.queue:
             lengths[list(group.rows)] = group.begun
@@ -178,7 +178,7 @@ class ContinuousBatch:
     def wants_prompts(self) -> bool:
         """Returns whether prompts are left, enough slots are free, and generation is not interrupted.
 
-        Enough is an eighth of the slots: a prefill for each freed slot would cost more than it gains.
+        Enough is an eighth of the slots, because a prefill for each freed slot costs more than it gains.
         """
         enough = min(self.not_started, max(1, self.total // 8))
         return self.not_started > 0 and self.total - len(self.live) >= enough and not self.enough

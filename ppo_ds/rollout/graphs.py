@@ -77,7 +77,7 @@ class CudaRecorder:
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Captures one graph, without the synchronisation and ``empty_cache`` of ``torch.cuda.graph``.
 
-        Neither is needed: nothing runs during a capture, and the current stream orders the replays.
+        Neither is needed, because nothing runs during a capture and the current stream orders the replays.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
@@ -93,7 +93,7 @@ class CudaRecorder:
 
 
 def end_capture(graph: torch.cuda.CUDAGraph, failed: bool = False) -> None:
-    """Ends a capture; ignores errors if the step has ``failed``, whose error the caller then raises.
+    """Ends a capture. If the step has ``failed``, ignores errors, because the caller raises the step's error.
 
     Raises RunError if the capture does not end and this version of torch cannot continue after that. A phase
     that ran out of memory then cannot be repeated with a smaller budget, since its memory is not freed.

@@ -119,7 +119,7 @@ def generate(
 
 
 def generation_config(sampling: SamplingParams, max_new_tokens: int, pad_id: int) -> GenerationConfig:
-    """Sets every option that changes the responses, so that no default of transformers applies."""
+    """Returns a config that sets every option with an effect on responses, so that no default applies."""
     greedy = sampling.top_k == 1
     warpers = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     return GenerationConfig(
@@ -205,7 +205,7 @@ class _RowLimits(StoppingCriteria):
 class _ShouldStop(StoppingCriteria):
     """Ends all rows once the responses are no longer needed. The check does not wait for the device.
 
-    ``done`` receives the number of tokens that each row has at most.
+    ``done`` receives the number of tokens of the longest response so far.
     """
 
     should_stop: Callable[[], bool]

@@ -70,7 +70,7 @@ class PartialRollouts(RolloutConfig):
 
     partial: bool = Field(
         False,
-        description="Generates responses to more prompts than a step needs; the unfinished ones continue in "
+        description="Generates responses to more prompts than a step needs; unfinished responses continue in "
         "later steps, with newer weights.",
     )
     oversample: Annotated[Number, Gt(1)] = Field(

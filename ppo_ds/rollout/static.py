@@ -28,7 +28,7 @@ from ppo_ds.types import Prompts, Rollout, to_device
 class StaticGenerator(DecodeBackend):
     """Decodes with as many cache slots as ``token_budget`` allows, at least one.
 
-    Each slot has room for the longest row: its prompt and its limit of new tokens.
+    Each slot has room for the longest row, the sum of a prompt and its limit of new tokens.
 
     The arguments are those described in ``Generator``, and ``check_every``, the number of decode steps
     between two checks for responses that have ended. The host waits for the device at each check. The default
@@ -50,8 +50,8 @@ class StaticGenerator(DecodeBackend):
         uniforms = draw_uniforms(prompts, limits, device)
         responses, logprobs = torch.zeros(uniforms.shape, dtype=torch.long), torch.zeros(uniforms.shape)
         lengths, bands = torch.zeros_like(limits), [torch.arange(len(prompts))]
-        # the rows of a continuation are decoded together: otherwise the first group could interrupt all later
-        # groups
+        # the rows of a continuation are decoded together, because the first group could otherwise interrupt
+        # all later groups
         if self.lockstep_max is None and continuation is None:
             bands = length_bands(prompts.mask.sum(1) + limits, self.token_budget)
         with (

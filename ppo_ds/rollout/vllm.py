@@ -197,7 +197,7 @@ class VLLMGenerator(DecodeBackend):
     def _with_tied(
         self, weights: Iterator[tuple[str, Tensor]], sent: set[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Repeats each tied weight under its other names, and adds the first names to ``sent``.
+        """Yields ``weights``, tied ones also under other names; adds the names in ``weights`` to ``sent``.
 
         On a CPU, vLLM's head has a copy of the tied embedding, which is reloaded only under its own name.
         """
@@ -243,7 +243,7 @@ class VLLMGenerator(DecodeBackend):
     ) -> list[Answer]:
         """Returns the responses to ``rows``: (prompt, limit, seed, tokens of the response so far).
 
-        They are incomplete after a stop request, or once all ranks of the group have enough (see
+        Responses are incomplete after a stop request, or once all ranks of the group have enough (see
         ``Continuation``). This rank's rows begin at ``first``.
         """
         assert not self._asleep, "the backend generates only inside HybridActor.generation_mode()"

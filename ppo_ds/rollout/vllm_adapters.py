@@ -22,7 +22,7 @@ from ppo_ds.rollout.vllm_support import ADAPTER_RANKS, slot_rank
 
 
 def adapter_problem(lm: PreTrainedModel) -> str | None:
-    """Returns why vLLM cannot decode ``lm`` with adapters; None if none is known before an engine starts."""
+    """Returns why vLLM cannot decode ``lm`` with adapters, or None if no reason is known before the start."""
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     rank, name = lm.peft_config[ADAPTER].r, type(lm).__name__
@@ -57,7 +57,7 @@ class AdapterSlot:
                 raise RuntimeError("vLLM did not accept new LoRA adapters")
 
     def try_zeros(self) -> str | None:
-        """Returns why vLLM does not apply all adapters of the model, or None. Tests with zeros as values."""
+        """Loads adapters of zeros; returns why vLLM does not apply all adapters of the model, or None."""
         trained = [(name, p) for name, p in self._lm.named_parameters() if p.requires_grad]
         try:
             self.replace({name: torch.zeros(*whole_shape(p)) for name, p in trained})

@@ -12,7 +12,7 @@ from ppo_ds.ops.sequences import broadcast_sequence
 
 
 def gae(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates one advantage per token and one return per state; at action level sequence, see one_step."""
+    """Estimates an advantage per token and a return per state; calls one_step at action level sequence."""
     if options.action_level == "sequence":
         return one_step(responses, options)
     assert responses.values is not None
@@ -31,7 +31,7 @@ def one_step(responses: Responses, options: CreditOptions) -> Estimate:
     """Estimates one advantage per response, treated as a single action: sum of rewards - V.
 
     With ``value_position`` "prompt_last", V is V(prompt). With "response_last", V is V(prompt, response),
-    which is no valid baseline: a perfect critic would make all advantages zero.
+    which is no valid baseline, because a perfect critic would make all advantages zero.
     """
     assert responses.values is not None
     mask, values, column = responses.mask, responses.values, responses.lengths
@@ -75,7 +75,7 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
 
 
 def next_values(values: Tensor, mask: Tensor, bootstrap_value: Tensor | None) -> Tensor:
-    """Returns V at the next position with mask = 1, [B,T]; after the last, ``bootstrap_value`` [B] or 0."""
+    """Returns V at the next position with mask = 1, [B,T]; if there is none, ``bootstrap_value`` [B] or 0."""
     width = values.shape[1]
     final = (
         torch.zeros_like(values[:, 0]) if bootstrap_value is None else widen(bootstrap_value).to(values.dtype)

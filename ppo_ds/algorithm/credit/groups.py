@@ -19,7 +19,7 @@ EPS = 1e-6  # added to a standard deviation; lower limit of a mean in a divisor
 class Groups:
     """Statistics of groups of numbers ``x`` [B]. Numbers with equal entries in ``groups`` [B] form one group.
 
-    Computed in float64: equal scores must differ from their mean by 0, not by a rounding error / EPS.
+    They are float64, because a float32 rounding error divided by EPS would give equal scores an advantage.
     """
 
     def __init__(self, x: Tensor, groups: Tensor):

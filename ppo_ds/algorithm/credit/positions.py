@@ -18,9 +18,9 @@ from ppo_ds.types import Rollout, ScoredRollout
 class ScorePosition:
     """Determines at which position a response's score is added, and which states exist.
 
-    "next_token" is one position after the last action, unless the response has reached its length limit. If
-    ``next_state`` is "trained" (TRL) or "untrained" (DeepSpeed-Chat), this position is a state with or
-    without value loss. If it is "ignored" (zysNLP), this position is no state, and the score has no effect.
+    "next_token" is the position after the last action, or the last action of a response at its length limit.
+    The next position is a state with value loss if ``next_state`` is "trained" (TRL), a state without it if
+    "untrained" (DeepSpeed-Chat), and no state if "ignored" (zysNLP), where a score has no effect.
     """
 
     position: str  # last_token | next_token

@@ -86,13 +86,13 @@ class Responses:
         return torch.where(self.states.any(dim=1), masked_sum(self.rewards, self.states, dim=1), self.scores)
 
     def of_responses(self, advantages: Tensor) -> Estimate:
-        """Returns an estimate in which all tokens of a response have its entry of ``advantages`` [B]."""
+        """Returns an estimate that gives each action its response's entry of ``advantages`` [B]."""
         return Estimate(broadcast_sequence(advantages.to(widen(self.totals).dtype), self.mask))
 
     def of_tokens(
         self, advantages: Tensor, returns: Tensor | None = None, value_mask: Tensor | None = None
     ) -> Estimate:
-        """Returns an estimate from ``advantages`` [B,S] of all states."""
+        """Returns an estimate that keeps the ``advantages`` [B,S] of the actions; all others become 0."""
         return Estimate(advantages[:, :-1].masked_fill(~self.mask, 0.0), returns, value_mask)
 
 

@@ -13,7 +13,7 @@ class FixedKLController:
         self.value = init_kl_coef
 
     def update(self, current: float, n_steps: int) -> None:
-        """Does nothing. Subclasses adjust the coefficient to ``current``, the KL of ``n_steps`` sequences.
+        """Does nothing. Subclasses adapt the coefficient to ``current``, the mean KL of ``n_steps`` samples.
 
         ``current`` must be reduced over ranks, so that all ranks have the same coefficient.
         """

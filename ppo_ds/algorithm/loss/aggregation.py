@@ -1,10 +1,10 @@
 """Aggregation of token losses over a whole optimizer step.
 
-A micro-batch without any action has a loss of 0 with zero gradients, not NaN: its rank must still run the
-same backward as the other ranks.
+A micro-batch without any action has a loss of 0 with zero gradients, not NaN, because its rank must still
+run the same backward as the other ranks.
 
-Metrics of a loss are detached float64 statistics of one micro-batch, which are summed over micro-batches and
-ranks. Shape [2]: sum and count of a mean; [5]: input of explained_variance(); 0-dim: a maximum.
+Metrics of a loss are detached float64 statistics of one micro-batch. Those of shape [2] (sum and count of a
+mean) and [5] (input of explained_variance()) add up over micro-batches and ranks. 0-dim ones are maxima.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class PolicyConfig(Variants):
     """Policy loss, or package.module.name of your own."""
 
     off_policy_limit: Positive | None = None
-    """Excludes tokens with a negative advantage in responses whose mean log(sampling / current policy) is
-    above this, in nats (DeepSeek-V3.2); null: off."""
+    """Excludes tokens with a negative advantage in responses whose mean log(sampling / current policy)
+    exceeds this value, in nats (DeepSeek-V3.2); null: off."""
 
     top_entropy: Annotated[Number, Gt(0), Lt(1)] | None = None
     """Share of the tokens that have a policy loss: those with the highest entropy; null: all."""
@@ -85,7 +85,7 @@ class Clipped(PolicyConfig):
         yield from super().problems(action_level)
 
     def wrong_lower_bound(self) -> str | None:
-        """Returns the values that clip_low must have; None if its value is valid for the loss."""
+        """Describes the valid values of clip_low; returns None if its value is valid for the loss."""
         if self.clip_low is not None and self.clip_low < 1:
             return None
         exempt = [name for name, other in self.variants.items() if issubclass(other, MayLackLowerBound)]
@@ -113,7 +113,7 @@ class DualClipped(Clipped):
     """A clipped surrogate with an optional bound of the loss for negative advantages."""
 
     dual_clip: Annotated[Number, Gt(1)] | None = None
-    """Bound of the loss for negative advantages (dual-clip PPO); null: off."""
+    """Limits the loss for negative advantages to dual_clip x |advantage| (dual-clip PPO); null: off."""
 
 
 class PPO(DualClipped):
@@ -135,7 +135,7 @@ class GSPO(DualClipped):
 
 
 class CISPO(MayLackLowerBound):
-    """Log-probability weighted by the clipped ratio, which gets no gradient (MiniMax 2025)."""
+    """Advantage times log-probability times the clipped ratio, which gets no gradient (MiniMax 2025)."""
 
     loss: Literal["cispo"] = "cispo"
     function = f"{_HERE}.losses.cispo"
@@ -166,8 +166,8 @@ class DPPO(PolicyConfig):
 
     own_ratio = True
     delta: Positive | None = None
-    """Distance from the old policy beyond which a token is masked, in probability (dppo_tv) or nats
-    (dppo_kl); null: 0.15 and 0.05."""
+    """Distance from the old policy beyond which a token is masked; null: 0.15 in probability (dppo_tv) or
+    0.05 nats (dppo_kl)."""
 
 
 class DPPOTV(DPPO):
@@ -199,11 +199,11 @@ class GMPO(Clipped):
 
 
 class Covariance(PolicyConfig):
-    """A loss that treats a few tokens with a high covariance differently."""
+    """A loss that treats a few tokens with a high covariance of log-prob and advantage differently."""
 
     own_ratio = True
     cov_frac: Annotated[Number, Gt(0), Lt(1)] | None = None
-    """Share of the tokens that clip_cov or kl_cov select; null: 0.0002 and 0.002."""
+    """Share of the tokens to select; null: 0.0002 (clip_cov) or 0.002 (kl_cov)."""
 
 
 class ClipCov(Covariance, MayLackLowerBound):

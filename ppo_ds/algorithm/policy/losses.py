@@ -95,8 +95,8 @@ def gmpo(terms: PolicyTerms, policy: Any) -> TokenLoss:
     """Computes -A r, where r is the geometric mean of the clipped ratios of all tokens of a response.
 
     Each ratio is limited, without a gradient beyond the limit: to at most exp(clip_high) where A > 0, and to
-    at least exp(-clip_low) elsewhere. As in the authors' code and in verl, the other side has no such limit:
-    the mean log-ratio is clamped to +-20.
+    at least exp(-clip_low) elsewhere. On the opposite side, as in the authors' code and in verl, only the
+    mean log-ratio is limited, to +-20.
     """
     log_ratio, advantages = terms.differences, terms.advantages
     high = policy.clip_low if policy.clip_high is None else policy.clip_high

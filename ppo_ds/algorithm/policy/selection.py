@@ -1,7 +1,7 @@
 """Selects tokens for a policy loss, as a bool mask [B,T]. Ties are broken by position.
 
-Except for off_policy_tokens, which depends only on a response, the functions must receive all rows of an
-optimizer step, of all ranks. Every rank holds these rows, so all ranks compute the same mask.
+off_policy_tokens treats each response separately. The other functions must receive all rows of an optimizer
+step, of all ranks. Every rank holds these rows, so all ranks compute the same mask.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def off_policy_tokens(
 
 
 def top_entropy_tokens(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """Selects the ``fraction`` of all tokens with the highest entropy (Wang et al. 2025).
+    """Selects the ``fraction`` of all N tokens with the highest entropy (Wang et al. 2025).
 
-    These are at or above the quantile 1 - fraction; of those equal to it, only as many as needed are taken.
+    These are floor(fraction * (N - 1)) + 1 tokens: without ties, those at or above the quantile 1 - fraction.
     """
     rank = fraction * (int(mask.sum()) - 1)  # of the quantile, from the top
     return mask_of(largest(entropy[mask], math.floor(rank + 1e-9) + 1), mask)
@@ -52,7 +52,7 @@ def mask_of(chosen: Tensor, mask: Tensor) -> Tensor:
 
 
 def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Computes the centred product of log-prob and advantage of each token under the mask, [N] float64."""
+    """Computes (log-prob - mean) * (advantage - mean) of each of the N tokens under the mask, [N] float64."""
     logprobs, advantages = logprobs[mask].double(), advantages[mask].double()
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
@@ -62,8 +62,8 @@ def clip_cov_tokens(
 ) -> Tensor:
     """Selects random tokens among those with a covariance in (cov_low, cov_high).
 
-    Their number is the share ``cov_frac`` (None: 0.0002, as in the paper) of all tokens, at least one, unless
-    too few tokens qualify. ``generator`` must have the same state on every rank.
+    Their number is the share ``cov_frac`` (None: 0.0002, as in the paper) of all tokens, at least one. If
+    fewer tokens qualify, all of them are selected. ``generator`` must have the same state on every rank.
     """
     covariance = covariances(logprobs, advantages, mask)
     candidates = ((covariance > policy.cov_low) & (covariance < policy.cov_high)).nonzero()[:, 0]
@@ -75,7 +75,7 @@ def clip_cov_tokens(
 def kl_cov_tokens(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator, policy: Any
 ) -> Tensor:
-    """Selects the tokens with the largest covariance, ``cov_frac`` (None: 0.002, as in the paper) of all."""
+    """Selects the share ``cov_frac`` (None: 0.002, as in the paper) of tokens with the largest covariance."""
     covariance = covariances(logprobs, advantages, mask)
     count = count_of(len(covariance), 0.002 if policy.cov_frac is None else policy.cov_frac)
     return mask_of(largest(covariance, count), mask)

@@ -77,8 +77,8 @@ def surrogate_loss(
     [B]. ``policy`` has the keys of ``objective``. ``ratio`` is the ratio's unit: "token", or one ratio per
     response, exp of the sum ("sequence") or of the mean ("sequence_mean") of the log-ratios.
 
-    The log-ratio is clamped before exp: otherwise float32 gives 0 * inf = NaN gradients although the loss is
-    finite. ``selected`` [B,T] is the result of PolicyConfig.selection.
+    The log-ratio is clamped before exp, because float32 otherwise gives 0 * inf = NaN gradients although the
+    loss is finite. ``selected`` [B,T] is the result of PolicyConfig.selection.
     """
     current, old = keep(logprobs, mask), keep(old_logprobs.detach(), mask)
     advantages = keep((advantages if advantages.dim() == 2 else advantages[:, None]).detach(), mask)
@@ -105,7 +105,7 @@ def surrogate_loss(
 
 
 def clamped_log_ratio(differences: Tensor, mask: Tensor, ratio: str, clamp: float) -> Tensor:
-    """Computes each token's clamped log-ratio from the masked ``differences`` log pi - log pi_old [B,T]."""
+    """Computes the clamped log-ratio in the unit ``ratio`` from masked log pi - log pi_old, both [B,T]."""
     match ratio:
         case "token":
             log_ratio = differences

@@ -68,7 +68,7 @@ class IcePop(Bounded):
 
 
 class SeqMaskTIS(Bounded):
-    """Weights of tokens, 0 in responses whose geometric mean is outside of [low, high]."""
+    """Weights of tokens, 0 in responses whose geometric mean of weights is outside of [low, high]."""
 
     kind: Literal["seq_mask_tis"] = "seq_mask_tis"
     function = f"{_HERE}.sequence_mask_tis"

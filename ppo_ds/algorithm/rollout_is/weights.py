@@ -1,6 +1,6 @@
 """Importance weights that correct for the sampling engine's log-probs, w = pi / pi_sampling per token.
 
-W: w at level "token", the product of a response's w at "sequence", the geometric mean at "sequence_mean".
+W is w at level "token", the product of a response's w at "sequence", the geometric mean at "sequence_mean".
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Computes the squared error of the values [B,T], aggregated to a scalar, and its metrics.
 
-    With ``clip``, a token's error is the larger of two: of V, and of V limited to old_values +- clip.
+    With ``clip``, a token's error is the larger of the errors of V and of V limited to old_values +- clip.
     ``half`` multiplies the loss by 1/2.
     """
     values, old, returns = keep(values, mask), keep(old_values.detach(), mask), keep(returns.detach(), mask)
