@@ -21,7 +21,7 @@ U = TypeVar("U")
 
 
 class PeerTaskFailed(RunError):
-    """Raised if a task of another rank has failed, on the ranks whose tasks have not."""
+    """Raised on ranks without a failed task if a task of another rank has failed."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Pending(Generic[T]):
 
     @property
     def error(self) -> BaseException | None:
-        """The error of the first task that has failed."""
+        """The error of the first failed task, or None if no task has failed."""
         return next((error for task in self.tasks if task.done() and (error := task.exception())), None)
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -56,7 +56,7 @@ class Pending(Generic[T]):
         return not wait(self.tasks, seconds, FIRST_EXCEPTION).not_done
 
     def result(self) -> T:
-        """Waits for all tasks and returns the result; if one fails, cancels the others and raises."""
+        """Waits for all tasks and returns the result; if a task fails, cancels the others and raises."""
         self.wait()
         if (error := self.error) is not None:
             self.cancel()

@@ -42,14 +42,14 @@ class Pool:
         tasks = tuple(start_coroutine(run(call), "calls") for call in calls)
 
         def cancel() -> None:
-            for task in reversed(tasks):  # before a running call frees its slot for one that waits
+            for task in reversed(tasks):  # waiting calls first, so that none takes a freed slot
                 task.cancel()
 
         return Pending(lambda: [task.result() for task in tasks], tasks, cancel)
 
 
 async def result_within(seconds: float | None, future: Future[R]) -> R:
-    """Waits for a future of another thread or loop; if the wait is cancelled, cancels the future.
+    """Returns the result of a future of another thread or loop; cancels the future if the wait ends early.
 
     Raises NoResult after ``seconds`` (None: no limit).
     """
@@ -64,7 +64,7 @@ async def result_within(seconds: float | None, future: Future[R]) -> R:
 
 
 def start_thread(function: Callable[..., R], *arguments: Any) -> Future[R]:
-    """Calls a function in a new daemon thread."""
+    """Calls a function in a new daemon thread and returns the future of its result."""
     future: Future[R] = Future()
     future.set_running_or_notify_cancel()  # a running thread cannot be cancelled
 
@@ -80,7 +80,7 @@ def start_thread(function: Callable[..., R], *arguments: Any) -> Future[R]:
 
 
 async def call_user(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a user's function in a new thread; if it is async, awaits it in the caller's event loop."""
+    """Calls a user's function in a new thread; if it returns a coroutine, awaits that in this event loop."""
     result = await result_within(None, start_thread(function, *arguments))
     try:
         return await result if inspect.isawaitable(result) else result

@@ -41,7 +41,10 @@ def plan_forwards(
 def plan_microbatches(
     prompt_lengths: Tensor, limits: Tensor, token_budget: int, at_least: int = 1
 ) -> list[Tensor]:
-    """Groups rows for generation; a group costs rows * (longest prompt + largest limit of new tokens)."""
+    """Groups rows for generation within ``token_budget``; returns the row indices of each group.
+
+    A group costs rows * (longest prompt + largest limit of new tokens). ``at_least``: see ``plan_forwards``.
+    """
     assert 1 <= at_least <= len(limits), f"{at_least} groups of {len(limits)} rows"
     order = torch.argsort((prompt_lengths + limits).cpu(), descending=True, stable=True)
     prompts, responses = prompt_lengths.cpu()[order].tolist(), limits.cpu()[order].tolist()
@@ -66,7 +69,7 @@ def _groups(order: Tensor, ends: list[int]) -> list[Tensor]:
 def split_groups(ends: list[int], at_least: int, cost: Callable[[int, int], int]) -> list[int]:
     """Halves the most expensive group until there are ``at_least`` groups, and returns their ends.
 
-    Of equally expensive groups, the first is halved.
+    Of equally expensive groups, the first is halved. ``cost(start, end)`` is the cost of one group.
     """
     if len(ends) >= at_least:
         return ends
@@ -89,7 +92,7 @@ def padded_tokens(lengths: Tensor, packed: bool) -> int:
 
 
 def fill_groups(descending: list[int], token_budget: int) -> list[int]:
-    """Returns the ends of consecutive groups, each filled up to the budget."""
+    """Returns the ends of consecutive groups of ``descending`` lengths, each filled up to the budget."""
     ends, tokens = [], 0
     for i, size in enumerate(descending):
         if i and tokens + size > token_budget:

@@ -254,7 +254,7 @@ def logits_gradient(
     """Computes the gradient [K,b] of a block of logits from its probabilities p [K,b], overwriting p.
 
     ``inside`` and ``column`` are the results of ``_within``. ``for_logprobs`` [K] and ``for_entropy`` [K] are
-    the gradients of log-probs and ``entropy`` [K], divided by the temperature.
+    the incoming gradients of the log-probs and of ``entropy`` [K], divided by the temperature.
     """
     if for_entropy is None:
         d = p.mul_(-for_logprobs.unsqueeze(-1))

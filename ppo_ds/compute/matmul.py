@@ -92,9 +92,9 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def _takes(a: Tensor, b: Tensor, multiplications: int) -> bool:
-    """Returns whether to compute the product of a (at least two dimensions) and b by oneDNN.
+    """Returns whether to compute the product of a and b, with this number of multiplications, by oneDNN.
 
-    Under autocast, torch computes the product. oneDNN fails on empty matrices, which are below SMALLEST.
+    False if a is a vector, and under autocast. oneDNN fails on empty matrices, which are below SMALLEST.
     """
     if _library == "torch" or multiplications < SMALLEST or a.dim() < 2 or torch.is_autocast_enabled("cpu"):
         return False

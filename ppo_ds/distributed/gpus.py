@@ -32,7 +32,7 @@ class Gpu(NamedTuple):
 def cpu_requested(environment: Mapping[str, str], variables: Iterable[str] = NVIDIA) -> bool:
     """Returns whether the user has chosen the CPU, with DS_ACCELERATOR or by hiding all GPUs.
 
-    ``variables`` are the environment variables that hide this machine's GPUs; other vendors' are ignored.
+    ``variables`` are the environment variables that hide GPUs of this machine's vendor; others are ignored.
     """
     hidden = any(environment.get(name, "0").strip() in HIDDEN for name in variables)
     return hidden or environment.get("DS_ACCELERATOR") == "cpu"
@@ -93,7 +93,7 @@ def reason() -> str:
 
 
 def supports_expandable_segments() -> bool:
-    """Returns whether torch's expandable segments may be used: under WSL, allocations in them can fail.
+    """Returns whether torch may use expandable segments; False under WSL, where allocations in them can fail.
 
     See https://github.com/pytorch/pytorch/issues/192330.
     """

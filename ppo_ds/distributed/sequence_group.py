@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class _Sum(torch.autograd.Function):
-    """Sums a tensor over a group. The backward sums its gradients."""
+    """Sums a tensor over a group. The backward sums the gradients over the group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -36,7 +36,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 class SequenceGroup:
     """The group of this rank when the ranks are divided into groups of ``size`` consecutive ranks.
 
-    All ranks must call this. All ranks of the group must call each method.
+    All ranks must create this object. All ranks of the group must call each method.
     """
 
     def __init__(self, rank: int, ranks: int, size: int, timeout: timedelta):

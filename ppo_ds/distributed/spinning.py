@@ -87,7 +87,7 @@ def start_spin_control(threads: int, cores: int, environment: Mapping[str, str])
 
 
 def find_libgomp(maps: str) -> str | None:
-    """Returns the path of libgomp in the text of MAPS, or None unless it is the only OpenMP runtime there."""
+    """Returns the path of libgomp in ``maps`` (see MAPS), or None if it is not the only OpenMP runtime."""
     found = {match[1]: match[0] for match in RUNTIMES.finditer(maps)}
     return found.get("libgomp") if len(found) == 1 else None
 
@@ -155,11 +155,11 @@ def thread_times(tasks: Path) -> dict[str, Times]:
 
 
 def waiting_share(before: Mapping[str, Times], after: Mapping[str, Times], seconds: float) -> float | None:
-    """Returns the largest fraction of its time, without sleep, that any thread has waited for a core.
+    """Returns the largest share of time, waiting / (running + waiting), of a thread between measurements.
 
-    Threads that slept for three quarters of ``seconds`` do not count; if all did, returns None. Other threads
-    count even if they are not OpenMP's, because the kernel does not tell them apart. If such a thread waits
-    for a core, more threads are ready to run than there are cores, and spinning delays them too.
+    Threads that slept for three quarters of ``seconds`` do not count; if all did, returns None. Threads of
+    other libraries count too, because the kernel does not tell them apart. If such a thread waits for a core,
+    more threads are ready to run than there are cores, and spinning delays them too.
     """
     shares = []
     for thread in before.keys() & after.keys():

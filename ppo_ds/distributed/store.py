@@ -40,9 +40,9 @@ class RankStore:
         self._lock = threading.Lock()
 
     def _call(self, operation: Callable[[dist.Store], T]) -> T:
-        """Runs ``operation`` in a daemon thread: torch has no timeout for a store whose process is suspended.
+        """Runs ``operation`` in a daemon thread, since torch waits without a timeout for a suspended process.
 
-        After StoreSilent, the operation still runs once the process goes on; it holds the lock until then.
+        After StoreSilent, the operation continues and holds the lock until the store's process has answered.
         """
         answer: Future[T] = Future()
 

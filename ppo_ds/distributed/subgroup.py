@@ -14,7 +14,7 @@ T = TypeVar("T")
 class Subgroup:
     """The group of this rank when the ranks are divided into groups of ``size`` consecutive ranks.
 
-    All ranks must call this. All ranks of the group must call each method; objects are exchanged over gloo.
+    All ranks must create this object. All ranks of the group must call each method, which uses gloo.
     """
 
     def __init__(self, world: World, size: int):

@@ -113,7 +113,8 @@ class Watchdog:
         """Stores ``store`` and a descriptor of each other rank on this machine. All ranks must call this."""
         self._rank, self._size, self._store = world.rank, world.size, store
         self._peers = local_peers(world)
-        # not select.select(), which accepts no descriptor above 1023, as sockets have with many ranks
+        # not select.select(), which accepts no descriptor above 1023; with many ranks, sockets use up the
+        # lower ones
         self._ended = select.poll()
         for descriptor in self._peers:
             self._ended.register(descriptor, select.POLLIN)
@@ -186,7 +187,7 @@ class Watchdog:
     def check(self) -> None:
         """Checks for failures of other ranks and a hang of this rank. The thread calls it twice a second."""
         failure, suspended = None, self._suspended_peer()
-        if suspended == 0:  # it usually holds the store, which would not answer
+        if suspended == 0:  # rank 0 usually holds the store, which would not answer
             return self._check_progress(suspended)
         try:
             failure = self._read_failure()
@@ -250,7 +251,7 @@ class Watchdog:
         return failure
 
     def _handle_failure(self, failure: Failure) -> None:
-        """Exits because of a failure in the store; returns if ``fail`` is reporting it as this rank's own.
+        """Exits because of a failure in the store, unless it is this rank's own, which ``fail`` is reporting.
 
         Prints one line, or in a hang this rank's phase and stack; nothing if the failure is ``quiet``.
         """
@@ -286,7 +287,7 @@ class Watchdog:
         self._process.exit(code)
 
     def _check_progress(self, suspended: int | None) -> None:
-        """If no beat came within the timeout, publishes a hang, which each rank reports at its next check."""
+        """Publishes a hang if no beat came within the timeout; each rank then reports the hang and exits."""
         if (limit := self._limit) is None:
             return
         now, beats = self._process.clock(), heartbeat.read().beats

@@ -194,7 +194,7 @@ class World:
             pause = min(2 * pause, 0.5)  # on 512 ranks, at most 1,000 requests per second
 
     def barrier(self) -> None:
-        """Waits until every rank has called it."""
+        """Waits until every rank has called this method."""
         with self.waiting():
             dist.barrier(device_ids=None if self.device.index is None else [self.device.index])
 
@@ -232,7 +232,7 @@ def open_local_store(timeout: timedelta) -> dist.TCPStore | None:
     the loopback interface before torch does. torch then uses the store that it finds at this port. The store
     of torchrun's agent is not changed, and the ranks read from it only the port of their own store.
 
-    Returns the store on rank 0, which must keep it until the process group exists.
+    Returns the store on rank 0, which must keep it until the process group exists, and None on other ranks.
     """
     store, agent = None, None
     port = int(os.environ["MASTER_PORT"])

@@ -1,10 +1,10 @@
 """AdamW with moments of 8 bits (Dettmers et al. 2022), from bitsandbytes.
 
-Each element of a moment is stored as an 8-bit code, the index of a number in a table. Its value is this
-number times the scale of its block of 256 elements. Checkpoints store moments in fp32, so that they depend
-neither on blocks nor on the optimizer. If the blocks are the same, ``encoded`` finds codes and scales that
-decode to exactly these values. A step depends only on the values, so a run that resumes with the same ranks
-and ZeRO stage continues bit for bit.
+Each element of a moment is stored as an 8-bit code, the index of a number in a table. The element's value is
+that number times the scale of its block of 256 elements. Checkpoints store moments in fp32, so that they
+depend neither on blocks nor on the optimizer. If the blocks are the same, ``encoded`` finds codes and scales
+that decode to exactly these values. A step depends only on the values, so a run that resumes with the same
+ranks and ZeRO stage continues bit for bit.
 """
 
 from __future__ import annotations

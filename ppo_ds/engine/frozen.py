@@ -32,7 +32,7 @@ class HostWeights:
     def __init__(self, module: nn.Module, device: torch.device):
         """Moves the parameters to a new block one by one: at most one parameter is in memory twice."""
         self._slots = [
-            (owner, name, parameter)  # a tied parameter has several
+            (owner, name, parameter)  # a tied parameter has several slots
             for owner in module.modules()
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
         ]
@@ -132,7 +132,7 @@ class FrozenBase(FrozenModel):
     def __init__(
         self, trained: TrainedModel, *, base_weights: Callable[[nn.Module], AbstractContextManager[None]]
     ):
-        """Wraps ``trained``; in the context ``base_weights(module)``, it computes as before its training."""
+        """Wraps ``trained``, which computes as before its training inside ``base_weights(module)``."""
         super().__init__(trained.module, trained, trained.world.device)
         self._base_weights = base_weights
 

@@ -16,10 +16,7 @@ from torch import Tensor
 
 
 def local_gradients(engine: Any) -> list[Tensor]:
-    """Returns this rank's share of the gradients.
-
-    With an offloaded optimizer, returns instead the norm of each gradient, as computed by DeepSpeed.
-    """
+    """Returns this rank's share of the gradients; with an offloaded optimizer, only each gradient's norm."""
     wrapper = engine.optimizer
     if hasattr(wrapper, "norm_for_param_grads"):
         return list(wrapper.norm_for_param_grads.values())

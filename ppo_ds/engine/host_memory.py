@@ -1,6 +1,6 @@
 """Blocks of CPU memory that are page-locked, so that copies between them and a GPU are asynchronous.
 
-torch's own allocator of page-locked memory is not used: it rounds each allocation up to a power of two
+torch's own allocator of page-locked memory is not used, since it rounds each allocation up to a power of two
 (ATen/core/CachingHostAllocator.h). Not tried on a GPU.
 """
 

@@ -250,10 +250,7 @@ class HybridActor(TrainedModel):
 
 
 def by_layer(weights: list[PlainWeight]) -> list[list[PlainWeight]]:
-    """Groups weights by decoder layer, which is the first number in their names.
-
-    Each weight without a number is a group.
-    """
+    """Groups weights by decoder layer, the first number in a name; a weight without a number is a group."""
     groups: dict[str, list[PlainWeight]] = {}
     for weight in weights:
         layer = re.match(r"(?:.*?\.)?\d+\.", weight.name)

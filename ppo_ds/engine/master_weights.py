@@ -96,7 +96,7 @@ class MasterWeights:
         return local_range(self.parameters[name], self._model.zero_stage, self._world.rank)
 
     def set_local(self, name: str, part: str, values: Tensor) -> None:
-        """Sets this rank's elements of ``part``, which are those of ``local_range``. Not a collective."""
+        """Sets this rank's elements of ``part`` (``local_range``) to 1-dim ``values``. Not a collective."""
         parameter = self.parameters[name]
         if self._whole is not None:
             whole = self._whole_part(name, part)
@@ -134,7 +134,7 @@ class MasterWeights:
     def get_steps(self) -> dict[str, int]:
         """Returns AdamW's step counter of each parameter by name.
 
-        Without ZeRO the counter of a parameter does not count steps in which it had no gradient. A ZeRO
+        Without ZeRO, a parameter's counter counts only steps in which the parameter had a gradient. A ZeRO
         partition has one counter for all its parameters.
         """
         if self._whole is not None:
@@ -171,7 +171,7 @@ class MasterWeights:
 def opened_masters(model: TrainedModel, *, store: bool = False) -> Iterator[MasterWeights]:
     """Yields MasterWeights with moments in fp32, even if the optimizer keeps them in 8 bits.
 
-    An 8-bit optimizer discards changes of the moments unless ``store`` is True and no exception occurs.
+    Changes of the moments of an 8-bit optimizer are kept only with ``store``, and not after an exception.
     """
     optimizer = model.engine.basic_optimizer
     if is_8bit(optimizer):

@@ -85,7 +85,7 @@ def load_rng(directory: Path, world: World) -> None:
     """Restores this rank's states.
 
     If the saved run had fewer ranks, a rank without a file is seeded from rank 0's file and the rank number.
-    Raises OSError if a file has no valid states: numpy does not check them, and a later draw would crash.
+    Raises OSError if a file has no valid states. numpy does not check states, and a later draw would crash.
     """
     path = rng_file(directory, world.rank)
     if not path.exists():

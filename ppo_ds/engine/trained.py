@@ -24,7 +24,7 @@ from ppo_ds.models.quantized import whole_numel
 class LRSchedule:
     """Learning rate of each optimizer step: linear warm-up, then cosine decay, linear decay or constant.
 
-    ``cosine`` and ``linear`` reach the minimum in the last step, ``cosine_annealing`` (as in torch) after it.
+    ``cosine`` and ``linear`` reach the minimum in the last step, ``cosine_annealing`` one step later (torch).
     """
 
     lr: float
@@ -134,9 +134,9 @@ class TrainedModel:
         lr_factors: Mapping[nn.Parameter, float] | None = None,
         settings: Mapping[str, float] | None = None,
     ):
-        """See ``parameter_groups`` for ``lr_factors``. ``eight_bit`` selects AdamW with 8-bit moments.
+        """Wraps ``module`` in an engine with AdamW, whose moments have 8 bits if ``eight_bit``.
 
-        ``settings`` are config keys and values that checkpoints store in addition to the model's tensors.
+        ``parameter_groups`` defines ``lr_factors``. ``settings`` are config values that checkpoints store.
         """
         self.settings = dict(settings or {})
         self.world = world
@@ -171,8 +171,8 @@ class TrainedModel:
     def replaced_weights(self, refresh: Callable[[], None]) -> Iterator[None]:
         """Forbids training inside the block, where the module has other weights (engine/weight_copy.py).
 
-        If an exception leaves the block, ``refresh`` runs before the next use of the module, not at once: it
-        is a collective, and the exception may have occurred on one rank only.
+        If an exception leaves the block, ``refresh`` runs before the next use of the module. It does not run
+        at once, because ``refresh`` is a collective and the exception may have occurred on one rank only.
         """
         assert not self._weights_replaced, (
             "weights are replaced already: WeightCopy.swapped() inside swapped()"
@@ -190,21 +190,21 @@ class TrainedModel:
     def restore_weights(self) -> None:
         """Restores the trained weights if an exception has left the block of ``replaced_weights``.
 
-        All ranks must call this if the weights must be restored.
+        All ranks must call this after such an exception; otherwise it does nothing.
         """
         if self._refresh_weights is not None:
             refresh, self._refresh_weights = self._refresh_weights, None
             refresh()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulates a micro-batch's gradient; ``last``: it is the optimizer step's last micro-batch."""
+        """Accumulates the gradient of a micro-batch; ``last`` marks the last one of the optimizer step."""
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         self.engine.set_gradient_accumulation_boundary(last)
         with deterministic_algorithms(self.world.deterministic):
             self.engine.backward(loss, scale_wrt_gas=False)
 
     def local_squared_grad_norm(self) -> Tensor:
-        """Returns this rank's part of the squared gradient norm before clipping: 0-dim, float64.
+        """Returns this rank's part of the squared norm of the loss-scaled gradient: 0-dim, float64.
 
         Not a collective. The caller sums the parts over ranks and skips the step if the sum is not finite in
         float32, in which DeepSpeed computes the norm.
@@ -214,7 +214,8 @@ class TrainedModel:
     def step(self) -> StepInfo:
         """Clips and applies the accumulated gradient.
 
-        DeepSpeed skips the step if the gradient is not finite, except in fp32 without ZeRO, where it must be.
+        DeepSpeed skips the step if the gradient is not finite, except in fp32 without ZeRO. There, the caller
+        must call ``skip`` instead.
         """
         assert not self._weights_replaced, "training inside WeightCopy.swapped()"
         lr = self.schedule.at(self.steps)

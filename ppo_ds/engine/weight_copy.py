@@ -48,7 +48,7 @@ class WeightCopy:
         """Gives the engine the copy's weights inside the block, for forwards, generation and export.
 
         All ranks must call this. Training inside the block is forbidden. After it, the engine's weights are
-        bit-identical to those before. After an exception, the master weights are restored at once, the
+        bit-identical to those before. After an exception, the master weights are restored at once, and the
         module's weights at the next use of the model (see ``TrainedModel.replaced_weights``).
         """
         assert self.model.module.training, (

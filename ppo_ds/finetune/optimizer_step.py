@@ -57,9 +57,9 @@ class OptimizerStep:
         """Makes one optimizer step and returns its metrics over all ranks. All ranks must call this.
 
         DeepSpeed averages gradients over ranks. The losses of the micro-batches of all ranks must therefore
-        add up to the loss of the optimizer step times the number of ranks. So the loss of a micro-batch is a
-        sum over its rows or tokens, times the number of ranks, divided by the count of the whole optimizer
-        step. The result is the exact gradient of the global mean, for any number of ranks and micro-batches.
+        add up to the loss of the optimizer step times the number of ranks. The loss of a micro-batch must
+        be the sum over its rows or tokens, times the number of ranks, divided by the count of the whole step.
+        The result is the exact gradient of the global mean, for any number of ranks and micro-batches.
 
         Raises TooManySkips once health.max_skips steps in a row were skipped.
 
@@ -128,7 +128,7 @@ class FinetuneStage(Generic[Source, Batch]):
         """Does nothing, since the training needs no preparation."""
 
     def next_rows(self) -> Batch:
-        """Returns the rows of the next step; a later stop request does not interrupt the step."""
+        """Returns the next step's rows, or raises Abandoned; a later stop request cannot abandon the step."""
         with self.context.timer("data"):
             rows = next(self.rows)
         self.context.stop.raise_if_stopped()

@@ -59,8 +59,8 @@ class PairScores:
     def calibration(self) -> list[tuple[float, float, int]]:
         """Returns (mean confidence, accuracy, number of pairs) of each non-empty bin.
 
-        The confidence sigmoid(|d|) is the model's probability of its choice (Bradley and Terry 1952). In a
-        calibrated model, it equals the accuracy.
+        The confidence sigmoid(|d|) is the model's probability of its choice (Bradley and Terry 1952). It
+        equals the accuracy if the model is calibrated.
         """
         confidence, correct = self.differences.abs().sigmoid(), pair_accuracy(self.differences)
         bins = ((confidence - 0.5) * 2 * BINS).long().clamp(0, BINS - 1)

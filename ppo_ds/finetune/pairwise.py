@@ -31,8 +31,8 @@ def pairwise_loss(
         centering: Keeps the mean of the scores near 0, which the other terms do not determine (Eisenstein et
             al. 2023).
         label_smoothing: Assumed share of pairs whose label is wrong.
-        pairs: Number of pairs of the whole optimizer step, over all ranks and micro-batches. None: [b] is the
-            whole step. The result is this micro-batch's share of the mean, times ``dp_size``, see
+        pairs: Number of pairs of the whole optimizer step, over all ranks and micro-batches. None: these b
+            pairs are all. The result is this micro-batch's share of the mean, times ``dp_size``, see
             ``aggregate``.
 
     Returns:

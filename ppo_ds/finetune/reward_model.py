@@ -106,7 +106,7 @@ class RewardModelTrainer(FinetuneStage[PreferenceSource, PreferencePairs]):
     def measure(self, *, averaged: bool, check: Callable[[], None] = lambda: None) -> PairScores:
         """Returns the scores of the held-out pairs, or of training pairs if there are none.
 
-        All ranks must call this. ``check`` may raise Abandoned after a stop request, but not in an export.
+        All ranks must call this. ``check`` may raise Abandoned after a stop request; an export passes none.
         """
         key = (averaged, self.scorer.steps)
         if key not in self.measured:

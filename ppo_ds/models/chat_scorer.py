@@ -44,7 +44,7 @@ class ChatScorer(nn.Module):
         return torch.tensor(_numbers(scores), dtype=torch.float32)
 
     def length(self, chat: Chat) -> int:
-        """Estimates the number of tokens of a chat, since only the model's code knows its template."""
+        """Estimates the number of tokens of a chat; only the model's code knows the exact chat template."""
         texts = self._tokenizer.encode_many([message["content"] for message in chat], special_tokens=False)
         return sum(len(text) + _MARKUP for text in texts)
 
@@ -85,7 +85,7 @@ def load_chat_scorer(section: ModelConfig, *, key: str = "reward.model") -> Chat
 
 
 def _numbers(scores: Any) -> list[float]:
-    """Flattens scores (numbers, tensors of any shape, or nested lists of these); else raises TypeError."""
+    """Flattens numbers, tensors of any shape and nested lists of them; raises TypeError for other types."""
     if isinstance(scores, (list, tuple)):
         return [number for part in scores for number in _numbers(part)]
     try:

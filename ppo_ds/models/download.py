@@ -3,11 +3,11 @@
 A rank that loads a model requests a dozen files from the Hub, which rejects many requests from one address
 (HTTP 429). Before the models of a run are loaded, rank 0 therefore lists their files, and the first rank of
 each node downloads files that its cache lacks. All ranks then load only from the cache, and only the commit
-that rank 0 has found. If nodes share a cache, rank 0 fills it. For a model that was not downloaded in this
-way, as in some tools, ``fetch_weights`` downloads the weights and transformers the other files.
+that rank 0 has found. If nodes share a cache, rank 0 fills it. Some tools load a model without this download.
+``fetch_weights`` then downloads the weights, and transformers downloads the other files.
 
-The progress bars of the libraries are off (launch/train.py), since every rank would draw one. Rank 0 shows
-downloads.
+The progress bars of the libraries are off (launch/train.py), since every rank would draw one. ``DownloadBar``
+shows the progress instead.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _WEIGHTS = re.compile(r"(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
 _UNUSED = re.compile(
     r".*\.(?:safetensors|bin|h5|msgpack|ot|gguf|onnx|onnx_data|pt|pth|ckpt|npz|tflite|md|png|jpe?g|gif|pdf)"
 )
-# transformers requests this file from the Hub even if it may only read the cache, unless the cache records
-# that it does not exist
+# transformers requests this file from the Hub even with local_files_only, unless the cache records that the
+# file does not exist
 _ADAPTER = "adapter_config.json"
 _TEMPLATES = "additional_chat_templates/"
 UNREACHABLE = (
@@ -109,9 +109,9 @@ _downloaded: dict[tuple[str, str | None], HubFiles] = {}
 
 
 def hub_arguments(path: str, revision: str | None) -> dict[str, Any]:
-    """Returns the arguments of transformers that apply to the Hub but not to a local folder.
+    """Returns the revision arguments for transformers' ``from_pretrained``; {} for a local folder.
 
-    If ``download_files`` has downloaded the model, they prevent requests to the Hub.
+    If ``download_files`` has downloaded the model, the arguments also prevent requests to the Hub.
     """
     if os.path.isdir(path):
         return {}
@@ -122,9 +122,9 @@ def hub_arguments(path: str, revision: str | None) -> dict[str, Any]:
 
 
 def cached_folder(path: str, revision: str | None) -> Path | None:
-    """Returns the folder with a model's files, or None if it is not known.
+    """Returns the folder with a model's files: the local folder ``path``, or a folder in the Hub cache.
 
-    This is a local folder, or one in the Hub cache if ``download_files`` has downloaded the model.
+    Returns None for a Hub model that ``download_files`` has not downloaded.
     """
     if os.path.isdir(path):
         return Path(path)
@@ -136,9 +136,9 @@ def cached_folder(path: str, revision: str | None) -> Path | None:
 def download_files(models: Sequence[HubModel], world: World) -> None:
     """Downloads all files of the models except for their weights. All ranks must call this.
 
-    Afterwards, this process loads these models without requests to the Hub, except for models whose files the
-    Hub does not list (see ``list_files``). Local folders, and paths that are not Hub ids, are ignored. Raises
-    UserError if a model is neither in the cache nor on the Hub.
+    Afterwards, this process loads these models without requests to the Hub, except for models for which
+    ``list_files`` returns None. Local folders, and paths that are not Hub ids, are ignored. Raises UserError
+    if a model is neither in the cache nor on the Hub.
     """
     unique: dict[tuple[str, str | None], HubModel] = {}
     for model in models:
@@ -182,10 +182,10 @@ def is_hub_id(path: str) -> bool:
 def list_files(model: HubModel) -> HubFiles | None:
     """Lists the files of a model on the Hub and downloads its small files.
 
-    If the Hub does not list files but the cache has the model with weights, returns HubFiles without names,
-    so that the cache is used unchanged. If the cache has only other files of the model, returns None:
-    transformers then requests each file, since some mirrors of the Hub provide files without listing them.
-    Raises UserError if the cache does not even have config.json.
+    If the Hub does not list the files, the result depends on the cache. If weights are cached, returns
+    HubFiles without names, so that the cache is used unchanged. If only other files are cached, returns None,
+    so that transformers requests each file; some mirrors of the Hub provide files without listing them.
+    Raises UserError if not even config.json is cached.
     """
     try:
         # writes the revision's commit into the cache, for later launches without a network
@@ -218,8 +218,8 @@ def list_files(model: HubModel) -> HubFiles | None:
 def download(files: HubFiles, names: Sequence[str], bar: type[tqdm] | None = None) -> None:
     """Downloads those of ``names`` that the local cache lacks; raises UserError if one cannot be downloaded.
 
-    Also copies the model's code to the folder from which transformers imports it. Several ranks must call
-    this through ``World.on_first_of_node``, so that no rank imports a file that another is still writing.
+    Also copies the model's code to the folder from which transformers imports code. Ranks must call this
+    through ``World.on_first_of_node``, so that no rank imports a file that another rank is still writing.
     """
     if not names:
         return

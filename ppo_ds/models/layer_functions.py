@@ -2,8 +2,8 @@
 
 The functions of ``compute.fused`` replace them and compute the same numbers bit for bit. A class or function
 of transformers is replaced only if its results in a small example are equal, so families with other formulas
-keep theirs. Only attributes of module instances are set: names of weights and modules, hooks, adapters and
-copies made from a model's class and config do not change.
+keep theirs. Only attributes of module instances are set, so that names of weights and modules, hooks,
+adapters and copies made from a model's class and config do not change.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Layout:
 
     The indices map between the input and the micro-batch. All tensors are on the device of the model. K is
     the number of labels, which are the response tokens whose log-probs are computed. N is the number of
-    states with a value: each row has one before each response token, and one after the last token.
+    states that get a value: in each row, the states before each response token and after the last token.
     """
 
     ids: Tensor  # [b,t]
@@ -106,8 +106,8 @@ def make_layout(
     """Makes the layout of ids and attention_mask [B,T], which are on the CPU or on the device of ``model``.
 
     The last ``response_width`` columns are the responses (0 if the rows have no responses). ``label_mask``
-    [B,R] selects the response tokens that are labels (None: all of them). ``sequence`` divides packed
-    columns.
+    [B,R] selects the response tokens that are labels (None: all of them). The ranks of ``sequence`` divide
+    the columns of a packed layout.
     """
     device = next(model.parameters()).device if ids.device.type == "cpu" else ids.device
     mask = attention_mask.cpu().bool()

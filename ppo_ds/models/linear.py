@@ -53,8 +53,8 @@ def packed_weights(model: nn.Module, products: int) -> Iterator[None]:
     """Lets each ``Linear`` of ``model`` multiply a packed copy of its weight inside the block.
 
     The weights must not change inside the block, and gradients must be disabled. ``products`` is the number
-    of times that each weight is multiplied. Nothing is packed if this is less than ``FEWEST_PRODUCTS``, if
-    the weights need more than ``MOST_PACKED`` bytes, or if oneDNN does not compute the products.
+    of times that each weight is multiplied. Nothing is packed if ``products`` is below ``FEWEST_PRODUCTS``,
+    if the weights need more than ``MOST_PACKED`` bytes, or if oneDNN does not compute the products.
     """
     layers = [
         module for module in model.modules() if isinstance(module, Linear) and matmul.packs(module.weight)

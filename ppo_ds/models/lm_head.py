@@ -5,8 +5,8 @@ tokens only. The trunk therefore computes the hidden states once, and ``LMHead``
 entropy at the response positions without materializing logits.
 
 Some model families change the logits after the head, by a soft cap (Gemma 2), a scale (Cohere, Granite) or a
-truncation of the vocabulary; ``probe_head`` detects this. In other families the head is not linear. For both
-kinds, the model's own forward computes the logits of the response positions.
+truncation of the vocabulary; ``probe_head`` detects such changes. Other families have a head that is not
+linear. In all of these families, the model's own forward computes the logits of the response positions.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def from_pretrained(
 
 
 def recompute_activations(model: nn.Module, section: ModelConfig) -> None:
-    """Makes the backward pass recompute activations if the section of the model asks for it."""
+    """Makes the backward pass recompute activations if ``section`` enables gradient_checkpointing."""
     if section.gradient_checkpointing:
         # with reentrant checkpointing, a block whose input needs no gradient, such as the first one, gets no
         # gradients
@@ -202,10 +202,7 @@ def recompute_activations(model: nn.Module, section: ModelConfig) -> None:
 
 
 def weight_names(path: str, revision: str | None = None) -> set[str] | None:
-    """Returns the names of the weights in a model's safetensors files.
-
-    Returns None if the files are not on this machine or cannot be read.
-    """
+    """Returns the names of the weights in a model's safetensors files; None if no readable file is local."""
     for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
         try:
             file = cached_file(path, name, **hub_arguments(path, revision) | {"local_files_only": True})
@@ -275,10 +272,10 @@ def _compute_buffers(module: Any) -> None:
 
 
 def _undo_rope_rewrite(config: PreTrainedConfig) -> None:
-    """Sets ``rope_scaling`` back to None if the config class is the model's own code and this was its value.
+    """Sets ``rope_scaling`` back to None where transformers 5 has replaced a None by a dict without ``type``.
 
-    transformers 5 replaces None by a dict without ``type``. Code written for transformers 4 would read the
-    type of the dict. Classes with ``rope_parameters`` are not changed, since they expect the dict.
+    Only configs whose class is the model's own code are changed, since code written for transformers 4 would
+    read ``type`` from the dict. Classes with ``rope_parameters`` are not changed: they expect the dict.
     """
     if not _is_own_code(type(config)):
         return
@@ -340,11 +337,11 @@ def refuse_names_of_files_elsewhere(folder: str, key: str) -> None:
 
 
 def attention(model: ModelConfig, key: str) -> str | None:
-    """Returns transformers' attn_implementation for a model section, or None for transformers' default.
+    """Returns the attn_implementation of a model section for transformers, with None in place of sdpa.
 
-    The default is sdpa, or eager in families without sdpa (DeBERTa), for which an explicit sdpa is an error.
-    A name that is not built in raises UserError unless the section sets trust_remote_code, because
-    transformers may load code of that name from the Hub.
+    With None, transformers uses sdpa, or eager in families without sdpa (DeBERTa), where it rejects an
+    explicit sdpa. A name that is not built in raises UserError unless the section sets trust_remote_code,
+    because transformers may load code of that name from the Hub.
     """
     name = model.attn_implementation
     if name not in ATTENTION and not model.trust_remote_code:

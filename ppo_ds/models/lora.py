@@ -36,7 +36,7 @@ def add_adapters(
 ) -> None:
     """Freezes ``model`` and adds adapters to the linear layers named in ``targets`` (None: to all).
 
-    Heads are never adapted: the head of a language model is often tied to its embedding, and a score head is
+    Heads are never adapted. The head of a language model is often tied to its embedding, and a score head is
     trained in full. Under ZeRO-3 the base may already be sharded. The adapters are created unsharded, with
     the same values on every rank, and the engine shards them. Errors name ``key``, the section in the config.
     """
@@ -86,7 +86,7 @@ def _target_names(targets: list[str] | None, layers: list[str], key: str) -> lis
 
 
 def is_adapted(module: nn.Module) -> TypeGuard[LoraLayer]:
-    """Returns whether ``module`` is a LoraLayer of peft, whose import takes a second."""
+    """Returns whether ``module`` is a LoraLayer of peft; does not import peft, which takes a second."""
     return isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
 
 
@@ -165,7 +165,7 @@ def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def merge_saved_adapter(model: PreTrainedModel, directory: Path, key: str) -> None:
-    """Merges the LoRA adapter in ``directory`` into the weights of ``model``, its base.
+    """Merges the LoRA adapter in ``directory`` into the weights of ``model``, the adapter's base model.
 
     The result is the same as that of ``merged_state``. Raises UserError with ``key`` for other kinds of
     adapters and for an adapter of another model.
@@ -237,7 +237,7 @@ def _merged(layer: LoraLayer, base: Tensor, down: Tensor, up: Tensor) -> Tensor:
 def checkpoint_tensors(lm: PreTrainedModel, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yields weights of ``lm`` with the names and the layout that ``lm.save_pretrained`` writes.
 
-    ``tensors`` must contain all weights of a decoder layer or none of them.
+    For each decoder layer, ``tensors`` must contain all weights or none.
     """
     yield from revert_weight_conversion(lm, tensors).items()
 
@@ -250,7 +250,7 @@ def checkpoint_names(lm: PreTrainedModel) -> set[str]:
 
 
 def tied_names(lm: PreTrainedModel) -> dict[str, list[str]]:
-    """Returns the other names of each weight that ``lm`` uses in several places, such as a tied head."""
+    """Maps the first name of each tied weight of ``lm``, such as a tied head, to the weight's other names."""
     first: dict[int, str] = {}
     others: dict[str, list[str]] = {}
     for name, parameter in lm.named_parameters(remove_duplicate=False):

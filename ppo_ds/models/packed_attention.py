@@ -71,9 +71,9 @@ def packed_arguments(
 ) -> dict[str, Any]:
     """Returns the arguments of a packed forward, with the names that transformers' flash attention uses.
 
-    ``lengths`` are those of the sequences. ``sequence_ends`` are on the CPU, for attention without a kernel:
-    with ends on a GPU, each layer would wait for them. ``sequence`` divides the tokens of the row; a padding
-    sequence makes their number divisible.
+    ``lengths`` are the numbers of tokens of the sequences. Attention without a kernel reads the ends from
+    ``sequence_ends``, a list, so that no layer waits for the GPU. The ranks of ``sequence`` divide the tokens
+    of the row; a padding sequence makes the number of tokens divisible.
     """
     if sequence is not None and (filling := -sum(lengths) % sequence.size):
         lengths = [*lengths, filling]
@@ -96,7 +96,7 @@ def layout_forward(model: PreTrainedModel, packed: bool) -> Iterator[None]:
     Inside it, transformers does not search the position ids for packed rows, since the host would wait for
     the result. If attn_implementation is sdpa, a packed forward makes no attention mask, and all layers must
     receive ``packed_arguments``. This is asserted after the forward, because under ZeRO-3 an exception during
-    the forward would leave weights gathered; inside ``record_attention_calls`` the caller must check.
+    the forward would leave weights gathered. In ``record_attention_calls`` the caller must check the record.
     """
     records = packed and uses_attention_interface(model) and _calls.get() is None
     token = _layout_known.set(True)
@@ -320,7 +320,7 @@ class LayoutChoice:
     packed: bool
     reason: str | None = None  # why rows are padded
     kernel: bool = False  # whether a kernel computes the packed attention of every layer
-    # whether to warn of the reason: the config requests packed rows, or only a test of the model has shown it
+    # whether to warn of the reason: the config requests packed rows, or the model has failed the test
     unexpected: bool = False
 
 
@@ -377,9 +377,9 @@ class PackableModel(nn.Module):
     def _try_packed(self, forward: Callable[[Tensor, Tensor, int], Any]) -> tuple[str | None, bool]:
         """Compares the hidden states of two short rows between a padded and a packed forward.
 
-        Returns the reason why rows cannot be packed, or None, and whether a kernel supports the heads of
-        every layer. Only the second row is compared, since in the packed row only its tokens follow another
-        sequence. The median over its tokens is used, since rounding may route a token to another expert.
+        Returns two items: why rows cannot be packed (None if they can), and whether a kernel supports the
+        heads of every layer. Only the second row is compared, since only its tokens follow another sequence
+        when packed. The median over its tokens is used, since rounding may route a token to another expert.
         """
         ids = torch.arange(2 * _SECOND).view(2, _SECOND) % self.vocab_size
         mask = torch.ones(2, _SECOND, dtype=torch.bool)

@@ -47,7 +47,7 @@ class Policy(PackableModel):
     """
 
     def __init__(self, lm: PreTrainedModel, temperature: float, value_head: bool = False):
-        """Wraps ``lm``; ``value_head`` adds a critic that shares the trunk; its head starts with zeros."""
+        """Wraps ``lm``. ``value_head`` adds a value head of zeros for a critic that shares the trunk."""
         super().__init__()
         self.lm = lm
         install_head(lm)
@@ -80,7 +80,7 @@ class Policy(PackableModel):
     ) -> PolicyOutput:
         """Returns the log-probs of the last ``response_width`` tokens of ids [B,T], 0 after each response.
 
-        ``with_entropy``, ``with_aux``, ``with_mean`` and ``with_correct`` add these outputs. ``temperature``
+        ``with_entropy``, ``with_aux``, ``with_mean`` and ``with_correct`` add their outputs. ``temperature``
         replaces the sampling temperature. ``entropy_gradient=False`` detaches the entropy, which makes the
         backward cheaper. With ``label_mask`` [B,R] the head runs only for the selected tokens, and all other
         columns are 0. ``noise`` is added to the embeddings. All ranks of ``sequence`` must pass identical
@@ -265,9 +265,7 @@ def unsharded_twin(lm: nn.Module, device: torch.device) -> nn.Module:
 
 
 def rope_length_limit(config: PreTrainedConfig) -> tuple[str, int] | None:
-    """Returns the type of RoPE and the row length up to which its frequencies are constant.
-
-    Returns None if they are constant for all lengths.
+    """Returns the RoPE type and the row length up to which its frequencies are constant; None: any length.
 
     If a batch has a longer row, "longrope" switches to its other set of frequencies and "dynamic" scales the
     frequencies, for all rows. The log-probs of a row would then depend on the other rows of the batch, and

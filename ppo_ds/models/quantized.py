@@ -23,7 +23,7 @@ _MARKS = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_4
 
 
 def nf4_arguments(skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns arguments of from_pretrained that quantize; ``skeleton`` is the model without weights."""
+    """Returns the ``from_pretrained`` arguments for NF4; ``skeleton`` is the model on the meta device."""
     modules = skeleton.base_model.modules()
     in_blocks = {id(module) for module in modules if getattr(module, "in_features", 0) % BLOCK == 0}
     plain = [name for name, module in skeleton.named_modules() if name and id(module) not in in_blocks]

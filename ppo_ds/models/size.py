@@ -169,10 +169,10 @@ def with_value_head(shape: Shape) -> Shape:
 
 
 def planned_own_code_shape(section: ModelConfig, *, key: str) -> Shape:
-    """Returns the shape of a reward model with its own code from its config.json; no code is run.
+    """Returns the shape of a reward model that has its own code; reads config.json and runs no code.
 
-    Raises UserError with ``key`` if the file has no sizes: without this model, the estimate of the memory
-    would be too low.
+    Raises UserError with ``key`` if config.json has no sizes, since the estimate of the memory would be too
+    low without this model.
     """
     with user_errors(section.path, key, Exception):
         config, _ = PreTrainedConfig.get_config_dict(section.path, revision=section.revision)
@@ -186,9 +186,9 @@ def planned_own_code_shape(section: ModelConfig, *, key: str) -> Shape:
 
 
 def own_code_shape(config: Mapping[str, Any]) -> Shape | None:
-    """Returns the shape of a frozen decoder with its own code and one score, from its config.json.
+    """Returns the shape of a frozen reward model that has its own code; ``config`` is its config.json.
 
-    The shape is computed as for a Llama decoder without an LM head. Returns None if a usual key is missing.
+    The shape is that of a Llama decoder with a score head. Returns None if a usual key is missing.
     """
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes = [size for name in names if isinstance(size := config.get(name), int) and size > 0]

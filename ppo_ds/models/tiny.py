@@ -69,7 +69,7 @@ def tiny_llama(
 
 
 def save(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes weights, config, generation config (with its end token) and tokenizer to ``folder``."""
+    """Writes weights, config, generation config (with the end token) and tokenizer to ``folder``."""
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.stop_ids[0], pad_token_id=tokenizer.pad_id
     )

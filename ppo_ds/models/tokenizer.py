@@ -120,7 +120,10 @@ class Tokenizer:
         )["input_ids"]
 
     def render_chat(self, messages: list[Message], to_answer: bool = True) -> str:
-        """Renders a chat as text; ``to_answer`` appends the marks that start the assistant's next message."""
+        """Renders a chat as text; ``to_answer`` appends the marks that start the assistant's next message.
+
+        Raises UserError if there is no chat template, or if the template rejects the chat.
+        """
         if not self.has_chat_template:
             raise UserError(
                 "a chat, but the tokenizer has no chat template; set data.chat_template=<Jinja or file>, "
@@ -140,7 +143,7 @@ class Tokenizer:
         return re.search(r"\{%-?\s*generation\s*-?%\}", str(self.hf.chat_template)) is not None
 
     def render_answers(self, messages: list[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """Renders a chat as text; returns it with the spans of characters that the template marks.
+        """Renders a chat; returns its text and the character spans (start, end) that the template marks.
 
         transformers makes the mask ``assistant_masks`` from the same spans.
         """
@@ -282,8 +285,8 @@ def _python_tokenizer(path: str, revision: str | None) -> Any | None:
     """Returns the Python tokenizer class in a model's own code, or None if transformers may choose the class.
 
     The class is needed if the code also has a fast class and the model has no tokenizer.json. transformers 5
-    would use the fast class and convert the vocabulary without the converter in the model's code: the special
-    tokens of InternLM2 would get ids that differ from training and are outside of the embedding.
+    would use the fast class and convert the vocabulary without the converter in the model's code. InternLM2's
+    special tokens, for example, would get ids that differ from training and are outside of the embedding.
     """
     where = hub_arguments(path, revision)
     code = get_tokenizer_config(path, **where).get("auto_map") or {}

@@ -16,10 +16,7 @@ NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 def check_push(name: str) -> str:
-    """Returns the Hub token of the environment.
-
-    Raises UserError if there is no token, or if ``name`` is not of the form ORG/NAME.
-    """
+    """Returns the environment's Hub token; raises UserError without one, or if ``name`` is not ORG/NAME."""
     if not NAME.fullmatch(name):
         raise UserError(f"--push={name}: must be ORG/NAME, such as your-name/my-model")
     if not (token := os.environ.get(TOKEN, "").strip()):

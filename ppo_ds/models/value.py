@@ -47,8 +47,8 @@ _HEAD = "score.weight"  # name of the sequence classification head in every deco
 class ScoreHead(nn.Linear):
     """Linear head that computes in fp32, for any dtype of its weight.
 
-    Values are regressed on returns, and bf16 has only about three decimal digits. The head can keep a copy of
-    its initial parameters: a critic initialized from a reward model can then still compute its scores.
+    Values are regressed on returns, and bf16 has only about three decimal digits. ``keep`` copies the initial
+    parameters, so that a critic initialized from a reward model can still compute the reward model's scores.
     """
 
     as_kept = False  # whether ``forward`` uses the copies that ``keep`` made
@@ -70,7 +70,7 @@ class ScoreHead(nn.Linear):
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """The entries that stage=reward_model adds to its model's config.json; None in any other model."""
+    """The entries that stage=reward_model adds to its model's config.json; None or {} in other models."""
 
     template: Literal["text", "chat"] | None  # score_template, the format of the training texts: text or chat
     chat_template_kwargs: dict[str, Any]  # score_chat_template_kwargs
@@ -144,7 +144,7 @@ class ScoreModel(PackableModel):
         return layout.scatter_states(self._head(self._hidden(layout)[layout.state_positions]))
 
     def scores(self, ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """Returns scores [B] in fp32: a decoder's value at its last attended position, or an encoder's logit.
+        """Returns scores [B] in fp32: a decoder's value at a row's last attended token or an encoder's logit.
 
         Padding may be on either side.
         """
@@ -168,9 +168,9 @@ class ScoreModel(PackableModel):
     ) -> None:
         """Writes the model, with adapters merged, for ``AutoModelForSequenceClassification.from_pretrained``.
 
-        ``state_dict`` has the keys of ``self.model``. ``settings`` are added to config.json. ``pad_id``
-        becomes the pad_token_id of a decoder, which transformers uses to find the last token of a text. The
-        pad_token_id of an encoder does not change, since it may determine the position ids.
+        ``state_dict`` has the keys of ``self.model`` and is changed in place (see ``merged_state``).
+        ``settings`` are added to config.json. ``pad_id`` becomes the pad_token_id of a decoder, by which
+        transformers finds the last token of a text. An encoder keeps its own: position ids may depend on it.
         """
         plain = merged_state(self.model, self.model.state_dict() if state_dict is None else state_dict)
         self.model.config.update(settings or {})
@@ -225,8 +225,8 @@ def as_kept(model: ScoreModel) -> Iterator[None]:
 def load_critic(section: ModelConfig, *, zero_head: bool, key: str = "critic.model.path") -> ScoreModel:
     """Loads a critic from a causal LM or a reward model.
 
-    A trained score head is kept. If the folder has no score head, ``zero_head`` creates a head of zeros;
-    without it, UserError with ``key`` is raised, as for a model that is not a decoder.
+    A trained score head is kept. If the folder has no score head, ``zero_head`` creates a head of zeros.
+    Without ``zero_head``, a missing head raises UserError with ``key``, as does a model other than a decoder.
     """
     path = section.path
     model, info = _load_classifier(section, key)
@@ -275,7 +275,7 @@ def _replace_linear(
 ) -> None:
     """Replaces a linear layer of a head by one with new weights.
 
-    Its weights are not filled in place, because under ZeRO-3 they are shards.
+    The old weights are not overwritten, because under ZeRO-3 they are shards.
     """
     old = model.get_submodule(name)
     if not isinstance(old, nn.Linear):
@@ -330,7 +330,7 @@ def expect_reward_model(
 def _is_decoder(model: Any) -> bool:
     """Returns whether a sequence classifier is a decoder, which has a value at every token.
 
-    A decoder is recognized by modules: transformers also registers RoBERTa and BERT as causal models.
+    The module ``score`` identifies it, since transformers registers RoBERTa and BERT as causal models too.
     """
     return hasattr(model, "score") and not model.config.is_encoder_decoder
 
@@ -369,7 +369,7 @@ def _one_label_config(section: ModelConfig, key: str) -> PreTrainedConfig:
 
 
 def can_start_critic(section: ModelConfig, tokenizer: Tokenizer, *, key: str = "reward.model.path") -> bool:
-    """Returns whether a model is a decoder with the vocabulary of ``tokenizer``, which is the actor's."""
+    """Returns whether a reward model can start the critic: a decoder with the vocabulary of ``tokenizer``."""
     config = config_of(section, key)
     try:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Alarms: recognize the usual failures of a run from its logged metrics; they never stop a run.
+"""Recognizes the usual failures of a run from its logged metrics. Alarms never stop a run.
 
 Conditions, limits and texts are in tracking/metrics.toml. An alarm is raised once its condition has held for
 the given number of steps in a row, and again only after it was false for this number of steps. Steps without
@@ -129,7 +129,7 @@ def another_reward_fell(score: float, past: Past) -> bool:
 
 
 def fallen_rewards(past: Past) -> list[str]:
-    """Returns eval/<name>_mean of the rewards that fell by over half of their spread at the start."""
+    """Returns the names eval/<name>_mean of rewards that fell by over half of their spread at the start."""
     spreads = {name.replace("_mean", "_std"): name for name in past if re.fullmatch(r"eval/.+_mean", name)}
     return [
         name
@@ -197,7 +197,7 @@ class Alarms:
 
     @classmethod
     def after(cls, records: Iterable[Mapping[str, Any]]) -> Alarms:
-        """Returns the alarms of a run with these records, those of the first evaluation included."""
+        """Returns the alarms in their state after ``records``: the first evaluation and the logged steps."""
         alarms = cls()
         for record in records:
             alarms.check(record)

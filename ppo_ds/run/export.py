@@ -48,8 +48,8 @@ def export_model(
 ) -> None:
     """Writes the weights of ``model`` and the tokenizer to ``folder``, which is replaced.
 
-    All ranks must call this. Rank 0 calls ``save`` with the weights whose names start with ``prefix``, of
-    which it keeps no other copy.
+    All ranks must call this. Rank 0 calls ``save`` with the weights whose names start with ``prefix``, which
+    is removed from the names. It keeps no other copy of these weights.
     """
     weights = consolidated(model)
     if weights is not None:

@@ -143,7 +143,7 @@ class Run:
             return
 
     def trace_if_due(self) -> AbstractContextManager[None]:
-        """Returns a context manager; if the next step is run.profile, it writes a trace of its block."""
+        """Returns a context manager that writes a trace of its block if the next step is run.profile."""
         step = self.state.step + 1
         folder = self.context.run_dir / "profile" / f"step_{step:06d}"
         return self.context.timer.trace(folder, self.world) if step == self.config.profile else nullcontext()
@@ -157,7 +157,7 @@ class Run:
     # -- evaluation ------------------------------------------------------------------------------------------
 
     def evaluate(self) -> Evaluation | None:
-        """Evaluates; reserves as much time before run.max_minutes for the run's last evaluation."""
+        """Evaluates, and reserves the same time before run.max_minutes for the run's last evaluation."""
         begin = time.monotonic()
         evaluation = self.stage.evaluate()
         self.context.stop.reserved = time.monotonic() - begin
@@ -166,7 +166,7 @@ class Run:
     def evaluate_if_due(self) -> Evaluation | None:
         """Returns this step's held-out evaluation, empty if there is none, or None if it was interrupted.
 
-        A stop request can interrupt it, or an error of the reward, which ends the run.
+        A stop request can interrupt the evaluation, as can an error of the reward, which also ends the run.
         """
         step, self.eval_score = self.state.step, None
         if self.context.stop.agreed_reason() == "time_limit":
@@ -235,7 +235,7 @@ class Run:
         return times | spread | {name: take() for name, take in self.stage.counters.items()}
 
     def warn(self, result: StepResult) -> None:
-        """Logs the warnings of the step and ends the run if the step asks for it."""
+        """Logs the warnings of the step; if ``result.failure`` is set, makes it the last step."""
         warnings = list(result.warnings)
         if reasons := self.context.health.take_reasons():
             skipped = f"{result.metrics['health/skipped_steps']:.0f} optimizer step(s) skipped"
@@ -253,7 +253,7 @@ class Run:
     def rollback_on_nonfinite(self) -> Iterator[None]:
         """Returns to the last checkpoint after too many skipped optimizer steps in a row.
 
-        The run ends instead if there is no checkpoint, if it is damaged, or after an earlier rollback.
+        The run ends instead if there is no checkpoint, if the checkpoint is damaged, or after a rollback.
         """
         try:
             yield
@@ -312,7 +312,7 @@ class Run:
                 exported=succeeded,
                 checkpoint=checkpoint,
                 best=best,
-                lists_files=self.config.dry_run is not True,  # which removes them after the run
+                lists_files=self.config.dry_run is not True,  # a dry run deletes them at its end
             )
             if self.error:
                 kept = f"; step {self.state.step} is saved in {checkpoint}" if checkpoint else ""
@@ -322,7 +322,7 @@ class Run:
         return self.reason
 
     def about_best(self) -> str:
-        """Returns why eval.patience has ended the run, and whether the first evaluation was the best one."""
+        """Explains why eval.patience ended the run, or that no evaluation beat the first; may return ""."""
         state, selection = self.state, self.saver.selection
         best, first, parts = state.best_metrics(selection), state.first_eval or {}, []
         if self.reason == "early_stop":

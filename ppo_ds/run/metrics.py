@@ -42,7 +42,7 @@ class MetricSums:
         self.add_parts({name: torch.stack([total, mask.sum()])})
 
     def add_mean_and_std(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Adds mean and population std of ``values``: eval/score_mean and _std, or adv/mean and adv/std."""
+        """Adds mean and population std: "a" gives a/mean and a/std, "a/b" gives a/b_mean and a/b_std."""
         separator = "_" if "/" in name else "/"
         self.add_mean(f"{name}{separator}mean", values, mask)
         self.add_mean(f"{name}{separator}mean{_SQUARES}", values.double() ** 2, mask)
@@ -74,7 +74,7 @@ def _joined(parts: dict[str, Tensor], join: Callable[[list[Tensor]], Tensor], wo
 
 
 def as_number(piece: Tensor) -> float:
-    """Returns the mean or the explained variance of reduced sums; NaN if they are not finite."""
+    """Returns the mean (0 without values) or explained variance of reduced sums; NaN if not finite."""
     if not piece.isfinite().all():
         return math.nan
     if len(piece) == 5:

@@ -33,7 +33,7 @@ class ReplayedRow:
 def replay_rows(
     models: Mapping[str, Replayed], plan: Sequence[Tensor], micros: Sequence[Sequences], world: World
 ) -> list[ReplayedRow]:
-    """Runs forward and backward of the models on one row at a time; returns the rows of all ranks in order.
+    """Runs forward and backward of the models row by row; returns the rows of all ranks, by position.
 
     All ranks must call this. ``plan`` holds the positions of this rank's rows in the minibatch, ``micros``
     the rows themselves. Gradients are dropped; weights, optimizers and counters do not change.
@@ -55,7 +55,7 @@ def replay_rows(
 def nonfinite_tensors(name: str, model: TrainedModel) -> Iterator[list[str]]:
     """Yields the list of non-finite outputs and gradients of ``model``, in the order of computation.
 
-    Outputs are those of the layers and of the whole model, for a single row without padding.
+    The outputs are those of leaf modules and of the whole model. Each forward must have one unpadded row.
     """
     found: list[str] = []
 

@@ -62,7 +62,7 @@ def update_cost(model: TrainedModel, body: torch.nn.Module) -> UpdateCost:
 
 
 def throughput(tokens: int, samples: int, seconds: float, ranks: int) -> Metrics:
-    """Returns tokens and samples per second of all ranks, and tokens per second per rank, without padding."""
+    """Returns tokens (no padding) and samples per second of all ranks, and tokens per second per rank."""
     return {
         "perf/tokens_per_s": tokens / seconds,
         "perf/tokens_per_s_gpu": tokens / seconds / ranks,

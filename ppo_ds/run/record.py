@@ -1,4 +1,4 @@
-"""Keeps the record of an earlier run in a run directory, or moves it before a new run starts there.
+"""Keeps the files of an earlier run (its record) in a run directory, or moves them before a new run.
 
 The record is moved to a folder earlier_1, earlier_2, ... The folder's name ends in ``.unfinished`` until the
 move is complete; ``finish_move`` completes a move that a kill interrupted.
@@ -36,8 +36,8 @@ FINISHED = ("done", "early_stop")
 def begins_anew(run_dir: Path, now: Settings) -> bool:
     """Returns whether run.resume=restart begins a new run instead of continuing the one in ``run_dir``.
 
-    If the earlier run is unfinished, was also started with run.resume=restart and has the same settings, it
-    is continued: otherwise a job that a scheduler stops and starts again would never finish.
+    An unfinished run that was also started with run.resume=restart and has the same settings is continued.
+    Otherwise a job that a scheduler stops and starts again would never finish.
     """
     before = recorded_settings(run_dir)
     if before is None or before["run"].get("resume") != "restart" or changes(before, now):
@@ -58,9 +58,9 @@ def recorded_settings(run_dir: Path) -> Settings | None:
 
 
 def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
-    """Returns the files and folders of an earlier run that this run neither continues nor repeats.
+    """Returns the names of files and folders to move, [] if this run continues or repeats the earlier run.
 
-    ``start`` is the checkpoint from which this run continues, or None.
+    ``start`` is the checkpoint from which this run continues, or None. With ``restart``, all are moved.
     """
     before, steps = recorded_settings(run_dir), recorded_steps(run_dir)
     checkpoints = run_dir / "checkpoints"
@@ -82,7 +82,7 @@ def recorded_steps(run_dir: Path) -> int:
 
 
 def outdated_preparation(before: Settings | None, now: Settings) -> list[str]:
-    """Returns `prepare`'s folder in the run directory if the arguments of `prepare` have changed, else []."""
+    """Lists `prepare`'s folder in the run directory if the arguments of `prepare` changed, else nothing."""
     made = ((before or {}).get("prepare") or {}).get("dir")
     if before is None or not isinstance(made, str):
         return []

@@ -55,9 +55,9 @@ class Saver:
     ) -> None:
         """Saves a checkpoint if one is due, or if ``eval_score`` is better than the best checkpoint's.
 
-        With ``last``, one is due after the first step unless checkpoint.every is 0. While optimizer steps are
-        being skipped, only the run's last checkpoint is saved: a rollback needs a healthy state. ``clock`` is
-        in seconds and equal on all ranks. ``again`` replaces an existing checkpoint.
+        With ``last``, one is due once a step is complete, unless checkpoint.every is 0. While optimizer steps
+        are being skipped, only the run's last checkpoint is saved, since a rollback needs a healthy state.
+        ``clock`` is in seconds and equal on all ranks. ``again`` replaces the step's existing checkpoint.
         """
         if self.context.health.skips and not last:
             return
@@ -79,14 +79,14 @@ class Saver:
     def export_if_due(self) -> None:
         """Exports the models if due by checkpoint.export_every. Call before the step's checkpoint is saved.
 
-        If the run is killed between the two, it repeats the step, so no checkpoint lacks its export.
+        A run that is killed between export and save repeats the step, so no checkpoint lacks its export.
         """
         if is_due(self.state.step, self.config.export_every):
             with self.context.timer("export"):
                 export_step(self.state.step, self.stage, self.context, self.config.keep_exports)
 
     def score_of(self, evaluation: Evaluation) -> float | None:
-        """Returns the score of a held-out evaluation; None for other data, or if no best one is kept."""
+        """Returns the score of a held-out evaluation; None for other data or without checkpoint.keep_best."""
         if not self.config.keep_best or evaluation.data != HELD_OUT:
             return None
         return self.selection.score(evaluation.metrics)
@@ -101,7 +101,7 @@ class Saver:
             self.checkpoints.check_disk_space(models, copies, exported)
 
     def resume(self, path: Path) -> None:
-        """Restores weights, optimizers, random states, progress and the state of the stage."""
+        """Restores all that the checkpoint ``path`` holds. Raises UserError if it does not fit this run."""
         state = self.checkpoints.load(path, self.stage.models, self.stage.weight_copies)
         saved, kept = set(state) - {"progress"}, set(self.stage.state_dict())
         if saved != kept:

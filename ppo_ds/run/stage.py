@@ -62,7 +62,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Result of one training step, as counted by run.steps, which may have several optimizer steps."""
+    """Result of one training step, the unit of run.steps; a step may have several optimizer steps."""
 
     metrics: Metrics  # the same on every rank; includes health/skipped_steps, see metrics.step_metrics
     episodes: int  # samples of all ranks

@@ -44,7 +44,7 @@ class StopRequest:
 
     A second Ctrl-C, more than FORWARDING_SECONDS after the first, ends the process at once. Every rank learns
     of a request within about a second, even in a collective, but not at the same moment. Decisions about
-    collectives need ``raise_if_stopped`` or ``agreed_reason``, with equal results on all ranks.
+    collectives need ``raise_if_stopped`` or ``agreed_reason``, whose results are equal on all ranks.
     """
 
     def __init__(self, world: World, max_minutes: float | None, store: RankStore):
@@ -74,7 +74,7 @@ class StopRequest:
         self._request = reason
 
     def should_stop(self) -> bool:
-        """Returns whether this rank knows of a request, and then always True. Not a collective."""
+        """Returns whether this rank knows of a stop request; once True, stays True. Not a collective."""
         return self._request is not None
 
     def agreed_reason(self) -> Reason | None:

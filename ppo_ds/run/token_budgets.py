@@ -107,12 +107,12 @@ class TokenBudgets:
         """Wraps a phase that uses ``budget``: if memory runs out, the phase is repeated or the run ends.
 
         ``what`` describes the phase in messages. A phase is ``repeatable`` if its only collectives are those
-        at its beginning, before any memory is allocated, and those that ``guard_collective`` wraps. If the
-        phase is repeated, ``discard`` receives the results of ranks that had finished it. ``economize`` is
-        called before a budget is halved: it makes later calls of the phase need less memory with this budget
-        and returns the changed setting, or None if it cannot. ``refuse`` is called on all ranks after another
-        error of a repeatable phase, with the rank's error or None; all ranks raise the exception that it
-        returns.
+        at its beginning, before any memory is allocated, and those that ``guard_collective`` wraps. If only
+        other ranks fail in it, ``discard`` receives this rank's unused result. ``economize`` is called before
+        a budget is halved. It makes later calls of the phase need less memory with this budget and returns
+        the changed setting, or None if it cannot; a repeatable phase halves the budget only after None.
+        ``refuse`` is called on all ranks after another error of a repeatable phase, with the rank's error or
+        None; each rank raises the exception that it returns.
         """
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T:

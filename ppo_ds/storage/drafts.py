@@ -88,7 +88,7 @@ def draft_path(path: Path) -> Path:
 def remove_drafts(directory: Path, *, name: str | None = None, older_than: float = 0.0) -> None:
     """Deletes the drafts that killed writers left in ``directory``, or only those of ``name``.
 
-    Drafts younger than ``older_than`` seconds are kept: other processes may still write them.
+    Drafts younger than ``older_than`` seconds are kept, since other processes may still be writing them.
     """
     if not directory.is_dir():
         return

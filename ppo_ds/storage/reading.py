@@ -26,7 +26,7 @@ _VALUES = (str, int, float, dict, list, type(None))
 
 
 class DamagedFile(UserError):
-    """Reports a file that is not in the expected format."""
+    """Raised for a file that is not in the expected format."""
 
 
 def open_file(file: Path, root: Path | None = None) -> BufferedReader:
@@ -58,12 +58,12 @@ def read_json(file: Path, root: Path | None = None) -> Any:
 
 
 def read_yaml(file: Path, root: Path | None = None) -> Any:
-    """Returns the content of a YAML file without aliases; otherwise like ``read_json``."""
+    """Returns the content of a YAML file, as ``read_json`` does; raises UserError for aliases too."""
     return _parsed(file, lambda text: _Loader(text).get_single_data(), read_text(file, root, MAX_YAML_BYTES))
 
 
 def read_checked(file: Path, model: type[BaseModel]) -> dict[str, Any]:
-    """Returns the object in a JSON file. If ``model`` rejects it, raises UserError with the key."""
+    """Returns the object in a JSON file. Raises UserError with the invalid key if ``model`` rejects it."""
     content = read_json(file)
     try:
         model.model_validate(content, strict=True)

@@ -1,8 +1,8 @@
 """Checks whether other users could change the files of a run directory, or redirect what a run writes.
 
-The directories to which runs and exports write are checked, and their direct entries, each of which is
-replaced as a whole. ``run.dir`` itself may be a link. The entries of wandb's directory are not checked, since
-wandb creates links there.
+The directories to which runs and exports write are checked, with their direct entries. Deeper entries are
+not, since each direct entry is replaced as a whole. ``run.dir`` itself may be a link. The entries of wandb's
+directory are not checked, since wandb creates links there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_run_directory(run_dir: Path) -> list[str]:
     """Returns warnings about a run directory, which need not exist.
 
     Raises UserError if another user could make the run write elsewhere: if there are links where runs write,
-    if every user may write, or if the owner is neither this user nor root. Root may use any directory.
+    if every user may write, or if the owner is neither this user nor root. For root, any owner is accepted.
     """
     try:
         for problem in find_problems(run_dir):

@@ -150,7 +150,7 @@ def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = pri
     about the wait. ``launch`` is the same for all ranks of one launch.
     """
     path, created = run_dir / NAME, [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-    # the holder's token and renewal time when it was first seen, and when it was first seen
+    # of the current holder: its token, and its renewal time and the time when it was first seen
     first, first_renewed, seen, noticed = "", 0.0, 0.0, False
     removals = 0
     while True:
@@ -186,7 +186,7 @@ def acquire(run_dir: Path, launch: str = "", notice: Callable[[str], None] = pri
 
 
 def check_free(run_dir: Path, launch: str) -> None:
-    """Raises UserError if a run of another ``launch`` holds the lock. For ranks that do not acquire it."""
+    """Raises UserError if a run of another ``launch`` holds the lock. Ranks without the lock call this."""
     deadline = time.monotonic() + REACTION  # rank 0 of this launch may be about to write its name
     while True:
         try:

@@ -89,9 +89,9 @@ class Checkpoints:
         """Saves a checkpoint, forces it to the disk and then deletes old checkpoints.
 
         Only rank 0's ``state`` is saved. It holds JSON values, and its parts may hold tensors. ``copies`` are
-        the weight copies of COPY_KEYS that the run keeps. Checkpoints of later steps are deleted too: they
-        exist only if the run was rolled back. Raises CheckpointError on all ranks if any rank could not
-        write; the new checkpoint is then removed entirely.
+        the weight copies of COPY_KEYS that the run keeps. Checkpoints of later steps, which exist only if the
+        run was resumed from an older checkpoint, are deleted too. Raises CheckpointError on all ranks if any
+        rank could not write; the new checkpoint is then removed entirely.
         """
         fault("checkpoint.before")
         final = self.root / f"step_{step:06d}"
@@ -139,7 +139,7 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """Returns the newest undamaged checkpoint, or None if there is none. Warns about newer damaged ones.
 
-        Raises UserError if all are damaged: a fresh start would delete what may still be recoverable.
+        Raises UserError if all are damaged, since a fresh start would delete data that may be recoverable.
         """
         damaged: dict[Path, str] = {}
         for path in self.world.gather_objects(step_folders(self.root))[0]:
@@ -236,7 +236,7 @@ class Checkpoints:
     def _shortage(
         self, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy], more: int = 0
     ) -> str | None:
-        """Returns an error text if the disk lacks space for a checkpoint + ``more`` bytes; no collective."""
+        """Returns an error text if the disk lacks space for a checkpoint and ``more`` bytes, else None."""
         tensors = sum(map(model_bytes, models.values())) + sum(map(weight_copy_bytes, copies.values()))
         needed = tensors + OTHER_BYTES + more
         existing = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())

@@ -16,8 +16,8 @@ from ppo_ds.engine.master_weights import WEIGHT
 def read_weights(module: nn.Module, checkpoint: Path, role: str, *, weight_copy: str | None = None) -> None:
     """Loads the weights of ``checkpoint/role``, or of ``checkpoint/weight_copy``, into ``module``.
 
-    ``module`` must be built like the saved engine's module. All its floating-point weights are cast to the
-    dtype of the saved module, even those that are not in the checkpoint because they are frozen.
+    ``module`` must be built like the saved engine's module. All floating-point weights of ``module`` are cast
+    to the dtype of the saved module, even frozen weights, which the checkpoint does not contain.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     index = read_index(checkpoint / role / INDEX_OF_MODEL, trained)

@@ -67,7 +67,7 @@ class TensorFile:
         return self._entry(name).shape
 
     def read(self, name: str, elements: slice) -> Tensor:
-        """Returns ``elements`` of a flattened tensor, and reads nothing else of it."""
+        """Reads only ``elements`` of the flattened tensor ``name`` and returns them, 1-dim."""
         entry = self._entry(name)
         assert 0 <= elements.start <= elements.stop <= entry.numel
         size = entry.dtype.itemsize
