@@ -124,7 +124,7 @@ def find_folders(options: argparse.Namespace) -> Folders:
 
 
 def split_models(arguments: list[str]) -> tuple[list[str], list[str], str | None]:
-    """Returns the model arguments, the arguments for Hydra, and actor.model.path if these set it."""
+    """Returns the models, the arguments for Hydra, and the value of actor.model.path in these, or None."""
     models = [one for one in arguments if os.path.exists(one) or ("=" not in one and one[:1] not in "+~")]
     overrides = [text for text in arguments if text not in models]
     base = next((text.partition("=")[2] for text in overrides if text.startswith("actor.model.path=")), None)
@@ -176,12 +176,12 @@ def complete_for_models(tree: dict[str, Any], models: list[NamedModel], out: Pat
 
     The checks of a run require training data and, for eval.rewards, held-out prompts. Without data.eval_path,
     this key gets the value of data.path. Otherwise data.path gets that of data.eval_path, unless data.mix is
-    set. Returns the key that is not used.
+    set. Returns the one of these two keys that the evaluation does not use.
     """
     actor = tree["actor"]["model"]
     if actor.get("path") not in used_paths(models):  # an experiment's own model, which need not exist
         if actor.get("path") is not None:
-            actor["revision"] = None  # of that model
+            actor["revision"] = None  # it is that of the experiment's model
         actor["path"] = models[0].path
     tree["rollout"].setdefault("prompts_per_step", 1)
     tree["sampling"].setdefault("max_new_tokens", MAX_NEW_TOKENS)

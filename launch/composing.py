@@ -70,8 +70,8 @@ class Folders:
 def compose_config(folders: Folders, name: str, arguments: list[str]) -> tuple[DictConfig, list[str]]:
     """Composes the primary config and the arguments.
 
-    Also returns an error line for each argument that cannot be used; the config is composed without these
-    arguments. Raises UserError if nothing can be composed.
+    The config is composed without unusable arguments; the second result has an error line for each of them.
+    Raises UserError if nothing can be composed.
     """
     overrides, problems = _parse(arguments)
     chosen = _in_order(overrides, folders, _default_groups(folders.paths[0] / f"{name}.yaml"), problems)
@@ -160,7 +160,7 @@ def _of_its_stage(composed: DictConfig, folders: Folders) -> DictConfig:
 def _parse(arguments: list[str]) -> tuple[list[tuple[str, Override]], list[str]]:
     """Returns (text, override) of each argument that Hydra can parse, and an error line for each other.
 
-    The text is the argument. Its value is quoted if Hydra cannot parse the value or reads it as a sweep,
+    The text is the argument, in which the value is quoted if Hydra cannot parse it or reads it as a sweep,
     since paths may contain commas and brackets.
     """
     parser = OverridesParser.create()

@@ -30,7 +30,7 @@ deepspeed {script("train")} +experiment=NAME [KEY=VALUE ...] [GROUP=OPTION ...]
 
 
 def print_help(folders: Folders, config_name: str, topic: str, arguments: list[str]) -> None:
-    """Describes a section or key; for an empty topic, the command line, the groups and the sections."""
+    """Prints the help on a section or key, or without a topic, on the command line, groups and sections."""
     part = topic.partition(".")[0]
     if part in OPEN_PARTS:
         composed: Any = {}

@@ -172,8 +172,8 @@ class Planner:
         self.name = take(shared, "run.name") or name
         self.folder = Path(take(shared, "run.dir") or default_dir(self.name)).expanduser()
         self.shared_ranks = take(shared, "ranks")
-        self.shared = shared  # apply to every stage with the key
-        self.unused = dict.fromkeys(shared)  # those that apply to no stage so far
+        self.shared = shared  # arguments that apply to every stage with the key
+        self.unused = dict.fromkeys(shared)  # shared arguments that have applied to no stage so far
         self.problems: list[str] = []
         self.jobs: list[Job] = []
         self.settings: dict[str, dict[str, Any]] = {}  # the resolved config of each stage so far

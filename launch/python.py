@@ -106,7 +106,7 @@ class Comparison:
 
 
 class OnStep(Tracker):
-    """Calls a function after each step. If it raises, the run ends as by a signal, and the step is saved."""
+    """Calls a function after each step. Its exceptions end the run as a signal does: the step is saved."""
 
     def __init__(self, call: Callable[[int, Record], object] | None):
         if call is not None:
@@ -298,7 +298,7 @@ def check_callable(name: str, function: Any, arguments: Sequence[Any] | None = N
 
 
 def write_rows(data: Iterable[Any], name: str = "data") -> Path:
-    """Writes rows to a file named by a hash of its content, so that a resumed run uses the same file."""
+    """Writes rows to a JSONL file, named by a hash of its content so that a resumed run uses it again."""
     if isinstance(data, Mapping) or not (isinstance(data, Iterable) or hasattr(data, "to_dict")):
         kind = type(data).__name__
         raise UserError(f"{name}: is a {kind}; give a path, a list of rows, or one split of a data set")

@@ -30,7 +30,7 @@ from ppo_ds.errors import UserError
 from ppo_ds.tracking.screen import Screen
 
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # environment of a dry run
-# time limit for closing the logs of a failed run, where a collective hangs if other ranks have ended
+# time limit for closing the logs of a failed run, since a collective in it hangs if other ranks have ended
 CLOSE_SECONDS = 5.0
 
 

@@ -1,4 +1,4 @@
-"""Exceptions that are printed as plain lines without a traceback."""
+"""Defines exceptions that are printed as plain lines without a traceback."""
 
 _MAX_CHARACTERS = 2000  # maximum length of a line
 

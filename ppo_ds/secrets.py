@@ -54,8 +54,8 @@ _REMEDY = (
 def secrets_in(tree: Any, key: str = "", inside_secret: bool = False) -> Iterator[str]:
     """Yields one error line, without the secret itself, for each value of a config that holds a secret.
 
-    ``inside_secret``: whether a section that contains ``tree`` has the name of a secret. A number counts as a
-    secret only under such a name, unless its key ends with "token" or "tokens".
+    ``inside_secret`` is True if a section that contains ``tree`` has the name of a secret. A number counts as
+    a secret only if its key or a section around it has such a name, and the key does not end with "token(s)".
     """
     last = re.sub(r"(\[\d+\])+$", "", key.rpartition(".")[2])  # x-api-key, apiKey, token
     words = re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last)).lower()

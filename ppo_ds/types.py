@@ -1,4 +1,4 @@
-"""Data types of a training step, in the order in which a PPO step produces them:
+"""Defines the data types of a training step, in the order in which a PPO step produces them:
 
     Prompts -> Rollout -> ScoredRollout -> Experience -> minibatches of Experience
 
@@ -232,7 +232,7 @@ class Scores:
 class Reward(Protocol):
     """Computes the scores r(x, y) of responses.
 
-    All ranks must call this equally often, each with its own rows.
+    All ranks must call a reward equally often, each with its own rows.
     """
 
     def __call__(self, rollout: Rollout) -> Scores: ...
@@ -256,7 +256,7 @@ class ScoredRollout(Rollout):
 
 @dataclass(frozen=True)
 class Experience(Sequences):
-    """The training data of one PPO step: the rows of all ranks, constant over all epochs and minibatches.
+    """The training data of one PPO step: the rows of all ranks. All epochs use the same values.
 
     Columns that a run does not need are None.
     """
@@ -283,7 +283,7 @@ class Experience(Sequences):
     # [B,R] entropy of the actor before the update; None unless algo.policy.top_entropy needs it
     entropy: Tensor | None = field(default=None, metadata=_R)
     # [B,R] bool: tokens selected for the policy loss in an optimizer step (PolicyConfig.selection); None
-    # before, and for losses without a selection
+    # until the optimizer step selects them, and for losses without a selection
     selected: Tensor | None = field(default=None, metadata=_R)
 
     # the critic's columns; None in a run without a critic

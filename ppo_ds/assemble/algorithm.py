@@ -65,8 +65,8 @@ def experience_maker(
     kept: KeptForwards | None = None,
 ) -> ExperienceMaker:
     algo, world, budgets = config.algo, context.world, context.budgets
-    # ZeRO-3 gathers weights in a forward, ranks that divide tokens exchange data, and the lagged weights are
-    # swapped in between two forwards
+    # Some forwards cannot be repeated if memory runs out: ZeRO-3 gathers weights in a forward, ranks that
+    # divide tokens exchange data, and lagged weights are swapped in between two forwards.
     sections = (config.actor, config.critic, config.reference)
     collective = lagged is not None or any(section.zero.stage == 3 for section in sections)
     collective |= world.sequence is not None
@@ -111,7 +111,7 @@ def experience_maker(
 def kept_forwards(
     config: PPOConfig, *, world: World, actor: TrainedModel, critic: TrainedModel | None
 ) -> KeptForwards | None:
-    """Builds the KeptForwards of a run; None if no forward is kept."""
+    """Builds the object that keeps forwards for reuse in the update; None if ``kept_roles`` returns none."""
     options = {"actor": forward_options(policy_terms(config, actor)), "critic": {}}
     roles = kept_roles(config)
     if not roles:
@@ -164,7 +164,7 @@ def _whitening(algo: AlgoConfig) -> Whitening:
 def _checked(section: PolicyConfig | AdvantageConfig, result: type, field: str) -> Callable[..., Any]:
     """Returns the function of a section, which may be the user's, with a check of its results.
 
-    The check ends the run with one line if the type is not ``result``, or ``field`` has not the mask's shape.
+    The check raises RunError for a type other than ``result``, or if ``field`` has not the shape of the mask.
     """
     function, name = import_target(section.function), getattr(section, section.tag)
 

@@ -1,4 +1,4 @@
-"""Summary lines of the start-up banner: of a PPO run, of checkpoints and of a resumed run."""
+"""Formats summary lines of the start-up banner: of a PPO run, of checkpoints and of a resumed run."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Inputs:
         return max(self.longest_prompt + max_new_tokens, longest_text)
 
     def examples(self) -> list[tuple[str, Row]]:
-        """Returns location and metadata of one prompt for each sequence of roles in the data."""
+        """Returns (location, row) of one prompt for each sequence of chat roles that occurs in the data."""
         return [example for source in self._sources for example in source.examples()]
 
     def check_rows(self, check: Callable[[Row], object]) -> None:
@@ -82,7 +82,7 @@ class Inputs:
 
 
 def evaluated(held_out: Sized, limit: int | None) -> str:
-    """Describes how many of the ``held_out`` rows are evaluated with ``limit`` = eval.max_prompts."""
+    """Returns a phrase if ``limit`` = eval.max_prompts excludes some ``held_out`` rows, otherwise ""."""
     return f"; the first {limit} are evaluated (eval.max_prompts)" if limit and limit < len(held_out) else ""
 
 
@@ -221,7 +221,7 @@ def _loader(config: PPOConfig, tokenizer: Tokenizer, world: World | None) -> Cal
 def build_ptx(
     config: PPOConfig, tokenizer: Tokenizer, world: World | None = None
 ) -> Stream[DemonstrationSource, Sequences] | None:
-    """Loads the texts of algo.ptx, one batch for each optimizer step; None if there is no PTX loss."""
+    """Returns the stream of texts for algo.ptx, a batch per optimizer step; None if there is no PTX loss."""
     data, ptx = config.data, config.algo.ptx
     if not ptx.coef or data.ptx_path is None:
         return None

@@ -1,4 +1,4 @@
-"""Dry run (run.dry_run): two steps on tiny random models, to test that the parts of a run work together.
+"""Prepares a dry run (run.dry_run): two steps on tiny random models, which test that all parts fit together.
 
 A dry run is an ordinary run of a modified config: model paths point to tiny models of the same architectures,
 batches are small, and run.dir is another folder. Before anything is loaded, rank 0 runs ``prepare`` of the
@@ -20,7 +20,8 @@ from ppo_ds.errors import UserError
 from ppo_ds.models.tiny import save_shrunk
 from ppo_ds.storage.run_directory import DRY_RUN_MARKER, dry_run_directory
 
-STEPS, MIN_ROWS, MAX_SAMPLES = 2, 4, 4  # steps; prompts, rows or pairs per step; responses per prompt
+# MIN_ROWS: fewest prompts, rows or pairs of a step; MAX_SAMPLES: most responses to a prompt
+STEPS, MIN_ROWS, MAX_SAMPLES = 2, 4, 4
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, MAX_DATA_ROWS, MAX_EVAL_PROMPTS = 128, 16, 1000, 8
 SHOWN = (
     "dry run: config, data, {reward}architectures and loop work: {steps} steps on {ranks} rank(s), "

@@ -64,7 +64,7 @@ class Needs:
             )
 
     def checked(self, load: Callable[[], M], path: str, key: str) -> Callable[[], M]:
-        """Returns a function that calls ``load`` and checks the model."""
+        """Returns a function that calls ``load``, checks the model and returns it."""
 
         def load_checked() -> M:
             module = load()
@@ -82,7 +82,7 @@ def trained_engine(
     world: World,
     optimizer_steps: int,
 ) -> T:
-    """Loads the module of a role and calls ``make`` with it and the arguments of the engine.
+    """Loads the module of a role and returns the engine that ``make`` builds from this module.
 
     With LoRA, the schedule and the metric ``lr`` use the learning rate of the adapters; a value head is
     trained with optim.lr. Raises UserError if DeepSpeed rejects ``role.deepspeed``. All ranks must call this.

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 def guarded_scoring(context: RunContext, models: Models, start: StartScoring) -> StartScoring:
     """Wraps ``start``: scoring is repeated if memory runs out; after other errors, all ranks leave the step.
 
-    This excludes sharded reward models: since their forwards are collectives, an error on one rank before a
-    forward ends the run at once.
+    With sharded reward models, an error of ``start`` on one rank ends the run at once instead, because other
+    ranks wait in a collective.
     """
     world = context.world
 
@@ -74,7 +74,7 @@ def build_evaluator(
     generator: Generator,
     sampling: SamplingParams,
 ) -> Evaluator | None:
-    """Builds the evaluation on held-out prompts, or without these, on some of the training prompts."""
+    """Builds the evaluation on held-out prompts, or else on eval.train_prompts prompts; None if that is 0."""
     held_out, world = inputs.held_out is not None, context.world
     if not held_out and not config.eval.train_prompts:
         return None
@@ -116,7 +116,7 @@ def reference_responses(
     """Builds the source of the reference's responses for the win rate.
 
     Without a reference, or if the actor has adapters on the reference, the policy is compared with the
-    initial actor, and no responses are generated for the reference.
+    initial actor, whose responses in the first evaluation are used.
     """
     actor, section, reference = config.actor.model, config.reference.model, models.reference
     loaded = uses_reference(config) and not reference_is_base(config)

@@ -73,7 +73,8 @@ class Backends:
         if not isinstance(self.config.rollout, VLLM):
             generator: Generator = make(**arguments)
             return generator
-        if name not in self.made:  # an engine starts slowly; its cache does not depend on the budget
+        # vLLM's engine starts slowly, and no budget changes its cache, so it is made once
+        if name not in self.made:
             arguments |= {"longest": self.longest, "temperature": self.sampling.temperature}
             engine = self.connected_engine(partial(make, **arguments, settings=self.config.rollout.vllm))
             if engine.merges_because:
@@ -150,9 +151,9 @@ def build_generator(
 def settle_old_logprobs(config: PPOConfig, gap: Gap, ranks: int) -> PPOConfig:
     """Replaces algo.old_logprobs=auto by rollout or recompute.
 
-    The log-probs of generation are taken if the actor computes in fp32, ``gap``, measured before the first
-    step, is at most SMALL_GAP, a forward of the actor would otherwise precede the update, and no other key of
-    algo or critic excludes them (config/checks/needs.py). No key that a resumed run may change decides.
+    It becomes rollout under four conditions: the actor computes in fp32; ``gap``, measured before the first
+    step, is at most SMALL_GAP; recompute needs a forward before the update; no other key of algo or critic
+    excludes rollout (config/checks/needs.py). Keys that may change on a resume have no influence.
     """
     sources = with_sources(config)
     if len(sources) == 1:

@@ -43,9 +43,9 @@ def with_environment(
 
 
 def try_on_data(config: PPOConfig, inputs: Inputs) -> None:
-    """Checks the environment's tools, and tries it on one row for each sequence of roles in the data.
+    """Checks the environment's tools, and tries the environment on the rows of ``inputs.examples()``.
 
-    It is not tried with rollout.environment.trial=false.
+    With rollout.environment.trial=false, only the tools are checked.
     """
     settings = config.rollout.environment
     if settings.path is None:

@@ -130,7 +130,7 @@ def generation(
 
 
 def read_data(config: PPOConfig, context: RunContext) -> tuple[Inputs, tuple[int, ...]]:
-    """Reads the data and checks it with models and rewards; returns it with the end tokens.
+    """Reads the data, checks that models and rewards can use it, and returns it with the end tokens' ids.
 
     Adds descriptions and warnings to the start-up banner. May raise UserError. All ranks must call this.
     """

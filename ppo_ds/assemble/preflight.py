@@ -52,9 +52,9 @@ class ScoredInputs(Protocol):
 def check_inputs(config: PPOConfig, world: World, *, prepared: bool) -> None:
     """Raises UserError for mistakes in data and rewards.
 
-    It runs before a resume is refused or the files of an earlier run are moved. If `prepare` has yet to
-    create files (``prepared`` is False), only reward functions and the environment are checked, if they are
-    not in these files. The data read here is not used for training. All ranks must call this.
+    It runs before a resume is refused or the files of an earlier run are moved. If ``prepared`` is False,
+    `prepare` has yet to create files. Then only reward functions and the environment are checked, unless they
+    are in such files. The data read here is not used for training. All ranks must call this.
     """
     for key, section in reward_parts(all_rewards(config), FUNCTION):
         file = section["path"].rpartition(":")[0]
@@ -80,7 +80,7 @@ def reward_parts(
 def preflight(config: PPOConfig, inputs: Inputs, on_gpu: bool) -> None:
     """Raises UserError if a model or a reward cannot use the data, or vLLM cannot run the actor.
 
-    Not a collective: all ranks read the same files.
+    Each rank may call this on its own, and all ranks read the same files.
     """
     check_models(config, inputs)
     check_engine_package(config)
@@ -98,8 +98,8 @@ def check_rewards(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -
 def try_functions(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -> None:
     """Calls each reward function once; raises UserError if a function raises or returns invalid scores.
 
-    ``rewards`` maps config keys to reward sections. A function gets trial responses to one prompt for each
-    sequence of roles in each data set. Other rewards are not called: a service may charge for a request, and
+    ``rewards`` maps config keys to reward sections. A function gets trial responses to the prompts of
+    ``inputs.examples()``. Other rewards are not called, because a service may charge for a request, and
     models are not loaded yet.
     """
     rows = [row for _, row in inputs.examples()]
@@ -110,7 +110,7 @@ def try_functions(rewards: Mapping[str, dict[str, Any]], inputs: ScoredInputs) -
 def check_models(config: PPOConfig, inputs: Inputs) -> None:
     """Raises UserError if actor, reference, critic or a teacher cannot read the data.
 
-    Also raises it if memory.sequence_parallel cannot divide a model or its load-balancing loss among ranks.
+    Also raises UserError if memory.sequence_parallel cannot divide a model or the load-balancing loss.
     """
     models: dict[str, Any] = {"actor.model.path": config.actor.model}
     if uses_reference(config):
@@ -178,8 +178,7 @@ def check_vocabulary(key: str, model: Any, tokenizer: Tokenizer, tokenizer_of: s
 def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the key and the section of each reward that can be checked separately.
 
-    A mixture is checked as a whole, unless one of its parts is a model. Rewards of other packages are left
-    out.
+    A mixture is checked as a whole, unless a part of it is a model. Other packages' rewards are left out.
     """
     target = str(section.get("_target_", ""))
     if target in MODEL_REWARDS or (target.startswith(OWN) and not any(reward_models(section))):
@@ -191,7 +190,7 @@ def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str,
 
 
 def check_reward(section: dict[str, Any], key: str, inputs: ScoredInputs) -> None:
-    """Checks a reward model by its config and tokenizer, and any other reward on all rows."""
+    """Raises UserError if a reward model does not fit the data, or if another reward rejects a row."""
     if section["_target_"] == CLASSIFIER:
         options = {name: section[name] for name in ("template", "append_eos", "normalize") if name in section}
         check_reward_model(ModelConfig(**section["model"]), inputs.examples(), key=key, **options)

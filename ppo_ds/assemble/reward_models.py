@@ -90,9 +90,9 @@ class RewardModels:
         self._base: tuple[Hashable, TrainedModel] | None = None
 
     def offer(self, critic: TrainedModel, start: CriticStart, config: PPOConfig) -> None:
-        """Lets a reward whose model is the base of a LoRA critic use that base instead of a copy.
+        """Lets a reward whose model is the base of a LoRA critic use this base instead of a second copy.
 
-        All ranks must call this before training.
+        It keeps a copy of the score head. All ranks must call this before training.
         """
         head = getattr(critic.module.model, "score", None)
         if start.reward is not None and config.critic.lora.rank and isinstance(head, ScoreHead):

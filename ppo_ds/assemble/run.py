@@ -61,7 +61,7 @@ def build_run(
     screen: Screen | None = None,
     trackers: Sequence[Tracker] = (),
 ) -> Run:
-    """Connects the ranks, builds the stage of ``config.stage`` and resumes from the last checkpoint.
+    """Connects the ranks, builds the stage of ``config.stage`` and resumes from a checkpoint, if any.
 
     All ranks must call this. ``watchdog`` is started once the ranks are connected. ``mark_ending`` is called
     when the run starts to shut down. ``screen``, on rank 0 only, shows the progress. ``trackers`` are added
@@ -216,7 +216,7 @@ def start_trackers(
     )
     jsonl = JsonlTracker(run_dir, resumed_at=done)
     console.banner(banner, title=f"ppo_ds: {config.run.name}")
-    # the report is complete before wandb ends and uploads it
+    # in this order, the report is complete before wandb ends and uploads it
     chosen: list[Tracker] = [jsonl, ReportTracker(run_dir), console]
     chosen += [*map(BackgroundTracker, dashboards(config, done)), *more]
     trackers = Trackers(chosen, max_samples=config.tracker.samples, elapsed=jsonl.elapsed)

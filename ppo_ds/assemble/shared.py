@@ -1,4 +1,4 @@
-"""Functions that build parts of every stage: number of steps, layouts, averaged weights, banner lines."""
+"""Builds parts that all stages have: number of steps, layouts, averaged weights, banner lines."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def finetuning_step(
 
 
 def eval_weights(ema: WeightCopy | None, wanted: bool) -> Callable[[], AbstractContextManager[None]]:
-    """Returns the context manager for evaluations. If ``wanted``, it swaps in the averaged weights."""
+    """Returns a function that makes a context manager, which swaps in the averaged weights if ``wanted``."""
     return ema.swapped if ema is not None and wanted else nullcontext
 
 
@@ -147,8 +147,8 @@ def training_notes(stage: str, name: str, role: TrainedConfig, model: TrainedMod
 def ranks_without_gpus(trained: int, world: World) -> list[str]:
     """Returns a warning if several ranks share the CPU of a machine to train ``trained`` parameters.
 
-    On two cores with 134.5 million parameters, one rank with two threads was 1.6 times as fast as two ranks
-    with 256 tokens per rank and optimizer step, equally fast with 1,024, and needed less memory
+    On two cores with 134.5 million parameters, one rank with two threads needed less memory than two ranks.
+    It was 1.6 times as fast with 256 tokens per rank and optimizer step, and equally fast with 1,024
     (docs/dev/performance.md).
     """
     ranks, cores = world.threads.ranks, world.threads.cores
@@ -161,7 +161,7 @@ def ranks_without_gpus(trained: int, world: World) -> list[str]:
 
 
 def unusual_rate(stage: str, name: str, role: TrainedConfig, parameters: int) -> list[str]:
-    """Returns a warning if the learning rate of a model is far from the usual rate."""
+    """Returns a warning if a learning rate is far from the usual one; none for models below SMALLEST."""
     if parameters < SMALLEST:
         return []
     usual = next(rate for limit, rate in USUAL_RATES[stage, name].items() if parameters < limit)

@@ -31,8 +31,8 @@ def open_start(
 ) -> Path | None:
     """Opens the run directory and returns the checkpoint to resume from, if any. All ranks must call this.
 
-    Raises UserError if the run cannot resume from the checkpoint with these ``settings``. In this case, and
-    if the record of an earlier run must be moved, mistakes in data and rewards are reported first.
+    Raises UserError if the run cannot resume from the checkpoint with these ``settings``. Mistakes in data
+    and rewards are reported before such an error, and before the record of an earlier run is moved.
     """
     run_dir, resume = Path(config.run.dir or ""), config.run.resume
     check_shared(run_dir, world)
@@ -97,7 +97,7 @@ def check_shared(run_dir: Path, world: World) -> None:
 
 
 def check_new_inputs(config: Config, before: Settings | None, settings: Settings, world: World) -> None:
-    """Raises UserError for mistakes in rewards and in existing data. All ranks must call this."""
+    """Raises UserError for mistakes in rewards, and in data that exists already. All ranks must call this."""
     check = STAGES[config.stage].check
     if check is None:
         return

@@ -1,4 +1,4 @@
-"""Entry point of the installed commands, such as ppo-ds-train for launch/train.py.
+"""Holds the entry point of the installed commands, such as ppo-ds-train for launch/train.py.
 
 ``setup.py`` installs the repository's folders ``launch`` and ``conf`` into this package. In a checkout, and
 after ``pip install -e .``, they are at the top of the repository.

@@ -19,7 +19,7 @@ from ppo_ds.config.text import show
 from ppo_ds.config.types import RANGE, Section, Variants, leaves, meaning
 
 T = TypeVar("T", bound=Section)
-Problems = dict[str, str]  # full key -> line
+Problems = dict[str, str]  # full key, with #0, #1, ... if it has several lines -> line
 
 _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
 _STAND_INS: dict[object, Any] = {int: 1, float: 1.0, str: "", dict: {}}
@@ -29,8 +29,8 @@ _SECRET = re.compile(r"(^|[_.])(key|token|secret|password)$", re.IGNORECASE)
 def read(section: type[T], tree: Any, key: str = "") -> tuple[T, Problems]:
     """Reads a section from a nested dict and returns it with the problems found.
 
-    A wrong value is replaced by the key's default, or if the key is required, by a value of its type. So the
-    caller can look for more problems. ``key`` is the full name of the section.
+    A wrong value is replaced by the key's default, or if the key is required, by a value of its type, so that
+    the caller can check the rest of the config. ``key`` is the full name of the section.
     """
     own, found = _own_keys(section, tree, key)
     order = {name: place for place, name in enumerate(dotted_keys(section, key))}
@@ -53,12 +53,11 @@ def _own_keys(
     variant: type[Variants] | None = None,
     rivals: Sequence[type[Section]] = (),
 ) -> tuple[Any, Problems]:
-    """Removes the keys that only other variants of a section use, at any depth.
+    """Returns ``tree`` without the keys that only other variants use, at any depth, and the problems.
 
-    Returns the tree, and a line for each removed key with a non-default value. For a section with an unknown
-    variant name, the default variant is used, and only the line about the name is returned. ``variant`` is
-    the innermost chosen variant that contains the section; ``rivals`` are the sections at the same place in
-    other variants.
+    There is a line for each removed key with a non-default value. For a section with an unknown variant name,
+    the default variant is used, and only the line about the name is returned. ``variant`` is the innermost
+    chosen variant that contains the section; ``rivals`` are the sections at the same place in other variants.
     """
     if not isinstance(tree, Mapping):
         return tree, {}
@@ -118,7 +117,7 @@ def complete(section: type[Section], tree: Any, stand_ins: bool = False) -> Any:
 
 
 def _without(section: type[Section], tree: Any, location: tuple[int | str, ...]) -> Any:
-    """Removes the key that an error is about, or the whole list or mapping that contains it."""
+    """Returns ``tree`` without the key at ``location``, or without the list or mapping that contains it."""
     if not isinstance(tree, dict) or not location:
         return {}
     name, *rest = location
@@ -321,9 +320,9 @@ def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:
 def other_systems(name: str, known: Sequence[str]) -> list[str]:
     """Returns a line for each key that corresponds to the setting ``name`` of another system.
 
-    Only keys whose section is among the keys ``known`` are considered. Among the settings of
-    other_systems.toml, those with the most final parts in common with ``name`` match; one part is not enough
-    if a ``known`` key also ends with it.
+    Only keys whose section is among the keys ``known`` are considered. Those settings of other_systems.toml
+    match that share the most final parts, separated by dots, with ``name``. One shared part is not enough if
+    a ``known`` key ends with this part too.
     """
     ours = name.rpartition(".")[2] in {key.rpartition(".")[2] for key in known}
     found: dict[int, dict[str, str]] = {0: {}}  # number of common parts -> key -> line

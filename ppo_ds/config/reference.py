@@ -159,7 +159,7 @@ def page() -> str:
 
 def section_text(members: Mapping[str, type[Section]]) -> str:
     """Describes a section, or several models' sections with the same keys."""
-    about, found = defaultdict(list), defaultdict(list)  # description -> names; key -> that of each member
+    about, found = defaultdict(list), defaultdict(list)  # description -> names; last part of a key -> Keys
     for name, section in members.items():
         about[" ".join((section.__doc__ or "").split())].append(f"`{name}`")
         for key in keys_of(section, name):

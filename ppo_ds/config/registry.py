@@ -28,7 +28,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class StageEntry(Entry):
-    """A kind of training: a callable (config, RunContext) that builds it. Its Config is in schema.py."""
+    """A kind of training, built by calling ``target`` (config, RunContext). Its Config is in schema.py."""
 
     # Dotted name of a function (config, ranks) that returns the config of a dry run: two steps with tiny
     # random models. None: run.dry_run is refused.
@@ -98,7 +98,7 @@ STAGES = {
 def import_target(path: str) -> Any:
     """Imports ``package.module.name``. Raises ImportError or AttributeError if it does not exist.
 
-    The current folder is searched last: launchers put only the folder of their script on sys.path.
+    The current folder is added to the end of sys.path, since launchers add only the folder of their script.
     """
     module, _, name = path.rpartition(".")
     if (here := os.getcwd()) not in sys.path:

@@ -99,7 +99,7 @@ def check_resume(before: Settings, now: Settings, checkpoint: Path) -> list[str]
 
 
 def changes(before: Settings, now: Settings) -> list[Change]:
-    """Returns every key that differs and is not mutable.
+    """Returns (key, old value, new value) for every key that differs and is not mutable.
 
     If ``before`` lacks a key, because the key is newer than the checkpoint, the default counts as its old
     value. Keys of ``before`` that only other variants of a section use are ignored.

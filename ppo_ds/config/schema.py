@@ -88,15 +88,15 @@ class Config(Variants):
         return {name: fields[name] for name in (*ORDER, *fields) if name in fields}
 
     def inherited(self) -> dict[str, Any]:
-        """Returns sections by name, with those keys filled in whose values follow from other keys."""
+        """Returns, by name, the sections that inherit values from other keys, with these values filled in."""
         return {}
 
     @classmethod
     def foreign(cls, key: str, value: Any, default: Any) -> Iterator[str]:
         """Yields the error lines about ``key``, which only other stages use.
 
-        A section at the top level has one line, unless it is empty. Otherwise there is a line for each key at
-        or below ``key``, unless all values are defaults.
+        A ``key`` at the top level has one line, unless it is empty. A ``key`` inside a section has a line for
+        each value at or below it, unless all of these values are defaults.
         """
         stage = cls.model_fields["stage"].default
         if "." in key:
@@ -155,7 +155,7 @@ class PPOConfig(TextConfig):
         paths = {name: _expand(getattr(data, name)) for name in ("path", "eval_path", "ptx_path")}
         reference = _inherited(self.reference.model, actor.model, path=actor.model.path)
         critic = replace(self.critic.model, quantization=self.critic.model.quantization or "none")
-        learned = any(reward_models(self.reward))  # no threshold for correct responses
+        learned = any(reward_models(self.reward))  # a learned score has no threshold of correctness
         return {
             "eval": replace(self.eval, correct_above=None) if learned else self.eval,
             "actor": actor,
@@ -223,7 +223,7 @@ def own_code(tree: Any) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def load_own_code(tree: Any) -> None:
-    """Imports the user code that ``tree`` refers to, which must not be from an untrusted source."""
+    """Imports and adds the user code named in ``tree``; only for a ``tree`` from a trusted source."""
     for key, _, name in own_code(tree):
         if "." in name:
             try:

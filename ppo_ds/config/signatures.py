@@ -41,7 +41,7 @@ def misused_targets(section: dict[str, Any], key: str) -> Iterator[str]:
 def declared_arguments(target: str) -> type[Section]:
     """Makes a section whose keys are the positional parameters of a function or class of ppo_ds.
 
-    Raises ImportError or AttributeError if the module does not define it.
+    Raises ImportError if the module does not exist, and AttributeError if it does not define the name.
     """
     module, _, name = target.rpartition(".")
     spec = find_spec(module)

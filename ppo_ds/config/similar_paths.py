@@ -27,7 +27,7 @@ def did_you_mean_path(path: str) -> str:
 
 
 def did_you_mean_model(path: str) -> str:
-    """Suggests a similar folder as ``did_you_mean_path`` does, or the model inside it if it is no model."""
+    """Returns ``; did you mean x?`` with the most similar folder, or with the model inside it, or ""."""
     found = similar_path(Path(path).expanduser())
     if found is None or os.path.isfile(found):
         return ""
@@ -35,7 +35,7 @@ def did_you_mean_model(path: str) -> str:
 
 
 def model_inside(folder: Path) -> Path | None:
-    """Returns a model folder inside a folder such as a run directory: model/, or else the only one."""
+    """Returns the model folder inside a folder such as a run directory: model/, or the only one, or None."""
     inside = [found for found in _entries(folder) if is_model_folder(found)]
     exported = folder / "model"
     return exported if exported in inside else inside[0] if len(inside) == 1 else None

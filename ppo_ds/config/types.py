@@ -46,19 +46,19 @@ class Section(BaseModel):
 
 
 class Arguments(Section, use_attribute_docstrings=False):
-    """A section made from a function's arguments; it has no class body whose docstrings describe keys."""
+    """A section made from a function's arguments, without a class body in which docstrings describe keys."""
 
 
 class Variants(Section):
-    """A section whose key ``tag`` chooses a variant: a subclass with additional keys.
+    """A section in which one key, named by ``tag``, chooses a variant: a subclass with additional keys.
 
-    A subclass is a variant if the type of its tag is a Literal with one name, which is also the default. No
+    A subclass is a variant if the type of this key is a Literal with one name, which is also the default. No
     other registration is necessary. A key must have the same meaning, range and default in all variants.
     """
 
     tag: ClassVar[str]
     variants: ClassVar[dict[str, type[Any]]]
-    code: ClassVar[str] = ""  # the class variable with the dotted name of a variant's code
+    code: ClassVar[str] = ""  # name of the class variable that holds the dotted name of a variant's code
     # if the code is a function: the names of its arguments, and the type of its result
     interface: ClassVar[tuple[tuple[str, ...], str] | None] = None
 
@@ -101,7 +101,7 @@ class Variants(Section):
 
     @classmethod
     def all_fields(cls) -> dict[str, FieldInfo]:
-        """Returns the fields of a variant by name, or those of all variants."""
+        """Returns the fields by name: those of a variant, or on the base class those of all variants."""
         if "tag" not in cls.__dict__:
             return cls.model_fields
         fields: dict[str, FieldInfo] = {}
@@ -115,7 +115,7 @@ class Variants(Section):
 
     @classmethod
     def foreign(cls, key: str, value: Any, default: Any) -> Iterator[str]:
-        """Yields an error line for each key at or below ``key`` that is not at its default."""
+        """Yields an error line for each non-default value at or below ``key``, a key of other variants."""
         section, _, name = key.rpartition(".")
         users, defaults = " or ".join(cls.users(name)), dict(leaves(default))
         for path, item in leaves(value):
@@ -148,7 +148,7 @@ def meaning(field: FieldInfo) -> str:
 
 
 def parts_of(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the config key and the dict of an open part, and those of every dict inside it."""
+    """Yields (config key, dict) for ``section`` itself, with the key ``key``, and for every dict inside."""
     yield key, section
     for name, inner in section.items():
         if isinstance(inner, dict):
@@ -158,8 +158,8 @@ def parts_of(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str,
 def refuse(message: str, *, whole_line: bool = False) -> NoReturn:
     """Raises the error of a validator; the error line becomes ``key=value: message``.
 
-    With ``whole_line``, the message is the whole line, with $KEY and $SECTION for the key and its section.
-    This is for values that must not be printed, and for several lines.
+    With ``whole_line``, the line is only the message, in which $KEY and $SECTION are replaced by the key and
+    its section. Use it for a value that must not be printed, and for a message of several lines.
     """
     raise PydanticCustomError("whole_line" if whole_line else "refused", "{message}", {"message": message})
 

@@ -56,9 +56,9 @@ def prepare(
     """Writes ``dir/model`` (Hugging Face folder), ``dir/train.jsonl`` and ``dir/heldout.jsonl``.
 
     A complete folder with the same arguments is kept. A problem is the sum of two numbers of ``digits``
-    digits. The first ``heldout`` of the ``problems`` are never trained on. The warm start trains on
-    demonstrations of the others except ``validation`` problems; in the share ``calls`` of the demonstrations,
-    the calculator is used. The warm start ends when the share ``target_accuracy`` of the validation problems
+    digits. The first ``heldout`` of the ``problems`` are never trained on, and the warm start does not train
+    on the next ``validation`` problems. It trains on demonstrations of the rest, of which the share ``calls``
+    uses the calculator. The warm start ends when the share ``target_accuracy`` of the validation problems
     is solved with the calculator, and fails after ``max_steps`` batches of ``batch_size`` demonstrations.
     """
     arguments = {name: value for name, value in locals().items() if name != "dir"}
@@ -89,7 +89,7 @@ def prepare(
 
 
 def encode(rows: list[Row], tokenizer: Tokenizer, uses_calculator: list[bool]) -> tuple[Tensor, Tensor]:
-    """Encodes demonstrations, with the feedback of the calculator, as ``sums.encode_turns`` does."""
+    """Returns ids and labels [N,T]; ``uses_calculator`` selects the rows that call the calculator."""
     demonstrations = []
     for row, calls in zip(rows, uses_calculator, strict=True):
         call = [(f"?{row['prompt'][:-1]}", True), (f">{row['answer']}=", False)] if calls else []

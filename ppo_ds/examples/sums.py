@@ -54,8 +54,8 @@ def prepare(
 
     A complete folder with the same arguments is kept. The problems are all sums of two numbers
     0..``max_operand`` in a seeded order. The first ``heldout`` problems are never trained on. The warm start
-    trains on the others except ``validation`` problems. It ends when the greedy accuracy on the validation
-    problems reaches ``target_accuracy``, and fails after ``max_steps`` batches of ``batch_size`` problems.
+    does not train on the next ``validation`` problems either. It ends when the greedy accuracy on these
+    reaches ``target_accuracy``, and fails after ``max_steps`` batches of ``batch_size`` problems.
     """
     arguments = {name: value for name, value in locals().items() if name != "dir"}
     folder = Path(dir)
@@ -229,7 +229,7 @@ def write_warm_started(
 
 
 def encode(rows: list[Row], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
-    """Encodes prompts and answers as ``encode_turns`` does."""
+    """Returns ids and labels [N,T] of prompts and answers; only the answers have labels."""
     return encode_turns([[(row["prompt"], False), (row["answer"], True)] for row in rows], tokenizer)
 
 
@@ -312,9 +312,9 @@ def _batches(rows: int, batch_size: int, count: int) -> Iterator[Tensor]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread: float sums, and thus the model, depend on the number of threads.
+    """Limits torch to one thread, because float sums, and thus the model, depend on the number of threads.
 
-    More threads would only slow down a model this small.
+    A model this small is not faster with more threads.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

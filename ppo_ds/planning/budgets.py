@@ -1,7 +1,7 @@
 """Resolves the token budgets of the config section memory that are ``auto``.
 
-A run and the doctor compute budgets in the same way: a budget is the largest number, up to a limit, for which
-the estimate of each phase that it determines (ppo_memory.py, finetune_memory.py) fits into the usable memory.
+A run and the doctor compute budgets in the same way. A budget is the largest number, up to a limit, with
+which each of its PHASES fits into the usable memory by the estimate of ppo_memory.py or finetune_memory.py.
 On a GPU, the run measures this memory after it has loaded the models, and the doctor uses the memory given by
 ``--gpu-mem``. On a CPU both use the machine's total memory, so that every launch computes the same numbers.
 
@@ -228,11 +228,11 @@ def settle(
 def known_budgets(
     config: Config, run_dir: Path, checkpoint: Mapping[str, Any] | None, ranks: int
 ) -> tuple[dict[str, int], dict[str, int], list[str]]:
-    """Returns the budgets that an earlier launch of the run has determined.
+    """Returns the budgets that earlier launches of the run have determined, by name.
 
-    Also returns the number before halving of each budget with which memory ran out, and lines for the
-    start-up banner. A number in the config takes precedence, unless memory has run out with it.
-    ``checkpoint`` is the section memory of a checkpoint of this number of ``ranks``, or None.
+    The second result maps each budget with which memory ran out to its number before it was halved; the third
+    is lines for the start-up banner. A number in the config takes precedence, unless memory has run out with
+    it. ``checkpoint`` is the section memory of a checkpoint of this number of ``ranks``, or None.
     """
     numbers: dict[str, int] = {}
     halved_from: dict[str, int] = {}
@@ -287,7 +287,7 @@ def read_record(run_dir: Path) -> dict[str, dict[str, int]]:
 
 
 def write_record(run_dir: Path, budget: TokenBudget, *, ranks: int) -> None:
-    """Records a budget that was halved."""
+    """Records a budget that was halved, and the number of ``ranks`` to which it applies, in ``run_dir``."""
     entry = {"before": budget.halved_from, "tokens": budget.tokens, "ranks": ranks}
     found = read_record(run_dir) | {budget.name: entry}
     write_file(run_dir / RECORD, json.dumps(found, indent=2) + "\n")

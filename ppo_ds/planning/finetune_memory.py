@@ -74,7 +74,7 @@ class FinetuneMemory(RunMemory):
         return Estimate(resident, phases, host, self.engines, "", row_tokens=self.length, rows=self.answers)
 
     def generation(self) -> int:
-        """Computes an upper bound of the peak while held-out prompts are answered with whole weights."""
+        """Computes an upper bound of the additional bytes for answering prompts with whole weights."""
         section, shape, each = self._role(self.name)
         most = max(1, int(dict(self.config.memory)["rollout_tokens"]) // self.answer_tokens)
         rows = min(self.answers, most)

@@ -8,12 +8,12 @@ from ppo_ds.ppo.model_outputs import OldLogprobs
 
 
 def old_logprobs_source(config: PPOConfig) -> OldLogprobs:
-    """Returns the source of the old log-probs (see OldLogprobs); that of recompute for auto.
+    """Returns "rollout", "update" or "forward", the source of the old log-probs; auto counts as recompute.
 
-    With algo.old_logprobs=rollout, it is the decode backend. Otherwise, the forward of the update computes
-    them if one optimizer step uses the whole rollout, the old policy does not lag, and nothing before the
-    update needs the log-probs: there is no KL in the reward, no importance weight for the decode backend, no
-    value head on the actor, no step with only the critic, and no selection of tokens.
+    With algo.old_logprobs=rollout, the decode backend computes them; otherwise a forward before the update.
+    The update's own forward suffices if one optimizer step uses the whole rollout, the old policy does not
+    lag, and nothing needs the log-probs before the update. They are needed for a KL in the reward, importance
+    weights for the decode backend, a value head on the actor, steps with only the critic and selected tokens.
     """
     algo = config.algo
     if algo.old_logprobs == "rollout":
@@ -33,7 +33,7 @@ def old_logprobs_source(config: PPOConfig) -> OldLogprobs:
 def with_sources(config: PPOConfig) -> list[PPOConfig]:
     """Returns the config with algo.old_logprobs=auto replaced by recompute and, in fp32, then by rollout.
 
-    The run continues with one of them (assemble/generator.py). Other configs are returned unchanged.
+    The run continues with one of them (assemble/generator.py). A config without auto is returned unchanged.
     """
     if config.algo.old_logprobs != "auto":
         return [config]
@@ -51,15 +51,15 @@ def kept_roles(config: PPOConfig) -> tuple[str, ...]:
     """Returns the models whose forwards before the update are reused in the update.
 
     There are none with several optimizer steps per rollout, or with sequence parallelism, because ranks then
-    have other rows in the update. With memory.reuse_forwards=auto this is at most the last model that runs
-    before the update: the actor, or the critic if the actor does not run. Its backward is the first of the
-    update, so its graph does not increase peak memory. If it is the critic's, the critic's gradients are in
-    memory during the actor's backward, and not the reverse. With ``all``, both graphs may be in memory.
+    have other rows in the update. With memory.reuse_forwards=auto, at most the last model that runs before
+    the update is returned: the actor, or the critic if the actor does not run. The backward of this model is
+    the first of the update, so the kept graph does not increase peak memory. If the critic comes first, its
+    gradients are in memory during the actor's backward. With ``all``, both graphs may be in memory.
 
     A model is excluded if its weights may run another forward between a forward and its backward: with LoRA,
     a reference or reward model may be this model without adapters, and a lagged policy runs in the actor's
-    engine. PTX losses exclude the actor because they come first in the update, algo.policy.top_entropy
-    because it needs entropies before the update. The actor also needs a forward before the update.
+    engine. The actor is also excluded if it runs no forward before the update, by PTX losses, which come
+    first in the update, and by algo.policy.top_entropy, which needs entropies before the update.
     """
     algo, reuse = config.algo, config.memory.reuse_forwards
     if reuse == "off" or not one_optimizer_step(config) or config.memory.sequence_parallel > 1:

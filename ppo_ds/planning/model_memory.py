@@ -1,4 +1,4 @@
-"""Memory of models in bytes, computed from their sizes: engines by ZeRO stage, activations, KV caches.
+"""Computes the memory of models in bytes from their sizes: engines by ZeRO stage, activations, KV caches.
 
 The persistent and temporary buffers of DeepSpeed (0.19.8) were read from its code. Activations are those that
 autograd keeps for a decoder of the transformers library: norms in fp32, fused attention, a gated MLP. Other
@@ -35,7 +35,7 @@ class EngineMemory:
     reduction: int = 0
     step: int = 0  # in the optimizer step, beyond ``gradients``
     gathered: int = 0  # ZeRO-3: weights that are gathered at once in a forward and backward
-    host: int = 0  # at most, resident bytes in CPU memory instead of on the device
+    host: int = 0  # upper bound of the resident bytes in CPU memory instead of on the device
 
     @property
     def resident(self) -> int:
@@ -79,8 +79,9 @@ class Engine:
                 host=engine.moments + self._offloaded(share),
             )
         if self.offload_params:
-            # locked twice: for each tensor, at most twice its size, and for all trained tensors together
-            # (stage3.py: _create_param_groups_fp16_flat_cpu_memory); torch keeps the first
+            # DeepSpeed page-locks the weights twice: each tensor, which takes at most twice its size, and all
+            # trained tensors together (stage3.py: _create_param_groups_fp16_flat_cpu_memory). torch does not
+            # free the memory of the first.
             engine = replace(engine, weights=0, host=engine.host + 2 * weights + locked_bytes(each * share))
         return engine
 
@@ -177,7 +178,7 @@ def activation_bytes(shape: Shape, tokens: int, length: int, each: int, checkpoi
 
 
 def inference_activation_bytes(shape: Shape, tokens: int, length: int, each: int) -> int:
-    """Computes the peak memory of a layer without gradients: residual stream, and MLP or attention."""
+    """Computes a layer's peak without gradients: residual stream, and the larger of MLP and attention."""
     mlp = (3 if shape.gated else 2) * shape.inner
     attention = 0 if shape.fused else 4 * shape.heads * length
     return tokens * each * (2 * shape.hidden + max(mlp, attention))

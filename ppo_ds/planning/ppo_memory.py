@@ -253,9 +253,9 @@ class PPOMemory(RunMemory):
         last backward ends, or during the optimizer step. Both models' backwards come before both steps
         (ppo/learner.py), so one model's gradients are in memory during the other model's backward.
 
-        If the actor's graph comes from an earlier forward (memory.reuse_forwards), it adds nothing: that
-        forward is the last before the update, on the only micro-batch, and the actor's backward comes first.
-        If the critic's graph does, it or the critic's gradients are in memory during the actor's backward.
+        A kept graph of the actor (memory.reuse_forwards) adds nothing, because it is of the only micro-batch,
+        made last before the update, and used first. If the critic's graph is kept too, it is in memory during
+        the actor's backward. If only the critic's graph is kept, it is used first and leaves its gradients.
         """
         actor, critic = self.engines["actor"], self.engines.get("critic")
         if critic is None:
@@ -295,7 +295,7 @@ def records_steps(config: PPOConfig, on_gpu: bool) -> bool:
 
 
 def packed_bytes(config: PPOConfig, shape: Shape, on_gpu: bool) -> int:
-    """Computes the bytes of packed weights (models/linear.py) in generation with whole weights."""
+    """Computes the bytes of packed weights (models/linear.py) in generation with whole weights; 0 if none."""
     dtype = torch_dtype(config.actor.model.dtype)
     packs = not on_gpu and config.rollout.backend != "hf" and matmul.packs(torch.empty(1, dtype=dtype))
     size = dtype.itemsize * shape.linear

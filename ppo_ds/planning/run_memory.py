@@ -105,7 +105,7 @@ class Estimate:
     moved: int = 0  # bytes of optimizer states that are in CPU memory during generation
     row_tokens: int = 0  # tokens of the longest row
     rows: int = 0  # rows that a rank decodes in one phase; 0 without generation
-    vllm: VllmMemory | None = None  # of the inference engine, if it has one
+    vllm: VllmMemory | None = None  # memory of the vLLM engine; None with other decode backends
 
     @property
     def peak(self) -> int:
@@ -134,6 +134,7 @@ class RunMemory:
 
         Args:
             shapes: The shapes of the trained models, by role.
+            frozen: The models that only score, by role or config key.
             length: Tokens of the longest row.
             rows: Rows of an optimizer step on one rank.
             unit: Rows that a forward keeps together.
@@ -215,6 +216,8 @@ class RunMemory:
                 loaded += model.resident(self.hardware.ranks)
         return max(peak, loaded)
 
+    # The peaks below do not include the memory that is resident between phases.
+
     def trained_forward(self, role: str, tokens: int, prefetch: bool) -> int:
         """Computes the peak bytes of a forward without gradients through the trained model ``role``.
 
@@ -225,7 +228,7 @@ class RunMemory:
         return gathered + self.forward(shape, tokens, self.length, each)
 
     def forward(self, shape: Shape, tokens: int, length: int, each: int) -> int:
-        """Computes the peak of a forward without gradients."""
+        """Computes the peak bytes of a forward without gradients of ``tokens`` in rows of ``length``."""
         positions = self.head_positions(tokens)
         head = 0
         if shape.head:
@@ -234,7 +237,7 @@ class RunMemory:
         return max(inference_activation_bytes(shape, tokens, length, each), head)
 
     def graph(self, role: str) -> int:
-        """Computes the bytes that a role's largest forward keeps for its backward, and the head's peak."""
+        """Computes the bytes that a role's largest forward keeps for its backward, plus the head's peak."""
         section, shape, each = self._role(role)
         tokens = self.forward_tokens(int(self.config.memory.train_tokens), self.update_rows)
         positions = self.head_positions(tokens)

@@ -1,4 +1,4 @@
-"""Memory of a vLLM engine in bytes, on one of the ranks that share its weights by tensor parallelism.
+"""Computes the bytes of a vLLM engine on one of the ranks that share its weights by tensor parallelism.
 
 Sharded sizes and the effect of sleeping were read from the code of vLLM 0.32. Sizes of CUDA graphs and
 communicators are published figures. Nothing was measured on a GPU with this trainer.
@@ -105,9 +105,9 @@ def vllm_activation_bytes(shape: Shape, tensor_parallel: int, each: int, sampled
     """Computes the peak of a step: a layer of a prefill, or the logits of all sequences while sampling.
 
     ``sampled`` is the number of bytes per logit that sampling takes in addition to the logits
-    (sampling_bytes). Every rank has the logits of the whole vocabulary. vLLM's second model runner also
-    counts each token of each sequence (v1/worker/gpu/sample/penalties.py), but samples with one fp32 copy of
-    the logits; together these take less than ``sampled``.
+    (sampling_bytes). Every rank has the logits of the whole vocabulary. vLLM's second model runner has a
+    count of each token for each sequence (v1/worker/gpu/sample/penalties.py), and one fp32 copy of the
+    logits. The counts and this copy take less than ``sampled``.
     """
     layer = 3 * shape.hidden + (3 if shape.gated else 2) * shape.inner // tensor_parallel
     logits = SEQUENCES * shape.vocabulary * (each + FP32 + sampled)

@@ -1,6 +1,6 @@
 """Implements the chat with policies on the console: conversations, commands, streamed answers, scores.
 
-Each model has a separate conversation: all models receive the same messages, and each sees only its answers.
+All models receive the same messages, but each has a separate conversation and sees only its own answers.
 The models answer one after the other, with the same random numbers. The same seed and input repeat a chat.
 """
 

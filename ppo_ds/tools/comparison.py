@@ -1,7 +1,7 @@
-"""Statistics of an evaluation that compares models: mean scores, win rates and pass@k, with intervals.
+"""Computes the statistics of an evaluation of several models: mean scores, win rates, pass@k, intervals.
 
-All intervals are percentile bootstrap intervals over prompts: first the values of each prompt, such as the
-scores of several responses, are averaged, and then the prompts are resampled.
+All intervals are percentile bootstrap intervals over prompts. The values of each prompt, such as the scores
+of several responses, are averaged before the prompts are resampled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Estimate = dict[str, float]  # "mean", "low" and "high": an estimate and its con
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of one value per prompt, with an interval. Each call uses the same resamples."""
+    """Returns the mean of one value per prompt, with an interval. All calls use the same random seed."""
     given = np.asarray(values, dtype=np.float64)
     random = np.random.default_rng(0)
     rows = max(1, CHUNK // len(given))

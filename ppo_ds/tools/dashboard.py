@@ -74,7 +74,7 @@ def single_panels(metrics: Iterable[Metric]) -> list[Panel]:
 
 
 def _line_plot(panel: Panel) -> Any:
-    """Returns a panel of the catalogue; families of metrics are selected by a regular expression."""
+    """Returns wandb's plot of a panel; a regular expression selects the metrics of a family."""
     from wandb_workspaces.reports import v2 as wr
 
     names = [name for name in panel.metrics if "<" not in name]

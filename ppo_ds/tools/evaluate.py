@@ -132,7 +132,7 @@ def score_responses(
 
     Each reward uses the tokenizer of the scored policy. Reward models are loaded once for all policies.
     """
-    note = cache(note)  # the same lines for each tokenizer
+    note = cache(note)  # rewards are loaded once per tokenizer; their equal lines are shown once
     load_frozen = RewardModels(world, note)
     given, temperature = config.memory.score_tokens, config.sampling.temperature
     budget = TokenBudget("score_tokens", CPU_LIMITS["score_tokens"] if given == "auto" else given)
@@ -204,7 +204,7 @@ def add_verdicts(rows: Results, metadata: Sequence[Row], names: Sequence[str], j
 
 
 def by_prompt(rows: Results, name: str, get: Callable[[dict[str, Any]], Any]) -> list[list[Any]]:
-    """Returns ``get`` of each response of a model, grouped by prompt in the order of ``rows``."""
+    """Returns ``get(response)`` for each response of model ``name``, grouped by prompt."""
     groups: dict[int, list[Any]] = {}
     for row in rows:
         groups.setdefault(row["number"], []).append(get(row["responses"][name]))
@@ -255,9 +255,9 @@ def by_column(rows: Results, names: Sequence[str], rewards: Collection[str], col
 
 
 def accuracy(scores: Scores, correct_above: float | None) -> dict[str, Any]:
-    """Returns pass@k for the first reward if ``correct_above`` is given, and for rewards of only 0 and 1.
+    """Returns pass@k by reward: for the first one with ``correct_above``, and for rewards of only 0 and 1.
 
-    The latter rewards need several responses to a prompt.
+    Without ``correct_above``, a reward is included only if there are several responses to each prompt.
     """
     found: dict[str, Any] = {}
     for position, (reward, by_model) in enumerate(scores.items()):
@@ -275,7 +275,7 @@ def accuracy(scores: Scores, correct_above: float | None) -> dict[str, Any]:
 
 
 def divergence(rows: Results, names: Sequence[str], sampling: SamplingConfig, greedy: bool) -> dict[str, Any]:
-    """Returns the KL of each model to the first; if responses do not estimate it, the mean log-ratio.
+    """Returns the estimated KL of each model to the first, or if it cannot be estimated, the mean log-ratio.
 
     A remark names the models whose vocabulary differs from that of the first.
     """

@@ -79,7 +79,7 @@ def export(
 ) -> Path:
     """Writes the model ``role``, a key of FOLDERS, to ``out``, and the actor's adapter to ``out/adapter``.
 
-    Each of the two folders gets a model card. Returns the folder, which an error leaves unchanged.
+    Each of the two folders gets a model card. Returns the model's folder, which an error leaves unchanged.
     ``force`` replaces an existing model folder. ``name`` is the name on the Hub for the card. With
     ``adapter``, a model without an adapter raises UserError, and nothing is written.
     """
@@ -117,9 +117,9 @@ def export(
 
 
 def target_folder(checkpoint: Path, role: str, out: Path | None, force: bool) -> Path:
-    """Returns the folder to write: ``out``, or below ``exports`` of the run, where no folder may be a link.
+    """Returns the folder to write: ``out``, or if it is None, a folder below ``exports`` of the run.
 
-    Raises UserError if it exists, unless it is a model folder and ``force`` is given.
+    Raises UserError if it exists, except for a model folder with ``force``, or for a link in ``exports``.
     """
     if out is None:
         out = checkpoint.parent.parent / "exports" / checkpoint.name / FOLDERS[role]

@@ -48,7 +48,7 @@ def tokenizer_of(config: PPOConfig, model: NamedModel) -> Tokenizer:
 
 
 def load_decoder(config: PPOConfig, model: NamedModel, tokenizer: Tokenizer, positions: int = 1) -> Policy:
-    """Loads a policy at the sampling temperature. Raises UserError for too few embeddings or positions."""
+    """Loads a policy at the sampling temperature; raises UserError for too few embeddings or positions."""
     section, temperature = model_section(config, model), config.sampling.temperature
     policy = load_policy(section, temperature=temperature, key=model.key, adapter=model.adapter)
     needs = ppo_needs(tokenizer.id_bound, positions)

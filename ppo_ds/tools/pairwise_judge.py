@@ -22,10 +22,10 @@ REMEDY = "it must return a list with one number from 0 to 1 for each pair, 1 if 
 
 
 def verdict(in_order: float, swapped: float) -> dict[str, Any]:
-    """Combines the preferences for one response of a pair in both orders.
+    """Combines two preferences for the same response of a pair: as response a, and as response b.
 
-    ``preference`` is the mean of both. ``position_bias`` is the preference for response a, averaged over
-    the orders, minus 0.5. ``disagrees`` is true if the orders prefer different responses, or if only one
+    ``preference`` is their mean. ``position_bias`` is the mean preference for the response in position a,
+    minus 0.5. ``disagrees`` is true if the two orders prefer different responses, or if only one order
     prefers a response.
     """
     return {
@@ -39,9 +39,9 @@ class PairwiseJudge:
     """Compares pairs with the function ``fn(prompts, responses_a, responses_b, rows)`` at ``path``.
 
     The arguments are lists of equal length, which the function may modify: prompts and responses as text, and
-    the rows of the data set. It returns, for each pair, the probability from 0 to 1 that response a is
-    better. It may be a coroutine function. Each pair is compared in both orders, and the two preferences are
-    averaged: if a judge always prefers response a, the result is 0.5 for each pair.
+    the rows of the data set. The function returns, for each pair, the probability from 0 to 1 that response a
+    is better. It may be a coroutine function. Each pair is compared in both orders, and the two preferences
+    are averaged, so that a judge that always prefers response a gives 0.5 for each pair.
     """
 
     def __init__(self, path: str):

@@ -1,7 +1,7 @@
 """Runs a pipeline: stages, each an ordinary run with a separate launcher, and an evaluation at the end.
 
-pipeline.json in the pipeline's directory records which jobs are done. For each job, it also has a sha256 sum
-of the models of the stages before it, from the time when the job began. Imports neither torch nor Hydra.
+pipeline.json in the pipeline's directory records which jobs are done. For each job, it also records a sha256
+sum of the models of earlier stages, as they were when the job began. Imports neither torch nor Hydra.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Job:
         return Path(str(self.config.run.dir))
 
     def summary(self) -> tuple[str, int] | None:
-        """Reads the reason and the time (ns) of the end from a stage's summary.json; None without one."""
+        """Returns the exit reason in a stage's summary.json and the time of the file in ns, or None."""
         if self.config is None:
             return None
         file = self.run_dir / "summary.json"
@@ -140,7 +140,7 @@ def run_job(
 
 
 def is_done(job: Job, folder: Path, inputs: str) -> bool:
-    """Returns whether a job can be skipped: it is done with these inputs and settings, and has a result."""
+    """Returns whether a job is done with these inputs and settings and has its result, so can be skipped."""
     if read_record(folder).get(job.name) != {"inputs": inputs, "done": True}:
         return False
     if job.config is None:

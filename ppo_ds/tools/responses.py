@@ -1,7 +1,7 @@
-"""Responses of several models to the same prompts, and their log-probs.
+"""Generates responses of several models to the same prompts, and computes their log-probs.
 
-Each rank holds one whole policy at a time. The responses do not depend on the number of ranks: they are
-sampled in fixed groups of prompts, each with a separate seed.
+Each rank holds one whole policy at a time. The responses do not depend on the number of ranks, because they
+are sampled in fixed groups of prompts, each with a separate seed.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def generate(
 def choose_backend(config: PPOConfig, policy: Policy, longest: int) -> str:
     """Returns the name of a decode backend; raises UserError if each possible backend rejects the model.
 
-    Instead of a backend with its own weights (vLLM), one of those for rollout.backend=auto is used.
+    In place of a backend with its own weights (vLLM), a backend of rollout.backend=auto is used.
     """
     asked = config.rollout.backend
     names = [asked]

@@ -1,6 +1,6 @@
 """Reads the settings of a checkpoint or a dump, which may be untrusted.
 
-The settings can select no files but models. Trust in a model's Python code must be declared again on this
+The settings can name no files except models. Trust in a model's Python code must be declared again on this
 machine. Data and rewards are not loaded, and a chat template must be a text, not the path of a file.
 """
 
@@ -27,8 +27,8 @@ def config_of_settings(
 
     Raises UserError for invalid settings, for stages other than those of ``kind``, for a chat template that
     is the path of a file, and, unless ``trust_remote_code``, for a model that runs its own Python code.
-    Without ``with_template``, as for a replay, the chat template is left out. Settings that name the user's
-    own Python code then raise UserError too; otherwise they are left out.
+    Without ``with_template``, as for a replay, the chat template is left out, and settings that name the
+    user's own Python code raise UserError. With it, such settings are left out.
     """
     if not isinstance(settings, dict) or not is_plain(settings):
         raise UserError(f"{file}: holds no settings, which are nested mappings with text as keys")

@@ -1,4 +1,4 @@
-"""Calls the library of a dashboard in a thread; training neither waits for the library nor fails with it."""
+"""Calls the library of a dashboard in a thread, so that training neither waits for it nor fails with it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Dashboard(Tracker):
 class BackgroundTracker(Tracker):
     """Calls a dashboard in a thread; after its first failure, prints one warning line and drops it.
 
-    Only ``start`` and ``finish`` wait, for a limited time. The dashboard receives no metrics that are not
-    finite, and no column "tokens" of sample rows.
+    Only ``start`` and ``finish`` wait, for a limited time. Non-finite metrics, and the column "tokens" of
+    sample rows, are not passed to the dashboard.
     """
 
     def __init__(self, dashboard: Dashboard):

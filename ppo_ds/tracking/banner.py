@@ -1,4 +1,4 @@
-"""Start-up banner: the lines that a run prints before its first step."""
+"""Collects the start-up banner, the lines that a run prints before its first step."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Panel:
     unit: str
     metrics: dict[str, str]  # maps names or patterns of metrics to labels in the legend
     band: str = ""  # the metric drawn as +- around the first curve
-    # the band ends at the lowest value of the first and at the highest value of the second metric in the run
+    # two metrics: the band is cut at the lowest value of the first and at the highest value of the second
     band_limits: tuple[str, str] | None = None
     percent: bool = False
     from_zero: bool = False

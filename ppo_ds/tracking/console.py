@@ -1,4 +1,4 @@
-"""Console output of a run: a banner, a line per step, and on a terminal a live view below them."""
+"""Prints the progress of a run: a banner, a line per step, and on a terminal a live view below them."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class ConsoleTracker(Tracker):
             self.console.print(answer_lines(step, rows[0], split), markup=False, soft_wrap=True)
 
     def event(self, step: int, kind: EventKind, text: str) -> None:
-        """Shows an alarm in the live view, and prints the first evaluation.
+        """Shows an alarm in the live view, and prints the evaluation before the first step.
 
-        The run prints warnings and alarms as lines itself.
+        Lines for warnings and alarms are printed by the run itself.
         """
         if kind == "alarm":
             self._view.alarm(step, text)

@@ -1,4 +1,4 @@
-"""The final report of a run: its curves as an image, and tables of scores and samples before and after."""
+"""Draws the curves of a run as an image, and prints tables of scores and samples before and after it."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ def format_duration(value: float | None, whole: bool = False) -> str:
 def format_number(value: float | None, form: str) -> str:
     """Formats a metric with a format spec such as "7.3f" or ".1%"; None (non-finite) is "-" of equal width.
 
-    Halves are rounded up, as in the HTML pages; Python's format would round 0.5325 to 53.2%. Numbers that
-    single precision makes slightly smaller than a half, such as 0.47749999, are rounded up too.
+    Halves are rounded away from 0, as in the HTML pages; Python's format would round 0.5325 to 53.2%.
+    Numbers that single precision makes slightly smaller than a half, such as 0.47749999, count as halves.
     """
     width, precision = form.split(".")
     if value is None:
@@ -29,7 +29,7 @@ def format_number(value: float | None, form: str) -> str:
 
 
 def format_change(before: float, after: float, percent: bool) -> str:
-    """Formats ``after`` - ``before`` of the numbers as they are displayed, rounded: +5.5 points, -0.020."""
+    """Formats ``after`` minus ``before``, both rounded as they are displayed: +5.5 points, -0.020."""
     factor, form = (100, ".1f") if percent else (1, ".3f")
     start, end = (float(format_number(factor * value, form)) for value in (before, after))
     return f"{end - start:+{form}}{' points' if percent else ''}"

@@ -97,14 +97,14 @@ def read_rows(path: str | os.PathLike, root: Path | None = None) -> list[dict[st
     for line in lines:
         with suppress(ValueError, RecursionError):  # cut off, or with a number of thousands of digits
             row = json.loads(line, parse_constant=int) if line else None  # int refuses NaN and Infinity
-            # counting is much faster than the second check
+            # is_plain is slow, so it checks only rows with as many brackets as too deep rows have
             if isinstance(row, dict) and (line.count("[") + line.count("{") < MAX_DEPTH or is_plain(row)):
                 rows.append(row)
     return rows
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads the steps of a ``metrics.jsonl`` in order, without values that are not numbers."""
+    """Reads the steps of a ``metrics.jsonl`` in order, keeping only values that are numbers or None."""
     return [{k: v for k, v in record.items() if v is None or is_number(v)} for record in _steps(path)]
 
 

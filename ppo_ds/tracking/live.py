@@ -1,4 +1,4 @@
-"""Live view of a run on a terminal: progress, the current phase, the last alarm."""
+"""Draws the live view of a run on a terminal: progress, the current phase and the last alarm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALARM_STEPS = 20  # number of steps for which an alarm is shown
 
 @dataclass(eq=False)
 class LiveView:
-    """The lines below the log of a run. It reads only numbers in CPU memory, so it never waits for a GPU."""
+    """The lines below the log of a run. They show only numbers in CPU memory and never wait for a GPU."""
 
     stage: str
     total: int  # steps of the run
@@ -74,7 +74,7 @@ class LiveView:
 
 
 def bar_line(start: Text, done: float, end: str) -> Table:
-    """Returns a line with a bar that fills the space between two texts."""
+    """Returns a line of two texts and a bar between them, which is filled to the fraction ``done``."""
     line = Table.grid(padding=(0, 1), expand=True)
     line.add_column(no_wrap=True)
     line.add_column(ratio=1)

@@ -1,4 +1,4 @@
-"""The terminal of a run: scrolling output above changing lines at the bottom."""
+"""Controls the terminal of a run: scrolling output above changing lines at the bottom."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ class Screen:
 
 
 def restore_streams() -> None:
-    """Restores the streams in a forked process: a thread of the parent may hold the lock of the view."""
+    """Restores the streams in a forked process, because a parent's thread may hold the lock of the view."""
     sys.stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
     sys.stderr = getattr(sys.stderr, "rich_proxied_file", sys.stderr)

@@ -23,7 +23,7 @@ class TensorBoardTracker(Dashboard):
         self._writer: Any = None
 
     def start(self, config: dict[str, Any]) -> None:
-        # an earlier run in this directory may have ended before its first checkpoint
+        # hides from step 0 unless the run resumes: an earlier run may have ended before its first checkpoint
         self._open(hide_from=self._resumed_at + 1 if self._resumed_at else 0)
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         self._text("config", _code(text), self._resumed_at)

@@ -1,4 +1,4 @@
-"""The protocol of trackers, and a tracker that forwards to several."""
+"""Defines the base class of trackers, and a class that forwards to all trackers of a run."""
 
 from __future__ import annotations
 

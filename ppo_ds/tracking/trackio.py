@@ -16,7 +16,7 @@ from ppo_ds.types import Histogram
 class TrackioTracker(Dashboard):
     """Logs to Trackio's local database, to a Hugging Face Space or to a Trackio server.
 
-    Trackio identifies runs by name, so an id is added, which ``run_dir/trackio.id`` stores for a resume.
+    Trackio identifies runs by name, so an id is added to the name; ``run_dir/trackio.id`` stores the id.
     """
 
     name = "trackio"

@@ -64,7 +64,7 @@ def check_losses(config: PPOConfig, ranks: int) -> Iterator[str]:
 
 
 def check_rollout_is(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each key that conflicts with algo.rollout_is, or with another key in it."""
+    """Yields an error line for each conflict of algo.rollout_is with other keys, or between its own keys."""
     weights, policy = config.algo.rollout_is, config.algo.policy
     if not isinstance(weights, Bounded):
         return

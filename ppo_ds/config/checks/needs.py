@@ -13,8 +13,8 @@ GAE = "algo.advantage.estimator=gae"
 GAE_OF_TOKENS = ("algo.action_level=token", GAE)
 SEPARATE_CRITIC = (GAE, "critic.share_trunk=false")
 
-# Key that differs from its default -> its conditions: KEY, KEY=VALUE or KEY above 0. KEY
-# alone means that it is neither null nor 0.
+# Key that differs from its default -> its conditions: KEY, KEY=VALUE or KEY above 0. KEY alone means that its
+# value is neither null nor 0.
 ALL_STAGES = {
     "run.steps": ["run.epochs=null"],
     "checkpoint.best_by": ["checkpoint.keep_best=true"],
@@ -53,8 +53,8 @@ PPO = {
     "algo.gae.length_alpha": GAE_OF_TOKENS,
     "algo.value.warmup_steps": SEPARATE_CRITIC,
     "algo.value.pretrain_rollouts": SEPARATE_CRITIC,
-    # only of rollout: the decode backend's log-probs replace the forward that the other options use for
-    # comparison, values or entropies, and need an enforced limit on the parity gap
+    # These conditions apply only to the value rollout. The decode backend's log-probs replace a forward that
+    # the other keys use for comparison, values or entropies. They need an enforced limit on the parity gap.
     "algo.old_logprobs": [
         "algo.old_policy=rollout",
         "algo.rollout_is.kind=none",

@@ -141,8 +141,9 @@ class AlgoConfig(Section):
     steps old (lagged)."""
 
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
-    """Source of the old log-probs: a forward of the actor (recompute), or the decode backend (rollout),
-    without this forward; auto: rollout if both agree up to rounding in fp32, else recompute."""
+    """Source of the old log-probs: a forward of the actor (recompute), or the decode backend (rollout), which
+    saves this forward; auto: rollout if the two sources agree up to rounding in fp32 and no other key of algo
+    or critic needs the forward, else recompute."""
 
     lag: Count = 4
     """PPO steps between copies of the lagged policy; the first copy is made after lag - 1 steps."""

@@ -27,7 +27,7 @@ class SamplingConfig(Section):
     """Sampling temperature; log-probs are computed at the same temperature."""
 
     top_p: Annotated[Number, Gt(0), Le(1)] = 1.0
-    """Samples from the smallest set of tokens with this probability; 1: off."""
+    """Samples from the most probable tokens, as few as have at least this total probability; 1: off."""
 
     top_k: Natural = 0
     """Samples from the k most probable tokens; 0: off; 1: greedy."""
@@ -84,7 +84,7 @@ class DataConfig(Section):
     template."""
 
     max_samples: Count | None = None
-    """Largest number of rows to use from each data set; null: all rows."""
+    """Largest number of training rows to use from each data set; null: all rows."""
 
     eval_path: Text | None = None
     """Held-out rows: a Hub data set or a file."""
@@ -106,7 +106,7 @@ class DifficultyConfig(Section):
     """Draws prompts less often while all of their responses have the same score."""
 
     floor: Annotated[Number, Gt(0), Le(1)] | None = None
-    """Sampling frequency of settled prompts relative to other prompts; null: off."""
+    """Sampling frequency of settled prompts (see responses) relative to other prompts; null: off."""
 
     responses: Annotated[int, Ge(2)] = 8
     """A prompt is settled while its last N responses have the same score; N is this number, or the number of
@@ -128,8 +128,8 @@ class PPODataConfig(DataConfig):
     """Keys of the task if data.path is reasoning_gym:TASK, such as size (the number of rows)."""
 
     eval_task: dict[Any, Any] = {}
-    """Keys of the task if data.eval_path is reasoning_gym:TASK. If TASK is also the training task, other keys
-    inherit the values of data.task, except the seed."""
+    """Keys of the task if data.eval_path is reasoning_gym:TASK. If TASK is also the training task, keys that
+    are not set inherit the values of data.task, except the seed."""
 
     max_prompt_tokens: Count = 512
     """Longest prompt, in tokens."""

@@ -46,8 +46,9 @@ class ModelConfig(Section):
 
 
 class InheritedModelConfig(Section):
-    """A model whose null keys inherit the actor's values, except revision and trust_remote_code if path is
-    set, and quantization for the critic; critic.init selects the critic's weights."""
+    """A model whose null keys inherit the actor's values.
+    A model with a path does not inherit revision and trust_remote_code. The critic does not inherit
+    quantization, and critic.init selects its weights."""
 
     path: Text | None = None
     """A Hub id or a model folder."""
@@ -59,7 +60,7 @@ class InheritedModelConfig(Section):
     """Type of the weights in a forward; null: the actor's."""
 
     trust_remote_code: bool | None = None
-    """Runs Python code that comes with the model; null: the actor's value if the path is the actor's, else
+    """Runs Python code that comes with the model; null: the actor's value if path is null too, else
     false."""
 
     gradient_checkpointing: bool | None = None

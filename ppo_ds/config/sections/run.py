@@ -100,13 +100,13 @@ class PPOMemoryConfig(GenerationMemoryConfig):
     """
 
     reuse_forwards: Literal["auto", "all", "off"] = "auto"
-    """With one optimizer step per rollout, trains on the forwards that compute log-probs or values, without a
-    second forward; auto: for the actor, or for the critic if the actor has no forward before the update; all:
-    for both, which needs more memory."""
+    """With one optimizer step per rollout, the update reuses forwards that compute log-probs or values. auto:
+    the actor's forward, or the critic's if the actor has none before the update; all: both, which needs more
+    memory; off: none."""
 
     sequence_parallel: Count = 1
     """Ranks that divide the tokens of a forward of actor, critic and reference (DeepSpeed-Ulysses). Must
-    divide the ranks and the attention and key-value heads of these models; needs packed rows."""
+    divide the number of ranks, of attention heads and of key-value heads; needs packed rows."""
 
 
 class CheckpointConfig(Section):
@@ -149,8 +149,8 @@ class HealthConfig(Section):
     """
 
     max_skips: Count = 5
-    """Number of consecutive skipped optimizer steps after which the run goes back to its last checkpoint, and
-    the next time ends; with stage=ppo, a skipped rollout counts as one step."""
+    """Number of consecutive skipped optimizer steps after which the run goes back to its last checkpoint. The
+    second time, or without a checkpoint, it ends. With stage=ppo, a skipped rollout counts as one step."""
 
 
 class PPOHealthConfig(HealthConfig):
@@ -165,15 +165,15 @@ class PPOHealthConfig(HealthConfig):
     """Upper limit of kl/k3_token_mean, in nats per token; null: no limit."""
 
     kl_action: Literal["warn", "stop"] = "warn"
-    """Reaction to a KL above health.max_kl; stop: save, then end with exit code 1."""
+    """Reaction to a KL above health.max_kl; stop: the run saves a checkpoint and ends with exit code 1."""
 
     max_parity: Positive | Literal["auto"] | None = "auto"
     """Upper limit of parity/logp_abs_diff_mean, in nats per token; auto: 0.001 in fp32, 0.02 in fp16, 0.1 in
     bf16; null: no limit."""
 
     parity_action: Literal["warn", "stop"] = "stop"
-    """Reaction to a difference above health.max_parity; stop: skip the update, save the previous step, then
-    end with exit code 1."""
+    """Reaction to a difference above health.max_parity; stop: the run skips the update, saves the state after
+    the previous step and ends with exit code 1."""
 
 
 class WandbConfig(Section):

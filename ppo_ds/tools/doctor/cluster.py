@@ -1,4 +1,4 @@
-"""The devices that a run is diagnosed for."""
+"""Defines the devices for which a run is diagnosed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_GPU_MEM = GPUS["h100"].memory_gib
 DEFAULT_PER_NODE = 8
 # sizes with which the rates of a CPU are measured
 ROWS = 2048  # tokens of a product
-WIDEST = 2048  # a larger product takes longer, at the same rate
+WIDEST = 2048  # maximum width of a product: the rate of a wider one is the same, and takes longer to measure
 BUFFER = 2**26  # bytes of each of the two buffers that measure the memory
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,7 +32,7 @@ class Cluster:
     per_node: int  # ranks on each node
     gpu_memory: int | None  # bytes of each GPU; None if the run is on CPUs
     gpu: Device | None  # the row of the table of GPUs; None for CPUs and for a GPU that is not in the table
-    is_this_machine: bool = False  # no option describes other devices
+    is_this_machine: bool = False  # True if no option describes other devices
 
     @property
     def nodes(self) -> int:
@@ -53,8 +53,8 @@ def cluster_of(name: str | None, gpus: int | None, nodes: int | None, memory: fl
     """Returns the devices that the options --gpu, --gpus, --nodes and --gpu-mem describe.
 
     Without ``name``, ``gpus`` and ``memory`` (GiB), each of the ``nodes`` (None: 1) is like this machine: its
-    GPUs, or one rank on its CPU. With ``nodes``, ``gpus`` is the number of GPUs per node. Otherwise it is the
-    number of all GPUs, and the table or DEFAULT_PER_NODE gives the GPUs per node.
+    GPUs, or one rank on its CPU. ``gpus`` is the number of GPUs per node if ``nodes`` is given, otherwise of
+    all GPUs, with as many per node as in the table, or DEFAULT_PER_NODE. Raises UserError if they do not fit.
     """
     gpu = None if name is None else find_gpu(name)
     if gpu is None and gpus is None and memory is None:

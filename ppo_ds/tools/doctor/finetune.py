@@ -40,7 +40,7 @@ def plan_finetuning(config: SFTStageConfig, hardware: Hardware, report: Report) 
     key = f"{name}.model.path"
     read, describe = map(import_target, READERS[config.stage])
     data = report.attempt("data", lambda: read(config))
-    errors = report.errors  # without errors of the data, whose texts then count as max_tokens
+    errors = report.errors  # errors of the data do not end the plan: its longest text counts as max_tokens
     longest, evaluated, answers = batch.max_tokens, 0, (0, 0)
     if data is not None:
         tokenizer, train, held_out = data

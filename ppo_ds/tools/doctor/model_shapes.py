@@ -47,7 +47,7 @@ SHIPPED = {
 
 
 def with_shipped_shapes(config: ConfigT) -> ConfigT:
-    """Replaces Hub models that are not in the cache by folders of their shapes, if ppo_ds includes them."""
+    """Returns a config in which each SHIPPED model outside of the Hub cache is a folder with its shape."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, dict):
@@ -59,9 +59,9 @@ def with_shipped_shapes(config: ConfigT) -> ConfigT:
 
 
 def plan_models(config: PPOConfig, tokenizer: Tokenizer | None, report: Report) -> Models | None:
-    """Reads the shapes of all roles and reports each of them.
+    """Reads the shapes of all roles and reports each shape.
 
-    Returns None if one shape cannot be read, since an estimate without it would be misleading.
+    Returns None if a shape cannot be read, since an estimate without this model would be misleading.
     """
     errors = report.errors
     actor = report.attempt(
@@ -119,7 +119,7 @@ def _reference(config: PPOConfig) -> FrozenModel | None:
 def _rewards(config: PPOConfig, report: Report, loaded: set[Any]) -> dict[str, FrozenModel]:
     """Returns the reward models that need memory in addition to the other models, by config key.
 
-    ``loaded`` holds the identities of models that are already in memory.
+    ``loaded`` holds the identities of models that are already in memory; those of the rewards are added.
     """
     rewards = {}
     sections = [found for key, whole in all_rewards(config).items() for found in parts_of(whole, key)]

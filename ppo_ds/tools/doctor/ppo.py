@@ -91,7 +91,7 @@ class CheckedInputs:
 
 
 def check_inputs(config: PPOConfig, on_gpu: bool, report: Report) -> CheckedInputs:
-    """Checks tokenizer, data and reward, and whether vLLM can decode the actor."""
+    """Reports on tokenizer, data, reward and whether vLLM can decode the actor; returns the data's sizes."""
     if Path(str(config.actor.model.path)).parent == SHAPES:
         report.add("tokenizer", "not in the Hub's cache; data and rewards were not checked either", ok=False)
         return CheckedInputs(None)

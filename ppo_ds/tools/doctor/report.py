@@ -90,9 +90,9 @@ def check_disk(
 ) -> None:
     """Checks the free disk space for all checkpoints and exports of a run.
 
-    These are the kept ones, one more of each while it is written, and the final export. ``checkpoint`` and
-    ``exported`` are the bytes of one checkpoint and of each exported model. If the run is not
-    ``on_this_machine``, the required space is only reported.
+    The disk must hold those that are kept, one more of each kind while it is written, and the final export.
+    ``checkpoint`` and ``exported`` are the bytes of one checkpoint and of each exported model. If the run is
+    not ``on_this_machine``, the required space is only reported.
     """
     settings = config.checkpoint
     kept = 0 if settings.every == 0 else settings.keep_last + 1 + settings.keep_best

@@ -53,7 +53,7 @@ class Option:
     default: float | None
     description: str
     most: float = 1e9
-    on_cpu: float | None = None  # the default on a CPU, where each kernel costs a call from Python
+    on_cpu: float | None = None  # the default on a CPU; None: the same as on a GPU
 
 
 OPTIONS = {
@@ -266,7 +266,7 @@ class StepTime(ABC):
         return busy + links - self.assumed["overlap"] * min(busy, links)
 
     def computed(self, seconds: float, launches: float) -> float:
-        """Returns the seconds of a forward: a GPU computes while the host launches the next kernels."""
+        """Returns the seconds of a forward; only on a GPU, computation overlaps with kernel launches."""
         return max(seconds, launches) if self.machine.on_gpu else seconds + launches
 
     def gather(self, model: TimedModel) -> float:
@@ -449,8 +449,8 @@ class PPOTime(StepTime):
     def decode_links(self, tokens: int, forwards: int) -> float:
         """Returns the seconds in which the forwards of generation transfer data between ranks.
 
-        These are the gathers of weights layer by layer, or two all-reduces per layer with tensor parallelism.
-        An all-reduce is a reduce-scatter and an all-gather of the hidden states.
+        The transfers are gathers of weights layer by layer, or with tensor parallelism two all-reduces of the
+        hidden states per layer. An all-reduce is a reduce-scatter and an all-gather.
         """
         shape, engine = self.actor.shape, self.memory.vllm
         if engine is None:
@@ -483,7 +483,7 @@ class PPOTime(StepTime):
     def rewards(self) -> PhaseTime | None:
         """Returns the time of the training reward's models, or None if it has none.
 
-        A model that shares the critic's weights counts as a critic.
+        A model that shares the critic's weights takes as long as a forward of the critic.
         """
         critic = self.models.critic
         shared = [
@@ -574,7 +574,7 @@ def response_lengths(count: int, limit: int, mean: float | None) -> list[int]:
 
 
 def decode_work(prompts: Sequence[int], responses: Sequence[int], slots: int) -> DecodeWork:
-    """Counts the work of decoding rows in ``slots`` slots; the next row starts in a free slot.
+    """Counts the work of decoding at most ``slots`` rows at a time; as one row ends, the next begins.
 
     As in rollout/continuous_batch.py, each row of a step reads as many cached positions as the longest one.
     """

@@ -1,4 +1,4 @@
-"""The page of an evaluation: metrics of the models, and their responses side by side."""
+"""Renders the page of an evaluation: metrics of the models, and their responses side by side."""
 
 from __future__ import annotations
 

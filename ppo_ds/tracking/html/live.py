@@ -18,7 +18,7 @@ SHARE = 100  # seconds between two reports, for each second that writing one tak
 class ReportTracker(Tracker):
     """Writes report.html after the first step, at the end, and in between for at most 1 % of the time.
 
-    It must follow JsonlTracker in the list of trackers, to read its files. A failure never ends the run.
+    In the list of trackers it must follow JsonlTracker, whose files it reads. A failure never ends the run.
     """
 
     def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.monotonic):

@@ -28,7 +28,7 @@ NO_END = (
     "{time} after its start"
 )
 MAX_ERROR = 300  # characters of an error that are shown
-# the first metric that a run has is its result: name, label
+# stage -> {metric: label}; the first of the metrics that a run has is its result
 RESULTS = {
     "ppo": {
         "eval/accuracy": "held-out accuracy",
@@ -44,7 +44,7 @@ ENDS_AVERAGED = 5  # steps at each end over which training metrics are averaged
 
 
 def common_results(runs: Sequence[dict[str, Any]]) -> list[str | None]:
-    """Returns the metric that is the result of each run: the first one that all runs of its stage have."""
+    """Returns, for each run, the first metric in RESULTS that all runs of its stage have, or None."""
     common = {}
     for stage in {run["stage"] for run in runs}:
         measured = [set(result_values(run)) for run in runs if run["stage"] == stage]
@@ -59,7 +59,7 @@ def result_values(run: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def result_of(run: dict[str, Any], name: str | None) -> dict[str, Any] | None:
-    """Returns the first and last value of metric ``name`` as text (training metrics: means of some steps)."""
+    """Returns the first and last value of metric ``name`` as text; for training metrics, means of steps."""
     if name is None:
         return None
     values = result_values(run)[name]

@@ -90,7 +90,7 @@ def flattened(tree: Record) -> dict[str, Any]:
 
 
 def current_events(events: Sequence[Record]) -> list[Record]:
-    """Omits alarms of steps that a resume or a rollback repeated, so that no alarm is counted twice."""
+    """Returns the events without alarms of steps that the run repeated after a resume or a rollback."""
     kept, repeated_after = [], math.inf
     for event in reversed(events):
         if event["kind"] in ("resumed", "rolled_back"):
@@ -198,7 +198,7 @@ def read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[s
 
 
 def step_sizes(records: Sequence[Record], steps: set[int]) -> dict[int, int]:
-    """Returns the number of responses that the run made in each of the ``steps``, as far as recorded."""
+    """Returns the number of responses of all ranks in those of the ``steps`` for which it is recorded."""
     made = {record["step"]: record["episodes"] for record in records if is_number(record.get("episodes"))}
     made.setdefault(0, 0)
     return {step: made[step] - made[step - 1] for step in steps if {step, step - 1} <= made.keys()}
@@ -212,7 +212,7 @@ def evenly(count: int, limit: int) -> list[int]:
 
 
 def short_row(row: Record) -> Record:
-    """Shortens the texts of a row; the prompt is the text that the report shows."""
+    """Shortens the texts of a row, and replaces the prompt by its part "asked", which the report shows."""
     short = {key: value for key, value in row.items() if key not in ("asked", "step", "split")}
     prompt, response = str(row.get("asked") or row.get("prompt", "")), str(row.get("response", ""))
     if len(response) > MAX_RESPONSE:  # the shortened response is shown without its turns
