@@ -27,7 +27,8 @@ from ppo_ds.data.rows import load_rows, parse_rows
 from ppo_ds.data.sharing import encode_rows
 from ppo_ds.data.token_rows import Piece, TokenRows, encode_texts, num_characters
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import Message, Tokenizer, pad_rows
+from ppo_ds.models.tokenizer import Message, Tokenizer
+from ppo_ds.ops.sequences import pad_rows
 from ppo_ds.types import Prompts, Row, Sequences
 
 if TYPE_CHECKING:

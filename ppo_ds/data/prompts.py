@@ -23,7 +23,8 @@ from ppo_ds.data.sharing import encode_rows
 from ppo_ds.data.stream import Stream, StreamSource
 from ppo_ds.data.token_rows import Piece, TokenRows, num_characters
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import Tokenizer, pad_rows
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ops.sequences import pad_rows
 from ppo_ds.types import Prompts, Row
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from ppo_ds.errors import UserError
 from ppo_ds.models import tiny
 from ppo_ds.models.linear import install_linears
-from ppo_ds.models.tokenizer import Tokenizer, pad_rows
+from ppo_ds.models.tokenizer import Tokenizer
+from ppo_ds.ops.sequences import pad_rows
 from ppo_ds.storage.drafts import draft_directory, write_file
 from ppo_ds.types import Row
 

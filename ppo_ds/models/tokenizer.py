@@ -14,15 +14,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import jinja2
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -188,16 +185,6 @@ class Tokenizer:
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the JSON schema of a function, from its type hints and the Args section of its docstring."""
     return get_json_schema(function)
-
-
-def pad_rows(rows: Sequence[Sequence[int]], value: int, side: str = "right") -> tuple[Tensor, Tensor]:
-    """Returns rows of ids as one batch [B,T], padded with ``value``, and its mask, which is False at padding.
-
-    The mask is computed from the lengths of the rows, so that a pad id inside a row remains attended.
-    """
-    padded = partial(pad_sequence, batch_first=True, padding_side=side)
-    ids = padded([torch.tensor(row, dtype=torch.long) for row in rows], padding_value=value)
-    return ids, padded([torch.ones(len(row), dtype=torch.bool) for row in rows])
 
 
 def join_texts(prompt: str, response: str, joint: str) -> str:

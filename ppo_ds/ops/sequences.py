@@ -6,11 +6,20 @@ Masks come from lengths and stop tokens, never from ``ids != pad``, which would 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ppo_ds.ops.masked import keep
+
+
+def pad_rows(rows: Sequence[Sequence[int]], value: int, side: str = "right") -> tuple[Tensor, Tensor]:
+    """Pads rows of ids with ``value`` to one batch [B,T]; returns it with its mask, False at padding."""
+    padded = partial(pad_sequence, batch_first=True, padding_side=side)
+    ids = padded([torch.tensor(row, dtype=torch.long) for row in rows], padding_value=value)
+    return ids, padded([torch.ones(len(row), dtype=torch.bool) for row in rows])
 
 
 def response_mask(

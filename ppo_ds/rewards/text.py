@@ -9,7 +9,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ppo_ds.errors import UserError
-from ppo_ds.models.tokenizer import TemplateFault, Tokenizer, join_texts, pad_rows, render
+from ppo_ds.models.tokenizer import TemplateFault, Tokenizer, join_texts, render
+from ppo_ds.ops.sequences import pad_rows
 from ppo_ds.rewards.base import RewardError, conversation
 from ppo_ds.types import Row
 
