@@ -163,7 +163,7 @@ class DemonstrationSource:
         return [[*ids, *learned]]
 
     def pieces(self, prompt: Prompt | None, answer: str) -> list[Piece]:
-        """Divides a row's text into pieces that are either completely learned or not learned."""
+        """Divides a row's text into pieces that are either completely learned or not learned at all."""
         if prompt is None:
             return [Piece(answer, True, special_tokens=True)]
         if isinstance(prompt, str):
@@ -180,8 +180,8 @@ class DemonstrationSource:
     def join(self, pieces: list[tuple[list[int], bool]], chat: bool) -> tuple[list[int], list[bool]]:
         """Joins the pieces of a row into ids and learned flags; adds a missing end token of the last answer.
 
-        A turn found by rendering prefixes is learned up to its last end token. If the template marks turns,
-        an end token that follows a marked turn is learned too.
+        In a chat, a turn is learned up to its last end token. If the template marks the turns, the whole
+        marked text is learned, and so is an end token directly after it.
         """
         ids: list[int] = []
         learned: list[bool] = []
@@ -238,7 +238,7 @@ class DemonstrationSource:
         return Sequences(ids, mask, learned[:, 1:].bool())
 
     def prompts(self, count: int, max_new_tokens: int) -> Prompts | None:
-        """Returns the prompts of the first ``count`` rows with a prompt, for generation, or None.
+        """Returns the prompts of the first ``count`` rows that have one, for generation; None if no row has.
 
         Their metadata have "prompt_text", the "messages" of a chat and the "answer" in the data.
         """

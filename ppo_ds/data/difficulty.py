@@ -18,10 +18,10 @@ NAMES = DUE, LAST, EQUAL = "due", "last", "equal"
 class Difficulty:
     """Draws the prompts of each step, and stores the last scores of each prompt.
 
-    A prompt is settled while its last ``responses`` responses all have the same score. Time is counted in
-    passes. In every pass each prompt is due at a random time, but settled prompts skip passes: they are due
-    every 1 / ``floor`` passes on average. A step draws the prompts that are due first. Without settled
-    prompts, the draws are shuffled passes over all prompts. The cost of a draw does not depend on ``floor``.
+    A prompt is "settled" while its last ``responses`` responses all have the same score. Settled prompts are
+    drawn in every 1 / ``floor``-th pass on average, all others in every pass. Each prompt has a random time
+    in a pass at which it is due; a step draws the prompts that are due first. So without settled prompts, the
+    draws are shuffled passes over all prompts. The cost of a draw does not depend on ``floor``.
 
     ``observe`` must be called between two draws. It receives the scores of all ranks, so that all ranks have
     the same state.
@@ -47,7 +47,7 @@ class Difficulty:
         return self._columns[EQUAL] >= self._responses
 
     def draw(self, count: int) -> list[int]:
-        """Returns the indices of ``count`` distinct prompts, the same ones until ``observe`` is called."""
+        """Returns the indices of the ``count`` prompts that are due first; only ``observe`` changes these."""
         self._drawn = self._columns[DUE].topk(count, largest=False).indices
         settled = self.settled
         self.metrics = {
@@ -57,7 +57,7 @@ class Difficulty:
         return self._drawn.tolist()
 
     def observe(self, scores: Tensor) -> None:
-        """Adds the scores of this rank's share, equally many per prompt. All ranks must call this."""
+        """Adds this rank's scores of the last draw, equally many per prompt. All ranks must call this."""
         (due, last, equal), drawn = self._columns.values(), self._drawn
         for column in self._gather(scores).cpu().float().view(len(drawn), -1).T:
             repeated = (column == last[drawn]) & (equal[drawn] > 0)

@@ -1,8 +1,9 @@
 """Finds the characters of a rendered chat that have a language-modelling loss ("learned").
 
 A chat template may mark the assistant's text with ``{% generation %}``. Otherwise a turn is found by
-rendering prefixes of the chat, which requires that the template renders a prefix to the beginning of the
-whole chat. Other chats are errors, for example if the template drops the reasoning of earlier turns.
+rendering the chat up to its start and up to its end. The rendered whole chat must begin with both of these
+texts, or at least as end_before_next requires. Other chats are errors, for example if the template drops the
+reasoning of earlier turns.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def turn_span(tokenizer: Tokenizer, chat: list[Message], i: int, text: str) -> S
 def end_before_next(tokenizer: Tokenizer, chat: list[Message], i: int, text: str) -> int | None:
     """Returns the end of message ``i``, found from the start of the next message, or None if not found.
 
-    The template of Qwen3 adds an empty reasoning only to the last answer. Then the chat up to an earlier
-    answer is no prefix of the whole chat, but the chat up to the message after the answer is.
+    The template of Qwen3 adds an empty reasoning only to the last answer. Then the rendered whole chat
+    does not begin with the chat up to an earlier answer, but with the chat up to the message after it.
     """
     before = tokenizer.render_chat(chat[:i], to_answer=False)
     try:

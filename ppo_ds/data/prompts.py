@@ -52,9 +52,10 @@ class PromptSource:
     depending on data.long_prompts. A row's column "max_new_tokens" can lower ``max_new_tokens`` for its
     response.
 
-    ``report`` has the number of rows read ("rows"), truncated, dropped, with a response limit above that of
-    the run ("lowered"), kept with the prompt ids of an earlier row ("repeated"), with the "id" of an earlier
-    row ("same_id"), and kept with an unknown token ("unknown"). ``len(source)`` is rows - dropped.
+    ``report`` counts the "rows" that were read, those "dropped", and those with the "id" of an earlier row
+    ("same_id"). It also counts the kept rows (in all ``len(source)``) that are "truncated", have a response
+    limit above ``max_new_tokens`` ("lowered"), have the prompt ids of an earlier row ("repeated"), or contain
+    an unknown token ("unknown").
 
     ``data`` is the section data; its path, split and max_samples are ignored in favour of the arguments. The
     first ``max_samples`` rows are read (None: all). ``key`` is the config key of ``path``. The ranks of
@@ -137,7 +138,7 @@ class PromptSource:
 
     @property
     def fingerprints(self) -> list[Fingerprint]:
-        """The fingerprint of the data set, as a list for compatibility with mixtures."""
+        """The fingerprint of the data set, in a list, since a mixture has one for each set."""
         return [self._fingerprint]
 
     @property
@@ -174,7 +175,7 @@ class PromptSource:
         map_rows(self._rows, check, self._kept)
 
     def check_column(self, column: str, key: str) -> None:
-        """Raises a UserError about ``key`` unless ``column`` has 1 to MAX_VALUES values, all short."""
+        """Raises a UserError about ``key`` if ``column`` is missing, or has too many or too long values."""
         rows = [self._rows[i] for i in self._kept]
         values = {value_of(row, column) for row in rows}
         if values == {NO_VALUE}:
@@ -232,8 +233,8 @@ class PromptStream(Stream[Source, Prompts]):
     """Yields the prompts of successive steps; each rank gets a contiguous slice of a step.
 
     A step has ``prompts_per_step`` x ``samples_per_prompt`` rows, in the order p1, p1, p2, p2. In rank order,
-    the slices form the batch of a single-rank run, except that each slice is padded separately. With
-    ``difficulty``, each step draws the prompts that are due, instead of passes over the source.
+    the slices form the batch of a single-rank run, except that each slice is padded separately. If
+    ``difficulty`` is given, it draws the prompts of each step; otherwise, steps pass over the source.
     """
 
     def __init__(
@@ -277,8 +278,8 @@ def eval_batches(
 ) -> list[tuple[Prompts, Tensor]]:
     """Divides the first ``max_prompts`` prompts among the ranks; returns the batches of this rank.
 
-    A batch has at most ``rows_per_batch`` prompts, and their weights [b] float32. Generation is collective
-    under ZeRO-3, so the last prompt is repeated with weight 0 until all ranks have batches of equal sizes.
+    A batch is (at most ``rows_per_batch`` prompts, their weights [b] float32). Generation is collective
+    under ZeRO-3, so all ranks get batches of equal sizes, filled with copies of the last prompt of weight 0.
     """
     n = len(source) if max_prompts is None else min(max_prompts, len(source))
     per_rank = -(-n // world_size)

@@ -32,7 +32,7 @@ HELD_OUT_SEED = 1_000_003
 
 @dataclass(frozen=True)
 class TaskRows:
-    """Describes the rows of a data set that a task makes."""
+    """Describes a data set whose rows are made by a task of reasoning-gym."""
 
     path: str  # reasoning_gym:TASK
     settings: dict[str, Any]  # values of the task's keys
@@ -60,7 +60,7 @@ class TaskRows:
 def task_rows(data: PPODataConfig) -> dict[str, TaskRows]:
     """Maps the config keys of data paths to the rows that tasks make for them.
 
-    Held-out rows have the settings of the training task, unless data.eval_task has others, but another seed.
+    Held-out rows have the training task's settings but another seed; data.eval_task overrides single keys.
     """
     sets = {"data.path": (data.path, data.task)}
     sets |= {f"data.mix[{i}].path": (part.path, part.task) for i, part in enumerate(data.mix)}
@@ -79,7 +79,7 @@ def task_rows(data: PPODataConfig) -> dict[str, TaskRows]:
 
 @cache
 def rows_or_error(request: str) -> list[dict[str, Any]] | str:
-    """Runs ``main`` in a new process; returns its rows or error line, cached for a launch's second read."""
+    """Runs ``main`` in a new process; returns its rows or error line, cached for later calls of a launch."""
     made = subprocess.run(
         [sys.executable, "-P", "-m", __name__],
         input=request.encode(),

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one local file, split of a data set or task."""
+    """The rows of one local file, of one split of a data set, or of one task."""
 
     name: str
     rows: Sequence[Row]
@@ -162,8 +162,8 @@ def _read_files(files: list[Path], max_rows: int | None, key: str) -> list[_Part
 def map_rows(rows: Rows, function: Callable[[Row], T], indices: Iterable[int] | None = None) -> list[T]:
     """Applies ``function`` to the rows at ``indices`` (None: all) and returns the results.
 
-    The UserErrors of all rows are raised as one error. It lists the first distinct problems once, each
-    with the location of its first row and the number of other such rows, and counts the rest.
+    If ``function`` raises UserErrors, raises one with the first _MAX_PROBLEMS different problems and the
+    number of others. A problem has the location of the first row with it, and the number of further rows.
     """
     results: list[T] = []
     locations: dict[str, list[str]] = {}  # by problem, because often all rows have the same problem
@@ -188,7 +188,7 @@ def parse_rows(
 ) -> tuple[list[T], Fingerprint]:
     """Parses all rows on every rank and returns the results and the fingerprint of the rows.
 
-    All ranks must call this. Every rank raises the UserErrors of ``map_rows``, or one if ranks' rows differ.
+    All ranks must call this. All raise UserError if parsing fails on any rank, or if the ranks' rows differ.
     """
     digest = hashlib.blake2b(digest_size=16)
 
@@ -278,7 +278,7 @@ def _memory_mapped(name: str) -> pyarrow.Table:
 
 
 def _load_from_hub(path: str, split: str, revision: str | None, key: str) -> datasets.Dataset:
-    """Loads a split or a file of a Hub data set. Raises UserError if it lists files outside of the Hub."""
+    """Loads a split or a file of a Hub data set. Raises UserError if its files are not all on the Hub."""
     file = _HUB_FILE.fullmatch(path)
     name, options = (file[1], {"data_files": file[2]}) if file else (path, {})
     try:

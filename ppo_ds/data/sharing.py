@@ -1,4 +1,4 @@
-"""Divides the tokenization of a data set among the ranks, and compares what they read.
+"""Divides the tokenization of a data set among the ranks, and checks that all ranks read the same data.
 
 Every rank reads all rows, because a reward may need any row, but tokenizes only a share and receives the
 other token ids from the other ranks. All ranks must call each function; ``world=None`` is a single process.

@@ -24,7 +24,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def of(cls, prompt: Prompt, tokenizer: Tokenizer, to_answer: bool = True) -> Self:
-        """Makes a piece of a text, or of a chat rendered by the template, which includes special tokens."""
+        """Makes a piece of a text, or of a chat that the template renders, including its special tokens."""
         if isinstance(prompt, str):
             return cls(prompt, special_tokens=True)
         return cls(tokenizer.render_chat(prompt, to_answer))

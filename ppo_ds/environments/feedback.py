@@ -22,10 +22,11 @@ _THOUGHTS = ("", "<think>\nA thought.\n</think>\n\n")
 def encode_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message] | None, row: Row, limit: int, has_tools: bool
 ) -> tuple[list[int], Row] | None:
-    """Returns the prompt's tokens and the row with the new prompt, or None to keep the prompt of the data.
+    """Returns the prompt's tokens and the row with the new prompt.
 
-    A prompt of more than ``limit`` tokens is truncated on the left. Raises InvalidResult for a prompt without
-    tokens and, with tools, for a prompt that is too long or is not a chat.
+    Returns None, to keep the prompt of the data, if ``messages`` is None and there are no tools. A prompt of
+    more than ``limit`` tokens is truncated on the left. Raises InvalidResult for a prompt without tokens and,
+    with tools, for a prompt that is too long or is not a chat.
     """
     if messages is None and has_tools:
         messages = row.get("messages")

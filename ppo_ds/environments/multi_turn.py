@@ -69,7 +69,7 @@ class Episode:
 class MultiTurnGenerator:
     """Wraps a decode backend; implements the interface ``Generator``.
 
-    All ranks must call this. Raises Abandoned on all ranks if ``check`` does.
+    All ranks must call this. ``check`` may raise Abandoned, then on all ranks.
     """
 
     backend: Generator
@@ -133,7 +133,7 @@ class MultiTurnGenerator:
                     return total - now
 
     def use_results(self, episodes: Sequence[Episode]) -> None:
-        """Uses the results of the calls that have ended, in the order of the rows."""
+        """Passes the results of ended calls to ``begun``, ``stepped`` or ``failed``, in row order."""
         for episode in episodes:
             if episode.call is None or not episode.call.done():
                 continue
@@ -147,7 +147,7 @@ class MultiTurnGenerator:
                 self.failed(episode, error)
 
     def begun(self, episode: Episode, result: tuple[Environment, tuple[Message, ...] | None]) -> None:
-        """Stores the environment and its prompt."""
+        """Stores the new environment and, if it returned one, its prompt."""
         episode.environment, messages = result
         has_tools = self.read_calls is not None
         prompt = encode_prompt(self.tokenizer, messages, episode.row, self.max_prompt_tokens, has_tools)
@@ -155,7 +155,7 @@ class MultiTurnGenerator:
             episode.prompt, episode.row = prompt
 
     def generate(self, ready: Sequence[Episode], any_row: Episode, sampling: SamplingParams) -> Rollout:
-        """Generates a turn of each ready episode, or a token of ``any_row``. All ranks must call this."""
+        """Generates a turn of each ready episode, else one token of ``any_row``. All ranks must call this."""
         rows = [(one.prompt + one.ids, one.limit - len(one.ids), one.row) for one in ready]
         rows = rows or [(any_row.prompt, 1, any_row.row)]
         prompts = collate_prompts(rows, self.tokenizer.pad_id)

@@ -47,7 +47,7 @@ def masked_mean_var(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes mean, variance and count (0-dim) of the positions with mask = 1 over all ranks; detached.
 
-    Uses two passes, since E[x^2] - E[x]^2 loses all precision far from 0. One position has variance 0.
+    Uses two passes, since E[x^2] - E[x]^2 loses all precision far from 0. A single position has variance 0.
     """
     total = reduce or (lambda t: t)
     mask = mask.bool().expand_as(x)

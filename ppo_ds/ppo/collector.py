@@ -36,7 +36,7 @@ class RolloutCollector:
     difficulty: Difficulty | None = None  # draws the prompts by their last scores
 
     def __call__(self) -> tuple[Rollout, Pending[Scores], Metrics]:
-        """Returns a rollout for the next prompts, pending scores and metrics. All ranks must call this."""
+        """Returns (rollout of the next prompts, its pending scores, metrics). All ranks must call this."""
         return *self.collect(next(self.prompts)), self.drawing
 
     def collect(self, prompts: Prompts) -> tuple[Rollout, Pending[Scores]]:
@@ -131,7 +131,7 @@ class DynamicRolloutCollector(RolloutCollector):
         return all_gather_rows(scored(rollout, scores), self.world)
 
     def _scores_differ(self, rollout: ScoredRollout) -> Tensor:
-        """Returns whether the scores of each group differ, [groups] bool."""
+        """Returns for each group whether its responses have different scores, [groups] bool."""
         groups = rollout.score_sums.view(-1, self.group_size)
         return groups.amax(1) > groups.amin(1)
 

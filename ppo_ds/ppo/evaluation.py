@@ -1,4 +1,4 @@
-"""Evaluation: generates and scores responses to held-out prompts, or else to some training prompts."""
+"""Evaluation: generates and scores responses to held-out prompts or, without these, to training prompts."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Evaluator:
     def sample_rows(
         self, rollout: Rollout, scores: Scores, counted: Tensor, more: Mapping[str, Tensor]
     ) -> list[dict[str, Any]]:
-        """Returns a row of samples/ for each response with True in ``counted`` [b].
+        """Returns a sample row (see sample_rows.py) for each response with True in ``counted`` [b].
 
         ``more`` maps the name of each reward in eval.rewards to its scores [b].
         """

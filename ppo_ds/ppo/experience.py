@@ -167,8 +167,8 @@ class ExperienceMaker:
     def print_step(self, number: int, rows: Experience, losses: dict[str, Tensor]) -> None:
         """Prints the losses of an optimizer step, and the KL to the reference (k1) before and after it.
 
-        ``rows`` hold the actor's log-probs before the step, or None if the actor was not trained. Without
-        these or the reference's log-probs, the KL is left out. All ranks must call this.
+        ``rows.logprobs`` are those before the step, or None if the actor was not trained. The KL is left out
+        without them or without the reference's log-probs. All ranks must call this.
         """
         means = self.world.sum(torch.stack([*losses.values()])) / self.world.size
         parts = [f"{name} loss {mean:.4f}" for name, mean in zip(losses, means.tolist(), strict=True)]

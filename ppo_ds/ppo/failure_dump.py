@@ -44,7 +44,7 @@ class Dump:
     minibatch: Experience
 
     def row(self, place: int) -> int:
-        """Converts ``place``, a row of the dump, to the index in the rollout that the run's messages use."""
+        """Returns the index in the rollout, as in the run's messages, of row ``place`` of the dump."""
         return self.rows[place]["row_of_the_rollout"]
 
 

@@ -50,7 +50,7 @@ class NonFiniteStep(SkippedStep):
 
 
 def first_nonfinite(experience: Experience) -> tuple[str, int] | None:
-    """Returns label and row of the first non-finite number with mask = 1, in the order of LABELS, or None."""
+    """Returns (label, row) of the first non-finite number with mask = 1, in the order of LABELS, or None."""
     actions, columns = experience.response_mask, experience.tensors()
     masks = {  # of the columns that do not have the mask of the actions
         "scores": torch.ones_like(experience.scores, dtype=torch.bool),
@@ -125,7 +125,7 @@ class Limit:
         return self.highest is not None and math.isfinite(value) and value > self.highest
 
     def rises(self, value: float) -> bool:
-        """Returns whether ``value`` is above the limit while the value of the previous call was not."""
+        """Returns True if ``value`` is above the limit, but the value in the previous call was not."""
         was_above, self.above = self.above, self.exceeds(value)
         return self.above and not was_above
 

@@ -1,4 +1,4 @@
-"""Keeps the graphs of the forwards in make_experience, so that the update needs no second forward.
+"""Keeps the autograd graphs of forwards in make_experience, so that the update needs no second forward.
 
 This requires one optimizer step per rollout, so that no weight changes between a forward and its backward.
 """
@@ -19,7 +19,7 @@ from ppo_ds.types import Sequences
 
 
 class KeptOutputs(NamedTuple):
-    """Model outputs with graphs, and the rows that they were computed for."""
+    """Model outputs with autograd graphs, and the rows that they were computed for."""
 
     # indices of this rank's rows among the rows of all ranks, in the order of the outputs; None: no outputs
     rows: Tensor | None
@@ -30,7 +30,7 @@ class KeptOutputs(NamedTuple):
 class KeptForwards:
     """Runs the forwards of make_experience with gradients, and keeps their outputs for the update.
 
-    Outputs are kept only if each rank needs a single forward for its rows, both before and in the update.
+    Outputs are kept only if each rank's rows fit into one forward, in make_experience and in the update.
     """
 
     options: Mapping[str, Mapping[str, Any]]  # model -> options of its forward in the update
@@ -66,7 +66,7 @@ class KeptForwards:
             self.names, self.sequences = (), None
 
     def fits(self, rollout: Sequences, plan: list[Tensor], names: Sized) -> bool:
-        """Returns whether a rank's rows fit into one forward and keeping forwards of ``names`` saves time.
+        """Returns whether each rank's rows fit into one forward and keeping outputs of ``names`` saves time.
 
         A backward costs as much as two forwards. If nothing is kept, the update balances the tokens of the
         ranks, and each model costs 3 forwards of a balanced share. Otherwise each rank keeps its rows, and

@@ -182,12 +182,12 @@ class Learner:
         return experience, metrics.reduced(self.world) | step_metrics(steps) | passes
 
     def with_logprobs(self, rows: Experience, actor: ActorBackward | None, plan: list[Tensor]) -> Experience:
-        """Returns ``rows`` with ``actor``'s log-probs, None without ``actor``. All ranks must call this."""
+        """Returns ``rows`` with the log-probs in ``actor`` (None: without any). All ranks must call this."""
         logprobs = actor and self.world.sum_of_shares(scatter_tokens(actor.logprobs, rows, plan))
         return replace(rows, logprobs=logprobs)
 
     def record(self, done: LockstepResult, step: NonFiniteStep) -> None:
-        """Counts an optimizer step as done or skipped, and updates the averaged weights."""
+        """Counts an optimizer step as done or skipped; if done, updates the averaged weights."""
         if done.nonfinite:
             self.context.health.record_skip(step, counted=not done.overflow_expected)
             return
@@ -212,7 +212,7 @@ class Learner:
     ) -> tuple[dict[str, Tensor], ActorBackward | None]:
         """Accumulates the gradients of one optimizer step; returns losses by model, and the actor's results.
 
-        Removes the outputs from ``kept``, so that their graphs are freed after the backward pass.
+        Uses the model outputs in ``kept`` and removes them, so that the backward pass frees their graphs.
         """
         totals, value_totals = self.totals(minibatch)
         losses: dict[str, Tensor] = {}
@@ -237,8 +237,8 @@ class Learner:
     ) -> LockstepResult:
         """Steps all models or none. All ranks must call this.
 
-        If ``first``, raises StepRefused if the parity gap is too large. With a target_kl, ``sums`` of the
-        result begins with the sum and the count of approx_kl.
+        At the ``first`` step of an update, raises StepRefused if the parity gap is measured and too large. If
+        target_kl is set, ``sums`` of the result begins with the sum and the count of approx_kl.
         """
         extra, measures_gap = [], False
 
@@ -261,7 +261,7 @@ class Learner:
         )
 
     def totals(self, minibatch: Experience) -> tuple[BatchTotals, BatchTotals]:
-        """Counts the actions and the states with a value loss in one optimizer step. Not a collective."""
+        """Counts an optimizer step's actions and its states that have a value loss, without communication."""
         norm, size = self.norm * len(minibatch), self.world.data_size
         totals = batch_totals([minibatch.response_mask], dp_size=size, norm=norm)
         for term in self.terms:
@@ -332,7 +332,7 @@ class Learner:
     ) -> tuple[Tensor, Parts, Tensor]:
         """Computes a micro-batch's part of the actor's loss, its metrics and its detached log-probs [b,R'].
 
-        With a shared trunk, the loss includes the value loss. ``out`` is the actor's output, if known.
+        With a shared trunk, the loss includes the value loss. ``out`` is a kept output of the actor, if any.
         """
         if out is None:
             out = self.actor(

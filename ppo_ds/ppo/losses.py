@@ -34,13 +34,13 @@ class Term(Protocol):
         return {}
 
     def counted(self, minibatch: Experience, totals: BatchTotals) -> BatchTotals:
-        """Adds the term's counts over all rows of an optimizer step to ``totals``."""
+        """Returns ``totals`` with the term's own counts over all rows of an optimizer step, if it has any."""
         return totals
 
     def __call__(
         self, out: PolicyOutput, micro: Experience, totals: BatchTotals, kl_coef: float
     ) -> tuple[Tensor | None, Parts]:
-        """Returns the micro-batch's part of the loss of the optimizer step (or None), and its metrics."""
+        """Returns the micro-batch's part of the optimizer step's loss (None: no loss), and its metrics."""
 
 
 def actor_loss(

@@ -45,7 +45,7 @@ def concatenate(parts: list[S]) -> S:
 
 
 def minibatches(n_rows: int, minibatch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
-    """Splits a random permutation of all rows into row indices for each optimizer step of one epoch."""
+    """Shuffles the row indices; returns those of each optimizer step of one epoch."""
     assert n_rows % minibatch_size == 0, f"{n_rows} rows do not make minibatches of {minibatch_size}"
     return torch.randperm(n_rows, generator=generator).split(minibatch_size)
 
@@ -96,7 +96,7 @@ def without_truncated(rows: Experience, _: torch.Generator) -> Experience:
 
 
 def with_top_entropy(rows: Experience, _: torch.Generator, *, share: float) -> Experience:
-    """Limits the policy loss to the ``share`` of the tokens with the highest entropy (Wang et al. 2025).
+    """Excludes tokens outside the ``share`` with the highest entropy from the policy loss (Wang et al. 2025).
 
     Other tokens still count in the divisor of the mean. Rows without entropies do not change.
     """

@@ -55,7 +55,7 @@ class ModelForwards:
     kept: KeptForwards | None = None  # keeps graphs for the update
 
     def __call__(self, rollout: Rollout, critic_only: bool) -> ModelOutputs:
-        """Runs all models on the rollout, again if memory runs out. All ranks must call this."""
+        """Runs all models on the rollout; retries if memory runs out. All ranks must call this."""
         return self.guard(self.forward_models)(rollout, critic_only)
 
     def forward_models(self, rollout: Rollout, critic_only: bool) -> ModelOutputs:
@@ -82,7 +82,7 @@ class ModelForwards:
         return made
 
     def actor_logprobs(self, sequences: Sequences) -> Tensor:
-        """Computes the actor's log-probs [B,R], again if memory runs out. All ranks must call this."""
+        """Computes the actor's log-probs [B,R]; retries if memory runs out. All ranks must call this."""
         rows = self.group_rows(sequences)
         logprobs = self.guard(lambda: self.logprobs_of(self.actor, rows, self.plan(rows)))()
         return self.own_rows(logprobs, sequences, rows)
@@ -105,7 +105,7 @@ class ModelForwards:
     def forward(
         self, name: str, model: TrainedModel, rows: Sequences, plan: list[Tensor], **options: Any
     ) -> list[Any]:
-        """Runs a trained model on the rows of each entry of ``plan``; may keep the graph for the update."""
+        """Runs a trained model on each entry of ``plan`` (row indices); ``kept`` may store its output."""
         if self.kept is not None and name in self.kept.names:
             return [self.kept.forward(name, model)]
         return forward_rows(model, rows, plan, **self.world.sequence_argument, **options)

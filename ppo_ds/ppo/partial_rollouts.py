@@ -1,6 +1,6 @@
 """Partial rollouts: responses that have not ended in a step are continued in later steps, with newer weights.
 
-A step needs a number of prompts from each rank, its share. The rank generates responses to
+A step trains on a fixed number of prompts per rank, the rank's share. Each rank generates responses to
 ``rollout.oversample`` times as many prompts, until all responses to a full share have ended (Kimi k1.5, 2025;
 AReaL, Fu et al. 2025). Every started prompt is trained on in some step, so the policy's distribution of
 response lengths is kept. Only responses in progress when the run ends are lost, mostly long ones.
@@ -146,7 +146,7 @@ class PartialRolloutCollector(RolloutCollector):
         return {**state, "checksums": self.checksums(state["prompts"].tolist())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores this rank's responses in progress; raises UserError if they cannot be continued."""
+        """Restores this rank's responses; raises UserError if a changed setting or data set prevents this."""
         indices, lengths = state["prompts"].tolist(), state["lengths"].tolist()
         size, share = self.section.samples_per_prompt, len(indices) // self.world.size
         limit, longest = self.sampling.max_new_tokens, max(lengths, default=0)
@@ -171,6 +171,6 @@ class PartialRolloutCollector(RolloutCollector):
         self.groups = groups[self.world.rank * share :][:share]
 
     def checksums(self, indices: list[int]) -> Tensor:
-        """Returns a checksum of the tokens of each prompt, [len(indices)] long."""
+        """Returns a checksum of the tokens of each prompt at ``indices``, [len(indices)] long."""
         batches = (self.prompts.source.batch([index]) for index in indices)
         return torch.tensor([crc32(batch.ids[batch.mask].numpy().tobytes()) for batch in batches])

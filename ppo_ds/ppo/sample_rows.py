@@ -101,7 +101,7 @@ def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
 
 
 def prompt_notes(rollout: Rollout, limit: int, group_size: int, world: World) -> dict[int, dict[str, Any]]:
-    """Returns the indices of the rows to log (``limit`` rows; -1: all), with their columns on the prompt.
+    """Returns the prompt columns of the rows to log, by row index; ``limit`` is their number (-1: all).
 
     The first response to each prompt is chosen before all second ones, and so on. All ranks must call this.
     """

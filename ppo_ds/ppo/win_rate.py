@@ -49,7 +49,7 @@ class ReferenceResponses:
         return self.rows
 
     def keep(self, rows: Rows) -> Rows:
-        """Stores ``rows`` for later evaluations of this run and of a resumed run, and returns what it stored.
+        """Stores the keys KEPT of ``rows`` for later evaluations, also after a resume, and returns these.
 
         Every rank must pass the rows of all ranks.
         """
@@ -69,7 +69,7 @@ class ReferenceResponses:
         self.warned = True
 
     def _read(self) -> Rows | None:
-        """Returns the rows of this run's file, or of the earlier run's file, which is then copied."""
+        """Returns the rows in this run's file, else those in the earlier run's, after a copy, else None."""
         known = json.loads(json.dumps(self.settings, default=str))
         for file in filter(None, (self.file, self.earlier)):
             try:
@@ -90,9 +90,9 @@ class ReferenceResponses:
 
 
 def win_rate(rows: Rows, others: Rows) -> float:
-    """Returns the share of rows with a higher score than the other row; ties count half.
+    """Returns the share of ``rows`` whose score is above that of the row at the same index of ``others``.
 
-    Equal responses are ties; see ops/outcomes.py.
+    Ties count half; equal responses are ties (ops/outcomes.py).
     """
     wins = 0.0
     for own, other in zip(rows, others, strict=True):

@@ -55,7 +55,7 @@ DIALOGUES = (
 
 
 def probes(tokenizer: Tokenizer) -> list[tuple[Row, str]]:
-    """Returns the rows of the dialogues with fitting, then with empty, then with unrelated responses."""
+    """Returns (row, response) of every dialogue: first all fitting, then empty, then unrelated responses."""
     rows: list[Row] = []
     for turns, _ in DIALOGUES:
         messages: list[Message] = [
@@ -93,7 +93,7 @@ class Findings:
         return bool(gap <= _TOLERANCE[self.dtype] * scores.abs().max().clamp(min=1.0))
 
     def check_batch_independence(self, alone: Tensor, together: Tensor, consequence: str) -> bool:
-        """Records a failure if scores of texts alone and in a batch differ. Returns whether they agree."""
+        """Records a failure if texts have other scores alone than in a batch. Returns whether they agree."""
         gap = (alone - together).abs().max()
         if agree := self.within_rounding(gap, together):
             return agree
@@ -103,7 +103,7 @@ class Findings:
         return False
 
     def remark_plausibility(self, scores: Tensor) -> None:
-        """Records how often fitting responses have higher scores; ``scores`` have the order of ``probes``."""
+        """Records how often fitting responses score above others; ``scores`` have the order of ``probes``."""
         fitting, empty, unrelated = scores.chunk(3)
         above_empty, above_unrelated = int((fitting > empty).sum()), int((fitting > unrelated).sum())
         self.remarks.append(

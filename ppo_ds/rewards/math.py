@@ -35,7 +35,7 @@ def score(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) 
 
 
 def forms(answer: Any) -> list[Any]:
-    """Parses a reference answer in a box, and a percentage also unboxed; returns all accepted results."""
+    """Returns the accepted results: the answer parsed inside a box and, if it ends with %, also unboxed."""
     text = "" if answer is None else str(answer).rpartition("####")[2].strip()
     boxed = text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
     read = [parse(form) for form in ([boxed, text.replace("\\%", "%")] if text.endswith("%") else [boxed])]

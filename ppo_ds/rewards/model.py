@@ -144,10 +144,11 @@ def check_reward_model(
     normalize: bool = False,
     key: str = "reward",
 ) -> None:
-    """Raises UserError if the model is no reward model, cannot encode the data or cannot ``normalize``.
+    """Raises UserError if the model is no reward model or cannot encode the data.
 
-    Loads no weights. ``examples`` (PromptSource.examples) has a (location, row) pair for each sequence of
-    roles in the data.
+    With ``normalize``, also if its config.json lacks the mean and standard deviation of scores. Loads no
+    weights. ``examples`` (PromptSource.examples) has a (location, row) pair for each sequence of roles in the
+    data.
     """
     path = model.path
     own_tokenizer = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")

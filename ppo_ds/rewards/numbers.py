@@ -59,7 +59,7 @@ class Number:
     percent: bool
 
     def equals(self, other: Number, tolerance: float) -> bool:
-        """Compares with an absolute tolerance of ``tolerance`` * max(1, abs(other)).
+        """Returns whether the numbers differ by at most ``tolerance`` * max(1, abs(other)).
 
         If only one side has a percent sign, 50% equals both 50 and 0.5.
         """
@@ -84,7 +84,8 @@ def stated_number(text: str) -> Number | None:
 def reference_number(text: str) -> Number | None:
     r"""Returns the number of a reference, or None if the part read is not exactly one number.
 
-    That part is the content of the last \boxed{...}, else the text after the last "####" in its line, or all.
+    That part is the content of the last \boxed{...}; without a box, the rest of the line after the last
+    "####"; without this mark, the whole text. Only <answer>...</answer> is read if the text has it.
     """
     text, box = _result(text)
     return _one_number(_after_mark(text) if box is None else box)
@@ -104,14 +105,14 @@ def boxed(text: str) -> str | None:
 
 
 def _result(text: str) -> tuple[str, str | None]:
-    """Returns the content of <answer>, or else the whole text, and the content of the last box in it."""
+    """Returns the text to read (inside <answer>, if present) and the content of its last box, or None."""
     inner = text_inside(text, "answer")
     text = text if inner is None else inner
     return text, boxed(text)
 
 
 def _after_mark(text: str) -> str:
-    """Returns the rest of the line after the last ####, or the whole text without ####."""
+    """Returns the rest of the line after the last ####, or the whole text if it contains no ####."""
     _, mark, rest = text.rpartition("####")
     return rest.split("\n", 1)[0] if mark else text
 

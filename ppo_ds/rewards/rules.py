@@ -224,7 +224,7 @@ class RepetitionPenalty(Rule):
     """Penalizes the share of repeated n-grams as open-r1 does, from 0 down to ``max_penalty``.
 
     The score is (1 - distinct n-grams / all n-grams) * max_penalty, or 0 for responses shorter than an
-    n-gram. Words are lower-cased and split at white space; without spaces, use tokens or characters.
+    n-gram. Words are lower-cased and split at white space; for text without spaces, set another ``unit``.
     """
 
     n: Count = 3

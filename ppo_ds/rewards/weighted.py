@@ -52,9 +52,10 @@ class Part(Section):
 class WeightedReward:
     """Computes total = sum of weight x clip(normalize(score of the part)).
 
-    ``Scores.components`` maps each part's name to its clipped score without the weight, per-token scores
-    included. A normalized part also has ``<name>_raw``, its score before normalization. A part's components
-    are ``<name>/<component>``. Per-token scores of a part are weighted, but neither normalized nor clipped.
+    ``Scores.components`` maps each part's name to its clipped score, without the weight, plus the sum of its
+    per-token scores. A normalized part also has ``<name>_raw``, its score before normalization. A part's
+    components are ``<name>/<component>``. Per-token scores of a part are weighted, but neither normalized nor
+    clipped.
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class WeightedReward:
         return self.start_scoring(rollout).result()
 
     def start_evaluation(self, rollout: Rollout) -> Pending[Scores]:
-        """Starts to score held-out responses. Normalized parts are neither normalized nor clipped here.
+        """Starts to score held-out responses; parts with normalize=running give raw, unclipped scores here.
 
-        The moments change during training, so normalized scores of two evaluations could not be compared.
+        Their moments change during training, so normalized scores of two evaluations could not be compared.
         """
         return self.start_scoring(rollout, training=False)
 
     def check_row(self, row: Row) -> None:
-        """Checks a row with every part that reads text, like ``TextReward.check_row``."""
+        """Calls ``check_row`` of every part that is a TextReward."""
         for name, part in self._parts.items():
             if isinstance(part.reward, TextReward):
                 with _name_in_errors(f"{self._key}.{name}"):
@@ -125,9 +126,10 @@ class WeightedReward:
             moments.load_state_dict(state["moments"][name])
 
     def start_scoring(self, rollout: Rollout, training: bool = True) -> Pending[Scores]:
-        """Starts all parts. If a part is normalized in ``training``, all ranks must wait for the result.
+        """Starts to score with all parts.
 
-        Parts that score in the background start first, and overlap with the others.
+        In ``training``, the result of a normalized part is a collective, so all ranks must wait for it. Parts
+        that score in the background start first, and overlap with the others.
         """
         responses = Responses.of(rollout, self._tokenizer)  # decoded once for all parts
         names = sorted(self._parts, key=lambda name: not isinstance(self._parts[name].reward, SlowTextReward))

@@ -17,7 +17,7 @@ Prefix = list[tuple[Tensor, Tensor]]  # per layer: keys and values [c,H,P,d] of 
 
 
 class _SlotLayer(CacheLayerMixin):
-    """Keys and values [slots,H,length,d] of one layer, allocated when their shape is known."""
+    """Keys and values [slots,H,length,d] of one layer, allocated when the first ones arrive."""
 
     is_compileable = False
     is_sliding = False

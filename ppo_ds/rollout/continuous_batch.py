@@ -165,7 +165,7 @@ class ContinuousBatch:
         return _Vote(self.max_over_ranks(_Vote.STOP if self.should_stop() else own))
 
     def lengths(self) -> Tensor:
-        """Returns the number of tokens of each response [B], or the limit of a response that has ended."""
+        """Returns ``lengths`` [B] for truncate_at_stop: the tokens so far, or an ended response's limit."""
         lengths = self.limits.clone()
         for group in self.queue:
             lengths[list(group.rows)] = group.begun
@@ -296,7 +296,7 @@ class ContinuousBatch:
         del self.live[n:]
 
     def tensor(self, numbers: Sequence[int]) -> Tensor:
-        """Returns the numbers as a long tensor on the device, without waiting for the device."""
+        """Copies the numbers to a long tensor on the device, without waiting for the device."""
         return to_device(torch.tensor(list(numbers), dtype=torch.long), self.device)
 
     def stopped_by_string(self, stops: StopStrings, alive: Sequence[bool]) -> list[int]:

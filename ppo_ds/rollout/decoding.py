@@ -64,7 +64,7 @@ class Decoder:
 
 @contextmanager
 def explicit_mask_attention(lm: nn.Module) -> Iterator[None]:
-    """Replaces attention that takes no masks (flash attention) by sdpa inside the block."""
+    """Replaces attention that accepts no masks, such as flash attention, by sdpa inside the block."""
     before = lm.config._attn_implementation
     try:
         if before not in ("eager", "sdpa"):

@@ -60,7 +60,7 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Records the step without running it and returns its replay.
+        """Records the step without running it; returns a function that replays it.
 
         Raises RuntimeError if the recording fails, and the subclass RunError if the run cannot continue. The
         allocator cannot free cached blocks during a recording. If memory runs out, these blocks are freed and

@@ -13,7 +13,7 @@ from ppo_ds.types import to_device
 
 
 class Slots:
-    """S slots, each with at most one response in progress, for B rows of prompts; R is the largest limit."""
+    """State of S slots, each with at most one response in progress. B: rows of prompts; R: largest limit."""
 
     def __init__(self, slots: int, limits: Tensor, uniforms: Tensor, sampling: SamplingParams):
         """Creates empty slots for rows with ``limits`` [B] on the device of ``uniforms``.

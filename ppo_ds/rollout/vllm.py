@@ -89,7 +89,7 @@ class Answer:
 class VLLMGenerator(DecodeBackend):
     """Creates an engine of vLLM and decodes with it; see the docstring of the module.
 
-    The arguments are those that ``Generator`` describes for backends with own weights; ``lm`` is called once.
+    The arguments are those that ``Generator`` describes for backends with ``own_weights``.
     """
 
     settings: VLLMConfig
@@ -138,7 +138,7 @@ class VLLMGenerator(DecodeBackend):
     def loaded(
         self, weights: Iterator[tuple[str, Tensor]], adapters: Iterator[tuple[str, Tensor]] | None = None
     ) -> Iterator[None]:
-        """Wakes the engine up and loads ``weights``; the engine sleeps after the block. See HybridActor."""
+        """Wakes the engine up and loads ``weights``; after the block, the engine sleeps again."""
         if self._asleep:
             self._wake_up("weights")
         if not self._has_base:
@@ -197,9 +197,10 @@ class VLLMGenerator(DecodeBackend):
     def _with_tied(
         self, weights: Iterator[tuple[str, Tensor]], sent: set[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields ``weights``, tied ones also under other names; adds the names in ``weights`` to ``sent``.
+        """Yields ``weights``, and a tied weight again under each of its other names.
 
-        On a CPU, vLLM's head has a copy of the tied embedding, which is reloaded only under its own name.
+        ``sent`` receives the names in ``weights`` that the engine has read. On a CPU, vLLM's head has a copy
+        of the tied embedding, which is reloaded only under its own name.
         """
         for name, tensor in weights:
             yield name, tensor

@@ -56,7 +56,7 @@ def slot_rank(rank: int) -> int | None:
 
 
 def model_problem(config: PreTrainedConfig, on_gpu: bool) -> str | None:
-    """Returns the reason in a model's config why vLLM cannot decode it; None if no reason is known."""
+    """Returns why vLLM cannot decode a model with this config, or None if the config shows no reason."""
     if getattr(config, "auto_map", None):
         return "the model brings code of its own, which vLLM would need in another form"
     if on_gpu:
@@ -72,7 +72,7 @@ def model_problem(config: PreTrainedConfig, on_gpu: bool) -> str | None:
 
 
 def parallel_problem(heads: int, keys: int, inner: int, tensor_parallel: int) -> str | None:
-    """Returns why vLLM cannot divide a model among ``tensor_parallel`` ranks, with a remedy, or None.
+    """Returns why vLLM cannot divide a model among ``tensor_parallel`` ranks, and a remedy; None if it can.
 
     vLLM divides the attention ``heads`` and the ``inner`` neurons of the MLP evenly. The ``keys`` key-value
     heads are divided too, or repeated if there are fewer of them than ranks.

@@ -12,7 +12,7 @@ from ppo_ds.ops.sequences import broadcast_sequence
 
 
 def gae(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates an advantage per token and a return per state; calls one_step at action level sequence."""
+    """Estimates an advantage per token and a return per state; at action_level "sequence", see one_step."""
     if options.action_level == "sequence":
         return one_step(responses, options)
     assert responses.values is not None

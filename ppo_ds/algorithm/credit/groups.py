@@ -19,7 +19,8 @@ EPS = 1e-6  # added to a standard deviation; lower limit of a mean in a divisor
 class Groups:
     """Statistics of groups of numbers ``x`` [B]. Numbers with equal entries in ``groups`` [B] form one group.
 
-    They are float64, because a float32 rounding error divided by EPS would give equal scores an advantage.
+    All are float64: if the scores of a group are equal, a float32 rounding error in score - mean, divided by
+    EPS, would become an advantage.
     """
 
     def __init__(self, x: Tensor, groups: Tensor):
@@ -83,14 +84,14 @@ def maxrl(responses: Responses, options: CreditOptions) -> Estimate:
 
 
 def opo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates reward - group mean weighted by the number of actions per response (Hao et al. 2025)."""
+    """Estimates reward - group mean, where a response's weight is its number of actions (Hao et al. 2025)."""
     group, weights = Groups(responses.totals, responses.groups), responses.mask.sum(1).double()
     baseline = group.sum(weights * group.x) / group.sum(weights).clamp(min=1)
     return responses.of_responses(group.x - baseline)
 
 
 def gdpo(responses: Responses, options: CreditOptions) -> Estimate:
-    """Estimates GDPO advantages (arXiv 2601.05242) from the parts of the score, without the KL.
+    """Estimates GDPO advantages (arXiv 2601.05242) from the part scores of reward=weighted; ignores the KL.
 
     Each part is normalised within its group as in GRPO. The weighted sum of the parts is then normalised with
     its mean and unbiased standard deviation over the responses of all ranks.

@@ -67,7 +67,7 @@ class AdvantageConfig(Variants):
 
     @property
     def gives_token_returns(self) -> bool:
-        """True if each token has its own return, so that algo.action_level must be token."""
+        """True if each token has its own return; then algo.action_level must be "token"."""
         return not (self.needs_critic or self.needs_group)
 
     def problems(self, algo: AlgoConfig) -> Iterator[str]:
@@ -85,7 +85,7 @@ class AdvantageConfig(Variants):
 
 
 def changes_of_scores(algo: AlgoConfig) -> Iterator[tuple[str, Any, str]]:
-    """Yields (key, value, value to set instead) of each setting that changes the reward's scores."""
+    """Yields (key, value, value to set instead) of each setting of ``algo`` that changes scores."""
     shaping = algo.reward_shaping
     settings: list[tuple[str, Any, Any, str]] = [
         ("kl.place", algo.kl.place if algo.kl.place == "reward" else None, None, "loss or none"),
@@ -199,7 +199,7 @@ class GDPO(AdvantageConfig):
 
 
 class OPO(AdvantageConfig):
-    """Score minus the group's mean weighted by response length (Hao et al. 2025)."""
+    """Score minus the group's mean, in which a response's weight is its length (Hao et al. 2025)."""
 
     estimator: Literal["opo"] = "opo"
     function = f"{_HERE}.groups.opo"

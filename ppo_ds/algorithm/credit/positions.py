@@ -18,9 +18,10 @@ from ppo_ds.types import Rollout, ScoredRollout
 class ScorePosition:
     """Determines at which position a response's score is added, and which states exist.
 
-    "next_token" is the position after the last action, or the last action of a response at its length limit.
-    The next position is a state with value loss if ``next_state`` is "trained" (TRL), a state without it if
-    "untrained" (DeepSpeed-Chat), and no state if "ignored" (zysNLP), where a score has no effect.
+    "last_token" is the last action. "next_token" is the position after it, or the last action too if the
+    response has its maximum length. The position after the last action is a state with a value loss if
+    ``next_state`` is "trained" (TRL), and a state without a value loss if "untrained" (DeepSpeed-Chat). If
+    "ignored" (zysNLP), it is no state, so a score at this position has no effect.
     """
 
     position: str  # last_token | next_token

@@ -13,7 +13,7 @@ from ppo_ds.ops.sequences import broadcast_sequence
 
 @dataclass(frozen=True)
 class Whitening:
-    """Scales advantages to mean 0 and variance 1, over tokens or (level sequence) over responses."""
+    """Scales advantages to mean 0 and variance 1, over all tokens or, at ``level`` "sequence", responses."""
 
     over: str  # batch | none | group | minibatch
     unbiased: bool
@@ -32,9 +32,10 @@ class Whitening:
         return broadcast_sequence(whole[:, 0], mask)
 
     def whiten_rollout(self, advantages: Tensor, mask: Tensor, group_size: int, reduce: Reduce) -> Tensor:
-        """Whitens over all rows and ranks ("batch"), or each ``group_size`` consecutive rows ("group").
+        """Whitens the advantages of a rollout as ``over`` says. All ranks must call this.
 
-        Otherwise returns ``advantages`` unchanged. All ranks must call this.
+        "batch" whitens over all rows and ranks, "group" separately over each ``group_size`` consecutive rows;
+        other values return ``advantages`` unchanged.
         """
         if self.over == "batch":
             return self.whiten(advantages, mask, reduce)

@@ -26,7 +26,7 @@ class FixedKLController:
 
 
 class ControlledKLController(FixedKLController):
-    """Multiplies the coefficient by ``factor`` at each update, within [min_coef, max_coef].
+    """Multiplies the coefficient by ``factor()`` at each update, and limits it to [min_coef, max_coef].
 
     ``target`` has the unit of the KL passed to update(). A KL that is not finite is ignored.
     """

@@ -82,7 +82,7 @@ class KLConfig(Variants):
     """Measures the KL to the reference again after each update, with one more forward."""
 
     def problems(self, samples: int) -> Iterator[str]:
-        """Yields an error line for each conflict between the keys; a PPO step has ``samples`` samples."""
+        """Yields an error line for each conflict between the keys; ``samples`` is the size of a rollout."""
         if self.clamp is not None and self.place == "none":
             yield (
                 f"algo.kl.clamp={self.clamp:g}: limits a penalty that algo.kl.place=none does not compute; "

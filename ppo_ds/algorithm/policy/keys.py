@@ -162,7 +162,7 @@ class SAPO(PolicyConfig):
 
 
 class DPPO(PolicyConfig):
-    """A loss that masks tokens whose distance from the old policy is too large."""
+    """A loss without the tokens whose probability has moved too far from that under the old policy."""
 
     own_ratio = True
     delta: Positive | None = None

@@ -76,7 +76,7 @@ def dppo_kl(terms: PolicyTerms, policy: Any) -> TokenLoss:
 
 
 def masked_beyond(distance: Tensor, delta: float, terms: PolicyTerms) -> TokenLoss:
-    """Computes -A r, or 0 for tokens that moved more than ``delta`` in the direction of their advantage."""
+    """Computes -A r, or 0 if ``distance`` > delta and the log-prob rose with A > 0 or fell with A < 0."""
     logprobs, old = terms.logprobs.detach(), terms.old_logprobs
     away = torch.where(terms.advantages > 0, logprobs > old, (terms.advantages < 0) & (logprobs < old))
     masked = away & (distance > delta)
@@ -94,9 +94,9 @@ def binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 def gmpo(terms: PolicyTerms, policy: Any) -> TokenLoss:
     """Computes -A r, where r is the geometric mean of the clipped ratios of all tokens of a response.
 
-    Each ratio is limited, without a gradient beyond the limit: to at most exp(clip_high) where A > 0, and to
-    at least exp(-clip_low) elsewhere. On the opposite side, as in the authors' code and in verl, only the
-    mean log-ratio is limited, to +-20.
+    Each ratio is clipped on one side, to at most exp(clip_high) where A > 0 and to at least exp(-clip_low)
+    elsewhere; a clipped ratio has no gradient. As in the authors' code and in verl, the other side has no
+    clip, but the mean log-ratio is limited to [-20, 20].
     """
     log_ratio, advantages = terms.differences, terms.advantages
     high = policy.clip_low if policy.clip_high is None else policy.clip_high

@@ -74,8 +74,8 @@ def surrogate_loss(
     """Computes the policy loss of a micro-batch (0-dim) from the loss of each token, and its metrics.
 
     Log-probs, ``mask`` and ``is_weights`` (weights of the token losses) are [B,T]; ``advantages`` is [B,T] or
-    [B]. ``policy`` has the keys of ``objective``. ``ratio`` is the ratio's unit: "token", or one ratio per
-    response, exp of the sum ("sequence") or of the mean ("sequence_mean") of the log-ratios.
+    [B]. ``policy`` is the section algo.policy. ``ratio`` "token" means one ratio per token; "sequence" and
+    "sequence_mean" mean one per response, exp of the sum or of the mean of its tokens' log-ratios.
 
     The log-ratio is clamped before exp, because float32 otherwise gives 0 * inf = NaN gradients although the
     loss is finite. ``selected`` [B,T] is the result of PolicyConfig.selection.

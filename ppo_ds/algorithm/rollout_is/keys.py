@@ -87,14 +87,14 @@ class Leveled(Bounded):
 
 
 class Truncate(Leveled):
-    """Weights limited to [low, high], at algo.rollout_is.level."""
+    """Weights per unit of algo.rollout_is.level, limited to [low, high]."""
 
     kind: Literal["truncate"] = "truncate"
     function = f"{_HERE}.truncate"
 
 
 class Mask(Leveled):
-    """Weights of 0 outside of [low, high], at algo.rollout_is.level."""
+    """Weights per unit of algo.rollout_is.level, 0 outside of [low, high]."""
 
     kind: Literal["mask"] = "mask"
     function = f"{_HERE}.mask_outside"

@@ -1,6 +1,7 @@
 """Importance weights that correct for the sampling engine's log-probs, w = pi / pi_sampling per token.
 
-W is w at level "token", the product of a response's w at "sequence", the geometric mean at "sequence_mean".
+W is a token's w at level "token"; otherwise it is the product ("sequence") or the geometric mean
+("sequence_mean") of all w of a response.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def truncate(log_weights: Tensor, mask: Tensor, section: Bounded) -> Weights:
 
 
 def mask_outside(log_weights: Tensor, mask: Tensor, section: Bounded) -> Weights:
-    """Keeps each W in [low, high], and sets others to 0."""
+    """Keeps W where it is in [low, high], and sets it to 0 elsewhere."""
     ratio = clamped_log_ratio(log_weights, mask, section.unit, 20.0).exp()
     return torch.where(_inside(ratio, section), ratio, 0.0), ratio
 

@@ -25,7 +25,7 @@ class ScoreShaper:
     def __call__(self, rollout: ScoredRollout, update: bool = True) -> tuple[Tensor, Tensor]:
         """Returns the shaped scores [B] and the scores before the clip [B].
 
-        All ranks must call this if ``update``, which may update the running moments.
+        With ``update``, the scores may change the running moments, so all ranks must call this.
         """
         shaping = self.shaping
         scores = self.penalized(rollout.scores, rollout)
