@@ -26,7 +26,7 @@ class PeerTaskFailed(RunError):
 
 @dataclass(frozen=True)
 class Pending(Generic[T]):
-    """A result that is known already, or that tasks in other threads are still computing.
+    """A result that is already available, or that tasks in other threads are still computing.
 
     The main thread starts the tasks, does other work, and then calls ``result`` once.
     """
@@ -39,7 +39,7 @@ class Pending(Generic[T]):
 
     @classmethod
     def of(cls, result: T) -> Pending[T]:
-        """Wraps a result that is known already."""
+        """Wraps a result that is already available, without tasks."""
         return cls(lambda: result)
 
     @property
@@ -66,7 +66,7 @@ class Pending(Generic[T]):
     def then(self, change: Callable[[T], U]) -> Pending[U]:
         """Returns the pending result of ``change``, which the main thread applies to this result.
 
-        If this result is known already, the change is applied at once.
+        If this result has no tasks, it is available and the change is applied at once.
         """
         if not self.tasks:
             return Pending.of(change(self.finish()))
@@ -84,7 +84,7 @@ def all_of(parts: Sequence[Pending[T]]) -> Pending[list[T]]:
 
 
 def start_all(starting: Iterable[Pending[T]]) -> list[Pending[T]]:
-    """Iterates over ``starting``, which starts one task after the other, and returns their pending results.
+    """Returns the items of ``starting`` in a list; each step of the iteration starts the tasks of one item.
 
     If starting a task raises an exception, the tasks already started are cancelled.
     """

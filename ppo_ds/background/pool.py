@@ -30,9 +30,9 @@ class Pool:
         self._slots = asyncio.Semaphore(workers)
 
     def start(self, calls: Iterable[Callable[[], Coroutine[Any, Any, R]]]) -> Pending[list[R]]:
-        """Starts the calls; their results have the same order.
+        """Starts the calls; returns the pending list of their results in the order of ``calls``.
 
-        If the result is cancelled, waiting calls never start, and running calls get a CancelledError.
+        If the pending list is cancelled, waiting calls never start, and running calls get a CancelledError.
         """
 
         async def run(call: Callable[[], Coroutine[Any, Any, R]]) -> R:
@@ -103,7 +103,7 @@ def start_coroutine(coroutine: Coroutine[Any, Any, R], loop: str) -> Future[R]:
 
 @cache
 def event_loop(name: str) -> asyncio.AbstractEventLoop:
-    """Returns the event loop with this name, which runs in a separate thread of this process."""
+    """Returns the event loop with this name; the first call starts it in a new thread of this process."""
     loop = asyncio.new_event_loop()
     Thread(target=loop.run_forever, name=name, daemon=True).start()
     return loop

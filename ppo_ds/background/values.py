@@ -1,4 +1,4 @@
-"""Checks of scores, calls without a result, and the wording of error messages.
+"""Checks scores, quotes values for error messages, and defines the exception for calls without a result.
 
 Imports no torch, so that worker processes start fast.
 """

@@ -62,7 +62,7 @@ def nvidia_gpus() -> int:
 def refuse_unused_gpu(root: Path = Path("/")) -> None:
     """Raises UserError if this machine has a GPU and the user has not chosen the CPU.
 
-    Must be called if torch finds no GPU that it can use, since the run would otherwise train on the CPU.
+    Callers must first check that torch can use no GPU. Without this error, the run would train on the CPU.
     """
     if cpu_requested(os.environ, variables=()):
         return

@@ -27,9 +27,9 @@ def keep_freed_memory() -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether the device's memory ran out, in torch or in a library that allocates memory itself.
+    """Returns whether ``error`` means that torch, or a library that itself allocates memory, ran out of it.
 
-    NCCL (with a DistBackendError), cuBLAS and vLLM raise a RuntimeError that contains one of ``words``.
+    NCCL (with a DistBackendError), cuBLAS and vLLM raise a RuntimeError, which is recognized by its text.
     """
     words = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     in_library = isinstance(error, RuntimeError) and any(each in str(error) for each in words)
@@ -37,5 +37,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_broken_group(error: BaseException) -> bool:
-    """Returns whether a collective has failed, after which its process group cannot be used."""
+    """Returns whether ``error`` is that of a failed collective, whose process group can no longer be used."""
     return isinstance(error, DistError)

@@ -24,7 +24,7 @@ def open_files_needed(ranks: int) -> int:
 
 
 def raise_open_files_limit(ranks: int) -> None:
-    """Raises the soft limit of open files of this process and its future children. Not a collective.
+    """Increases the soft limit of open files of this process and its future children. Not a collective.
 
     Many systems have a soft limit of 1024, which about 200 ranks exceed, and a much higher hard limit. Raises
     UserError if the hard limit is too low for ``ranks``.

@@ -1,7 +1,8 @@
 """Ulysses sequence parallelism: the tokens of a forward are divided among the ranks of a group.
 
-Each rank runs all layers on its tokens. All-to-all exchanges before and after attention give each rank all
-tokens for its share of the heads, and back (Jacobs et al. 2023; DeepSpeed's ``DistributedAttention``).
+Each rank runs all layers on its tokens. An all-to-all before attention gives each rank all tokens for its
+share of the heads; one after attention gives it all heads for its own tokens (Jacobs et al. 2023; DeepSpeed's
+``DistributedAttention``).
 """
 
 from __future__ import annotations

@@ -116,9 +116,9 @@ def control(library: ctypes.CDLL, idle: int) -> None:
 
 @contextmanager
 def idle_threads(library: ctypes.CDLL, count: int) -> Iterator[None]:
-    """Keeps a team of sleeping OpenMP threads, so that libgomp shortens the spinning of all teams.
+    """Keeps a team of ``count`` idle OpenMP threads inside the block, so that libgomp shortens all spinning.
 
-    A team ends with the thread that has started it.
+    The threads of a team end with the thread that has started the team.
     """
     started, done = threading.Event(), threading.Event()
     no_effect = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
@@ -155,7 +155,7 @@ def thread_times(tasks: Path) -> dict[str, Times]:
 
 
 def waiting_share(before: Mapping[str, Times], after: Mapping[str, Times], seconds: float) -> float | None:
-    """Returns the largest share of time, waiting / (running + waiting), of a thread between measurements.
+    """Returns the largest share waiting / (running + waiting) of a thread, from ``before`` to ``after``.
 
     Threads that slept for three quarters of ``seconds`` do not count; if all did, returns None. Threads of
     other libraries count too, because the kernel does not tell them apart. If such a thread waits for a core,

@@ -40,7 +40,7 @@ class RankStore:
         self._lock = threading.Lock()
 
     def _call(self, operation: Callable[[dist.Store], T]) -> T:
-        """Runs ``operation`` in a daemon thread, since torch waits without a timeout for a suspended process.
+        """Runs ``operation`` in a daemon thread: if the store's process is suspended, torch waits forever.
 
         After StoreSilent, the operation continues and holds the lock until the store's process has answered.
         """

@@ -74,7 +74,7 @@ def share(rank: int, ranks: Sequence[Cores], requested: int | None, limit: int |
 
     ``requested`` (run.threads) takes precedence. Otherwise, the ranks that may run on a core share it
     equally, and the number of threads is the sum of this rank's shares, rounded down, but at least 1. It is
-    at most ``limit`` and the container's quota divided by the number of ranks on the machine.
+    at most ``limit`` (OMP_NUM_THREADS), and at most this rank's equal share of the container's quota.
     """
     own = ranks[rank]
     local = [cores for cores in ranks if cores.machine == own.machine]

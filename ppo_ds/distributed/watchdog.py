@@ -110,7 +110,7 @@ class Watchdog:
         self._thread.start()
 
     def connect(self, world: World, store: RankStore) -> None:
-        """Stores ``store`` and a descriptor of each other rank on this machine. All ranks must call this."""
+        """Sets ``store`` and opens a pidfd of each other rank on this machine. All ranks must call this."""
         self._rank, self._size, self._store = world.rank, world.size, store
         self._peers = local_peers(world)
         # not select.select(), which accepts no descriptor above 1023; with many ranks, sockets use up the
@@ -126,8 +126,7 @@ class Watchdog:
     def set_timeout(self, minutes: float, close_record: Callable[[str], None]) -> None:
         """Sets the timeout: from now on, the run ends after ``minutes`` without a heartbeat.
 
-        ``close_record`` is called with the reason if the watchdog ends this rank because another rank failed
-        or the run hangs.
+        Before it ends this rank, the watchdog calls ``close_record``, which closes the logs, with the reason.
         """
         self._close_record = close_record
         self._limit = 60 * minutes
@@ -217,7 +216,7 @@ class Watchdog:
         return None
 
     def _poll_peers(self) -> None:
-        """Waits until the next check is due; exits if a rank on this machine ends in this time."""
+        """Waits until the next check; ends this rank if another rank on this machine ends meanwhile."""
         ended = self._ended.poll(1000 * POLL)
         if not ended or self._stopped.is_set():
             return

@@ -82,7 +82,7 @@ class World:
 
     @property
     def sequence_argument(self) -> dict[str, SequenceGroup]:
-        """The argument for a model's forward by which ranks divide its tokens; {} if they do not."""
+        """The keyword argument that divides a forward's tokens among ranks; {} if ranks divide only rows."""
         return {} if self.sequence is None else {"sequence": self.sequence}
 
     @property
@@ -105,7 +105,7 @@ class World:
         return self.local_rank == 0
 
     def _measured(self, x: Tensor) -> AbstractContextManager[None]:
-        """Counts a collective on ``x`` as waiting if ``x`` is on the CPU. On a GPU it is asynchronous."""
+        """Counts the block's time as waiting if ``x`` is on the CPU; GPU collectives are asynchronous."""
         return self.waiting() if x.device.type == "cpu" else nullcontext()
 
     def sum(self, x: Tensor) -> Tensor:
@@ -265,9 +265,10 @@ def join_process_group(on_gpu: bool, timeout: timedelta) -> None:
 
     If all ranks run on this machine, other machines cannot connect to the ports of the group.
 
-    DeepSpeed (0.19.8) would bind the group to a GPU (``device_id``). torch would then split every later group
-    from this one, including the groups of vLLM and those that use gloo. A split is a collective of all ranks,
-    even of ranks outside the new group. It would hang if ranks create groups in different orders.
+    The group is created by torch, since DeepSpeed (0.19.8) would bind it to a GPU (``device_id``). torch
+    would then split every later group from this one, including those of vLLM and those that use gloo. A split
+    is a collective of all ranks, even of ranks outside the new group. It would hang if ranks create groups in
+    different orders.
     """
     if dist.is_initialized():
         return

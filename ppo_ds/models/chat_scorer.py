@@ -50,7 +50,7 @@ class ChatScorer(nn.Module):
 
 
 def expect_trusted(path: str, trust_remote_code: bool, key: str) -> None:
-    """Raises UserError if the config does not trust the model's code; ``key`` is the model's section."""
+    """Raises UserError unless ``trust_remote_code`` is true; ``key`` is the model's section in the config."""
     if not trust_remote_code:
         raise UserError(
             f"{key}.trust_remote_code=false: get_score is Python code from the files of {path}; "

@@ -80,7 +80,7 @@ class HubFiles:
 
 
 class DownloadBar(tqdm):
-    """Progress of one file: a bar on a terminal; otherwise a line every 10 % and every 30 seconds."""
+    """Shows the progress of one file by a bar on a terminal, else by a line every 10 % or 30 seconds."""
 
     LINE_PARTS, LINE_SECONDS = 10, 30.0
 
@@ -109,9 +109,10 @@ _downloaded: dict[tuple[str, str | None], HubFiles] = {}
 
 
 def hub_arguments(path: str, revision: str | None) -> dict[str, Any]:
-    """Returns the revision arguments for transformers' ``from_pretrained``; {} for a local folder.
+    """Returns the arguments of ``from_pretrained`` that select a Hub model's revision; {} for a local folder.
 
-    If ``download_files`` has downloaded the model, the arguments also prevent requests to the Hub.
+    If ``download_files`` was called for the model, they select the commit that it found and prevent requests
+    to the Hub.
     """
     if os.path.isdir(path):
         return {}
@@ -136,9 +137,10 @@ def cached_folder(path: str, revision: str | None) -> Path | None:
 def download_files(models: Sequence[HubModel], world: World) -> None:
     """Downloads all files of the models except for their weights. All ranks must call this.
 
-    Afterwards, this process loads these models without requests to the Hub, except for models for which
-    ``list_files`` returns None. Local folders, and paths that are not Hub ids, are ignored. Raises UserError
-    if a model is neither in the cache nor on the Hub.
+    Afterwards, this process loads these models without requests to the Hub. The exceptions are models whose
+    files the Hub does not list and whose weights are not cached (``list_files`` returns None). Local folders,
+    and paths that are not Hub ids, are ignored. Raises UserError if a model is neither in the cache nor on
+    the Hub.
     """
     unique: dict[tuple[str, str | None], HubModel] = {}
     for model in models:
@@ -180,7 +182,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def list_files(model: HubModel) -> HubFiles | None:
-    """Lists the files of a model on the Hub and downloads its small files.
+    """Lists the files of a model on the Hub and downloads the small ones, such as its config and tokenizer.
 
     If the Hub does not list the files, the result depends on the cache. If weights are cached, returns
     HubFiles without names, so that the cache is used unchanged. If only other files are cached, returns None,

@@ -74,7 +74,7 @@ def _norm_formula(kind: type[nn.Module]) -> tuple[bool, Literal["variance_epsilo
 
 @torch.no_grad()
 def _norm_results(kind: Any, eps: str, dtype: torch.dtype) -> tuple[bool, bool]:
-    """Returns whether an RMSNorm multiplies by weight, and whether by 1 + weight, in a small example."""
+    """Tests on an example whether ``kind`` is RMSNorm times weight, and whether times 1 + weight."""
     example = kind.__new__(kind)
     nn.Module.__init__(example)
     example.weight = nn.Parameter(torch.linspace(-1, 2, 8, dtype=dtype), requires_grad=False)
@@ -92,8 +92,8 @@ def _norm_results(kind: Any, eps: str, dtype: torch.dtype) -> tuple[bool, bool]:
 def attention_forward(kind: Any) -> Callable[..., Any] | None:
     """Returns the forward of the attention class ``kind`` with ``rotary`` in place of its RoPE.
 
-    Returns None if the class is not an attention with the usual RoPE. transformers defines RoPE as a function
-    in the module of the class, so the returned forward is a copy with replaced globals.
+    Returns None if the class does not call a RoPE function that computes the same as ``rotary``. This
+    function is a global of the file that defines the class, so the result is a copy with other globals.
     """
     forward = kind.forward
     if not isfunction(forward) or _ROTARY not in forward.__code__.co_names:

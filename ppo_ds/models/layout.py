@@ -74,7 +74,7 @@ class Layout:
         return self._scattered(values, self.state_indices, self.width + 1)
 
     def _scattered(self, values: Tensor, indices: Tensor, width: int) -> Tensor:
-        """Scatters ``values`` to ``indices`` of the flattened [B,width], summed over ``sequence``."""
+        """Returns [B,width], 0 except for ``values`` at the flat ``indices``, summed over ``sequence``."""
         scattered = values.new_zeros(self.rows * width).index_copy(0, indices, values).view(self.rows, width)
         return scattered if self.sequence is None else self.sequence.sum(scattered)
 

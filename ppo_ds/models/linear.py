@@ -34,9 +34,9 @@ class Linear(nn.Linear):
 
 
 def install_linears(model: nn.Module) -> None:
-    """Makes every ``nn.Linear`` of a model a ``Linear`` with the same parameters and hooks.
+    """Converts every ``nn.Linear`` of a model to a ``Linear`` with the same parameters and hooks.
 
-    Subclasses of ``nn.Linear`` are left unchanged. Nothing changes in the state dict.
+    Subclasses of ``nn.Linear`` are left unchanged. The state dict does not change.
     """
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -44,13 +44,13 @@ def install_linears(model: nn.Module) -> None:
 
 
 def pays(size: int, products: int) -> bool:
-    """Returns whether weights of ``size`` bytes should be packed if each is multiplied ``products`` times."""
+    """Returns whether to pack weights of ``size`` bytes in total if each is multiplied ``products`` times."""
     return products >= FEWEST_PRODUCTS and size <= MOST_PACKED
 
 
 @contextmanager
 def packed_weights(model: nn.Module, products: int) -> Iterator[None]:
-    """Lets each ``Linear`` of ``model`` multiply a packed copy of its weight inside the block.
+    """Makes each ``Linear`` of ``model`` use a copy of its weight in oneDNN's layout inside the block.
 
     The weights must not change inside the block, and gradients must be disabled. ``products`` is the number
     of times that each weight is multiplied. Nothing is packed if ``products`` is below ``FEWEST_PRODUCTS``,

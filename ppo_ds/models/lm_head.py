@@ -46,9 +46,9 @@ class LMHead(Linear):
     ) -> Tensor | LabelStatistics:
         """Returns the logits [...,V] of hidden [...,H].
 
-        On a GPU, logits of 16-bit hidden states are in fp32, so that decoding samples from the distribution
-        that training computes. With labels [K], returns instead the statistics of hidden [K,H] and the labels
-        under softmax(logits / temperature), in nats and fp32.
+        On a GPU, logits of 16-bit hidden states are in fp32, so that tokens are sampled from the same
+        distribution that training computes. With labels [K], returns instead the statistics of the labels
+        under softmax(logits / temperature) for hidden [K,H], in nats and fp32.
         """
         if labels is None:
             if has_fp32_products(hidden, self.weight):
@@ -66,7 +66,7 @@ class LMHead(Linear):
 
 
 def install_head(lm: PreTrainedModel) -> None:
-    """Makes a linear head an ``LMHead`` with the same parameters (under ZeRO-3: the same shards).
+    """Converts the linear head of ``lm`` to an ``LMHead`` with the same parameters (ZeRO-3: the same shards).
 
     A head of another class is left unchanged.
     """
@@ -83,9 +83,10 @@ class HeadProbe(NamedTuple):
 
 
 def probe_head(lm: PreTrainedModel, arguments: dict[str, Any]) -> tuple[HeadProbe, Tensor, ModelOutput]:
-    """Runs the model's own forward with the output of its ``LMHead`` replaced by a constant.
+    """Tests what ``lm`` computes before and after its ``LMHead``.
 
-    Returns the probe, the hidden states [b*t,H] before the head, and the model's output.
+    Runs its own forward once, with the head's output replaced by a constant. Returns the result of the test,
+    the hidden states [b*t,H] before the head, and the model's output.
     """
     seen: dict[str, Tensor] = {}
 

@@ -87,8 +87,8 @@ def refuse_code_of_others(path: str, revision: str | None, key: str) -> None:
     """Raises UserError if a model whose code may run refers to code of another repository.
 
     transformers would download and run that code, although only the code of this model is trusted. If
-    config.json lists config files for versions of transformers, they are checked too, since transformers
-    reads one of them.
+    config.json lists other config files for certain versions of transformers, they are checked too, since
+    transformers reads one of them.
     """
     names = ["config.json", "tokenizer_config.json"]
     for name in names:
@@ -202,7 +202,7 @@ def recompute_activations(model: nn.Module, section: ModelConfig) -> None:
 
 
 def weight_names(path: str, revision: str | None = None) -> set[str] | None:
-    """Returns the names of the weights in a model's safetensors files; None if no readable file is local."""
+    """Returns the names of the weights in a model's local safetensors files; None if none can be read."""
     for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
         try:
             file = cached_file(path, name, **hub_arguments(path, revision) | {"local_files_only": True})
@@ -305,9 +305,9 @@ def _checked(path: str, key: str) -> str:
 
 
 def refuse_links(folder: str, key: str) -> None:
-    """Raises UserError if a model folder has a symbolic link to a file outside the folder, or a pipe.
+    """Raises UserError if a model folder has a pipe, a device, or a link to a file outside the folder.
 
-    The content of that file would be saved with the trained model, for example as a chat template.
+    The content of a linked file would be saved with the trained model, for example as a chat template.
     """
     for problem in entries_from_elsewhere(Path(folder)):
         raise UserError(f"{key}={folder}: {problem}")
@@ -316,8 +316,8 @@ def refuse_links(folder: str, key: str) -> None:
 def refuse_names_of_files_elsewhere(folder: str, key: str) -> None:
     """Raises UserError if a JSON file of a model folder contains the path of a file outside the folder.
 
-    transformers joins the names of weight files, and of configs and tokenizers for certain versions, to the
-    path of the folder without a check.
+    The JSON files name weight files, and config and tokenizer files for certain versions of transformers,
+    which joins the names to the path of the folder without a check.
     """
     lists = [("config.json", "configuration_files"), ("tokenizer_config.json", "fast_tokenizer_files")]
     indices = Path(folder).rglob("*.index.json")  # config.json can select one in any folder below
@@ -370,8 +370,8 @@ def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
     """Converts exceptions while loading a model into UserErrors with ``key`` and the path.
 
     transformers raises OSError, ValueError or ImportError for most problems of a folder, a Hub id or its
-    code. An invalid config.json can cause other types, such as KeyError. ``more`` are types to convert in
-    addition to those in ``usual``.
+    code. An invalid config.json can cause other types, such as KeyError. ``more`` are
+    further types to convert.
     """
     usual = (OSError, ValueError, ImportError, AssertionError, KeyError, ZeroDivisionError, RecursionError)
     try:

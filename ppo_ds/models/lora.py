@@ -104,7 +104,7 @@ def without_adapters(module: nn.Module) -> AbstractContextManager[None]:
     """Sets the adapters' scale to 0 inside the block, so that the model computes exactly as its base does.
 
     The adapter layers still run. If they were skipped, ZeRO-3 would discard its prefetch plan, which expects
-    the modules of the last forward. peft's switch would change ``requires_grad`` of an engine's parameters.
+    the modules of the last forward. Disabling them by peft would change their ``requires_grad``.
     """
     from peft.helpers import rescale_adapter_scale
 
@@ -125,7 +125,7 @@ class PlainWeight:
         return [self.base, *(_matrices(self.layer) if self.layer else ())]
 
     def merged(self, device: torch.device, merge: bool = True) -> Tensor:
-        """Returns the merged weight (without ``merge``: the base weight) as a new tensor in its dtype."""
+        """Returns a copy of the weight on ``device``; with ``merge``, any adapter is merged into it."""
         if self.layer is None or not merge:
             return plain_weight(self.base).detach().to(device, copy=True)
         return _merged(self.layer, plain_weight(self.base), *_matrices(self.layer)).to(device)
@@ -209,7 +209,7 @@ def merge_saved_adapter(model: PreTrainedModel, directory: Path, key: str) -> No
 
 
 def save_adapter(model: nn.Module, directory: Path, state: dict[str, Tensor]) -> None:
-    """Writes the files for ``PeftModel.from_pretrained(base, directory)`` from a state dict of ``model``."""
+    """Writes the adapter in ``state``, a state dict, for ``PeftModel.from_pretrained(base, directory)``."""
     from peft import get_peft_model_state_dict
 
     config: Any = model.peft_config[ADAPTER]
@@ -228,7 +228,7 @@ def _matrices(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
 
 @torch.no_grad()
 def _merged(layer: LoraLayer, base: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """Computes W + alpha / rank * B A in fp32, and rounds it to the dtype of W."""
+    """Computes W + alpha / rank * B A in fp32, cast to W's dtype; W, B, A are ``base``, ``up``, ``down``."""
     left, right = (down.T, up.T) if layer.fan_in_fan_out else (up, down)
     merged = base.to(torch.float32, copy=True)  # the only matrix of this size: one of a 70B model has 0.9 GiB
     return merged.addmm_(left.float(), right.float(), alpha=layer.scaling[ADAPTER]).to(base.dtype)

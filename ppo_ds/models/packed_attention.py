@@ -91,12 +91,12 @@ def packed_arguments(
 
 @contextmanager
 def layout_forward(model: PreTrainedModel, packed: bool) -> Iterator[None]:
-    """Sets up the context for a forward of a Layout (layout.py).
+    """Prepares transformers for a forward of a Layout (layout.py) that runs inside the block.
 
-    Inside it, transformers does not search the position ids for packed rows, since the host would wait for
+    There, transformers does not search the position ids for packed rows, since the host would wait for
     the result. If attn_implementation is sdpa, a packed forward makes no attention mask, and all layers must
     receive ``packed_arguments``. This is asserted after the forward, because under ZeRO-3 an exception during
-    the forward would leave weights gathered. In ``record_attention_calls`` the caller must check the record.
+    the forward would leave weights gathered. In a ``record_attention_calls`` block, the caller must check it.
     """
     records = packed and uses_attention_interface(model) and _calls.get() is None
     token = _layout_known.set(True)
@@ -291,7 +291,7 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 
 
 def why_padded(model: PreTrainedModel, layout: str, device: torch.device) -> str | None:
-    """Returns why ``memory.layout`` (auto, packed or padded) excludes packed rows in this model, or None.
+    """Returns why memory.layout=``layout`` excludes packed rows in this model, or None if it allows them.
 
     ``auto`` allows packed rows on a GPU that has the kernel. On a CPU they gain nothing: forward and backward
     of Llamas with 2 to 4 layers took 0.9 to 1.2 times as long as with rows grouped by length
@@ -379,7 +379,7 @@ class PackableModel(nn.Module):
 
         Returns two items: why rows cannot be packed (None if they can), and whether a kernel supports the
         heads of every layer. Only the second row is compared, since only its tokens follow another sequence
-        when packed. The median over its tokens is used, since rounding may route a token to another expert.
+        when packed. Their median difference decides, since rounding may route a token to another expert.
         """
         ids = torch.arange(2 * _SECOND).view(2, _SECOND) % self.vocab_size
         mask = torch.ones(2, _SECOND, dtype=torch.bool)

@@ -63,7 +63,7 @@ def plain_weight(weight: Tensor) -> Tensor:
 
 
 def whole_shape(weight: Tensor) -> Sequence[int]:
-    """Returns the shape of a weight that may be sharded by ZeRO-3 or quantized."""
+    """Returns the full shape of a weight, even if it is sharded by ZeRO-3 or quantized."""
     return weight.quant_state.shape if is_quantized(weight) else getattr(weight, "ds_shape", weight.shape)
 
 
@@ -73,7 +73,7 @@ def whole_numel(parameter: Tensor) -> int:
 
 
 def _dequantize_state(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
-    """Dequantizes the weight in a state dict (not with ``keep_vars``); removes its quantization entries."""
+    """Dequantizes ``module``'s weight in ``state`` (not with ``keep_vars``); deletes quantization entries."""
     weight: Any = module.weight
     for name in weight.quant_state.as_dict(packed=True):
         del state[f"{prefix}weight.{name}"]

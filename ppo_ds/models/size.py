@@ -188,7 +188,8 @@ def planned_own_code_shape(section: ModelConfig, *, key: str) -> Shape:
 def own_code_shape(config: Mapping[str, Any]) -> Shape | None:
     """Returns the shape of a frozen reward model that has its own code; ``config`` is its config.json.
 
-    The shape is that of a Llama decoder with a score head. Returns None if a usual key is missing.
+    The model is taken for a Llama decoder with a score head. Returns None if a size, such as hidden_size, is
+    missing.
     """
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes = [size for name in names if isinstance(size := config.get(name), int) and size > 0]

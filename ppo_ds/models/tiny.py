@@ -141,7 +141,7 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _fewer_layers(config: Any) -> None:
-    """Keeps two layers, or one of each kind if there are more kinds, and their entries in per-layer lists."""
+    """Reduces a config and its per-layer lists to one layer of each kind, but at least to two layers."""
     before = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
     kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if kinds else []
@@ -159,7 +159,7 @@ def save_shrunk(
 ) -> None:
     """Writes a tiny random model with the architecture and the tokenizer of ``path`` to ``folder``.
 
-    No weights are read. The model has the class in config.json, so it has a score head only if the original
+    No weights are read. Its class is the one that config.json names, so it has a score head only if ``path``
     has one. With ``language_model`` it is always a causal LM. Errors name ``key``.
     """
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)

@@ -87,7 +87,7 @@ class Tokenizer:
 
     @property
     def unknown_id(self) -> int | None:
-        """The id of the unknown token; None without one, or if the token also has another special use."""
+        """The id of the unknown token; None if there is none or if it is also a pad, BOS or stop token."""
         unknown, others = self.hf.unk_token_id, (self.pad_id, self.hf.bos_token_id, *self.stop_ids)
         return None if unknown in others else unknown
 
@@ -140,7 +140,7 @@ class Tokenizer:
         return re.search(r"\{%-?\s*generation\s*-?%\}", str(self.hf.chat_template)) is not None
 
     def render_answers(self, messages: list[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """Renders a chat; returns its text and the character spans (start, end) that the template marks.
+        """Renders a chat; returns its text and the character spans (start, end) in ``{% generation %}``.
 
         transformers makes the mask ``assistant_masks`` from the same spans.
         """
@@ -174,7 +174,7 @@ class Tokenizer:
         return Tokenizer(hf, self.stop_ids, self.chat_template_kwargs)
 
     def with_tools(self, schemas: list[dict[str, Any]]) -> Tokenizer:
-        """Returns a tokenizer that passes JSON schemas of tools to the template of each chat."""
+        """Returns a tokenizer that passes ``schemas``, the JSON schemas of tools, to the chat template."""
         return Tokenizer(self.hf, self.stop_ids, self.chat_template_kwargs | {"tools": schemas})
 
     def save(self, folder: str | Path) -> None:
@@ -199,7 +199,7 @@ class TemplateFault(ValueError):
 
 @contextmanager
 def template_faults(messages: list[Message]) -> Iterator[None]:
-    """Limits the rendering of a chat inside the block and raises TemplateFault if it fails."""
+    """Limits time and memory for rendering a chat inside the block; raises TemplateFault if it fails."""
     try:
         with rendering_limits():
             yield
@@ -325,10 +325,10 @@ def _generation_end_ids(path: str, revision: str | None, key: str) -> tuple[int,
 
 @contextmanager
 def rendering_limits() -> Iterator[None]:
-    """Raises TimeoutError or MemoryError inside the block if a template exceeds the limits.
+    """Raises TimeoutError or MemoryError inside the block if a template exceeds SECONDS or BYTES.
 
-    The time limit applies in the main thread only and is checked between the operations of the template. The
-    memory limit applies on Linux only.
+    The limit of CPU time applies in the main thread only and is checked between the operations of the
+    template. The memory limit applies on Linux only.
     """
     before, in_main_thread = None, threading.current_thread() is threading.main_thread()
     try:

@@ -170,7 +170,7 @@ class ScoreModel(PackableModel):
 
         ``state_dict`` has the keys of ``self.model`` and is changed in place (see ``merged_state``).
         ``settings`` are added to config.json. ``pad_id`` becomes the pad_token_id of a decoder, by which
-        transformers finds the last token of a text. An encoder keeps its own: position ids may depend on it.
+        transformers finds the last token of a text. An encoder's is kept: its position ids may depend on it.
         """
         plain = merged_state(self.model, self.model.state_dict() if state_dict is None else state_dict)
         self.model.config.update(settings or {})
@@ -225,8 +225,9 @@ def as_kept(model: ScoreModel) -> Iterator[None]:
 def load_critic(section: ModelConfig, *, zero_head: bool, key: str = "critic.model.path") -> ScoreModel:
     """Loads a critic from a causal LM or a reward model.
 
-    A trained score head is kept. If the folder has no score head, ``zero_head`` creates a head of zeros.
-    Without ``zero_head``, a missing head raises UserError with ``key``, as does a model other than a decoder.
+    A trained score head is kept. If the folder has no score head, ``zero_head`` creates a head of zeros;
+    without ``zero_head``, UserError is raised. A model other than a decoder always raises UserError. Errors
+    name ``key``.
     """
     path = section.path
     model, info = _load_classifier(section, key)
@@ -369,7 +370,7 @@ def _one_label_config(section: ModelConfig, key: str) -> PreTrainedConfig:
 
 
 def can_start_critic(section: ModelConfig, tokenizer: Tokenizer, *, key: str = "reward.model.path") -> bool:
-    """Returns whether a reward model can start the critic: a decoder with the vocabulary of ``tokenizer``."""
+    """Returns whether a critic can start from a reward model: a decoder with ``tokenizer``'s vocabulary."""
     config = config_of(section, key)
     try:
         with torch.device("meta"):

@@ -1,8 +1,9 @@
 """Recognizes the usual failures of a run from its logged metrics. Alarms never stop a run.
 
-Conditions, limits and texts are in tracking/metrics.toml. An alarm is raised once its condition has held for
-the given number of steps in a row, and again only after it was false for this number of steps. Steps without
-a finite value do not count. A resumed run reads metrics.jsonl to raise the alarms of an uninterrupted run.
+tracking/metrics.toml has each alarm's condition, limit, text and number of steps. An alarm is raised once its
+condition has held for this number of steps in a row, and again only after it was false for as many. Steps
+without a finite value do not count. A resumed run first reads metrics.jsonl, so that it raises the same
+alarms as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -123,13 +124,13 @@ def score_fell(score: float, past: Past) -> bool:
 
 
 def another_reward_fell(score: float, past: Past) -> bool:
-    """Returns whether a policy's score rose while another reward fell (Gao et al. 2023)."""
+    """Returns whether, since the start, a policy's score rose and another reward fell (Gao et al. 2023)."""
     is_policy = len(past["reward/score_mean"].recent) > 0
     return is_policy and score > past["eval/score_mean"].first[0] and bool(fallen_rewards(past))
 
 
 def fallen_rewards(past: Past) -> list[str]:
-    """Returns the names eval/<name>_mean of rewards that fell by over half of their spread at the start."""
+    """Returns the names eval/<name>_mean of rewards that fell by over half of their std at the start."""
     spreads = {name.replace("_mean", "_std"): name for name in past if re.fullmatch(r"eval/.+_mean", name)}
     return [
         name

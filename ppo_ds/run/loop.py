@@ -95,7 +95,7 @@ class Run:
         return self.finish()
 
     def start(self) -> None:
-        """Evaluates and prepares a new run, or completes the evaluation that a stop request interrupted."""
+        """Evaluates and prepares a new run; in a resumed run, repeats an interrupted evaluation."""
         step, total = self.state.step, self.stage.total_steps
         if self.saver.last_checkpoint is None:
             self.tracker.event(step, "started", f"{self.name}: {total} steps")
@@ -143,7 +143,7 @@ class Run:
             return
 
     def trace_if_due(self) -> AbstractContextManager[None]:
-        """Returns a context manager that writes a trace of its block if the next step is run.profile."""
+        """Returns a context manager that traces its block if the next step's number is run.profile."""
         step = self.state.step + 1
         folder = self.context.run_dir / "profile" / f"step_{step:06d}"
         return self.context.timer.trace(folder, self.world) if step == self.config.profile else nullcontext()
@@ -157,16 +157,17 @@ class Run:
     # -- evaluation ------------------------------------------------------------------------------------------
 
     def evaluate(self) -> Evaluation | None:
-        """Evaluates, and reserves the same time before run.max_minutes for the run's last evaluation."""
+        """Evaluates, and updates the time that is reserved before run.max_minutes for a last evaluation."""
         begin = time.monotonic()
         evaluation = self.stage.evaluate()
         self.context.stop.reserved = time.monotonic() - begin
         return evaluation
 
     def evaluate_if_due(self) -> Evaluation | None:
-        """Returns this step's held-out evaluation, empty if there is none, or None if it was interrupted.
+        """Evaluates if due; returns the held-out evaluation, empty if there is none.
 
-        A stop request can interrupt the evaluation, as can an error of the reward, which also ends the run.
+        Returns None if a stop request interrupts the evaluation, or an error of the reward, which also ends
+        the run.
         """
         step, self.eval_score = self.state.step, None
         if self.context.stop.agreed_reason() == "time_limit":
@@ -251,9 +252,9 @@ class Run:
 
     @contextmanager
     def rollback_on_nonfinite(self) -> Iterator[None]:
-        """Returns to the last checkpoint after too many skipped optimizer steps in a row.
+        """Returns to the last checkpoint if the block raises TooManySkips.
 
-        The run ends instead if there is no checkpoint, if the checkpoint is damaged, or after a rollback.
+        Ends the run instead if there is no checkpoint, if it is damaged, or if there was a rollback before.
         """
         try:
             yield
@@ -322,7 +323,7 @@ class Run:
         return self.reason
 
     def about_best(self) -> str:
-        """Explains why eval.patience ended the run, or that no evaluation beat the first; may return ""."""
+        """Explains an end by eval.patience, or that no evaluation beat the first; otherwise returns ""."""
         state, selection = self.state, self.saver.selection
         best, first, parts = state.best_metrics(selection), state.first_eval or {}, []
         if self.reason == "early_stop":

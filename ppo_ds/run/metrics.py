@@ -19,16 +19,17 @@ _SQUARES = "_of_squares"
 class MetricSums:
     """Accumulates masked means and maxima that are exact over ranks and micro-batches.
 
-    Means are never averaged. The shape of a part determines its reduction (algorithm/loss/aggregation.py):
-    [2] is a (sum, count), [5] are moments of an explained variance, and 0-dim is a maximum. Every rank must
-    add the same names in the same order. All ranks must call ``reduced``.
+    Sums and counts are added; means are never averaged. A metric is added as a tensor (a part), whose shape
+    determines its reduction (algorithm/loss/aggregation.py): [2] is a (sum, count), [5] are moments of an
+    explained variance, and 0-dim is a maximum. Every rank must add the same names in the same order. All
+    ranks must call ``reduced``.
     """
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}  # float64
 
     def add_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Adds the parts that a loss function returns in addition to the loss."""
+        """Adds metrics as parts, such as those that a loss function returns in addition to the loss."""
         for name, part in parts.items():
             part = part.detach().double()
             if name in self._parts:

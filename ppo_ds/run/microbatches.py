@@ -29,13 +29,13 @@ def microbatch_rows(
 
 
 def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = False) -> list[S]:
-    """Returns the trimmed rows of each forward over this rank's share of a minibatch."""
+    """Returns the rows of each forward over this rank's share of a minibatch, without needless padding."""
     plan = microbatch_rows(minibatch, token_budget, world, packed)
     return [minibatch.select(rows).trimmed() for rows in plan]
 
 
 def padding(micros: Iterable[Sequences | PreferencePairs], packed: bool) -> Tensor:
-    """Counts the padding tokens and all tokens of the forwards over ``micros``: [2] long."""
+    """Returns the number of padding tokens and the number of all tokens in the forwards over ``micros``."""
     counts = torch.zeros(2, dtype=torch.long)
     for rows in micros:
         lengths = rows.lengths.flatten() if isinstance(rows, PreferencePairs) else rows.attention_mask.sum(1)
@@ -45,9 +45,10 @@ def padding(micros: Iterable[Sequences | PreferencePairs], packed: bool) -> Tens
 
 
 def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: bool = False) -> list[Tensor]:
-    """Returns the row indices of each forward over the rows of this rank or sequence group.
+    """Returns the row indices of each forward over ``sequences``, rows of this rank or sequence group.
 
-    All ranks must call this. ``packed``: whether the models take rows without padding.
+    All ranks must call this and get the same number of forwards. ``packed``: whether the models take rows
+    without padding.
     """
     lengths, token_budget = sequences.attention_mask.sum(1), token_budget * world.sequence_ranks
     plan = plan_forwards(lengths, token_budget, packed=packed)
@@ -56,7 +57,7 @@ def scoring_plan(sequences: Sequences, token_budget: int, world: World, packed: 
 
 
 def filled(sequences: S, ranks: int) -> S:
-    """Appends copies of the last row, which have no loss, until ``ranks`` divides the number of rows."""
+    """Appends copies of the last row with an empty response mask until ``ranks`` divides the row count."""
     count, missing = len(sequences), -len(sequences) % ranks
     rows = sequences.select(torch.cat([torch.arange(count), torch.full((missing,), count - 1)]))
     mask = rows.response_mask.clone()

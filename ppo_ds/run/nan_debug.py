@@ -53,9 +53,10 @@ def replay_rows(
 
 @contextmanager
 def nonfinite_tensors(name: str, model: TrainedModel) -> Iterator[list[str]]:
-    """Yields the list of non-finite outputs and gradients of ``model``, in the order of computation.
+    """Yields a list that collects the names of ``model``'s non-finite outputs and gradients in the block.
 
-    The outputs are those of leaf modules and of the whole model. Each forward must have one unpadded row.
+    They are in the order of computation. The outputs are those of leaf modules and of the whole model. Each
+    forward must have one unpadded row.
     """
     found: list[str] = []
 

@@ -49,7 +49,7 @@ def begins_anew(run_dir: Path, now: Settings) -> bool:
 
 
 def recorded_settings(run_dir: Path) -> Settings | None:
-    """Returns the settings of the last run in ``run_dir``, or None if they are unknown."""
+    """Returns the settings of the last run in ``run_dir``, or None if it has no valid config.yaml."""
     try:
         found = read_yaml(run_dir / "config.yaml")
         return found if isinstance(found["run"], dict) else None
@@ -58,9 +58,10 @@ def recorded_settings(run_dir: Path) -> Settings | None:
 
 
 def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
-    """Returns the names of files and folders to move, [] if this run continues or repeats the earlier run.
+    """Returns the names in ``run_dir`` of an earlier run's files that must be moved before this run.
 
-    ``start`` is the checkpoint from which this run continues, or None. With ``restart``, all are moved.
+    Returns [] if this run starts from a checkpoint of the earlier run (``start``), or if it starts from no
+    checkpoint (None) with the same settings. With ``restart``, returns all of the earlier run's files.
     """
     before, steps = recorded_settings(run_dir), recorded_steps(run_dir)
     checkpoints = run_dir / "checkpoints"
@@ -82,7 +83,7 @@ def recorded_steps(run_dir: Path) -> int:
 
 
 def outdated_preparation(before: Settings | None, now: Settings) -> list[str]:
-    """Lists `prepare`'s folder in the run directory if the arguments of `prepare` changed, else nothing."""
+    """Returns [the folder that `prepare` wrote to the run directory] if its arguments changed, else []."""
     made = ((before or {}).get("prepare") or {}).get("dir")
     if before is None or not isinstance(made, str):
         return []
@@ -94,8 +95,8 @@ def outdated_preparation(before: Settings | None, now: Settings) -> list[str]:
 def open_run_directory(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
     """Creates a run directory, writes config.yaml to it and returns lines for the start-up banner.
 
-    A new directory is accessible only to its owner. The record of an earlier run is moved with ``restart``,
-    or if this run neither continues nor repeats it. May raise UserError (see ``check_run_directory``).
+    A new directory is accessible only to its owner. First, the files of an earlier run that ``names_to_move``
+    lists are moved to a folder earlier_N. May raise UserError (see ``check_run_directory``).
     """
     with writing(run_dir):
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ class Saver:
         self.state.select_by(self.selection.rule)
 
     def start_interval(self, clock: float) -> None:
-        """Makes the next checkpoint due checkpoint.minutes after ``clock``."""
+        """Starts the interval of checkpoint.minutes at ``clock``; at its end, a checkpoint is due."""
         self.interval_start = clock
 
     def save_if_due(
@@ -55,8 +55,8 @@ class Saver:
     ) -> None:
         """Saves a checkpoint if one is due, or if ``eval_score`` is better than the best checkpoint's.
 
-        With ``last``, one is due once a step is complete, unless checkpoint.every is 0. While optimizer steps
-        are being skipped, only the run's last checkpoint is saved, since a rollback needs a healthy state.
+        ``last`` marks the end of the run, where a checkpoint is due unless checkpoint.every or the step is 0.
+        While optimizer steps are being skipped, no other is saved, since a rollback needs a healthy state.
         ``clock`` is in seconds and equal on all ranks. ``again`` replaces the step's existing checkpoint.
         """
         if self.context.health.skips and not last:
@@ -141,7 +141,7 @@ class Saver:
 
     @contextmanager
     def undo_if_abandoned(self) -> Iterator[None]:
-        """Restores the state before the step if the step is abandoned before its update."""
+        """Restores the progress, stage and random states from before the block if it raises Abandoned."""
         state, restore_rng = deepcopy(self.state_dict()), rng_snapshot(self.context.world)
         try:
             yield

@@ -35,7 +35,7 @@ class StepContext:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext(StepContext):
-    """Services of a run that its stage uses too."""
+    """Services of a run that its stage uses: those of an optimizer step, and others."""
 
     run_dir: Path
     stop: StopRequest

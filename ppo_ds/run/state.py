@@ -47,7 +47,7 @@ RESUME_HINTS: dict[ExitReason, str] = {  # how a run that ended early continues 
 
 @dataclass(frozen=True)
 class Selection:
-    """Rule for comparing evaluations, for the best checkpoint and the early stop."""
+    """Rule by which evaluations are compared, to select the best checkpoint and to stop early."""
 
     metric: str  # eval/...
     lower_is_better: bool = False

@@ -78,7 +78,7 @@ class StopRequest:
         return self._request is not None
 
     def agreed_reason(self) -> Reason | None:
-        """Returns the reason with the highest precedence on any rank, or None. All ranks must call this."""
+        """Returns the ranks' stop reason of highest precedence, or None. All ranks must call this."""
         late = self.deadline is not None and time.monotonic() > self.deadline - self.reserved
         mine = "signal" if self.should_stop() else "time_limit" if late else None
         return REASONS[self.world.max_int(REASONS.index(mine))]
@@ -110,7 +110,7 @@ class StopRequest:
             )
 
     def read_request(self, signals: int) -> str | None:
-        """Describes a signal in the pipe, the end of a launcher, or a request of another rank, if any."""
+        """Describes a signal in the pipe, an ended launcher or another rank's request; None without any."""
         with suppress(BlockingIOError):  # the pipe is empty
             for number in os.read(signals, 64):
                 if number in SIGNALS:

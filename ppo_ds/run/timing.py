@@ -72,8 +72,8 @@ class PhaseTimer:
     def trace(self, folder: Path, world: World) -> Iterator[None]:
         """Writes a trace of the block on rank 0 by torch.profiler to ``folder``/trace.json.gz.
 
-        All ranks must call this. Each phase is a span with the name of its metric. After an exception, none
-        is written.
+        All ranks must call this. Each phase is a span with the name of its metric. No trace is written
+        if the block raises an exception.
         """
         with torch.profiler.profile() if world.is_main else nullcontext() as profiler:
             self._span = torch.profiler.record_function

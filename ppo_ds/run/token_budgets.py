@@ -110,9 +110,9 @@ class TokenBudgets:
         at its beginning, before any memory is allocated, and those that ``guard_collective`` wraps. If only
         other ranks fail in it, ``discard`` receives this rank's unused result. ``economize`` is called before
         a budget is halved. It makes later calls of the phase need less memory with this budget and returns
-        the changed setting, or None if it cannot; a repeatable phase halves the budget only after None.
-        ``refuse`` is called on all ranks after another error of a repeatable phase, with the rank's error or
-        None; each rank raises the exception that it returns.
+        the changed setting, or None if it cannot. A repeatable phase halves the budget only if the result is
+        None. If a rank has another error than out-of-memory in a repeatable phase, each rank calls ``refuse``
+        with its own error (or None) and raises the exception that ``refuse`` returns.
         """
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -130,7 +130,7 @@ class TokenBudgets:
         """Wraps a collective that may run inside a repeatable phase, such as those that rewards call.
 
         First, the ranks exchange whether one of them has failed, since a failed rank would never reach the
-        collective. Errors in World's later copy of ``value`` to the device are not covered.
+        collective. A later error, when World copies ``value`` to the device, is not covered.
         """
 
         def guarded(value: Any, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -206,7 +206,7 @@ class TokenBudgets:
     ) -> Iterator[None]:
         """Ends the run if memory runs out inside the block of this context manager. Not a collective.
 
-        Records half of the budget for the next launch. The message includes the result of ``economize``.
+        Records half of the budget for the next launch. The error also names the setting from ``economize``.
         """
         try:
             yield

@@ -69,7 +69,7 @@ def draft_directory(path: Path) -> Iterator[Path]:
 
 
 def publish_directory(draft: Path, path: Path) -> None:
-    """Renames a draft, whose content must be on the disk, to ``path``; deletes the previous directory."""
+    """Renames a draft, already forced to the disk, to ``path``; deletes the directory that it replaces."""
     old = None
     if path.is_dir() and not path.is_symlink():
         old = path.rename(draft_path(path))
@@ -86,7 +86,7 @@ def draft_path(path: Path) -> Path:
 
 
 def remove_drafts(directory: Path, *, name: str | None = None, older_than: float = 0.0) -> None:
-    """Deletes the drafts that killed writers left in ``directory``, or only those of ``name``.
+    """Deletes the drafts that killed writers left in ``directory``; with ``name``, only drafts of that entry.
 
     Drafts younger than ``older_than`` seconds are kept, since other processes may still be writing them.
     """

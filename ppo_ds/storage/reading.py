@@ -44,7 +44,7 @@ def open_file(file: Path, root: Path | None = None) -> BufferedReader:
 
 
 def read_text(file: Path, root: Path | None = None, limit: int = MAX_BYTES) -> str:
-    """Returns the text of a file of at most ``limit`` bytes; see ``open_file``."""
+    """Returns the text of a file; raises UserError for over ``limit`` bytes, and as ``open_file`` does."""
     with open_file(file, root) as stream:
         content = stream.read(limit + 1)
     if len(content) > limit:
@@ -53,7 +53,7 @@ def read_text(file: Path, root: Path | None = None, limit: int = MAX_BYTES) -> s
 
 
 def read_json(file: Path, root: Path | None = None) -> Any:
-    """Returns the content of a JSON file. Raises DamagedFile if it is invalid, UserError above a limit."""
+    """Returns the content of a JSON file. Raises DamagedFile if invalid, UserError if too large or deep."""
     return _parsed(file, json.loads, read_text(file, root))
 
 
@@ -123,7 +123,7 @@ def entries_from_elsewhere(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def memory_limit(more: int) -> Iterator[None]:
-    """Limits the memory that the process may allocate inside the block to ``more`` bytes. Only on Linux."""
+    """Limits the process inside the block to ``more`` bytes of memory above its present use (Linux only)."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with suppress(OSError):  # not Linux
         most = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + more

@@ -26,7 +26,7 @@ def dry_run_directory(run_dir: str) -> Path:
 
 
 def check_run_directory(run_dir: Path) -> list[str]:
-    """Returns warnings about a run directory, which need not exist.
+    """Checks who may change a run directory, which need not exist; returns warnings.
 
     Raises UserError if another user could make the run write elsewhere: if there are links where runs write,
     if every user may write, or if the owner is neither this user nor root. For root, any owner is accepted.

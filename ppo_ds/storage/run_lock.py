@@ -84,7 +84,9 @@ class RunLock:
     """The lock of one run directory, held by this process until ``release``."""
 
     def __init__(self, path: Path, descriptor: int, created: list[Path], launch: str):
-        """Writes this process into an open lock file; ``release`` removes empty folders of ``created``."""
+        """Writes this process, the holder, into an open lock file.
+
+        ``release`` deletes those of the folders ``created`` that are empty."""
         self.path = path
         self._descriptor, self._created = descriptor, created
         self._holder = Holder(launch=launch)

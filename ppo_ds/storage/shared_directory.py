@@ -19,7 +19,7 @@ POLL = 0.2
 
 @contextmanager
 def probe(directory: Path) -> Iterator[str]:
-    """Creates a probe in ``directory`` and yields its name; deletes it at the end.
+    """Creates a probe file in ``directory`` and yields its name; deletes the file at the end.
 
     No other process may have a probe there; probes left by killed processes are deleted first. A directory
     that did not exist before is deleted again if it is empty.
