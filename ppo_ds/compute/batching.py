@@ -20,10 +20,10 @@ def plan_forwards(
 ) -> list[Tensor]:
     """Groups rows of ``lengths`` [B] into forward passes within ``token_budget``; returns their row indices.
 
-    The longest rows come first, so that an out-of-memory error occurs in the first group. Packed rows cost
-    the sum of their lengths. Padded rows cost rows * longest + ``FORWARD``; the grouping minimizes the total.
-    The most expensive groups are halved until there are ``at_least`` groups, since all ranks must run equally
-    many forwards. A row longer than the budget is a group of its own.
+    The longest rows come first, so that an out-of-memory error occurs in the first group. A group of packed
+    rows costs the sum of their lengths. A group of padded rows costs rows * longest + ``FORWARD``, and padded
+    rows are grouped for the smallest total cost. The most expensive groups are halved until there are
+    ``at_least`` groups, since all ranks must run equally many. A row above the budget is a separate group.
     """
     assert 1 <= at_least <= len(lengths), f"{at_least} groups of {len(lengths)} rows"
     order = torch.argsort(lengths.cpu(), descending=True, stable=True)
@@ -67,7 +67,7 @@ def _groups(order: Tensor, ends: list[int]) -> list[Tensor]:
 
 
 def split_groups(ends: list[int], at_least: int, cost: Callable[[int, int], int]) -> list[int]:
-    """Halves the most expensive group until there are ``at_least`` groups, and returns their ends.
+    """Halves the most expensive group until there are ``at_least`` groups; returns the end index of each.
 
     Of equally expensive groups, the first is halved. ``cost(start, end)`` is the cost of one group.
     """
@@ -103,7 +103,7 @@ def fill_groups(descending: list[int], token_budget: int) -> list[int]:
 
 
 def cheapest_groups(descending: list[int], token_budget: int) -> list[int]:
-    """Returns the ends of the padded groups with the smallest total cost, by dynamic programming.
+    """Returns the ends of the groups of padded rows with the smallest total cost, by dynamic programming.
 
     If two groupings have equal costs, returns the one whose last group starts later.
     """

@@ -69,7 +69,7 @@ def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def packs(weight: Tensor) -> bool:
-    """Returns whether oneDNN multiplies with ``weight``, so that a packed copy is faster.
+    """Returns whether products with ``weight`` run in oneDNN, where a ``packed`` copy is faster.
 
     torch multiplies bf16 matrices by oneDNN on all processors with bf16 instructions.
     """

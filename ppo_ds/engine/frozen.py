@@ -132,7 +132,7 @@ class FrozenBase(FrozenModel):
     def __init__(
         self, trained: TrainedModel, *, base_weights: Callable[[nn.Module], AbstractContextManager[None]]
     ):
-        """Wraps ``trained``, which computes as before its training inside ``base_weights(module)``."""
+        """Wraps ``trained``. Inside ``base_weights(module)``, the module computes as before training."""
         super().__init__(trained.module, trained, trained.world.device)
         self._base_weights = base_weights
 

@@ -59,9 +59,9 @@ class HybridActor(TrainedModel):
     ):
         """Wraps ``module`` in an engine and, with ZeRO-3, creates the inference copy.
 
-        ``make_inference_copy`` returns an unsharded causal LM without weights. None means that an inference
-        engine with separate weights generates; pass it to ``connect``. ``timer("switch")`` returns a context
-        that measures the time of each switch. Weights are gathered in chunks of ``gather_elements`` elements.
+        ``make_inference_copy`` returns an unsharded causal LM without weights. If it is None, an inference
+        engine with separate weights generates; the caller passes this engine to ``connect``. The context
+        ``timer("switch")`` measures each switch. Weights are gathered in chunks of ``gather_elements``.
         """
         super().__init__(module, **engine)
         self._timer = timer
@@ -81,10 +81,11 @@ class HybridActor(TrainedModel):
     ) -> str:
         """Chooses how weights are gathered and whether optimizer states are offloaded during generation.
 
-        All ranks must call this when all models are in memory. Before this call, weights are gathered whole
-        and nothing is offloaded. ``generation_gather`` and ``offload_states`` are the settings of actor.zero.
-        ``decoding_bytes`` is the size of the KV cache and the activations of decoding, and of the weights of
-        an inference engine. The states of ``critic`` are offloaded too. Returns a line for the banner.
+        All ranks must call this once all models are in memory. Until then, weights are gathered whole and
+        nothing is offloaded. ``generation_gather`` and ``offload_states`` are the settings of actor.zero.
+        ``decoding_bytes`` is the memory that decoding needs in addition to the actor's weights: KV cache,
+        activations and an inference engine's own weights. If states are offloaded, those of ``critic`` are
+        too. Returns a line for the banner.
         """
         offloads = [OptimizerOffload(model) for model in (self, critic) if model is not None]
         future = sum(offload.future_bytes for offload in offloads)
@@ -133,11 +134,11 @@ class HybridActor(TrainedModel):
         return self.module.lm if self._copy is None else self._copy
 
     def connect(self, engine: Engine, *, adapters: bool = False) -> None:
-        """Makes ``engine`` generate: ``generation_mode`` enters ``engine(self.weights())``.
+        """Makes ``engine`` generate: ``generation_mode`` enters the context ``engine(self.weights())``.
 
-        With ``adapters``, ``generation_mode`` enters ``engine(self.weights(merge=False), self.adapters())``,
-        and the engine need not read the weights. At the end of this context, the engine should free its
-        memory for training.
+        With ``adapters``, the context is ``engine(self.weights(merge=False), self.adapters())`` instead, and
+        the engine need not read the weights. On leaving the context, the engine should free its memory for
+        training.
         """
         assert self._has_engine and self._depth == 0
         self._engine, self._sends_adapters = engine, adapters
@@ -250,7 +251,7 @@ class HybridActor(TrainedModel):
 
 
 def by_layer(weights: list[PlainWeight]) -> list[list[PlainWeight]]:
-    """Groups weights by decoder layer, the first number in a name; a weight without a number is a group."""
+    """Groups weights by decoder layer (first number in the name); others are groups of one weight each."""
     groups: dict[str, list[PlainWeight]] = {}
     for weight in weights:
         layer = re.match(r"(?:.*?\.)?\d+\.", weight.name)

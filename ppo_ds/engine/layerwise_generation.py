@@ -13,9 +13,9 @@ from torch import nn
 def layer_by_layer(offload: Any, lm: nn.Module, on_forward: Callable[[], None]) -> Iterator[None]:
     """Allows forwards of ``lm``, a submodule of a DeepSpeed engine's module, inside the block.
 
-    ``offload`` is the engine's DeepSpeedZeRoOffload. All ranks must run the same number of forwards.
-    ``on_forward`` is called before each forward. After the block, even after an exception, all parameters are
-    sharded again. Not a collective.
+    ``offload`` is the engine's DeepSpeedZeRoOffload. ``on_forward`` is called before each forward. Entering
+    and leaving the block communicate nothing; the forwards do, so all ranks must run the same number of them.
+    After the block, even after an exception, all parameters are sharded again.
     """
     # DeepSpeed supports only forwards of the engine, so hooks on ``lm`` repeat what the engine does around
     # its own forwards.

@@ -32,7 +32,7 @@ SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 
 class MasterWeights:
-    """Gets and sets the trained parameters of ``model``. Frozen parameters are not included.
+    """Gets and sets the fp32 weights and moments of all trained parameters of ``model``.
 
     After the last ``set_local``, call ``refresh()``, which updates the module's weights. With an 8-bit
     optimizer, ``get`` and ``set_local`` support moments only inside ``opened_masters``.

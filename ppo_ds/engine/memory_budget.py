@@ -97,10 +97,10 @@ def free_bytes(world: World) -> int:
 def tensor_memory(world: World, resident: int) -> int:
     """Returns the bytes that all tensors of a rank may take together. All ranks must call this.
 
-    The result is the minimum over ranks. On a GPU, a rank's memory is that of its tensors plus the free
-    memory, minus LAZY. ``resident`` estimates the bytes of the tensors that exist between two phases. Tensors
-    beyond this estimate take memory that is never freed, so their bytes are not counted. On a CPU, a rank's
-    memory is its share of the machine's memory minus LIBRARIES, the same at each launch of the run.
+    The result is the minimum over ranks. On a GPU it is the free memory plus that of existing tensors, minus
+    LAZY. ``resident`` is the expected size of the tensors between two phases; existing tensors count up to
+    this size, since memory above it is never freed. On a CPU it is the rank's share of the machine's memory
+    minus LIBRARIES, the same at each launch of the run.
     """
     if world.device.type == "cpu":
         own = cpu_memory(world.threads.ranks)

@@ -136,7 +136,7 @@ class TrainedModel:
     ):
         """Wraps ``module`` in an engine with AdamW, whose moments have 8 bits if ``eight_bit``.
 
-        ``parameter_groups`` defines ``lr_factors``. ``settings`` are config values that checkpoints store.
+        ``lr_factors``: see ``parameter_groups``. ``settings`` are config values that checkpoints store.
         """
         self.settings = dict(settings or {})
         self.world = world

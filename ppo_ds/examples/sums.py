@@ -217,7 +217,7 @@ def write_warm_started(
     demonstrations: tuple[Tensor, Tensor],
     validation: tuple[Tensor, Tensor],
 ) -> None:
-    """Trains a new model by ``warm_start`` with the arguments of ``prepare``, and completes the folder."""
+    """Trains a new model by ``warm_start``, writes it to ``folder`` and marks the folder as complete."""
     names = ("target_accuracy", "learning_rate", "batch_size", "max_steps")
     with one_thread(), torch.random.fork_rng(devices=[]):
         model = new_model(arguments, tokenizer)

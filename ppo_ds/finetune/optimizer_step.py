@@ -58,7 +58,7 @@ class OptimizerStep:
 
         DeepSpeed averages gradients over ranks. The losses of the micro-batches of all ranks must therefore
         add up to the loss of the optimizer step times the number of ranks. The loss of a micro-batch must
-        be the sum over its rows or tokens, times the number of ranks, divided by the count of the whole step.
+        be the sum over its rows or tokens, times the number of ranks, divided by their total in the step.
         The result is the exact gradient of the global mean, for any number of ranks and micro-batches.
 
         Raises TooManySkips once health.max_skips steps in a row were skipped.
@@ -128,7 +128,7 @@ class FinetuneStage(Generic[Source, Batch]):
         """Does nothing, since the training needs no preparation."""
 
     def next_rows(self) -> Batch:
-        """Returns the next step's rows, or raises Abandoned; a later stop request cannot abandon the step."""
+        """Returns the next step's rows, or raises Abandoned if a stop was requested before the step began."""
         with self.context.timer("data"):
             rows = next(self.rows)
         self.context.stop.raise_if_stopped()

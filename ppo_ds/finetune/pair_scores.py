@@ -106,7 +106,7 @@ def score_source(
 ) -> PairScores:
     """Scores the first ``most`` pairs of a source (None: all). All ranks must call this.
 
-    ``check`` is a collective that raises Abandoned after a stop request. It is called between chunks.
+    ``check`` is a collective that raises Abandoned after a stop request; it is called every CHUNK pairs.
     """
     world, total = scorer.world, len(source) if most is None else min(most, len(source))
     scores, lengths = torch.zeros(total, 2), torch.zeros(total, 2, dtype=torch.long)

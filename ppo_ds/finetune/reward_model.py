@@ -42,7 +42,7 @@ LEAST_STD = 1e-8  # score_std of a model with equal scores for all texts
 
 @dataclass(kw_only=True)
 class RewardModelTrainer(FinetuneStage[PreferenceSource, PreferencePairs]):
-    """The reward-model stage. ``tokenizer`` is the exported one, with its pad token."""
+    """The reward-model stage. ``tokenizer`` is exported with the model and has its pad token."""
 
     config: RewardModelConfig
     evaluate_ema: bool
@@ -106,7 +106,8 @@ class RewardModelTrainer(FinetuneStage[PreferenceSource, PreferencePairs]):
     def measure(self, *, averaged: bool, check: Callable[[], None] = lambda: None) -> PairScores:
         """Returns the scores of the held-out pairs, or of training pairs if there are none.
 
-        All ranks must call this. ``check`` may raise Abandoned after a stop request; an export passes none.
+        All ranks must call this. ``check`` may raise Abandoned after a stop request. An export passes no
+        ``check``, so that it is not abandoned.
         """
         key = (averaged, self.scorer.steps)
         if key not in self.measured:
@@ -159,7 +160,7 @@ class RewardModelTrainer(FinetuneStage[PreferenceSource, PreferencePairs]):
         self.measured = {}  # after a rollback, other weights can have the same number of steps
 
     def export(self, run_dir: Path) -> None:
-        """Writes model/ and model_ema/ for AutoModelForSequenceClassification."""
+        """Writes model/, and model_ema/ if weights are averaged, for AutoModelForSequenceClassification."""
         self.export_weights(run_dir / "model", averaged=False)
         if self.update.ema is not None:
             self.export_weights(run_dir / "model_ema", averaged=True)
@@ -172,7 +173,7 @@ class RewardModelTrainer(FinetuneStage[PreferenceSource, PreferencePairs]):
             export_model(self.scorer, "model.", folder, save, self.tokenizer)
 
     def export_settings(self, *, averaged: bool) -> dict[str, Any]:
-        """Returns the arguments of ``ScoreModel.save``, with statistics of the scores if they are known."""
+        """Returns the arguments of ``ScoreModel.save``, with score statistics if ``measure`` has run."""
         settings = dict(self.saved_settings)
         if (found := self.measured.get((averaged, self.scorer.steps))) is not None:
             mean, std = found.mean_and_std()
@@ -180,7 +181,7 @@ class RewardModelTrainer(FinetuneStage[PreferenceSource, PreferencePairs]):
         return {"settings": settings, "pad_id": self.tokenizer.pad_id}
 
     def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
-        """Locates the first non-finite tensor by replaying the pairs one by one, and writes the dump."""
+        """Finds the first non-finite tensor by replaying the pairs; writes a dump, returns a message."""
         pairs, world = error.last_skip.batch, self.context.world
         full = pairs.filled(world.size)
         plan = pair_plan(full, 1, world, packed=False)

@@ -222,7 +222,7 @@ class SFTTrainer(FinetuneStage[DemonstrationSource, Sequences]):
         export_actor(run_dir, self.actor, self.update.ema, self.tokenizer)
 
     def dump_failure(self, error: TooManySkips, step: int, run_dir: Path) -> str:
-        """Locates the first non-finite tensor by replaying the rows one by one, and writes the dump."""
+        """Finds the first non-finite tensor by replaying the rows; writes a dump, returns a message."""
         batch, world = error.last_skip.batch, self.context.world
         full = filled(batch, world.size)
         plan = microbatch_rows(full, 1, world)

@@ -61,8 +61,8 @@ class Partner:
     def prompt(self) -> tuple[str, list[int]]:
         """Returns the text and the ids that the model continues.
 
-        Without a chat template this is the last message as plain text. Raises UserError if the template
-        rejects the conversation or the model has no positions left for an answer.
+        Without a chat template, the text is the last message. Raises UserError if it has no tokens, if the
+        template rejects the conversation, or if the model has no positions left for an answer.
         """
         chat = self.tokenizer.has_chat_template
         text = self.tokenizer.render_chat(self.messages) if chat else self.messages[-1]["content"]
@@ -159,7 +159,7 @@ class Chat:
 
 
 def respond(partner: Partner, show: Callable[[str], None]) -> tuple[str, str]:
-    """Generates an answer and shows its pieces with ``show``; returns the answer and a line about it."""
+    """Generates an answer, shown piece by piece with ``show``; returns it and a line of score and speed."""
     text, ids = partner.prompt()
     limit = min(partner.sampling.max_new_tokens, (partner.policy.max_tokens or 2**31) - len(ids))
     sampling, start = replace(partner.sampling, max_new_tokens=limit), time.perf_counter()

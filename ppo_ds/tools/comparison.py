@@ -24,7 +24,7 @@ Estimate = dict[str, float]  # "mean", "low" and "high": an estimate and its con
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of one value per prompt, with an interval. All calls use the same random seed."""
+    """Returns the mean and the interval of ``values``, one per prompt. The random seed is always the same."""
     given = np.asarray(values, dtype=np.float64)
     random = np.random.default_rng(0)
     rows = max(1, CHUNK // len(given))
@@ -37,9 +37,9 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def outcomes(scores: Values, others: Values, texts: Texts, other_texts: Texts) -> np.ndarray:
-    """Returns, for each prompt, the fractions of response pairs that are won, tied and lost: [prompts, 3].
+    """Returns the fractions of pairs that the model of ``scores`` wins, ties and loses: [prompts, 3].
 
-    Each response of one model is compared with each response of the other model to the same prompt.
+    The pairs of a prompt are each response of this model with each response of the model of ``others``.
     """
     groups = zip(scores, others, texts, other_texts, strict=True)
     return np.array([outcome_shares(*group) for group in groups])
@@ -138,7 +138,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def response_rows(result: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the table of lengths, stop rates, KL and speed."""
+    """Returns the rows of a table with each model's mean response length, stop rate, KL and speed."""
     found = result["responses"]
     columns = [
         ["model", *found],
@@ -154,7 +154,7 @@ def response_rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Formats a table, with an empty line before it."""
+    """Returns an empty line, and then one line for each of ``rows``, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [""]
     for row in rows:

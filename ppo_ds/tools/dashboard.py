@@ -28,8 +28,8 @@ OPEN = ("reward", "eval", "kl", "policy")  # prefixes of the sections that are o
 def save_workspace(entity: str, project: str, name: str, view: str | None = None) -> str:
     """Saves the workspace on the server and returns its address.
 
-    ``view`` is the address of a saved workspace, to replace its sections and name; None adds a new workspace
-    to the project. Raises UserError if the extra is missing, and the library's errors.
+    ``view`` is the address of a saved workspace whose sections and name are replaced; with None, a new
+    workspace is added to the project. Raises UserError if the extra is missing; does not catch other errors.
     """
     try:
         from wandb_workspaces import workspaces as ws

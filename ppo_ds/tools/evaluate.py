@@ -255,9 +255,10 @@ def by_column(rows: Results, names: Sequence[str], rewards: Collection[str], col
 
 
 def accuracy(scores: Scores, correct_above: float | None) -> dict[str, Any]:
-    """Returns pass@k by reward: for the first one with ``correct_above``, and for rewards of only 0 and 1.
+    """Returns pass@k for each reward whose scores tell whether a response is correct.
 
-    Without ``correct_above``, a reward is included only if there are several responses to each prompt.
+    These are the first reward if ``correct_above`` is not None (higher scores are correct), and, with several
+    responses to each prompt, all rewards whose scores are only 0 and 1.
     """
     found: dict[str, Any] = {}
     for position, (reward, by_model) in enumerate(scores.items()):
@@ -275,9 +276,10 @@ def accuracy(scores: Scores, correct_above: float | None) -> dict[str, Any]:
 
 
 def divergence(rows: Results, names: Sequence[str], sampling: SamplingConfig, greedy: bool) -> dict[str, Any]:
-    """Returns the estimated KL of each model to the first, or if it cannot be estimated, the mean log-ratio.
+    """Returns the mean log-ratio of each model to the first; it estimates the KL if sampling is unmodified.
 
-    A remark names the models whose vocabulary differs from that of the first.
+    Greedy decoding, top_p, top_k and min_new_tokens modify sampling. A remark names the models whose
+    vocabulary differs from that of the first.
     """
     first, others = names[0], names[1:]
     measured = [name for name in others if "log_ratio" in rows[0]["responses"][name]]

@@ -63,7 +63,7 @@ def find_checkpoint(path: Path, step: int | None = None, best: bool = False) -> 
 
 
 def main_model(checkpoint: Path) -> str:
-    """Returns the name of the model that a stage trains: scorer for stage=reward_model, otherwise actor."""
+    """Returns the main model of the checkpoint's stage: scorer for stage=reward_model, otherwise actor."""
     return "scorer" if (checkpoint / "scorer").is_dir() else "actor"
 
 
@@ -79,9 +79,9 @@ def export(
 ) -> Path:
     """Writes the model ``role``, a key of FOLDERS, to ``out``, and the actor's adapter to ``out/adapter``.
 
-    Each of the two folders gets a model card. Returns the model's folder, which an error leaves unchanged.
-    ``force`` replaces an existing model folder. ``name`` is the name on the Hub for the card. With
-    ``adapter``, a model without an adapter raises UserError, and nothing is written.
+    Each of the two folders gets a model card. Returns the model's folder; if an error is raised, it is
+    neither created nor changed. ``force`` replaces an existing model folder. ``name`` is the model's name on
+    the Hub, for the card. With ``adapter``, raises UserError if the model has no adapter.
     """
     out = target_folder(checkpoint, role, out, force)
     config = read_config(checkpoint, role, trust_remote_code)
@@ -119,7 +119,8 @@ def export(
 def target_folder(checkpoint: Path, role: str, out: Path | None, force: bool) -> Path:
     """Returns the folder to write: ``out``, or if it is None, a folder below ``exports`` of the run.
 
-    Raises UserError if it exists, except for a model folder with ``force``, or for a link in ``exports``.
+    Raises UserError if the folder exists, unless it is a model folder and ``force`` is set. Without ``out``,
+    also raises UserError if ``exports`` or a part of the path below it is a link.
     """
     if out is None:
         out = checkpoint.parent.parent / "exports" / checkpoint.name / FOLDERS[role]
@@ -163,8 +164,9 @@ def read_config(checkpoint: Path, role: str, trust_remote_code: bool) -> TextCon
 def moved_paths(value: Any, old: str, new: str) -> Any:
     """Returns a copy of a nested dict in which the prefix ``old`` of paths is replaced by ``new``.
 
-    If run.resume=restart has moved a run to ``earlier_N/``, the files of `prepare` may still be in the parent
-    directory; the new paths of such files then begin with the parent directory.
+    run.resume=restart moves a run to ``earlier_N/`` in its directory, but may leave the files of `prepare` in
+    the directory itself. If ``new`` is an ``earlier_N/`` that lacks a file, the file's path therefore begins
+    with the parent of ``new``.
     """
     if isinstance(value, dict):
         return {name: moved_paths(item, old, new) for name, item in value.items()}

@@ -48,7 +48,11 @@ def tokenizer_of(config: PPOConfig, model: NamedModel) -> Tokenizer:
 
 
 def load_decoder(config: PPOConfig, model: NamedModel, tokenizer: Tokenizer, positions: int = 1) -> Policy:
-    """Loads a policy at the sampling temperature; raises UserError for too few embeddings or positions."""
+    """Loads a policy that samples at the temperature of the config.
+
+    Raises UserError if it has fewer embeddings than the tokenizer has ids, or fewer than ``positions``
+    positions.
+    """
     section, temperature = model_section(config, model), config.sampling.temperature
     policy = load_policy(section, temperature=temperature, key=model.key, adapter=model.adapter)
     needs = ppo_needs(tokenizer.id_bound, positions)

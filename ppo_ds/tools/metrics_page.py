@@ -23,7 +23,7 @@ def renewed(page: str) -> str:
 
 
 def section_text(section: Section) -> str:
-    """Returns a section: a list of metrics without range and remedy, then the other metrics with headings."""
+    """Formats a section: metrics without range and remedy as a list, then all others under headings."""
     lines = [f"## {section.title}: `{section.prefix}/`" if section.prefix else f"## {section.title}", ""]
     advised = [one for one in section.metrics if one.healthy is not None or one.remedy]
     lines += [f"- `{one.name}`: {described(one)}" for one in section.metrics if one not in advised]

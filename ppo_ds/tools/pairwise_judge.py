@@ -22,7 +22,7 @@ REMEDY = "it must return a list with one number from 0 to 1 for each pair, 1 if 
 
 
 def verdict(in_order: float, swapped: float) -> dict[str, Any]:
-    """Combines two preferences for the same response of a pair: as response a, and as response b.
+    """Combines the preferences for one response of a pair, first as response a and then as response b.
 
     ``preference`` is their mean. ``position_bias`` is the mean preference for the response in position a,
     minus 0.5. ``disagrees`` is true if the two orders prefer different responses, or if only one order

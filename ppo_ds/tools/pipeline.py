@@ -59,7 +59,7 @@ class Job:
             return None
 
     def command(self, port: int) -> list[str]:
-        """Returns the command line; ``port`` connects the ranks."""
+        """Returns the command line that starts the process, whose ranks connect through ``port``."""
         if self.ranks == 1:
             return [sys.executable, str(self.script), *self.arguments]
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[: self.ranks]
@@ -107,7 +107,7 @@ def run_pipeline(pipeline: Pipeline, groups: ChildGroups, say: Callable[[str], N
 def run_job(
     job: Job, pipeline: Pipeline, groups: ChildGroups, inputs: str, title: str, say: Callable[[str], None]
 ) -> int | None:
-    """Runs a job; returns the exit code of the pipeline if the pipeline ends with this job, else None."""
+    """Runs a job; returns None if the pipeline may go on, or the exit code with which it must end now."""
     if not pipeline.dry_run:  # dry runs are not recorded
         check_inputs(job, pipeline.folder, inputs)
         write_record(pipeline.folder, job.name, inputs, done=False)
@@ -140,7 +140,7 @@ def run_job(
 
 
 def is_done(job: Job, folder: Path, inputs: str) -> bool:
-    """Returns whether a job is done with these inputs and settings and has its result, so can be skipped."""
+    """Returns whether a job can be skipped: done with these inputs and settings, and its result exists."""
     if read_record(folder).get(job.name) != {"inputs": inputs, "done": True}:
         return False
     if job.config is None:

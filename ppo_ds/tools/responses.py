@@ -55,7 +55,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Reader:
-    """A tokenizer, and the prompts as tokenized for its models."""
+    """A tokenizer and the prompts that it has tokenized. Models with the same tokenizer share a Reader."""
 
     tokenizer: Tokenizer
     source: PromptSource
@@ -224,7 +224,7 @@ def generate(
 def choose_backend(config: PPOConfig, policy: Policy, longest: int) -> str:
     """Returns the name of a decode backend; raises UserError if each possible backend rejects the model.
 
-    In place of a backend with its own weights (vLLM), a backend of rollout.backend=auto is used.
+    Never returns a backend with its own weights (vLLM); rollout.backend=auto applies instead.
     """
     asked = config.rollout.backend
     names = [asked]

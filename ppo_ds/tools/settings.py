@@ -1,7 +1,7 @@
 """Reads the settings of a checkpoint or a dump, which may be untrusted.
 
-The settings can name no files except models. Trust in a model's Python code must be declared again on this
-machine. Data and rewards are not loaded, and a chat template must be a text, not the path of a file.
+The settings cannot choose files of this machine, except models. A model's Python code runs only if the
+user allows it again. Data and rewards are not loaded, and a chat template must be a text, not a path.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def config_of_settings(
 
     Raises UserError for invalid settings, for stages other than those of ``kind``, for a chat template that
     is the path of a file, and, unless ``trust_remote_code``, for a model that runs its own Python code.
-    Without ``with_template``, as for a replay, the chat template is left out, and settings that name the
-    user's own Python code raise UserError. With it, such settings are left out.
+    Settings that name the user's own Python code are left out. Without ``with_template``, as for a replay,
+    they raise UserError instead, and the chat template is left out.
     """
     if not isinstance(settings, dict) or not is_plain(settings):
         raise UserError(f"{file}: holds no settings, which are nested mappings with text as keys")

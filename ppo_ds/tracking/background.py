@@ -115,11 +115,11 @@ def first_line(error: BaseException) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Converts ``value`` to JSON types, with ``?`` for lone surrogates, which no library accepts."""
+    """Converts ``value`` to JSON types. Lone surrogates, which no library accepts, become ``?``."""
     return json.loads(json.dumps(value, default=str, ensure_ascii=False).encode(errors="replace"))
 
 
 def run_id(file: Path) -> str:
-    """Returns the run id in ``file``, or a new one if it is missing or not valid within a file name."""
+    """Returns the run id in ``file``, or a new id if the file has none that is usable in file names."""
     text = read_text(file).strip() if file.is_file() else ""
     return text if re.fullmatch(r"[\w-]{1,64}", text, re.ASCII) else secrets.token_hex(4)

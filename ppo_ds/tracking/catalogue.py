@@ -137,7 +137,7 @@ def panel_metrics(panel: Panel, names: Iterable[str]) -> dict[str, str]:
 
 
 def overview_panels(names: Container[str]) -> list[Panel]:
-    """Returns the overview panels that have data, without those that a panel of accuracy replaces."""
+    """Returns the overview panels that have data. If accuracy is recorded, its panel replaces another one."""
     # accuracy has a better scale than the score; the panel of rm/accuracy also shows held-out accuracy
     replaced = {"eval/accuracy": "Held-out score", "rm/accuracy": "Held-out accuracy"}
     hidden = [title for name, title in replaced.items() if name in names]

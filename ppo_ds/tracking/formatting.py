@@ -16,7 +16,7 @@ def format_duration(value: float | None, whole: bool = False) -> str:
 
 
 def format_number(value: float | None, form: str) -> str:
-    """Formats a metric with a format spec such as "7.3f" or ".1%"; None (non-finite) is "-" of equal width.
+    """Formats a metric by a spec such as "7.3f" or ".1%"; None, a non-finite value, becomes a padded "-".
 
     Halves are rounded away from 0, as in the HTML pages; Python's format would round 0.5325 to 53.2%.
     Numbers that single precision makes slightly smaller than a half, such as 0.47749999, count as halves.

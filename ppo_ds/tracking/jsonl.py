@@ -50,7 +50,7 @@ class JsonlTracker(Tracker):
 
     @property
     def elapsed(self) -> float:
-        """The duration of the run in seconds when the checkpoint was written."""
+        """The duration of the run in seconds up to the last recorded step."""
         return float(self._last.get("time") or 0.0)
 
     def log(self, step: int, metrics: Record) -> None:
@@ -88,7 +88,7 @@ class JsonlTracker(Tracker):
 
 
 def read_rows(path: str | os.PathLike, root: Path | None = None) -> list[dict[str, Any]]:
-    """Reads the objects of a JSON Lines file, without damaged or too deep lines; [] if there is no file."""
+    """Reads the objects of a JSON Lines file. Skips damaged or deeply nested lines. [] without a file."""
     try:
         lines = read_text(Path(path), root, MAX_LINES_BYTES).split("\n")
     except FileNotFoundError:

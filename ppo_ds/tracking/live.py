@@ -98,7 +98,7 @@ def phase_in_words(phase: str) -> str:
 
 
 def fraction(work: Sequence[Any]) -> float:
-    """Returns the completed fraction of the work; each entry divides one unit of the entry before it."""
+    """Returns the completed fraction of nested work, such as prompts of batches; outermost level first."""
     part = 0.0
     for level in reversed(work):
         part = min((level.done + part) / max(level.total, 1), 1.0)

@@ -31,7 +31,7 @@ def open_console(stream: TextIO | None = None) -> Console:
 
 
 class Screen:
-    """Keeps lines below the output of this process. Shows none if stdout is not a terminal."""
+    """Shows changing lines below the output of this process, but only if stdout is a terminal."""
 
     def __init__(self, stream: TextIO | None = None):
         self.console = open_console(stream)

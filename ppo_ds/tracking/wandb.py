@@ -35,7 +35,7 @@ class WandbTracker(Dashboard):
         self._run: Any = None
 
     def start(self, config: dict[str, Any]) -> None:
-        """Starts wandb; falls back from online to offline."""
+        """Starts wandb in the configured mode. If this fails in online mode, continues in offline mode."""
         import wandb
 
         try:

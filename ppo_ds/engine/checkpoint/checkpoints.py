@@ -88,10 +88,10 @@ class Checkpoints:
     ) -> Path:
         """Saves a checkpoint, forces it to the disk and then deletes old checkpoints.
 
-        Only rank 0's ``state`` is saved. It holds JSON values, and its parts may hold tensors. ``copies`` are
-        the weight copies of COPY_KEYS that the run keeps. Checkpoints of later steps, which exist only if the
-        run was resumed from an older checkpoint, are deleted too. Raises CheckpointError on all ranks if any
-        rank could not write; the new checkpoint is then removed entirely.
+        Only rank 0's ``state`` is saved. Its values are JSON; dicts among them may also contain tensors.
+        ``copies`` are the run's weight copies, by the names in COPY_KEYS. Checkpoints of later steps, which
+        exist only if the run was resumed from an older checkpoint, are deleted too. Raises CheckpointError on
+        all ranks if any rank could not write; the new checkpoint is then removed entirely.
         """
         fault("checkpoint.before")
         final = self.root / f"step_{step:06d}"
@@ -394,5 +394,5 @@ def step_of(folder: Path) -> int:
 
 
 def mark_deleted(folder: Path) -> None:
-    """Gives a folder the name of a draft, so that a kill while it is deleted leaves no damaged checkpoint."""
+    """Renames a folder to a draft, for ``remove_drafts``: a kill during its deletion then does no harm."""
     folder.rename(draft_path(folder))

@@ -72,7 +72,8 @@ class _Index(BaseModel):
 def read_index(file: Path, parameters: Collection[str], *, key: str = "") -> dict[str, Any]:
     """Reads the index of a model or weight copy and compares it with the trained ``parameters``.
 
-    Raises UserError, starting with ``key``, if format or parameters differ or a shard is outside the folder.
+    Raises UserError if format or parameters differ, or if a shard is outside the folder. The text of the
+    error starts with ``key``.
     """
     directory = file.parent
     index = read_checked(file, _Index)

@@ -52,9 +52,10 @@ class Cluster:
 def cluster_of(name: str | None, gpus: int | None, nodes: int | None, memory: float | None) -> Cluster:
     """Returns the devices that the options --gpu, --gpus, --nodes and --gpu-mem describe.
 
-    Without ``name``, ``gpus`` and ``memory`` (GiB), each of the ``nodes`` (None: 1) is like this machine: its
-    GPUs, or one rank on its CPU. ``gpus`` is the number of GPUs per node if ``nodes`` is given, otherwise of
-    all GPUs, with as many per node as in the table, or DEFAULT_PER_NODE. Raises UserError if they do not fit.
+    If ``name``, ``gpus`` and ``memory`` (GiB) are None, each of the ``nodes`` (None: 1) is like this machine:
+    its GPUs, or one rank on its CPU. Otherwise ``gpus`` is the number of GPUs on each node, or of all GPUs if
+    ``nodes`` is None. In this case they are divided into nodes of the size in the table of GPUs, or without
+    ``name`` of DEFAULT_PER_NODE. Raises UserError if the nodes would differ in size.
     """
     gpu = None if name is None else find_gpu(name)
     if gpu is None and gpus is None and memory is None:
@@ -87,10 +88,11 @@ def _this_machine(nodes: int | None) -> Cluster:
 def cpu_device(
     shape: Shape, dtype: str, ranks: int, threads: int | None, clock: Clock | None = None
 ) -> Device:
-    """Measures this CPU's rates for one rank: of matrix products with the sizes of a model, and of memory.
+    """Measures the speed of matrix products and memory on this CPU, for one of ``ranks`` ranks.
 
-    This takes about half a second. ``threads`` is run.threads; ``clock`` is time.perf_counter by default. The
-    links between ranks are assumed to have a quarter of the memory's bandwidth; they are not measured.
+    The matrices have the widths in ``shape``. This takes about half a second. ``threads`` is run.threads;
+    ``clock`` is time.perf_counter by default. The links between ranks are not measured; they are assumed to
+    have a quarter of the memory's bandwidth.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(share(0, [own_cores()] * ranks, threads, user_limit(os.environ)).each)

@@ -85,7 +85,7 @@ def diagnose(config: Config, cluster: Cluster, assumed: Assumptions) -> bool:
 
 
 def _machine(config: Config, plan: Plan, cluster: Cluster, assumed: Assumptions) -> Machine | None:
-    """Returns the machine for the estimate of time, or None if its GPU is unknown."""
+    """Returns the machine for which times are estimated, or None if the table of GPUs lacks its GPU."""
     on_gpu = cluster.gpu_memory is not None
     tf32, device = on_gpu and torch.backends.cuda.matmul.allow_tf32, cluster.gpu
     if not on_gpu:

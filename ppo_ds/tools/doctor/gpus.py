@@ -84,7 +84,7 @@ _MARKETING = {
 
 
 def find_gpu(name: str) -> Device:
-    """Returns the row for --gpu NAME, such as "4090" or "H100 SXM". Raises UserError for an unknown name."""
+    """Returns the GPU of the table for --gpu NAME, such as "H100 SXM". Raises UserError if it has none."""
     plain = re.sub(r"nvidia|geforce|rtx|tesla|sxm\d?|80gb|[^a-z0-9]", "", name.lower())
     rows = {row.replace("rtx", "").replace("-", ""): device for row, device in GPUS.items()}
     if plain not in rows:
@@ -93,5 +93,5 @@ def find_gpu(name: str) -> Device:
 
 
 def recognized(device_name: str) -> Device | None:
-    """Returns the row for a name from torch.cuda.get_device_name, or None."""
+    """Returns the GPU of the table that torch.cuda.get_device_name calls ``device_name``, or None."""
     return next((GPUS[row] for end, row in _MARKETING.items() if device_name.endswith(end)), None)

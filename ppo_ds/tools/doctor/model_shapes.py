@@ -47,7 +47,7 @@ SHIPPED = {
 
 
 def with_shipped_shapes(config: ConfigT) -> ConfigT:
-    """Returns a config in which each SHIPPED model outside of the Hub cache is a folder with its shape."""
+    """Returns a config with folders of shapes in place of SHIPPED models that are not in the Hub cache."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, dict):

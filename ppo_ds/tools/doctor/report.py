@@ -90,9 +90,10 @@ def check_disk(
 ) -> None:
     """Checks the free disk space for all checkpoints and exports of a run.
 
-    The disk must hold those that are kept, one more of each kind while it is written, and the final export.
-    ``checkpoint`` and ``exported`` are the bytes of one checkpoint and of each exported model. If the run is
-    not ``on_this_machine``, the required space is only reported.
+    The disk must hold the checkpoints and exports that the run keeps, the final export, and one more of each,
+    since old ones are deleted only after the next one is written. ``checkpoint`` and ``exported`` are the
+    bytes of one checkpoint and of each exported model. If the run is not ``on_this_machine``, the required
+    space is only reported.
     """
     settings = config.checkpoint
     kept = 0 if settings.every == 0 else settings.keep_last + 1 + settings.keep_best
@@ -113,10 +114,10 @@ def check_disk(
 
 
 def check_host(offloaded: int, exported: list[int], cluster: Cluster, report: Report) -> None:
-    """Checks shared memory, and reports the CPU memory for ``offloaded`` bytes per rank and for the export.
+    """Checks the size of /dev/shm, and reports the CPU memory that offloading and the export need.
 
-    ``exported`` holds the bytes of each exported model; rank 0 copies one model at a time to CPU memory. If
-    the cluster is not this machine, the sizes that a node needs are only reported.
+    ``offloaded`` is the number of offloaded bytes per rank. ``exported`` holds the bytes of each exported
+    model; rank 0 copies one at a time to CPU memory. Nothing is checked unless the cluster is this machine.
     """
     shm, several = Path("/dev/shm"), cluster.gpu_memory is not None and cluster.per_node > 1
     if not cluster.is_this_machine:

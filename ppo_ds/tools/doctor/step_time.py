@@ -140,15 +140,15 @@ class Machine:
         return size / (self.device.bandwidth * 1e9 * share)
 
     def launches(self, layers: float, microseconds: float) -> float:
-        """Returns the total seconds between the kernels of ``layers`` decoder layers."""
+        """Returns the launch overhead of ``layers`` layers in seconds, at ``microseconds`` per kernel."""
         return layers * self.assumed["kernels"] * microseconds / 1e6
 
     def gather(self, size: float, collectives: float = 1, group: int | None = None) -> float:
         """Returns the seconds of an all-gather of ``size`` bytes; a reduce-scatter takes equally long.
 
-        The ranks hold equal shares. ``group`` is the number of consecutive ranks that hold all shares (None:
-        all ranks). As in NCCL's rings, a node receives the shares of other nodes over the network adapters of
-        all its GPUs, which at the same time exchange them over the node's links.
+        ``group`` consecutive ranks (None: all ranks) take part, each with an equal share of the bytes. As in
+        NCCL's rings, transfers between nodes use the network adapters of all GPUs, at the same time as the
+        transfers inside each node.
         """
         group = group or self.ranks
         if group == 1:
@@ -196,7 +196,7 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class Passes:
-    """Forwards of one rank over whole rows."""
+    """Forwards of one rank that process all tokens of their rows, unlike decode steps."""
 
     count: int
     tokens: int  # padding included
@@ -262,18 +262,18 @@ class StepTime(ABC):
         return TimedModel(shape, str(role.model.dtype), role.zero.stage == 3, role)
 
     def overlapped(self, busy: float, links: float) -> float:
-        """Returns the seconds of computation and gathers that partly overlap."""
+        """Returns the duration of computation (``busy``) and gathers (``links``), which partly overlap."""
         return busy + links - self.assumed["overlap"] * min(busy, links)
 
     def computed(self, seconds: float, launches: float) -> float:
-        """Returns the seconds of a forward; only on a GPU, computation overlaps with kernel launches."""
+        """Returns the duration of computation and kernel launches, which overlap only on a GPU."""
         return max(seconds, launches) if self.machine.on_gpu else seconds + launches
 
     def gather(self, model: TimedModel) -> float:
         """Returns the seconds of one gather of all weights of a model that ZeRO-3 has sharded.
 
-        With zero_hpz_partition_size, only the first gather after an optimizer step crosses groups of ranks.
-        The estimate ignores this difference.
+        With zero_hpz_partition_size, ranks gather within groups of this size, except for the first gather
+        after an optimizer step. The estimate ignores this exception.
         """
         role, ranks, size = model.role, self.machine.ranks, model.each * model.shape.parameters
         raw = {} if role is None else role.deepspeed.get("zero_optimization", {})
@@ -285,7 +285,7 @@ class StepTime(ABC):
         return seconds
 
     def exchange(self, model: TimedModel, passes: Passes) -> float:
-        """Returns the seconds of exchanges for attention if ranks divide the tokens of ``passes``."""
+        """Returns the seconds of exchanges for attention; 0 unless ranks divide the tokens of ``passes``."""
         shape = model.shape
         size = 2 * shape.layers * (shape.width + shape.kv_width) * model.each * passes.tokens
         return self.machine.gather(size, 4 * shape.layers * passes.count, passes.parts)
@@ -481,9 +481,9 @@ class PPOTime(StepTime):
         return self.forward(TimedModel(model.shape, dtype, model.sharded, None, uploaded), passes)
 
     def rewards(self) -> PhaseTime | None:
-        """Returns the time of the training reward's models, or None if it has none.
+        """Returns the time of the forwards of the training reward's models, or None if it has no models.
 
-        A model that shares the critic's weights takes as long as a forward of the critic.
+        For a reward model that shares weights with the critic, the time of a critic's forward is used.
         """
         critic = self.models.critic
         shared = [
@@ -524,17 +524,17 @@ class FinetuneTime(StepTime):
     longest: int  # tokens of each of them
 
     def phases(self) -> dict[str, PhaseTime]:
-        """Returns the time of the only phase."""
+        """Returns the time of the update, which is the only phase."""
         passes = self.over(self.rows, int(self.config.memory.train_tokens))
         return {f"update_{self.name}": self.update(self.name, self.shape, 1, passes)}
 
     def evaluation(self, count: int) -> PhaseTime:
-        """Returns the time of the loss of ``count`` held-out texts."""
+        """Returns the time of the forwards over ``count`` held-out texts."""
         passes = self.over(count, int(self.config.memory.score_tokens))
         return self.forward(self.trained(self.name, self.shape), passes)
 
     def over(self, texts: int, budget: int) -> Passes:
-        """Returns the forwards over a rank's share of ``texts``."""
+        """Returns the forwards of one rank; ``texts`` is the number of texts on all ranks together."""
         rows, length = -(-texts // self.machine.ranks), round(self.assumed.get("prompt") or self.longest)
         return passes_over([length] * rows, rows * length if self.shape.head else rows, budget, self.packed)
 
@@ -602,7 +602,7 @@ STATE_BYTES = 12  # bytes per trained parameter in a checkpoint: an fp32 weight 
 
 @dataclass(frozen=True)
 class Plan:
-    """Inputs of the diagnosis of a run, if its models could be read."""
+    """Inputs for the estimates of the memory, time and disk space of a run."""
 
     estimate: Callable[[Any], Estimate]  # for this config, or for one with other memory settings
     step_time: Callable[[Any, Machine, Estimate], StepTime]

@@ -50,11 +50,12 @@ def with_settings(config: ConfigT, settings: list[Setting]) -> ConfigT:
 def suggest_reductions(
     config: Config, estimate: Callable[[Any], Estimate], usable: int, parts: Sequence[int] = ()
 ) -> tuple[list[tuple[list[Setting], int]], list[Setting], int]:
-    """Searches for changes that reduce the peak. ``parts`` are values of memory.sequence_parallel to try.
+    """Searches for changes that reduce peak memory; ``parts`` are values of memory.sequence_parallel to try.
 
     Returns:
-        A list of single changes with the resulting peaks, lowest peak first; the settings that together
-        reduce the peak to ``usable``, or to the lowest peak that the search finds; and this peak.
+        (1) The changes that reduce the peak on their own, each with the resulting peak, lowest peak first.
+        (2) Settings that together reduce the peak to ``usable``, or as far as the search can. (3) The peak
+        with all settings of (2).
     """
     original, before = config, estimate(config).peak
     single = [(change, estimate(with_settings(config, change)).peak) for change in _reductions(config, parts)]
@@ -83,9 +84,9 @@ def suggest_reductions(
 
 
 def _reductions(config: Config, parts: Sequence[int]) -> Iterator[list[Setting]]:
-    """Yields changes of one key: in a trained model, in both actor and critic, in the reference or in memory.
+    """Yields changes of one key in the section of a model, in both actor and critic, or in ``memory``.
 
-    A change may reduce the speed of the run. It changes at most the last digits of the results.
+    A change may make the run slower. It affects at most the last digits of the results.
     """
     roles = {
         name: dict(_role_reductions(role))

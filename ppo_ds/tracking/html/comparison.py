@@ -33,7 +33,7 @@ def comparison_page(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
 
 
 def shortened(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row with texts cut to MAX_TEXT characters, and without long columns."""
+    """Returns a row with texts cut to MAX_TEXT characters, without data columns of over 500 characters."""
     responses = {
         name: one | {"response": cut(one["response"], MAX_TEXT)} for name, one in row["responses"].items()
     }

@@ -34,7 +34,7 @@ def render_page(
 
     The page's content security policy allows only the given scripts and styles, by their hashes. ``body``
     must not contain text of users, prompts or models: scripts read such text from ``pageData()`` and set it
-    as ``textContent``. The scripts become one module. Raises ValueError if one contains its end tag.
+    as ``textContent``. All scripts become one module. Raises ValueError if a script or style has an end tag.
     """
     style = "\n".join([*map(asset, STYLES), *styles])
     theme = asset("theme.js")

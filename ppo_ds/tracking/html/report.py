@@ -29,7 +29,7 @@ def write_report(run_dirs: Sequence[Path], target: Path, *, running: bool = Fals
 
 
 def render_report(runs: Sequence[dict[str, Any]], *, running: bool = False) -> str:
-    """Returns an HTML page, the report of ``runs``, which ``read_run`` has read."""
+    """Returns the report as an HTML page. Each element of ``runs`` is a result of ``read_run``."""
     names = sorted({name for run in runs for name in run["series"]})
     for run, unique, metric in zip(runs, unique_names(runs), common_results(runs), strict=True):
         run |= {"name": unique, "ending": how_it_ended(run, running), "result": result_of(run, metric)}

@@ -59,7 +59,7 @@ def result_values(run: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def result_of(run: dict[str, Any], name: str | None) -> dict[str, Any] | None:
-    """Returns the first and last value of metric ``name`` as text; for training metrics, means of steps."""
+    """Returns a metric's first and last value as text; for training metrics, means over several steps."""
     if name is None:
         return None
     values = result_values(run)[name]

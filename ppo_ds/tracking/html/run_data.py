@@ -33,7 +33,7 @@ def read_run(run_dir: Path, *, sample_bytes: int = SAMPLE_BYTES) -> dict[str, An
     """Returns all data of a run for the report; ``sample_bytes`` bounds the size of the samples.
 
     Missing and damaged files and lines are left out. Raises UserError if ``run_dir`` is no run directory, has
-    links to files outside of it, or has files that exceed a limit.
+    links to files outside of it, or has files that are too large.
     """
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
@@ -90,7 +90,7 @@ def flattened(tree: Record) -> dict[str, Any]:
 
 
 def current_events(events: Sequence[Record]) -> list[Record]:
-    """Returns the events without alarms of steps that the run repeated after a resume or a rollback."""
+    """Returns all events except the alarms of steps that were repeated after a resume or a rollback."""
     kept, repeated_after = [], math.inf
     for event in reversed(events):
         if event["kind"] in ("resumed", "rolled_back"):
@@ -148,7 +148,7 @@ def curves(records: Sequence[Record], first: dict[str, float]) -> dict[str, dict
 
 
 def thinned(values: Sequence[float], limit: int) -> Sequence[int]:
-    """Returns the indices of at most ``limit`` values: both ends, and the extremes of equal parts."""
+    """Returns the indices of at most ``limit`` values: the first, the last, and the extremes of each part."""
     count = len(values)
     if count <= limit:
         return range(count)
@@ -198,7 +198,7 @@ def read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[s
 
 
 def step_sizes(records: Sequence[Record], steps: set[int]) -> dict[int, int]:
-    """Returns the number of responses of all ranks in those of the ``steps`` for which it is recorded."""
+    """Returns how many responses all ranks generated in each step, except for steps without a record."""
     made = {record["step"]: record["episodes"] for record in records if is_number(record.get("episodes"))}
     made.setdefault(0, 0)
     return {step: made[step] - made[step - 1] for step in steps if {step, step - 1} <= made.keys()}
@@ -212,7 +212,7 @@ def evenly(count: int, limit: int) -> list[int]:
 
 
 def short_row(row: Record) -> Record:
-    """Shortens the texts of a row, and replaces the prompt by its part "asked", which the report shows."""
+    """Returns a row with shortened texts, in which the prompt is only its last message ("asked")."""
     short = {key: value for key, value in row.items() if key not in ("asked", "step", "split")}
     prompt, response = str(row.get("asked") or row.get("prompt", "")), str(row.get("response", ""))
     if len(response) > MAX_RESPONSE:  # the shortened response is shown without its turns
@@ -235,7 +235,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def read_object(path: Path, run_dir: Path) -> Record:
-    """Returns the object of a JSON or YAML file, or {} if the file is missing or damaged."""
+    """Returns the object of a JSON or YAML file inside ``run_dir``; {} if the file is missing or damaged."""
     try:
         content = (read_yaml if path.suffix == ".yaml" else read_json)(path, run_dir)
     except (OSError, DamagedFile):
