@@ -428,7 +428,6 @@ TRUST = {
     "ppo_ds/tools/replay.py": ["trust_remote_code"],
     # the permission of the same model
     "ppo_ds/assemble/dry_run.py": ["bool(model.get('trust_remote_code'))"],
-    "ppo_ds/assemble/preflight.py": ["model.trust_remote_code"],
     "ppo_ds/models/loading.py": ["model.trust_remote_code", "trust_remote_code"],
     "ppo_ds/models/size.py": ["section.trust_remote_code"],
     "ppo_ds/models/tiny.py": ["trust_remote_code"],
