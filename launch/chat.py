@@ -106,7 +106,7 @@ def parse(argv: list[str]) -> Wanted:
 
 
 def read_line() -> str | None:
-    """Reads a line of input; returns None at the end. Lines from a pipe are shown, as on a terminal."""
+    """Returns the next line of input, or None at the end. A line from a pipe is also printed, as if typed."""
     terminal = sys.stdin.isatty()
     try:
         text = input("> " if terminal else "")

@@ -29,7 +29,7 @@ NO_ARGUMENTS = "no arguments were given: begin with an experiment, as in +experi
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError for errors of the command line. Shows an installed command by its installed name."""
+    """Parses a command line; raises UserError for errors. Usage texts show the installed command, if any."""
 
     def __init__(self, *, prog: str, **options: Any):
         shown = command(Path(prog).stem) if INSTALLED else prog
@@ -87,7 +87,7 @@ def load_config(argv: list[str], world_size: int | None = None) -> Config:
 def parse_options(
     argv: list[str], prog: str = "launch/train.py", parents: Sequence[Parser] = ()
 ) -> argparse.Namespace:
-    """Parses the common flags and those of ``parents``; ``overrides`` of the result are for Hydra."""
+    """Parses the common flags and those of ``parents``; the arguments for Hydra become ``overrides``."""
     parser = Parser(prog=prog, add_help=False, parents=parents)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", nargs="?", const="")
@@ -124,7 +124,7 @@ def find_folders(options: argparse.Namespace) -> Folders:
 
 
 def split_models(arguments: list[str]) -> tuple[list[str], list[str], str | None]:
-    """Returns the models, the arguments for Hydra, and the value of actor.model.path in these, or None."""
+    """Returns the models, the arguments for Hydra, and the actor.model.path that the latter set, or None."""
     models = [one for one in arguments if os.path.exists(one) or ("=" not in one and one[:1] not in "+~")]
     overrides = [text for text in arguments if text not in models]
     base = next((text.partition("=")[2] for text in overrides if text.startswith("actor.model.path=")), None)
@@ -174,9 +174,9 @@ def compose_for_models(
 def complete_for_models(tree: dict[str, Any], models: list[NamedModel], out: Path) -> str:
     """Sets the keys of a config that only training needs, and the defaults of an evaluation.
 
-    The checks of a run require training data and, for eval.rewards, held-out prompts. Without data.eval_path,
-    this key gets the value of data.path. Otherwise data.path gets that of data.eval_path, unless data.mix is
-    set. Returns the one of these two keys that the evaluation does not use.
+    The checks of a run require training data and, for eval.rewards, held-out prompts. The evaluation uses
+    only data.eval_path if it is set, else only data.path. The unused key gets the value of the used key, so
+    that the checks pass; but with data.mix, data.path is not set. Returns the name of the unused key.
     """
     actor = tree["actor"]["model"]
     if actor.get("path") not in used_paths(models):  # an experiment's own model, which need not exist

@@ -136,10 +136,10 @@ def _data_of(composed: DictConfig) -> dict[str, Any]:
 
 
 def _of_its_stage(composed: DictConfig, folders: Folders) -> DictConfig:
-    """Returns a composed config without Hydra's own settings and without keys that the stage does not use.
+    """Returns a composed config without Hydra's settings and without unused keys from STAGE_GROUPS.
 
-    Only keys of STAGE_GROUPS are left out. If a key's value differs from the value in the group, the user has
-    set it, so it is kept and later reported as an error.
+    A key is unused if the stage does not have it. If its value differs from that in the chosen option of the
+    group, the user has set it, so it is kept and later reported as an error.
     """
     given: Any = OmegaConf.to_container(composed, resolve=False)
     chosen = given.pop("hydra")["runtime"]["choices"]
@@ -158,10 +158,10 @@ def _of_its_stage(composed: DictConfig, folders: Folders) -> DictConfig:
 
 
 def _parse(arguments: list[str]) -> tuple[list[tuple[str, Override]], list[str]]:
-    """Returns (text, override) of each argument that Hydra can parse, and an error line for each other.
+    """Returns (text, override) for each argument that Hydra can parse, and an error line for each other one.
 
-    The text is the argument, in which the value is quoted if Hydra cannot parse it or reads it as a sweep,
-    since paths may contain commas and brackets.
+    The text is the argument itself. If Hydra cannot parse it or reads it as a sweep, its value is quoted
+    first, since paths may contain commas and brackets.
     """
     parser = OverridesParser.create()
     parsed: list[tuple[str, Override]] = []
@@ -197,9 +197,9 @@ def _parse(arguments: list[str]) -> tuple[list[tuple[str, Override]], list[str]]
 
 
 def _default_groups(file: Path) -> set[str]:
-    """Returns the groups in the defaults list of the primary config, with their packages.
+    """Returns the groups, with their packages, for which the primary config ``file`` chooses an option.
 
-    Hydra replaces the options of these groups; options of other groups are added with a plus sign.
+    An argument for one of these groups replaces the option; for other groups Hydra requires a plus sign.
     """
     try:
         entries = (yaml.safe_load(file.read_text()) or {}).get("defaults", [])
@@ -211,10 +211,10 @@ def _default_groups(file: Path) -> set[str]:
 def _in_order(
     parsed: list[tuple[str, Override]], folders: Folders, in_list: set[str], problems: list[str]
 ) -> list[str]:
-    """Returns the arguments for Hydra: experiments first, so that others override them; then groups; keys.
+    """Orders the arguments for Hydra: first the experiment, which others override, then groups, then keys.
 
-    Groups get or lose the plus sign as Hydra requires. Keys always get ++, so that Hydra accepts any key;
-    ppo_ds reports unknown keys.
+    Groups get a plus sign unless ``in_list``, the groups of the defaults list, contains them. Keys get ++,
+    so that Hydra accepts even unknown keys, which ppo_ds reports later.
     """
     chosen: dict[str, str] = {}
     keys: list[str] = []
@@ -248,7 +248,7 @@ def _in_order(
 
 
 def resolve_config(composed: DictConfig) -> dict[str, Any]:
-    """Merges a composed config over the defaults and resolves it; interpolations may refer to any key."""
+    """Merges a composed config over the defaults and resolves interpolations, which may refer to any key."""
     given: Any = OmegaConf.to_container(composed, resolve=False)
     merged = with_defaults(Config, given)
     if "${" not in str(merged):

@@ -19,8 +19,8 @@ DECIDED = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 def use_caches_without_the_hub(names: Collection[str], seconds: float = SECONDS) -> None:
     """Sets HF_HUB_OFFLINE if a run needs the Hub for ``names`` and the Hub cannot be reached.
 
-    Only the first rank of each node sends the request, since other ranks send none to the Hub. Does nothing
-    if the user has set one of DECIDED, even to 0, or if huggingface_hub is imported already.
+    Does nothing on ranks other than the first of a node, since these send no requests to the Hub. Also does
+    nothing if one of the variables DECIDED is set, even to 0, or if huggingface_hub is already imported.
     """
     decided = any(name in os.environ for name in DECIDED) or "huggingface_hub" in sys.modules
     if not names or decided or os.environ.get("LOCAL_RANK", "0") != "0":

@@ -216,7 +216,7 @@ class Planner:
         self.jobs.append(Job(name, HERE / "train.py", arguments, ranks, config))
 
     def add_evaluation(self, file: EvaluationFile) -> None:
-        """Adds the job that compares models by the last stage's reward and the reward in ``file.judge``."""
+        """Adds the job that compares models by the last stage's reward and, if set, by ``file.judge``."""
         last = self.jobs[-1]
         if not isinstance(last.config, PPOConfig):
             raise UserError(f"{EVALUATION}: the stage before it, {last.name}, must have stage=ppo")
@@ -235,7 +235,7 @@ class Planner:
         self.jobs.append(Job(EVALUATION, HERE / "evaluate.py", [*options, *paths, *kept, *own], ranks))
 
     def compose(self, arguments: list[str], ranks: int) -> tuple[Config, list[str]]:
-        """Composes a config and returns it with its problems; invalid values are replaced by valid ones.
+        """Composes a config; returns it, with valid values in place of invalid ones, and its problems.
 
         Problems with files that an earlier stage will write are left out.
         """
@@ -255,7 +255,7 @@ class Planner:
         return missing is not None and any(f"={folder}/" in problem for folder in folders)
 
     def substituted(self, arguments: list[str], where: str) -> list[str]:
-        """Replaces references such as ${stages.sft.run.dir} by the values of these keys."""
+        """Replaces references such as ${stages.sft.run.dir} by the values of keys of earlier stages."""
         texts = []
         for argument in arguments:
             try:
@@ -281,10 +281,11 @@ class Planner:
         return value if isinstance(value, str) else show(value)
 
     def applies(self, argument: str, config: Config) -> bool:
-        """Returns whether an argument without a prefix applies to a stage with this config.
+        """Returns whether an argument without a prefix STAGE: applies to a stage with this config.
 
-        A group applies to the stages that have its section: the section of its package (model@actor.model:
-        actor), otherwise the section with its name. Groups without a section, such as zero, apply to all.
+        A key applies if the stage has it. A group with a package, such as model@actor.model, applies if the
+        stage has the section of the package, here actor. A group without a package applies if the stage has
+        the section of the same name, or if there is no such section in any stage, as for zero.
         """
         key, sections = key_of(argument), type(config).model_fields
         group, _, package = key.partition("@")
@@ -316,7 +317,7 @@ def take(arguments: list[str], key: str) -> str | None:
 
 
 def key_of(argument: str) -> str:
-    """Returns the key or group of an argument, with its package, without leading signs and value."""
+    """Returns KEY of an argument KEY=VALUE, or GROUP or GROUP@PACKAGE of one for a group, without + and ~."""
     return argument.partition("=")[0].lstrip("+~")
 
 

@@ -63,10 +63,10 @@ RANK_0_SECONDS = 10.0
 
 
 def take_lock(run_dir: Path) -> run_lock.RunLock | None:
-    """Checks the run directory on rank 0 and acquires its lock until this process ends.
+    """Checks the run directory on rank 0 and acquires its lock, which the end of the process releases.
 
     Returns the lock, or None on other ranks. Other ranks on rank 0's node check that no other run holds the
-    lock, so that they end with the same exit code as rank 0. Nothing heavy is imported.
+    lock, so that they end with the same exit code as rank 0. Torch is not imported.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
@@ -100,7 +100,7 @@ def end_run(error: str) -> None:
 
 
 def report(error: BaseException, watch: Watchdog, screen: Screen | None, run_dir: str | None = None) -> int:
-    """Closes ``screen``, prints the error unless another rank has failed before, returns the exit code."""
+    """Closes ``screen``, prints the error unless another rank failed first, and returns the exit code."""
     full = re.search("No space left on device|Disk quota exceeded", str(error))
     if run_dir and full and not isinstance(error, RunError):
         error = RunError(f"run.dir={run_dir}: {full[0]}: free some space and repeat the command")
@@ -156,9 +156,9 @@ def prepare_environment(verbose: bool, trains: bool = False, fixed_segments: boo
     Variables that the user has set are kept. With ``verbose``, the log levels of the libraries do not change.
     The umask is set so that no new file is writable for every user, since a later run would reject it.
 
-    With ``fixed_segments``, expandable segments are not enabled, since vLLM's memory pool for sleeping does
-    not support them (not tested on a GPU). With ``trains``, raises UserError if this machine has a GPU that
-    torch cannot use and the user has not chosen the CPU.
+    With ``fixed_segments``, torch's expandable segments stay off, since the memory pool of a vLLM engine that
+    sleeps does not support them (not tested on a GPU). With ``trains``, raises UserError if this machine has
+    a GPU that torch cannot use and the user has not chosen the CPU.
     """
     os.umask(os.umask(0o077) | 0o002)
     for name, value in DEFAULTS.items():

@@ -106,7 +106,7 @@ class Comparison:
 
 
 class OnStep(Tracker):
-    """Calls a function after each step. Its exceptions end the run as a signal does: the step is saved."""
+    """Calls a function after each step. If it raises an exception, the run saves this step and ends."""
 
     def __init__(self, call: Callable[[int, Record], object] | None):
         if call is not None:
@@ -222,10 +222,11 @@ def register(key: str, name: str | None = None) -> Callable[[T], T]:
     ``ppo_ds.registered:NAME``. Code in a module needs no registration: algo.policy.loss=package.module.name.
 
     Args:
-        key: algo.policy.loss, a function (PolicyTerms, section) -> TokenLoss or a class derived from
-            PolicyConfig; algo.advantage.estimator, a function (Responses, CreditOptions) -> Estimate or a
-            class derived from AdvantageConfig; rollout.backend, a class that implements
-            ppo_ds.rollout.base.Generator or one derived from RolloutConfig; reward.path, a function.
+        key: One of four keys. algo.policy.loss accepts a function (PolicyTerms, section) -> TokenLoss or a
+            class derived from PolicyConfig. algo.advantage.estimator accepts a function (Responses,
+            CreditOptions) -> Estimate or a class derived from AdvantageConfig. rollout.backend accepts a
+            class that implements ppo_ds.rollout.base.Generator or one derived from RolloutConfig.
+            reward.path accepts a function.
     """
     if key not in REGISTRIES:
         raise UserError(f"register({key!r}): must be one of {', '.join(REGISTRIES)}")
@@ -257,7 +258,7 @@ def check_process() -> None:
 
 
 def all_settings(settings: Settings | None, of_arguments: Settings) -> Settings:
-    """Adds the settings of other arguments to ``settings``; raises UserError if a key is in both."""
+    """Merges ``settings`` with those that other arguments imply; raises UserError if a key is in both."""
     if not isinstance(settings, Mapping | None):
         raise UserError(f"settings={settings!r}: must be a dict, such as {{'run.steps': 20}}")
     if twice := [key for key in of_arguments if key in (settings or {})]:
@@ -276,7 +277,7 @@ def named(reward: Callable[..., Any] | str | None, **data: Data | None) -> dict[
 
 
 def path_of(argument: str, function: Callable[..., Any] | str | None) -> str | None:
-    """Returns the path of a function; if ``function`` is not a path, registers it."""
+    """Returns a path or None unchanged; registers a callable and returns its path in ppo_ds.registered."""
     if function is None or isinstance(function, str):
         return function
     check_callable(argument, function)

@@ -256,7 +256,7 @@ class ScoredRollout(Rollout):
 
 @dataclass(frozen=True)
 class Experience(Sequences):
-    """The training data of one PPO step: the rows of all ranks. All epochs use the same values.
+    """The training data of one PPO step, with the rows of all ranks; the same in all epochs.
 
     Columns that a run does not need are None.
     """

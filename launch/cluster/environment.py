@@ -40,7 +40,10 @@ UNQUOTED = re.compile(r"[\s\"'$`\\!;&|<>(){}]|%[hun%]|^#|^$")
 
 
 def lines(environment: Mapping[str, str]) -> list[str]:
-    """Returns a line for each variable to forward; raises UserError for a value that cannot be forwarded."""
+    """Returns a line NAME=VALUE for each variable to forward.
+
+    Raises UserError for a secret that DeepSpeed would forward, or a value that the nodes would change.
+    """
     chosen = {}
     for name, value in sorted(environment.items()):
         by_deepspeed = name.startswith(BY_DEEPSPEED)

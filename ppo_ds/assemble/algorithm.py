@@ -111,7 +111,7 @@ def experience_maker(
 def kept_forwards(
     config: PPOConfig, *, world: World, actor: TrainedModel, critic: TrainedModel | None
 ) -> KeptForwards | None:
-    """Builds the object that keeps forwards for reuse in the update; None if ``kept_roles`` returns none."""
+    """Builds the store of the forwards that the update reuses; None if ``kept_roles`` names no model."""
     options = {"actor": forward_options(policy_terms(config, actor)), "critic": {}}
     roles = kept_roles(config)
     if not roles:
@@ -162,9 +162,9 @@ def _whitening(algo: AlgoConfig) -> Whitening:
 
 
 def _checked(section: PolicyConfig | AdvantageConfig, result: type, field: str) -> Callable[..., Any]:
-    """Returns the function of a section, which may be the user's, with a check of its results.
+    """Returns the function that a section names, with a check of its results, as it may be the user's.
 
-    The check raises RunError for a type other than ``result``, or if ``field`` has not the shape of the mask.
+    The check raises RunError unless the function returns a ``result`` whose ``field`` has the mask's shape.
     """
     function, name = import_target(section.function), getattr(section, section.tag)
 
@@ -192,7 +192,7 @@ class Horizon:
 
 
 def horizon(config: PPOConfig, n_prompts: int) -> Horizon:
-    """Computes the length of the run. Raises UserError if no step is left for the actor."""
+    """Computes the run's length; raises UserError if algo.value.warmup_steps leaves the actor no step."""
     value, rollout = config.algo.value, rollout_size(config)
     steps = training_steps(config.run, n_prompts, config.rollout.prompts_per_step)
     if value.warmup_steps >= steps:
@@ -255,8 +255,8 @@ def transforms(algo: AlgoConfig) -> tuple[Transform, ...]:
 def policy_terms(config: PPOConfig, actor: TrainedModel) -> tuple[Term, ...]:
     """Returns the terms of the actor's loss.
 
-    At action level sequence, the KL and the entropy of a response are sums over its tokens. So is the policy
-    loss, unless every token of a response has the loss of the whole response.
+    With algo.action_level=sequence, the KL and the entropy of a response are sums over its tokens. Its policy
+    loss is a sum too, or the mean if each token already has the loss of the whole response.
     """
     algo, policy = config.algo, config.algo.policy
     agg = policy_agg = import_target(algo.loss.function)

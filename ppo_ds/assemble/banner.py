@@ -94,7 +94,7 @@ def resumed(run_dir: str, checkpoint: Path | None, done: int, steps: int) -> lis
 
 
 def batch_equation(config: PPOConfig, ranks: int, total: str = "") -> list[str]:
-    """Returns lines on the samples and optimizer steps per PPO step; appends ``total``, a text on the run."""
+    """Returns lines on the samples and optimizer steps per PPO step; the last line ends with ``total``."""
     rollout, epochs, size = config.rollout, config.algo.epochs, rollout_size(config)
     minibatch = config.algo.minibatch_size or size
     return [

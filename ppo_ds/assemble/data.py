@@ -67,7 +67,7 @@ class Inputs:
         collect_user_errors([partial(source.check_rows, check) for source in self._sources])
 
     def notes(self, max_prompts: int | None) -> list[str]:
-        """Returns banner lines on the held-out prompts and PTX texts, and warnings about all data.
+        """Returns lines on the held-out prompts and PTX texts, and warnings about unknown characters.
 
         ``max_prompts`` is eval.max_prompts.
         """
@@ -82,7 +82,7 @@ class Inputs:
 
 
 def evaluated(held_out: Sized, limit: int | None) -> str:
-    """Returns a phrase if ``limit`` = eval.max_prompts excludes some ``held_out`` rows, otherwise ""."""
+    """Returns a phrase for the banner if ``limit`` (eval.max_prompts) excludes held-out rows, else ""."""
     return f"; the first {limit} are evaluated (eval.max_prompts)" if limit and limit < len(held_out) else ""
 
 
@@ -202,7 +202,7 @@ def build_compared(config: PPOConfig, tokenizer: Tokenizer, world: World | None 
 
 
 def _grouped(config: PPOConfig, source: PromptSource) -> PromptSource:
-    """Returns ``source``; raises UserError if its rows cannot be grouped by eval.by."""
+    """Returns ``source``; raises UserError if eval.by is set but is no column of few, short values."""
     if config.eval.by:
         source.check_column(config.eval.by, "eval.by")
     return source

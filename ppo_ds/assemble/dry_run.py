@@ -192,7 +192,7 @@ def prepare(models: list[dict[str, Any]], first: dict[str, Any] | None) -> None:
 
 
 def finish_dry_run(run: Any, config: Config) -> None:
-    """Reads the checkpoint on all ranks, prints the results of the dry run, and removes its folder.
+    """Tests that all ranks can read the checkpoint, prints the results and removes the dry run's folder.
 
     ``config`` is the config that start_dry_run returned. With run.dry_run=keep the folder is kept.
     """

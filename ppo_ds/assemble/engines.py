@@ -24,7 +24,7 @@ M = TypeVar("M")
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements for a model that reads the data, given as token ids of one tokenizer."""
+    """The properties of the data, as token ids of one tokenizer, that a model must support."""
 
     vocabulary: int  # upper bound (exclusive) of the tokenizer's ids
     positions: int  # number of tokens of the longest row
@@ -45,7 +45,7 @@ class Needs:
         self.check_positions(module.trunk.config, module.max_tokens, path, key)
 
     def check_positions(self, config: Any, limit: int | None, path: str, key: str) -> None:
-        """Raises UserError if the longest row exceeds ``limit``, or the length above which the RoPE changes.
+        """Raises UserError if the longest row exceeds ``limit`` or the length up to which RoPE is constant.
 
         ``config`` is the Hugging Face config of the model.
         """

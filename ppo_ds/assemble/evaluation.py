@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 def guarded_scoring(context: RunContext, models: Models, start: StartScoring) -> StartScoring:
-    """Wraps ``start``: scoring is repeated if memory runs out; after other errors, all ranks leave the step.
+    """Wraps ``start``: if memory runs out, scoring is repeated; after other errors, all ranks end the run.
 
-    With sharded reward models, an error of ``start`` on one rank ends the run at once instead, because other
-    ranks wait in a collective.
+    With sharded reward models, scoring is not repeated: any error of ``start`` on one rank ends the run at
+    once, because other ranks wait in a collective.
     """
     world = context.world
 
@@ -74,7 +74,10 @@ def build_evaluator(
     generator: Generator,
     sampling: SamplingParams,
 ) -> Evaluator | None:
-    """Builds the evaluation on held-out prompts, or else on eval.train_prompts prompts; None if that is 0."""
+    """Builds the evaluation on the held-out prompts, or without these on eval.train_prompts training prompts.
+
+    Returns None if there are neither.
+    """
     held_out, world = inputs.held_out is not None, context.world
     if not held_out and not config.eval.train_prompts:
         return None
@@ -115,15 +118,15 @@ def reference_responses(
 ) -> ReferenceResponses:
     """Builds the source of the reference's responses for the win rate.
 
-    Without a reference, or if the actor has adapters on the reference, the policy is compared with the
-    initial actor, whose responses in the first evaluation are used.
+    If no separate reference model is loaded, the reference is the initial actor. Its responses are then those
+    of the first evaluation.
     """
     actor, section, reference = config.actor.model, config.reference.model, models.reference
     loaded = uses_reference(config) and not reference_is_base(config)
     sharded, generate = config.reference.zero.stage == 3, None
 
     def rollouts(batches: Sequence[Prompts]) -> list[Rollout]:
-        """Generates responses. All ranks must call this."""
+        """Generates the reference's responses to ``batches``. All ranks must call this."""
         assert reference is not None
         with reference.decoding() as lm:
             backend = HFGenerator(

@@ -152,8 +152,8 @@ def settle_old_logprobs(config: PPOConfig, gap: Gap, ranks: int) -> PPOConfig:
     """Replaces algo.old_logprobs=auto by rollout or recompute.
 
     It becomes rollout under four conditions: the actor computes in fp32; ``gap``, measured before the first
-    step, is at most SMALL_GAP; recompute needs a forward before the update; no other key of algo or critic
-    excludes rollout (config/checks/needs.py). Keys that may change on a resume have no influence.
+    step, is at most SMALL_GAP; rollout saves a forward before the update; no other key of algo or critic
+    excludes rollout (config/checks/needs.py). Keys that may change on a resume do not affect the choice.
     """
     sources = with_sources(config)
     if len(sources) == 1:
@@ -169,7 +169,7 @@ def settle_old_logprobs(config: PPOConfig, gap: Gap, ranks: int) -> PPOConfig:
 def rebuilt_on_change(
     generator: Generator, make: Callable[[int], Generator], budget: TokenBudget
 ) -> Generator:
-    """Wraps ``generator``; once the budget has changed, replaces it by ``make(int(budget))``."""
+    """Wraps ``generator``, which ``make(int(budget))`` replaces whenever the budget has changed."""
     current, tokens = [generator], int(budget)
 
     def generate(prompts: Prompts, sampling: SamplingParams, *continuation: Continuation) -> Rollout:

@@ -111,7 +111,7 @@ def build_ppo(config: PPOConfig, context: RunContext) -> PPOTrainer:
 def generation(
     config: PPOConfig, context: RunContext, inputs: Inputs, models: Models, sampling: SamplingParams
 ) -> tuple[Generator, Gap]:
-    """Builds generation with the decode backend and the environment, if any.
+    """Builds the generator: the decode backend, wrapped in the environment if there is one.
 
     Also returns the gap between the backend's log-probs and those of training. All ranks must call this.
     """

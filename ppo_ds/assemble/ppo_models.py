@@ -50,7 +50,7 @@ class Models:
 
 
 def load_models(config: PPOConfig, context: RunContext, inputs: Inputs, length: Horizon) -> Models:
-    """Loads the models, the reward last, since it may share the critic's weights. All ranks must call it."""
+    """Loads the models, rewards last, since these may use the critic's weights. All ranks must call this."""
     world, banner = context.world, context.banner
     needs = ppo_needs(inputs.tokenizer.id_bound, inputs.longest_row(config.sampling.max_new_tokens))
     download_weights(models_to_download(config), world)

@@ -52,9 +52,9 @@ class ScoredInputs(Protocol):
 def check_inputs(config: PPOConfig, world: World, *, prepared: bool) -> None:
     """Raises UserError for mistakes in data and rewards.
 
-    It runs before a resume is refused or the files of an earlier run are moved. If ``prepared`` is False,
-    `prepare` has yet to create files. Then only reward functions and the environment are checked, unless they
-    are in such files. The data read here is not used for training. All ranks must call this.
+    The caller does this before it refuses to resume, or moves files of an earlier run. If ``prepared`` is
+    False, `prepare` has yet to create files. Then only reward functions and the environment are checked, and
+    only if `prepare` does not create their code. Training reads the data again. All ranks must call this.
     """
     for key, section in reward_parts(all_rewards(config), FUNCTION):
         file = section["path"].rpartition(":")[0]
@@ -80,7 +80,7 @@ def reward_parts(
 def preflight(config: PPOConfig, inputs: Inputs, on_gpu: bool) -> None:
     """Raises UserError if a model or a reward cannot use the data, or vLLM cannot run the actor.
 
-    Each rank may call this on its own, and all ranks read the same files.
+    This is not a collective. All ranks find the same errors, since they read the same files.
     """
     check_models(config, inputs)
     check_engine_package(config)
@@ -178,7 +178,8 @@ def check_vocabulary(key: str, model: Any, tokenizer: Tokenizer, tokenizer_of: s
 def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the key and the section of each reward that can be checked separately.
 
-    A mixture is checked as a whole, unless a part of it is a model. Other packages' rewards are left out.
+    A mixture without models is one reward; of a mixture with models, each part is one. Rewards of other
+    packages are left out.
     """
     target = str(section.get("_target_", ""))
     if target in MODEL_REWARDS or (target.startswith(OWN) and not any(reward_models(section))):
@@ -190,7 +191,7 @@ def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str,
 
 
 def check_reward(section: dict[str, Any], key: str, inputs: ScoredInputs) -> None:
-    """Raises UserError if a reward model does not fit the data, or if another reward rejects a row."""
+    """Raises UserError if a reward model cannot read the data, or a reward without a model rejects a row."""
     if section["_target_"] == CLASSIFIER:
         options = {name: section[name] for name in ("template", "append_eos", "normalize") if name in section}
         check_reward_model(ModelConfig(**section["model"]), inputs.examples(), key=key, **options)

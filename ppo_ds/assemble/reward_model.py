@@ -118,7 +118,7 @@ def read_preferences(
 
 
 def check_preferences(config: RewardModelStageConfig, world: World, *, prepared: bool) -> None:
-    """Raises UserError for mistakes in the data, if `prepare` has created it. All ranks must call this."""
+    """Checks the data unless `prepare` must still create it; may raise UserError. All ranks call this."""
     if prepared:
         read_preferences(config, world)
 

@@ -92,7 +92,7 @@ class RewardModels:
     def offer(self, critic: TrainedModel, start: CriticStart, config: PPOConfig) -> None:
         """Lets a reward whose model is the base of a LoRA critic use this base instead of a second copy.
 
-        It keeps a copy of the score head. All ranks must call this before training.
+        The reward uses a copy of the initial score head. All ranks must call this before training.
         """
         head = getattr(critic.module.model, "score", None)
         if start.reward is not None and config.critic.lora.rank and isinstance(head, ScoreHead):
@@ -103,9 +103,10 @@ class RewardModels:
     def __call__(
         self, load: Callable[..., nn.Module], model: ModelConfig, zero: FrozenZeroConfig, key: str
     ) -> tuple[Any, FrozenModel]:
-        """Returns ``load(model, key=key)`` and the FrozenModel that runs it, or a shared copy of them.
+        """Returns ``load(model, key=key)`` and the FrozenModel that runs it.
 
-        ``key`` is the config key for error messages. All ranks must call this.
+        If the same model is in memory already, as that of another reward or as the base of the critic, it is
+        returned instead. ``key`` is the config key for error messages. All ranks must call this.
         """
         identity = _identity(load, model)
         if self._base is not None and self._base[0] == identity:
@@ -134,12 +135,12 @@ class RewardModels:
 
     @property
     def loaded(self) -> list[LoadedModel]:
-        """The loaded models, without shared copies."""
+        """The models that were loaded for rewards, each once; not the critic's base."""
         return list(self._loaded.values())
 
     @property
     def sharded(self) -> bool:
-        """Returns whether a forward of any loaded model is a collective."""
+        """Returns whether a forward of any of the rewards' models is a collective."""
         shared = self._base is not None and self._base[1].zero_stage == 3
         return shared or any(model.zero.stage == 3 for model in self.loaded)
 

@@ -140,7 +140,7 @@ def open_budgets(
     """Makes the token budgets, using the values that an earlier launch determined.
 
     All ranks must call this. Also returns the config with these values. ``start`` is the checkpoint to resume
-    from. ``settings`` are saved in checkpoints and config.yaml; changes of budgets are added to them.
+    from. Changes of budgets are written to ``settings``, which checkpoints and config.yaml store.
     """
     world, run_dir, checkpoint = checkpoints.world, Path(config.run.dir or ""), None
 
@@ -188,7 +188,7 @@ def build_loop(
 
 
 def check_profile(config: Config, done: int, steps: int, banner: Banner) -> None:
-    """Raises UserError if the run ends before the step run.profile; warns if that step is already done."""
+    """Raises UserError if the run has no step number run.profile; warns if that step is already done."""
     if problems := list(late_profile(config, steps)):
         raise UserError(*problems)
     if config.run.profile and config.run.profile <= done:

@@ -135,7 +135,7 @@ def read_demonstrations(
 
 
 def check_demonstrations(config: SFTStageConfig, world: World, *, prepared: bool) -> None:
-    """Raises UserError for mistakes in the data, if `prepare` has created it. All ranks must call this."""
+    """Checks the data unless `prepare` must still create it; may raise UserError. All ranks call this."""
     if prepared:
         read_demonstrations(config, world)
 
@@ -149,7 +149,7 @@ def build_actor(config: SFTStageConfig, context: RunContext, needs: Needs, steps
 
 
 def needs(config: SFTStageConfig, tokenizer: Tokenizer, longest: int, prompts: Prompts | None) -> Needs:
-    """Returns the requirements of the data for the model; the longest row has ``longest`` tokens."""
+    """Returns what the data require of the model; ``longest`` is the number of tokens of the longest row."""
     return Needs(
         tokenizer.id_bound,
         max(longest, 0 if prompts is None else answered_tokens(config, prompts)),

@@ -67,7 +67,7 @@ def choose_layout(
 
 
 def all_packed(*models: TrainedModel | FrozenModel | None) -> bool:
-    """Returns whether all models use packed rows, so that forwards are planned without padding."""
+    """Returns whether all given models use packed rows; if so, forwards are planned without padding."""
     return all(model.module.packed for model in models if model is not None)
 
 
@@ -90,7 +90,7 @@ def finetuning_step(
 
 
 def eval_weights(ema: WeightCopy | None, wanted: bool) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a function that makes a context manager, which swaps in the averaged weights if ``wanted``."""
+    """Returns ``ema.swapped``, which swaps in the averaged weights, if ``wanted``, otherwise nullcontext."""
     return ema.swapped if ema is not None and wanted else nullcontext
 
 
@@ -111,7 +111,7 @@ def machine(world: World) -> list[str]:
 
 
 def trained_model(name: str, path: str | None, role: TrainedConfig) -> str:
-    """Returns the line on a trained model with initial weights from ``path``."""
+    """Returns the banner line on a trained model; its initial weights are from ``path``."""
     optim, rate = role.optim, learning_rate(role)
     factor = f" ({LORA_FACTOR:g} x optim.lr)" if role.lora.rank and role.lora.lr == "auto" else ""
     engine = f"{role.model.dtype}  ZeRO-{role.zero.stage}"

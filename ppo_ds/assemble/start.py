@@ -31,8 +31,8 @@ def open_start(
 ) -> Path | None:
     """Opens the run directory and returns the checkpoint to resume from, if any. All ranks must call this.
 
-    Raises UserError if the run cannot resume from the checkpoint with these ``settings``. Mistakes in data
-    and rewards are reported before such an error, and before the record of an earlier run is moved.
+    Raises UserError if the run cannot resume from the checkpoint with these ``settings``. Before it raises
+    this error or moves the record of an earlier run, it raises UserError for mistakes in data and rewards.
     """
     run_dir, resume = Path(config.run.dir or ""), config.run.resume
     check_shared(run_dir, world)
@@ -97,7 +97,10 @@ def check_shared(run_dir: Path, world: World) -> None:
 
 
 def check_new_inputs(config: Config, before: Settings | None, settings: Settings, world: World) -> None:
-    """Raises UserError for mistakes in rewards, and in data that exists already. All ranks must call this."""
+    """Raises UserError for mistakes in rewards, and in data unless `prepare` has yet to create it.
+
+    ``before`` are the settings of the earlier run in the directory, if any. All ranks must call this.
+    """
     check = STAGES[config.stage].check
     if check is None:
         return
@@ -108,7 +111,7 @@ def check_new_inputs(config: Config, before: Settings | None, settings: Settings
 
 
 def on_main(world: World, action: Callable[[], Any]) -> Any:
-    """Runs ``action`` on rank 0; every rank gets its result or UserError. All ranks must call this."""
+    """Runs ``action`` on rank 0. All ranks must call this, and return its result or raise its UserError."""
     result, problems = None, []
     if world.is_main:
         try:

@@ -55,9 +55,9 @@ def _own_keys(
 ) -> tuple[Any, Problems]:
     """Returns ``tree`` without the keys that only other variants use, at any depth, and the problems.
 
-    There is a line for each removed key with a non-default value. For a section with an unknown variant name,
-    the default variant is used, and only the line about the name is returned. ``variant`` is the innermost
-    chosen variant that contains the section; ``rivals`` are the sections at the same place in other variants.
+    Each removed key with a non-default value is a problem. If the name of a variant is unknown, its section
+    is read as the default variant, and the name is the only problem returned. ``variant`` is the innermost
+    chosen variant that contains ``section``; ``rivals`` are the sections with this key in other variants.
     """
     if not isinstance(tree, Mapping):
         return tree, {}
@@ -97,9 +97,9 @@ def _checked(field: FieldInfo, value: Any) -> tuple[Any, str]:
 
 
 def complete(section: type[Section], tree: Any, stand_ins: bool = False) -> Any:
-    """Adds absent sections, and removes required keys without a value so that pydantic reports them.
+    """Adds missing sections to ``tree`` and removes empty required keys, which pydantic then reports.
 
-    With ``stand_ins``, missing required keys get a value of their type instead.
+    With ``stand_ins``, empty or missing required keys get a value of their type instead.
     """
     if not isinstance(tree, dict):
         return tree
@@ -137,7 +137,7 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 def with_defaults(section: type[Section], tree: Any, like: Any = None) -> Any:
     """Merges a nested dict over the defaults of a section; required keys have no default.
 
-    ``like``, or else ``tree``, chooses the variants of sections.
+    The names of variants are read from ``like``, or if it is None, from ``tree``.
     """
     if not isinstance(tree, Mapping):
         return tree
@@ -320,9 +320,9 @@ def _unknown_key(place: _Place, leaf: str, value: Any, known: list[str]) -> str:
 def other_systems(name: str, known: Sequence[str]) -> list[str]:
     """Returns a line for each key that corresponds to the setting ``name`` of another system.
 
-    Only keys whose section is among the keys ``known`` are considered. Those settings of other_systems.toml
-    match that share the most final parts, separated by dots, with ``name``. One shared part is not enough if
-    a ``known`` key ends with this part too.
+    Names are compared part by part from the end; dots separate the parts. The settings in other_systems.toml
+    that share the most parts with ``name`` match. If they share only the last part, no key in ``known`` may
+    end with it. A key is left out if its section is not in ``known``.
     """
     ours = name.rpartition(".")[2] in {key.rpartition(".")[2] for key in known}
     found: dict[int, dict[str, str]] = {0: {}}  # number of common parts -> key -> line

@@ -61,7 +61,7 @@ def keys_of(section: type[Section], prefix: str) -> Iterator[Key]:
 
 
 def values() -> dict[str, dict[str, str]]:
-    """Maps each key that chooses a part or a variant to its values and their descriptions."""
+    """Maps each key that selects an Entry or a variant to its possible values and their descriptions."""
     tables = {key: {name: one.description for name, one in table.items()} for key, table in _ENTRIES.items()}
     for key, section in sections_of(Config):
         if issubclass(section, Variants):
@@ -117,7 +117,7 @@ def help_on(topic: str) -> str:
 
 
 def help_on_part(name: str, target: str | None) -> str:
-    """Describes the key ``name``, reward or prepare; if ``target`` is given, describes its arguments.
+    """Describes ``name``, which is reward or prepare, or, if ``target`` is given, the target's arguments.
 
     Raises UserError if ``target`` cannot be imported.
     """

@@ -28,7 +28,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class StageEntry(Entry):
-    """A kind of training, built by calling ``target`` (config, RunContext). Its Config is in schema.py."""
+    """A kind of training: ``target`` (config, RunContext) builds it, and its Config class is in schema.py."""
 
     # Dotted name of a function (config, ranks) that returns the config of a dry run: two steps with tiny
     # random models. None: run.dry_run is refused.

@@ -93,10 +93,10 @@ class Config(Variants):
 
     @classmethod
     def foreign(cls, key: str, value: Any, default: Any) -> Iterator[str]:
-        """Yields the error lines about ``key``, which only other stages use.
+        """Yields the error lines about ``key``, which the config sets but only other stages use.
 
-        A ``key`` at the top level has one line, unless it is empty. A ``key`` inside a section has a line for
-        each value at or below it, unless all of these values are defaults.
+        A section at the top level gets one line, unless it is empty. A ``key`` inside a section gets a line
+        for each value at or below it, unless ``value`` equals ``default``.
         """
         stage = cls.model_fields["stage"].default
         if "." in key:
@@ -209,7 +209,7 @@ OPEN_VARIANTS: dict[str, type[Variants]] = {
 
 
 def own_code(tree: Any) -> list[tuple[str, dict[str, Any], str]]:
-    """Returns (key, section, name) for each variant in ``tree`` that is unknown but may be user code."""
+    """Returns (key, its section, name) for each unknown variant name in ``tree``, which may be user code."""
     found = []
     for key, variants in OPEN_VARIANTS.items():
         *path, tag = key.split(".")
@@ -223,7 +223,7 @@ def own_code(tree: Any) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def load_own_code(tree: Any) -> None:
-    """Imports and adds the user code named in ``tree``; only for a ``tree`` from a trusted source."""
+    """Imports the user code that ``tree`` names, and adds it as variants. ``tree`` must be trusted."""
     for key, _, name in own_code(tree):
         if "." in name:
             try:
@@ -237,7 +237,7 @@ def load_own_code(tree: Any) -> None:
 
 
 def add_own_code(key: str, name: str, target: Any, path: str) -> None:
-    """Adds the code ``target`` at ``path`` as a value of ``key``; raises UserError if it is unsuitable."""
+    """Makes ``name`` a value of ``key`` that selects the code ``target`` at ``path``. May raise UserError."""
     variants, problem = OPEN_VARIANTS[key], ""
     if isinstance(target, type):
         if variants.interface is not None and not issubclass(target, variants):

@@ -82,7 +82,7 @@ def _named(body: list[ast.stmt], name: str) -> ast.FunctionDef | ast.ClassDef | 
 
 
 def _type(annotation: ast.expr | None, names: dict[str, Any]) -> Any:
-    """Returns the type of an annotation, or Any if unknown; ``names`` maps known names to types."""
+    """Returns the type that an annotation denotes, or Any if unknown; ``names`` maps names to types."""
     match annotation:
         case ast.Name(id=name):
             return names.get(name, Any)

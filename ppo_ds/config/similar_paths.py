@@ -27,7 +27,7 @@ def did_you_mean_path(path: str) -> str:
 
 
 def did_you_mean_model(path: str) -> str:
-    """Returns ``; did you mean x?`` with the most similar folder, or with the model inside it, or ""."""
+    """Returns ``; did you mean x?`` or "". x is the most similar folder, or the model inside this folder."""
     found = similar_path(Path(path).expanduser())
     if found is None or os.path.isfile(found):
         return ""
@@ -35,7 +35,7 @@ def did_you_mean_model(path: str) -> str:
 
 
 def model_inside(folder: Path) -> Path | None:
-    """Returns the model folder inside a folder such as a run directory: model/, or the only one, or None."""
+    """Returns ``folder``/model if it holds a model, else the only model folder in ``folder``, else None."""
     inside = [found for found in _entries(folder) if is_model_folder(found)]
     exported = folder / "model"
     return exported if exported in inside else inside[0] if len(inside) == 1 else None
@@ -57,7 +57,7 @@ def similar_path(path: Path) -> Path | None:
 
 
 def model_sibling(path: str) -> Path | None:
-    """Returns the model folder with a similar name in the existing parent folder of ``path``, or None."""
+    """Returns the model folder next to ``path`` with the most similar name, or None."""
     parent, name = Path(path).parent, Path(path).name
     siblings = {entry.name: entry for entry in _entries(parent) if is_model_folder(entry)}
     close = get_close_matches(name, siblings, n=1, cutoff=_CUTOFF)

@@ -117,7 +117,7 @@ def arguments_of(target: Callable[..., Any]) -> type[Section]:
 
 
 def checked_as(hint: Any) -> Any:
-    """Converts an argument's annotation to a type that checks YAML values; unknown classes become Any."""
+    """Converts an argument's annotation to a type that checks YAML values, or to Any if none does."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return Annotated[checked_as(args[0]), *args[1:]]

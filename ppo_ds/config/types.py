@@ -36,17 +36,17 @@ class Section(BaseModel):
 
     @classmethod
     def variant_of(cls, tree: Any) -> type[Self]:
-        """Returns the class to read ``tree`` with. Only sections with variants have several classes."""
+        """Returns the class with which ``tree`` is read: this class; in Variants, the chosen variant."""
         return cls
 
     @classmethod
     def all_fields(cls) -> dict[str, FieldInfo]:
-        """Returns the fields of all variants by name."""
+        """Returns the fields by name; in Variants, those of all variants."""
         return cls.model_fields
 
 
 class Arguments(Section, use_attribute_docstrings=False):
-    """A section made from a function's arguments, without a class body in which docstrings describe keys."""
+    """A section made from the arguments of a function. Its keys have no docstrings that describe them."""
 
 
 class Variants(Section):
@@ -64,10 +64,10 @@ class Variants(Section):
 
     @classmethod
     def add(cls, name: str, target: Any, path: str) -> None:
-        """Adds a user's variant ``name``. ``target`` is a subclass of this class, or the code of a variant.
+        """Adds a user's variant ``name``.
 
-        ``path`` is the dotted name of the code. If ``target`` is code, the variant has only the keys that all
-        variants have.
+        ``target`` is a subclass of this class, or the function or class that the variant selects, with the
+        dotted name ``path``. In the second case, the variant has only the keys that all variants have.
         """
         own = isinstance(target, type) and issubclass(target, cls)
         values = {cls.tag: name, "__annotations__": {cls.tag: Literal[name]}, "__module__": __name__}
@@ -180,7 +180,7 @@ class Must:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Accepts the names or numbers in ``table`` and ``also``. Entries may be added to ``table`` later."""
+    """Accepts the names or numbers in two collections: ``table``, which may grow later, and ``also``."""
 
     table: Iterable[Any]
     also: tuple[Any, ...] = ()

@@ -72,9 +72,9 @@ def slow_bf16(config: Config, computes_bf16: bool | None) -> list[str]:
 
 
 def _mistakes(config: PPOConfig, hides_stops: bool) -> Iterator[str]:
-    """Yields a phrase for each known flaw of an algorithm that the config enables.
+    """Yields a phrase for each setting of the algorithm that is known to be a mistake.
 
-    Most are flaws of published systems, which ppo_ds offers so that the systems can be reproduced.
+    Most of these settings are used by published systems, which ppo_ds can thus reproduce.
     """
     algo = config.algo
     estimator, level = algo.advantage, algo.action_level

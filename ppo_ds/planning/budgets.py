@@ -65,7 +65,7 @@ def automatic(config: Config) -> list[str]:
 
 
 def with_numbers(config: ConfigT, numbers: Mapping[str, int]) -> ConfigT:
-    """Returns a copy of the config with these token budgets."""
+    """Returns a copy of the config in which the values in ``numbers`` replace the token budgets."""
     if not numbers or not isinstance(config, TextConfig):
         return config
     return replace(config, memory=replace(config.memory, **numbers))
@@ -92,7 +92,8 @@ def resolve(
 ) -> Resolution:
     """Computes the budgets that are auto.
 
-    ``estimate`` gets configs whose budgets are numbers. All tensors of a rank may take ``usable`` bytes.
+    ``estimate`` is called with configs in which each budget is a number. The tensors of a rank may take at
+    most ``usable`` bytes together.
     """
     start = with_cpu_limits(config)
     base = estimate(start)
@@ -137,7 +138,7 @@ def resolve(
 
 
 def highest_phase(name: str, found: Estimate) -> tuple[str, int]:
-    """Returns the name and the peak of the highest phase that a budget determines; ("", 0) if none."""
+    """Returns (phase, peak) of the highest of a budget's PHASES; ("", 0) if ``found`` has none of them."""
     peaks = ((phase, found.phases[phase]) for phase in PHASES[name] if phase in found.phases)
     return max(peaks, key=lambda item: item[1], default=("", 0))
 
@@ -208,7 +209,7 @@ def settle(
 ) -> ConfigT:
     """Resolves the budgets of a run that are auto, and returns the config with the numbers.
 
-    All ranks must call this. All models must be in memory. ``estimate`` estimates the memory of the run.
+    All ranks must call this once all models are in memory. ``estimate`` estimates the memory of the run.
     """
     if not automatic(config):
         return config
@@ -230,9 +231,9 @@ def known_budgets(
 ) -> tuple[dict[str, int], dict[str, int], list[str]]:
     """Returns the budgets that earlier launches of the run have determined, by name.
 
-    The second result maps each budget with which memory ran out to its number before it was halved; the third
-    is lines for the start-up banner. A number in the config takes precedence, unless memory has run out with
-    it. ``checkpoint`` is the section memory of a checkpoint of this number of ``ranks``, or None.
+    The second result maps each budget that was halved, because memory ran out, to its number before that. The
+    third is lines for the start-up banner. A number in the config takes precedence, unless memory ran out
+    with it. ``checkpoint`` is the section memory of a checkpoint with the same number of ``ranks``, or None.
     """
     numbers: dict[str, int] = {}
     halved_from: dict[str, int] = {}
@@ -254,9 +255,9 @@ def known_budgets(
 def token_budgets(
     config: Config, world: World, run_dir: Path, halved_from: Mapping[str, int], on_change: OnChange
 ) -> TokenBudgets:
-    """Makes the budgets of a run. Until ``settle``, auto budgets have their upper limit on a CPU.
+    """Makes the budgets of a run. Until ``settle`` is called, auto budgets have the upper limit for CPUs.
 
-    ``halved_from`` is a result of ``known_budgets``; TokenBudgets describes ``on_change``.
+    ``halved_from`` is the second result of ``known_budgets``; TokenBudgets describes ``on_change``.
     """
     given = {name: tokens for name, tokens in used_budgets(config).items() if tokens != "auto"}
 

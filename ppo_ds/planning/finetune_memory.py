@@ -49,8 +49,8 @@ class FinetuneMemory(RunMemory):
     ):
         """Initializes the estimate. The longest text has ``longest`` tokens.
 
-        ``evaluated`` is the number of held-out rows or pairs. ``answers`` is the number of held-out prompts
-        to answer, and the maximum tokens of a prompt with its answer.
+        ``evaluated`` is the number of held-out rows or pairs. ``answers`` are the number of
+        held-out prompts to answer and the maximum number of tokens of a prompt and its answer together.
         """
         batch = batch_of(config)
         rows = batch.texts * -(-batch.size // hardware.ranks)
@@ -74,7 +74,7 @@ class FinetuneMemory(RunMemory):
         return Estimate(resident, phases, host, self.engines, "", row_tokens=self.length, rows=self.answers)
 
     def generation(self) -> int:
-        """Computes an upper bound of the additional bytes for answering prompts with whole weights."""
+        """Computes an upper bound of the bytes that answering prompts adds, if all weights are gathered."""
         section, shape, each = self._role(self.name)
         most = max(1, int(dict(self.config.memory)["rollout_tokens"]) // self.answer_tokens)
         rows = min(self.answers, most)

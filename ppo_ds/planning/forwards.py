@@ -12,8 +12,9 @@ def old_logprobs_source(config: PPOConfig) -> OldLogprobs:
 
     With algo.old_logprobs=rollout, the decode backend computes them; otherwise a forward before the update.
     The update's own forward suffices if one optimizer step uses the whole rollout, the old policy does not
-    lag, and nothing needs the log-probs before the update. They are needed for a KL in the reward, importance
-    weights for the decode backend, a value head on the actor, steps with only the critic and selected tokens.
+    lag, and nothing needs the log-probs before the update. These need them: a KL in the reward, importance
+    weights for the decode backend, a value head on the actor, warm-up steps that train only the critic, and
+    policy losses on selected tokens.
     """
     algo = config.algo
     if algo.old_logprobs == "rollout":
@@ -31,9 +32,10 @@ def old_logprobs_source(config: PPOConfig) -> OldLogprobs:
 
 
 def with_sources(config: PPOConfig) -> list[PPOConfig]:
-    """Returns the config with algo.old_logprobs=auto replaced by recompute and, in fp32, then by rollout.
+    """Returns the configs that may replace one with algo.old_logprobs=auto.
 
-    The run continues with one of them (assemble/generator.py). A config without auto is returned unchanged.
+    One has recompute; in fp32, another has rollout. The run continues with one of them
+    (assemble/generator.py). A config without auto is returned alone and unchanged.
     """
     if config.algo.old_logprobs != "auto":
         return [config]
@@ -50,16 +52,17 @@ def one_optimizer_step(config: PPOConfig) -> bool:
 def kept_roles(config: PPOConfig) -> tuple[str, ...]:
     """Returns the models whose forwards before the update are reused in the update.
 
-    There are none with several optimizer steps per rollout, or with sequence parallelism, because ranks then
-    have other rows in the update. With memory.reuse_forwards=auto, at most the last model that runs before
-    the update is returned: the actor, or the critic if the actor does not run. The backward of this model is
-    the first of the update, so the kept graph does not increase peak memory. If the critic comes first, its
-    gradients are in memory during the actor's backward. With ``all``, both graphs may be in memory.
+    There are none with several optimizer steps per rollout, and none with sequence parallelism, because ranks
+    then have other rows in the update. With memory.reuse_forwards=auto, at most the last model that runs
+    before the update is returned: the actor, or the critic if the actor does not run. The backward of this
+    model is the first of the update, so the kept graph does not increase peak memory. If the critic comes
+    first, its gradients are in memory during the actor's backward. With memory.reuse_forwards=all, both
+    graphs may be in memory.
 
-    A model is excluded if its weights may run another forward between a forward and its backward: with LoRA,
-    a reference or reward model may be this model without adapters, and a lagged policy runs in the actor's
-    engine. The actor is also excluded if it runs no forward before the update, by PTX losses, which come
-    first in the update, and by algo.policy.top_entropy, which needs entropies before the update.
+    A model is excluded if its engine may run another forward between the kept forward and its backward: with
+    LoRA, a reference or reward model may be this model without adapters, and a lagged policy runs in the
+    actor's engine. The actor is also excluded in three cases: it runs no forward before the update; PTX
+    losses come first in the update; algo.policy.top_entropy needs entropies before the update.
     """
     algo, reuse = config.algo, config.memory.reuse_forwards
     if reuse == "off" or not one_optimizer_step(config) or config.memory.sequence_parallel > 1:

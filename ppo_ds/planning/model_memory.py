@@ -88,8 +88,8 @@ class Engine:
     def _offloaded(self, share: int) -> int:
         """Computes the CPU memory of offloaded master weights and gradients, ``share`` elements of each.
 
-        ZeRO-3 has two copies of the gradients, one of them by sub-groups, and does not page-lock the master
-        weights (stage3.py: grad_partitions_flat_buffer, initialize_optimizer_states). The other stages
+        ZeRO-3 has two copies of the gradients, one of them split into sub-groups, and does not page-lock the
+        master weights (stage3.py: grad_partitions_flat_buffer, initialize_optimizer_states). The other stages
         page-lock the master weights, the gradients, the new weights and, with several micro-batches, the
         gradients of each tensor, which take at most twice their size (stage_1_and_2.py:
         buffer_to_accumulate_to_in_cpu).

@@ -136,7 +136,7 @@ class PPOMemory(RunMemory):
         return uploaded + gathered + self.forward(model.shape, tokens, length, model.each)
 
     def forward_tokens(self, budget: int, rows: int) -> int:
-        """Counts this rank's tokens of the largest forward, which the ranks of a sequence group divide."""
+        """Counts the tokens of one rank in the largest forward, which the ranks of a sequence group share."""
         parts = self.config.memory.sequence_parallel
         return ceil(forward_tokens(parts * budget, parts * rows, self.length) / parts)
 
@@ -205,10 +205,10 @@ class PPOMemory(RunMemory):
     def _engine_generation(
         self, engine: VllmMemory, rest: int, phases: dict[str, int]
     ) -> tuple[str, bool, int]:
-        """Adds the phases of an engine with own weights to ``phases``; returns the same as ``_generation``.
+        """Adds the phases of generation with vLLM to ``phases``; returns the same as ``_generation``.
 
-        An engine that sleeps allocates its KV cache after the weights have arrived. ``rest`` includes the
-        engine's bytes between two phases.
+        A vLLM engine that sleeps allocates its KV cache only after it has received the weights. ``rest``
+        includes the bytes of the engine while it does not generate.
         """
         _, shape, each = self._role("actor")
         between = engine.between
@@ -253,9 +253,10 @@ class PPOMemory(RunMemory):
         last backward ends, or during the optimizer step. Both models' backwards come before both steps
         (ppo/learner.py), so one model's gradients are in memory during the other model's backward.
 
-        A kept graph of the actor (memory.reuse_forwards) adds nothing, because it is of the only micro-batch,
-        made last before the update, and used first. If the critic's graph is kept too, it is in memory during
-        the actor's backward. If only the critic's graph is kept, it is used first and leaves its gradients.
+        If the actor's graph is kept from before the update (memory.reuse_forwards), it adds nothing: it
+        belongs to the only micro-batch, is made last before the update and is used first. If the critic's
+        graph is kept too, it is in memory during the actor's backward. If only the critic's graph is kept,
+        the critic's backward comes first, and its gradients are in memory during the actor's backward.
         """
         actor, critic = self.engines["actor"], self.engines.get("critic")
         if critic is None:
@@ -290,12 +291,12 @@ def decoding_bytes(config: PPOConfig, shape: Shape, each: int, rows: int, length
 
 
 def records_steps(config: PPOConfig, on_gpu: bool) -> bool:
-    """Returns whether decode steps are CUDA graphs if weights are not gathered layer by layer."""
+    """Returns whether decode steps are CUDA graphs; they never are if weights are gathered layer by layer."""
     return on_gpu and config.rollout.backend != "hf"
 
 
 def packed_bytes(config: PPOConfig, shape: Shape, on_gpu: bool) -> int:
-    """Computes the bytes of packed weights (models/linear.py) in generation with whole weights; 0 if none."""
+    """Computes the bytes of packed weights (models/linear.py) during generation; 0 if none are packed."""
     dtype = torch_dtype(config.actor.model.dtype)
     packs = not on_gpu and config.rollout.backend != "hf" and matmul.packs(torch.empty(1, dtype=dtype))
     size = dtype.itemsize * shape.linear

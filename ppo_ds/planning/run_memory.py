@@ -137,7 +137,7 @@ class RunMemory:
             frozen: The models that only score, by role or config key.
             length: Tokens of the longest row.
             rows: Rows of an optimizer step on one rank.
-            unit: Rows that a forward keeps together.
+            unit: Rows that must be in the same forward, such as the two of a pair.
         """
         self.config, self.hardware, self.shapes, self.frozen = config, hardware, shapes, frozen
         self.length, self.update_rows, self.unit = length, rows, unit
@@ -251,7 +251,7 @@ class RunMemory:
         return kept + head
 
     def backward(self, role: str) -> int:
-        """Computes the peak of the backwards of an optimizer step of a trained role."""
+        """Computes the peak of a trained role's memory in the backwards of one optimizer step."""
         engine = self.engines[role]
         tokens = self.forward_tokens(int(self.config.memory.train_tokens), self.update_rows)
         accumulated = engine.gradients if self.update_rows * self.length > tokens else 0

@@ -50,7 +50,7 @@ class VllmMemory:
     def loading(self, synced: int) -> int:
         """Returns the bytes while the engine receives new weights, which needs ``synced`` additional bytes.
 
-        An engine that sleeps between phases allocates its KV cache afterwards.
+        If the engine sleeps between phases, the KV cache is not counted, since it is allocated afterwards.
         """
         return self.weights + self.kept + synced + (0 if self.sleep else self.kv_cache)
 
@@ -83,7 +83,7 @@ def vllm_weight_bytes(shape: Shape, tensor_parallel: int, each: int) -> int:
 
 
 def vllm_cache_tokens(token_budget: int, longest: int, tensor_parallel: int) -> int:
-    """Returns the tokens that each rank of a group adds to the KV cache: its budget, or more.
+    """Returns a rank's part of its group's KV cache in tokens: the budget, or more if that is too little.
 
     vLLM starts only if the cache of a group has room for at least one row of ``longest`` tokens.
     """

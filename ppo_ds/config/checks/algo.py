@@ -10,7 +10,7 @@ from ppo_ds.config.schema import PPOConfig, is_partial, reward_weights, rollout_
 
 
 def check_batches(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each batch size that ranks or steps cannot divide evenly.
+    """Yields an error line for each batch size that ranks or optimizer steps do not divide evenly.
 
     Also yields one for each setting that conflicts with memory.sequence_parallel.
     """

@@ -154,7 +154,7 @@ def looks_local(path: str) -> bool:
 
 
 def is_prepared(path: str, config: Config) -> bool:
-    """Returns whether `prepare` may create a path: any path, or only paths in its `dir` if it has one."""
+    """Returns whether `prepare` may create ``path``: any path, or only those in its argument `dir` if set."""
     made = (config.prepare or {}).get("dir")
     return config.prepare is not None and (
         not made or Path(path).absolute().is_relative_to(Path(made).absolute())

@@ -67,7 +67,7 @@ PPO = {
 
 
 def check_needs(config: Config, ranks: int) -> Iterator[str]:
-    """Yields an error line for each key that does not meet its conditions in the tables above."""
+    """Yields an error line for each key that is set although a condition in the tables above is not met."""
     needs: dict[str, Any] = dict(ALL_STAGES)
     needs |= ON_TEXTS if isinstance(config, TextConfig) else {}
     if isinstance(config, PPOConfig):

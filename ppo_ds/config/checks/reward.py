@@ -16,7 +16,7 @@ TOKEN_REWARDS = {ENVIRONMENT_REWARD: ("environment", "turns"), TEACHER: ("teache
 
 
 def check_reward(config: PPOConfig, ranks: int) -> Iterator[str]:
-    """Yields an error line for each mistake in the rewards, and each option unsuited for token rewards."""
+    """Yields an error line for each mistake in rewards, and any reward shaping that token rewards exclude."""
     if config.reward and not config.reward.get("_target_"):
         yield (
             "reward._target_ is missing: choose a kind of reward first (reward=model, reward=function, "
