@@ -84,7 +84,7 @@ def all_of(parts: Sequence[Pending[T]]) -> Pending[list[T]]:
 
 
 def start_all(starting: Iterable[Pending[T]]) -> list[Pending[T]]:
-    """Returns the items of ``starting`` in a list; each step of the iteration starts the tasks of one item.
+    """Returns the items of ``starting``, a lazy iterable that starts the tasks of an item when it yields it.
 
     If starting a task raises an exception, the tasks already started are cancelled.
     """

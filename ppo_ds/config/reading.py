@@ -117,7 +117,7 @@ def complete(section: type[Section], tree: Any, stand_ins: bool = False) -> Any:
 
 
 def _without(section: type[Section], tree: Any, location: tuple[int | str, ...]) -> Any:
-    """Returns ``tree`` without the key at ``location``, or without the list or mapping that contains it."""
+    """Returns ``tree`` without the key at ``location``; a list or dict field with the key is left out."""
     if not isinstance(tree, dict) or not location:
         return {}
     name, *rest = location

@@ -77,11 +77,11 @@ def export(
     name: str | None = None,
     adapter: bool = False,
 ) -> Path:
-    """Writes the model ``role``, a key of FOLDERS, to ``out``, and the actor's adapter to ``out/adapter``.
+    """Writes the model ``role``, a key of FOLDERS, to ``out``, and the actor's adapter, if any, to out/adapter.
 
     Each of the two folders gets a model card. Returns the model's folder; if an error is raised, it is
     neither created nor changed. ``force`` replaces an existing model folder. ``name`` is the model's name on
-    the Hub, for the card. With ``adapter``, raises UserError if the model has no adapter.
+    the Hub, for the card. ``adapter`` raises UserError if there is no adapter, but changes nothing else.
     """
     out = target_folder(checkpoint, role, out, force)
     config = read_config(checkpoint, role, trust_remote_code)
