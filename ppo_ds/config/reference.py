@@ -158,7 +158,7 @@ def page() -> str:
 
 
 def section_text(members: Mapping[str, type[Section]]) -> str:
-    """Describes a section, or several models' sections with the same keys."""
+    """Describes one section, or the sections of several models; ``members`` maps section names to classes."""
     about, found = defaultdict(list), defaultdict(list)  # description -> names; last part of a key -> Keys
     for name, section in members.items():
         about[" ".join((section.__doc__ or "").split())].append(f"`{name}`")

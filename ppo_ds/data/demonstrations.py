@@ -91,10 +91,11 @@ class DemonstrationSource:
     """Holds the token ids of texts and demonstrations, identically on every rank.
 
     "Learned" tokens have a loss. In a text, these are all tokens but the first; an end token is appended. In
-    a demonstration, ``learn`` selects the last answer, every assistant turn, or all tokens but the first,
-    with the end tokens. Tokens after the last learned token are removed. Rows are truncated to ``max_tokens``
-    on the right, and dropped if no learned token remains. ``report`` has the number of rows read ("rows"),
-    truncated, dropped, and kept with an unknown token ("unknown"); ``len(source)`` is the number kept.
+    a demonstration, ``learn`` selects the last answer, every assistant turn, or all tokens but the first;
+    end tokens are always included. Tokens after the last learned token are removed. Rows are truncated to
+    ``max_tokens`` on the right, and dropped if no learned token remains. ``report`` has the number of rows
+    read ("rows"), truncated, dropped, and kept with an unknown token ("unknown"); ``len(source)`` is the
+    number kept.
     """
 
     unit = "texts"

@@ -50,7 +50,7 @@ class HostWeights:
         lock_pages(block, device)
 
     def restore(self) -> None:
-        """Points the module's parameters to the block again, without a copy; frees the device's memory."""
+        """Points the parameters to the host memory again, without a copy, which frees them on the device."""
         for owner, name, parameter in self._slots:
             parameter.data = self._host[parameter]
             setattr(owner, name, parameter)  # Module.to replaces parameters of some devices

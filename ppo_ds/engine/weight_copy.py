@@ -61,7 +61,7 @@ class WeightCopy:
 
     @contextmanager
     def exchanged(self) -> Iterator[MasterWeights]:
-        """Exchanges the master weights with the copy inside the block. Not a collective.
+        """Swaps the master weights and the copy for the time of the with block. Not a collective.
 
         The module's own weights do not change.
         """

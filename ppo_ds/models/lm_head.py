@@ -30,10 +30,10 @@ _MARK = 1000.1  # replaces all logits in a probe; a soft cap or a scale changes 
 
 
 class LMHead(Linear):
-    """Linear LM head that computes logits, or statistics of given labels such as their log-probs.
+    """Linear LM head that returns either logits or statistics of given labels, such as their log-probs.
 
-    ``forward`` computes both, because ZeRO-3's hooks gather the weight only for a module's forward and
-    backward.
+    One method, ``forward``, serves both, because ZeRO-3's hooks gather the weight only for a module's forward
+    and backward.
     """
 
     def forward(

@@ -177,7 +177,7 @@ class PositiveNLLTerm(Term):
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """Computes the value loss with the coef, clip and half of algo.value (algorithm/value/loss.py)."""
+    """Computes the value loss (algorithm/value/loss.py) with the keys coef, clip and half of algo.value."""
 
     value: ValueConfig
     agg: Aggregation

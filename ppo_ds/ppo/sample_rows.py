@@ -101,7 +101,7 @@ def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
 
 
 def prompt_notes(rollout: Rollout, limit: int, group_size: int, world: World) -> dict[int, dict[str, Any]]:
-    """Returns the prompt columns of the rows to log, by row index; ``limit`` is their number (-1: all).
+    """Chooses ``limit`` rows to log (-1: all); returns their prompt columns, by row index.
 
     The first response to each prompt is chosen before all second ones, and so on. All ranks must call this.
     """

@@ -71,7 +71,7 @@ def get_score_reward(
     note: Callable[[str], None] = lambda line: None,
     key: str = "reward",
 ) -> GetScoreReward:
-    """Loads a model that defines get_score as a reward; for the arguments see ``model_reward``.
+    """Loads a model that has a method get_score, for use as a reward; for the arguments see ``model_reward``.
 
     If get_scores disagrees with get_score or fails on any rank, all ranks score responses one by one. Without
     an audit, get_scores is used unchecked if it exists. All ranks must call this.

@@ -29,7 +29,7 @@ class MetricSums:
         self._parts: dict[str, Tensor] = {}  # float64
 
     def add_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Adds metrics as parts, such as those that a loss function returns in addition to the loss."""
+        """Adds metrics given as parts (see above), as a loss function returns them beside the loss."""
         for name, part in parts.items():
             part = part.detach().double()
             if name in self._parts:

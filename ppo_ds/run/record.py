@@ -58,10 +58,10 @@ def recorded_settings(run_dir: Path) -> Settings | None:
 
 
 def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
-    """Returns the names in ``run_dir`` of an earlier run's files that must be moved before this run.
+    """Returns the names of the files in ``run_dir`` that an earlier run left and that must be moved away.
 
-    Returns [] if this run starts from a checkpoint of the earlier run (``start``), or if it starts from no
-    checkpoint (None) with the same settings. With ``restart``, returns all of the earlier run's files.
+    Returns [] if ``start`` is a checkpoint of the earlier run, or if ``start`` is None (no checkpoint) and
+    the settings are the same. With ``restart``, returns all of the earlier run's files.
     """
     before, steps = recorded_settings(run_dir), recorded_steps(run_dir)
     checkpoints = run_dir / "checkpoints"

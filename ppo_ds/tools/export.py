@@ -77,7 +77,7 @@ def export(
     name: str | None = None,
     adapter: bool = False,
 ) -> Path:
-    """Writes the model ``role``, a key of FOLDERS, to ``out``, and the actor's adapter, if any, to out/adapter.
+    """Writes the model ``role``, a key of FOLDERS, to ``out``, and any adapter of the actor to out/adapter.
 
     Each of the two folders gets a model card. Returns the model's folder; if an error is raised, it is
     neither created nor changed. ``force`` replaces an existing model folder. ``name`` is the model's name on

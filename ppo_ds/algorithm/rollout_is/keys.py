@@ -87,7 +87,7 @@ class Leveled(Bounded):
 
 
 class Truncate(Leveled):
-    """Weights per unit of algo.rollout_is.level, limited to [low, high]."""
+    """One weight per token or sequence (see level), limited to [low, high]."""
 
     kind: Literal["truncate"] = "truncate"
     function = f"{_HERE}.truncate"

@@ -53,9 +53,9 @@ def cluster_of(name: str | None, gpus: int | None, nodes: int | None, memory: fl
     """Returns the devices that the options --gpu, --gpus, --nodes and --gpu-mem describe.
 
     If ``name``, ``gpus`` and ``memory`` (GiB) are None, each of the ``nodes`` (None: 1) is like this machine:
-    its GPUs, or one rank on its CPU. Otherwise ``gpus`` is the number of GPUs on each node, or of all GPUs if
-    ``nodes`` is None. In this case they are divided into nodes of the size in the table of GPUs, or without
-    ``name`` of DEFAULT_PER_NODE. Raises UserError if the nodes would differ in size.
+    its GPUs, or one rank on its CPU. Otherwise ``gpus`` is the number of GPUs per node if ``nodes`` is given,
+    else the total. A total is divided into nodes of the size that the table of GPUs has for ``name``, or of
+    DEFAULT_PER_NODE GPUs if ``name`` is None. Raises UserError if the nodes would differ in size.
     """
     gpu = None if name is None else find_gpu(name)
     if gpu is None and gpus is None and memory is None:
