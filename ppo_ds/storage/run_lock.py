@@ -3,7 +3,7 @@
 The holder keeps ``run.lock`` open under ``flock``; the file describes the holder. Some file systems do not
 support such locks or do not share them between machines. The holder therefore also renews the file's
 modification time. If this kernel cannot see the holder's lock, the holder counts as ended 60 s after the last
-renewal; two runs that start at the same moment may then both get the lock.
+renewal. Without such locks, two runs that start at the same moment may both get it.
 """
 
 from __future__ import annotations
