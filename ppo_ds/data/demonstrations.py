@@ -71,7 +71,10 @@ def parse_demonstration(row: Row, format: PromptFormat, learn: Learn = "answer")
 
 
 def _split_chat(chat: list[Message], name: str, format: PromptFormat, learn: Learn) -> Demonstration:
-    """Splits a chat into prompt and answer; raises UserError unless the last message is the assistant's."""
+    """Splits a chat into prompt and answer; raises UserError unless it ends with an assistant message.
+
+    With ``learn`` "assistant", messages after the last assistant message are dropped before this check.
+    """
     answers = [i for i, message in enumerate(chat, start=1) if message["role"] == "assistant"]
     if learn == "assistant" and answers:
         chat = chat[: answers[-1]]
@@ -91,11 +94,11 @@ class DemonstrationSource:
     """Holds the token ids of texts and demonstrations, identically on every rank.
 
     "Learned" tokens have a loss. In a text, these are all tokens but the first; an end token is appended. In
-    a demonstration, ``learn`` selects the last answer, every assistant turn, or all tokens but the first;
-    end tokens are always included. Tokens after the last learned token are removed. Rows are truncated to
-    ``max_tokens`` on the right, and dropped if no learned token remains. ``report`` has the number of rows
-    read ("rows"), truncated, dropped, and kept with an unknown token ("unknown"); ``len(source)`` is the
-    number kept.
+    a demonstration, ``learn`` selects the last answer, every assistant turn, or all tokens but the first. A
+    turn includes its end token if the rendered chat has one there; the last answer gets a missing end token.
+    Tokens after the last learned token are removed. Rows are truncated to ``max_tokens`` on the right, and
+    dropped if no learned token remains. ``report`` has the number of rows read ("rows"), truncated, dropped,
+    and kept with an unknown token ("unknown"); ``len(source)`` is the number kept.
     """
 
     unit = "texts"

@@ -314,7 +314,8 @@ def padding_token(tokenizer: Tokenizer, sources: Sequence[PreferenceSource]) -> 
     """Returns a padding token that is not the last token of any text.
 
     transformers reads a decoder's score at the last token that is not the pad token, which is the wrong
-    position if the text ends with the pad token. If no special token is free, uses one that is in no text.
+    position if the text ends with the pad token. If no special token is free, uses any token of the
+    vocabulary that is in no text.
     """
     ends = {token for source in sources for token in source.last_tokens}
     special = [tokenizer.pad_id, *tokenizer.hf.all_special_ids]

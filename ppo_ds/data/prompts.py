@@ -175,7 +175,7 @@ class PromptSource:
         map_rows(self._rows, check, self._kept)
 
     def check_column(self, column: str, key: str) -> None:
-        """Raises a UserError about ``key`` if ``column`` is missing, or has too many or too long values."""
+        """Raises a UserError about ``key`` unless ``column`` exists and has up to MAX_VALUES short values."""
         rows = [self._rows[i] for i in self._kept]
         values = {value_of(row, column) for row in rows}
         if values == {NO_VALUE}:

@@ -147,7 +147,7 @@ class MultiTurnGenerator:
                 self.failed(episode, error)
 
     def begun(self, episode: Episode, result: tuple[Environment, tuple[Message, ...] | None]) -> None:
-        """Stores the new environment and, if it returned one, its prompt."""
+        """Stores the new environment and its prompt, unless the prompt of the data is kept."""
         episode.environment, messages = result
         has_tools = self.read_calls is not None
         prompt = encode_prompt(self.tokenizer, messages, episode.row, self.max_prompt_tokens, has_tools)

@@ -6,8 +6,8 @@ each node downloads files that its cache lacks. All ranks then load only from th
 that rank 0 has found. If nodes share a cache, rank 0 fills it. Some tools load a model without this download.
 ``fetch_weights`` then downloads the weights, and transformers downloads the other files.
 
-The progress bars of the libraries are off (launch/train.py), since every rank would draw one. ``DownloadBar``
-shows the progress instead.
+The progress bars of the libraries are off (launch/train.py), since every rank would draw one. Instead, rank 0
+shows the download of weights (``DownloadBar``).
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ _downloaded: dict[tuple[str, str | None], HubFiles] = {}
 def hub_arguments(path: str, revision: str | None) -> dict[str, Any]:
     """Returns the arguments of ``from_pretrained`` that select a Hub model's revision; {} for a local folder.
 
-    If ``download_files`` was called for the model, they select the commit that it found and prevent requests
-    to the Hub.
+    If ``download_files`` has recorded a commit of the model, they select this commit and prevent requests to
+    the Hub.
     """
     if os.path.isdir(path):
         return {}
@@ -220,8 +220,9 @@ def list_files(model: HubModel) -> HubFiles | None:
 def download(files: HubFiles, names: Sequence[str], bar: type[tqdm] | None = None) -> None:
     """Downloads those of ``names`` that the local cache lacks; raises UserError if one cannot be downloaded.
 
-    Also copies the model's code to the folder from which transformers imports code. Ranks must call this
-    through ``World.on_first_of_node``, so that no rank imports a file that another rank is still writing.
+    Also copies the model's code to the folder from which transformers imports code. If several ranks download
+    to one cache, they must call this through ``World.on_first_of_node``, so that no rank imports a file that
+    another rank is still writing.
     """
     if not names:
         return

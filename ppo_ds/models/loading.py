@@ -370,8 +370,8 @@ def user_errors(path: str, key: str, *more: type[Exception]) -> Iterator[None]:
     """Converts exceptions while loading a model into UserErrors with ``key`` and the path.
 
     transformers raises OSError, ValueError or ImportError for most problems of a folder, a Hub id or its
-    code. An invalid config.json can cause other types, such as KeyError. ``more`` are
-    further types to convert.
+    code. An invalid config.json can cause other types, such as KeyError. ``more`` are further types
+    to convert.
     """
     usual = (OSError, ValueError, ImportError, AssertionError, KeyError, ZeroDivisionError, RecursionError)
     try:

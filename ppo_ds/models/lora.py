@@ -125,7 +125,7 @@ class PlainWeight:
         return [self.base, *(_matrices(self.layer) if self.layer else ())]
 
     def merged(self, device: torch.device, merge: bool = True) -> Tensor:
-        """Returns a copy of the weight on ``device``; with ``merge``, any adapter is merged into it."""
+        """Returns a copy of the weight on ``device``, in its dtype; ``merge`` merges any adapter into it."""
         if self.layer is None or not merge:
             return plain_weight(self.base).detach().to(device, copy=True)
         return _merged(self.layer, plain_weight(self.base), *_matrices(self.layer)).to(device)
@@ -209,7 +209,7 @@ def merge_saved_adapter(model: PreTrainedModel, directory: Path, key: str) -> No
 
 
 def save_adapter(model: nn.Module, directory: Path, state: dict[str, Tensor]) -> None:
-    """Writes the adapter in ``state``, a state dict, for ``PeftModel.from_pretrained(base, directory)``."""
+    """Writes the adapter in ``state``, a state dict of ``model``, for ``PeftModel.from_pretrained``."""
     from peft import get_peft_model_state_dict
 
     config: Any = model.peft_config[ADAPTER]

@@ -16,7 +16,7 @@ from ppo_ds.ops.masked import keep
 
 
 def pad_rows(rows: Sequence[Sequence[int]], value: int, side: str = "right") -> tuple[Tensor, Tensor]:
-    """Pads rows of ids with ``value`` to one batch [B,T]; returns it with its mask, False at padding."""
+    """Pads rows of ids with ``value`` to a batch [B,T]; returns it and its mask, False only at padding."""
     padded = partial(pad_sequence, batch_first=True, padding_side=side)
     ids = padded([torch.tensor(row, dtype=torch.long) for row in rows], padding_value=value)
     return ids, padded([torch.ones(len(row), dtype=torch.bool) for row in rows])

@@ -61,7 +61,7 @@ def scatter_tokens(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]
 
 
 def scatter_states(parts: list[Tensor], sequences: Sequences, plan: list[Tensor]) -> Tensor:
-    """Assembles per-state outputs [B,S] as scatter_tokens does; columns after a response's length are 0."""
+    """Assembles per-state outputs [B,S] as scatter_tokens does; columns beyond a row's final state are 0."""
     states = torch.arange(sequences.response_width + 1) <= sequences.response_lengths[:, None]
     return scatter_rows(parts, plan, torch.zeros(states.shape)).masked_fill(~states, 0.0)
 

@@ -160,7 +160,7 @@ class WorkerProcess:
         )
 
     def end(self) -> str:
-        """Kills the process and those that it started, unless it has ended; describes how it ended."""
+        """Kills the process and those that it started, unless ``end`` already has; describes how it ended."""
         if not self.has_ended():
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -18,10 +18,10 @@ from ppo_ds.types import Rollout, ScoredRollout
 class ScorePosition:
     """Determines at which position a response's score is added, and which states exist.
 
-    "last_token" is the last action. "next_token" is the position after it, or the last action too if the
-    response has its maximum length. The position after the last action is a state with a value loss if
-    ``next_state`` is "trained" (TRL), and a state without a value loss if "untrained" (DeepSpeed-Chat). If
-    "ignored" (zysNLP), it is no state, so a score at this position has no effect.
+    "last_token" is the last action, and then only actions are states. "next_token" is the position after it,
+    or the last action too if the response has its maximum length. If "next_token" is after the last action,
+    it is a state with a value loss if ``next_state`` is "trained" (TRL), and a state without a value loss if
+    "untrained" (DeepSpeed-Chat). If "ignored" (zysNLP), it is no state, so the score has no effect.
     """
 
     position: str  # last_token | next_token
