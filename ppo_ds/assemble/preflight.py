@@ -191,7 +191,11 @@ def _rewards(section: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str,
 
 
 def check_reward(section: dict[str, Any], key: str, inputs: ScoredInputs) -> None:
-    """Raises UserError if a reward model cannot read the data, or a reward without a model rejects a row."""
+    """Raises UserError if a reward cannot use the data.
+
+    A reward model must be able to read them, the code of a chat scorer must be trusted, and any other reward
+    must accept all rows.
+    """
     if section["_target_"] == CLASSIFIER:
         options = {name: section[name] for name in ("template", "append_eos", "normalize") if name in section}
         check_reward_model(ModelConfig(**section["model"]), inputs.examples(), key=key, **options)

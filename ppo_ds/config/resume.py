@@ -102,7 +102,7 @@ def changes(before: Settings, now: Settings) -> list[Change]:
     """Returns (key, old value, new value) for every key that differs and is not mutable.
 
     If ``before`` lacks a key, because the key is newer than the checkpoint, the default counts as its old
-    value. Keys of ``before`` that no variant chosen in ``now`` has are ignored.
+    value. Keys of ``before`` that only variants not chosen in ``now`` have are ignored.
     """
     old, new, known = _leaves(with_defaults(Config, before, now)), _leaves(now), set(dotted_keys(Config))
     old = {key: value for key, value in old.items() if key in new or key not in known}

@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -26,7 +27,7 @@ class StoreClosed(StoreUnavailable):
 
 
 class StoreSilent(StoreUnavailable):
-    """Raised if no answer comes in time: the process that holds the store is suspended or overloaded."""
+    """Raised if no answer comes in time, as if the store's process is suspended or cannot be reached."""
 
 
 class RankStore:
@@ -37,29 +38,30 @@ class RankStore:
 
     def __init__(self) -> None:
         self._store = dist.distributed_c10d._get_default_store().clone()
-        self._lock = threading.Lock()
+        self._calls: SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]]] = SimpleQueue()
+        threading.Thread(target=self._run, name="store", daemon=True).start()
+
+    def _run(self) -> None:
+        """Runs the operations in a thread, since torch waits without a timeout for a suspended process."""
+        while True:
+            operation, answer = self._calls.get()
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(operation(self._store))
+                except Exception as error:
+                    answer.set_exception(error)
 
     def _call(self, operation: Callable[[dist.Store], T]) -> T:
-        """Runs ``operation`` in a daemon thread: if the store's process is suspended, torch waits forever.
+        """Returns the result of ``operation``.
 
-        After StoreSilent, the operation continues and holds the lock until the store's process has answered.
+        After StoreSilent, an operation that was sent takes effect once the store's process continues.
         """
         answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(operation(self._store))
-            except Exception as error:
-                answer.set_exception(error)
-            finally:
-                self._lock.release()
-
-        if not self._lock.acquire(timeout=ANSWER_TIMEOUT):
-            raise StoreSilent
-        threading.Thread(target=run, daemon=True).start()
+        self._calls.put((operation, answer))
         try:
             return answer.result(ANSWER_TIMEOUT)
         except TimeoutError as error:
+            answer.cancel()  # if an earlier operation still waits, this one is never sent
             raise StoreSilent from error
         except dist.DistError as error:
             raise StoreClosed(str(error)) from error

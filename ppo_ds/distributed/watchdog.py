@@ -37,6 +37,7 @@ FIRST_ERROR_WAIT = 2.0
 # store
 ACK_TIMEOUT = 3.0
 CLOSE_TIMEOUT = 3.0  # longest wait for closing the logs of the run
+EXIT_TIMEOUT = 2 * ACK_TIMEOUT + CLOSE_TIMEOUT  # longest time between the failure of one rank and all exits
 # the process ends this long after the timeout even if no Python thread can run
 HARD_EXIT_MARGIN = 5.0
 
@@ -92,7 +93,7 @@ class Watchdog:
         self.started = False
         self._process = process or Process()
         self._limit: float | None = None  # seconds without a beat after which a hang is reported
-        # seconds without a beat; time in which the whole process was suspended does not count
+        # seconds without a beat; of a suspension of the whole process, only a few seconds count
         self._silent = 0.0
         self._beats = -1  # number of beats at the last check
         self._last_check = self._hard_exit_scheduled = -float("inf")
@@ -120,13 +121,17 @@ class Watchdog:
             self._ended.register(descriptor, select.POLLIN)
 
     def add_callback(self, callback: Callable[[], None]) -> None:
-        """Makes the thread call ``callback``, which must be quick and not a collective, twice a second."""
+        """Makes the thread call ``callback``, which must be quick and not a collective, twice a second.
+
+        After a callback that raises StoreSilent, and while the store is silent, no callback is called.
+        """
         self._callbacks.append(callback)
 
     def set_timeout(self, minutes: float, close_record: Callable[[str], None]) -> None:
         """Sets the timeout: from now on, the run ends after ``minutes`` without a heartbeat.
 
-        Before it ends this rank, the watchdog calls ``close_record``, which closes the logs, with the reason.
+        If the thread ends this rank because another rank failed or the run hangs, it first calls
+        ``close_record``, which closes the logs, with the reason.
         """
         self._close_record = close_record
         self._limit = 60 * minutes
@@ -161,7 +166,9 @@ class Watchdog:
             with contextlib.suppress(StoreUnavailable):
                 earlier = earlier or self._store.add(FAILURE_CLAIMS) > 1
             if earlier:
-                self._process.sleep(2 * ACK_TIMEOUT + CLOSE_TIMEOUT)
+                self._process.sleep(EXIT_TIMEOUT)
+                if not self._ending.is_set():  # the other rank ended before it published its failure
+                    self._process.write(text)
                 self._process.exit(code)
         # the other ranks exit once they have read the failure; the thread must not report their exits as
         # failures
@@ -292,7 +299,7 @@ class Watchdog:
         now, beats = self._process.clock(), heartbeat.read().beats
         if now - self._hard_exit_scheduled > HARD_EXIT_MARGIN / 2:
             self._postpone_hard_exit(limit)
-        # a longer gap between two checks than the store can cause means that this process was suspended
+        # of a longer gap than one wait for the store causes, the rest is ignored: this process was suspended
         gap = min(now - self._last_check, 2 * POLL + ANSWER_TIMEOUT)
         self._silent = self._silent + gap if self._beats == beats else 0.0
         self._beats, self._last_check = beats, now
@@ -308,6 +315,8 @@ class Watchdog:
                 stalled = [self._store.add(f"{STALLED}{rank}", 0) for rank in range(self._size)]
                 who = "any rank" if self._size > 1 and all(stalled) else who
                 self._publish(_no_progress(who, limit), 1, stuck=True)
+            elif self._silent > limit + EXIT_TIMEOUT:  # a rank ended before it published its failure
+                self._exit(self._describe_hang(_no_progress(who, limit)), 1)
         except StoreUnavailable:
             self._exit(self._describe_hang(_no_progress(who, limit)), 1)
 

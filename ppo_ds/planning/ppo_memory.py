@@ -291,12 +291,12 @@ def decoding_bytes(config: PPOConfig, shape: Shape, each: int, rows: int, length
 
 
 def records_steps(config: PPOConfig, on_gpu: bool) -> bool:
-    """Returns whether decode steps are CUDA graphs; they never are if weights are gathered layer by layer."""
+    """Returns whether decode steps are CUDA graphs, provided that weights are not gathered by layers."""
     return on_gpu and config.rollout.backend != "hf"
 
 
 def packed_bytes(config: PPOConfig, shape: Shape, on_gpu: bool) -> int:
-    """Computes the bytes of packed weights (models/linear.py) during generation; 0 if none are packed."""
+    """Computes the bytes of packed weights (models/linear.py) in generation with whole weights, or 0."""
     dtype = torch_dtype(config.actor.model.dtype)
     packs = not on_gpu and config.rollout.backend != "hf" and matmul.packs(torch.empty(1, dtype=dtype))
     size = dtype.itemsize * shape.linear

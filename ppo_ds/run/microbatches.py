@@ -35,7 +35,7 @@ def microbatches(minibatch: S, token_budget: int, world: World, packed: bool = F
 
 
 def padding(micros: Iterable[Sequences | PreferencePairs], packed: bool) -> Tensor:
-    """Returns the number of padding tokens and the number of all tokens in the forwards over ``micros``."""
+    """Returns [padding tokens, all tokens] of the forwards over ``micros``: [2] long, on the CPU."""
     counts = torch.zeros(2, dtype=torch.long)
     for rows in micros:
         lengths = rows.lengths.flatten() if isinstance(rows, PreferencePairs) else rows.attention_mask.sum(1)

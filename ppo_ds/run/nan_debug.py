@@ -56,7 +56,7 @@ def nonfinite_tensors(name: str, model: TrainedModel) -> Iterator[list[str]]:
     """Yields a list that collects the names of ``model``'s non-finite outputs and gradients in the block.
 
     They are in the order of computation. The outputs are those of leaf modules and of the whole model. Each
-    forward must have one unpadded row.
+    forward should have a single row or pair, since the names do not tell rows apart.
     """
     found: list[str] = []
 

@@ -60,8 +60,9 @@ def recorded_settings(run_dir: Path) -> Settings | None:
 def names_to_move(run_dir: Path, now: Settings, start: Path | None, restart: bool = False) -> list[str]:
     """Returns the names of the files in ``run_dir`` that an earlier run left and that must be moved away.
 
-    Returns [] if ``start`` is a checkpoint of the earlier run, or if ``start`` is None (no checkpoint) and
-    the settings are the same. With ``restart``, returns all of the earlier run's files.
+    Returns [] if no step was recorded, if ``start`` is a checkpoint of the earlier run, or if ``start`` is
+    None (no checkpoint) and the settings are the same. With ``restart``, returns all of the earlier run's
+    files, or [] if it has neither a step nor a checkpoint.
     """
     before, steps = recorded_settings(run_dir), recorded_steps(run_dir)
     checkpoints = run_dir / "checkpoints"

@@ -55,7 +55,7 @@ class Saver:
     ) -> None:
         """Saves a checkpoint if one is due, or if ``eval_score`` is better than the best checkpoint's.
 
-        ``last`` marks the end of the run, where a checkpoint is due unless checkpoint.every or the step is 0.
+        With ``last``, as at the end of the run, one is due unless checkpoint.every or the step is 0.
         While optimizer steps are being skipped, no other is saved, since a rollback needs a healthy state.
         ``clock`` is in seconds and equal on all ranks. ``again`` replaces the step's existing checkpoint.
         """

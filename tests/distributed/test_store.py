@@ -45,7 +45,7 @@ def test_calls_return_while_the_process_that_holds_the_store_is_suspended(holder
     with pytest.raises(StoreSilent):
         ranks.add("acks")  # sent
     with pytest.raises(StoreSilent):
-        ranks.add("acks", 100)  # not sent, since the first still waits
+        ranks.add("acks", 100)  # never sent, since the first still waits
     holder.send_signal(signal.SIGCONT)
     monkeypatch.setattr(store, "ANSWER_TIMEOUT", 60.0)
     assert ranks.add("acks", 0) == 3 and ranks.get("stop") == "a signal"

@@ -167,11 +167,24 @@ def test_a_failure_of_another_rank_ends_this_one_with_its_code_and_closes_the_re
     assert rank.store.counts["failure_acks"] == 2
 
 
-def test_only_the_first_rank_to_fail_reports_its_error(rank):
+@pytest.mark.parametrize("published", [True, False])
+def test_only_the_first_rank_to_fail_reports_its_error_unless_it_has_ended_before(rank, published):
     rank.store.add("failure_claims")  # rank 0 has failed first
+    if published:
+        rank.watchdog._ending.set()  # the thread has read the failure while this rank sleeps
     with pytest.raises(Exited):
         rank.watchdog.fail("traceback", "RuntimeError: a consequence", 1)
+    assert rank.process.written == ([] if published else ["traceback"]) and rank.failure is None
+
+
+def test_a_hang_is_reported_even_if_the_first_rank_to_find_it_ended_before_it_published_it(rank):
+    rank.watchdog.set_timeout(0.1, lambda reason: None)
+    rank.store.add("failure_claims")  # by rank 0, which has ended
+    rank.check(30)  # 6 s until the hang and 9 s for rank 0 to publish it
     assert rank.process.written == [] and rank.failure is None
+    with pytest.raises(Exited):
+        rank.check(2)
+    assert rank.process.written[0].startswith("rank 1: stuck (no progress on rank 1 for 6 s;")
 
 
 def test_an_error_while_the_process_ends_because_of_another_rank_is_not_reported(rank):

@@ -198,7 +198,7 @@ def read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[s
 
 
 def step_sizes(records: Sequence[Record], steps: set[int]) -> dict[int, int]:
-    """Returns how many responses all ranks generated in each step, except for steps without a record."""
+    """Returns the samples that each step trained on; leaves out steps without a record, or after one."""
     made = {record["step"]: record["episodes"] for record in records if is_number(record.get("episodes"))}
     made.setdefault(0, 0)
     return {step: made[step] - made[step - 1] for step in steps if {step, step - 1} <= made.keys()}
@@ -212,7 +212,7 @@ def evenly(count: int, limit: int) -> list[int]:
 
 
 def short_row(row: Record) -> Record:
-    """Returns a row with shortened texts, in which the prompt is only its last message ("asked")."""
+    """Returns a row with shortened texts; "asked" (a chat's last message), if any, replaces the prompt."""
     short = {key: value for key, value in row.items() if key not in ("asked", "step", "split")}
     prompt, response = str(row.get("asked") or row.get("prompt", "")), str(row.get("response", ""))
     if len(response) > MAX_RESPONSE:  # the shortened response is shown without its turns
