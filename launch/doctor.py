@@ -4,7 +4,7 @@ It takes the command line of launch/train.py and reports whether models, data an
 estimates the memory and the time of each phase, and the hours of the run. Models are read from their
 config.json files; no weights are loaded. Without the Hub, the models of conf/ have the shapes included in
 ppo_ds, and texts count with the maximum length in the config. Without --gpu, --gpus, --nodes and --gpu-mem it
-checks this machine. With any of these, the disk, /dev/shm and CPU memory that a cluster needs are printed, but
+checks this machine. With any of these, the disk, /dev/shm and CPU memory that a cluster needs are printed but
 not checked.
 
     --gpu NAME        a row of ppo_ds/tools/doctor/gpus.py: h100, a100, rtx4090, ...; needed for the time

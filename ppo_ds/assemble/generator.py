@@ -73,7 +73,7 @@ class Backends:
         if not isinstance(self.config.rollout, VLLM):
             generator: Generator = make(**arguments)
             return generator
-        # vLLM's engine starts slowly, and its cache keeps its size when a budget is halved, so it is made once
+        # vLLM's engine starts slowly, and its cache keeps its size if a budget is halved, so it is made once
         if name not in self.made:
             arguments |= {"longest": self.longest, "temperature": self.sampling.temperature}
             engine = self.connected_engine(partial(make, **arguments, settings=self.config.rollout.vllm))

@@ -173,7 +173,7 @@ class RewardModelTrainer(FinetuneStage[PreferenceSource, PreferencePairs]):
             export_model(self.scorer, "model.", folder, save, self.tokenizer)
 
     def export_settings(self, *, averaged: bool) -> dict[str, Any]:
-        """Returns the arguments of ``ScoreModel.save``, with score statistics if these weights were measured."""
+        """Returns the arguments of ``ScoreModel.save``, with statistics of scores if they were measured."""
         settings = dict(self.saved_settings)
         if (found := self.measured.get((averaged, self.scorer.steps))) is not None:
             mean, std = found.mean_and_std()

@@ -236,7 +236,7 @@ class Checkpoints:
     def _shortage(
         self, models: Mapping[str, TrainedModel], copies: Mapping[str, WeightCopy], more: int = 0
     ) -> str | None:
-        """Returns an error text if the disk lacks space for a checkpoint and ``more`` bytes; no collective."""
+        """Returns an error text if the disk has no space for a checkpoint and ``more`` bytes, else None."""
         tensors = sum(map(model_bytes, models.values())) + sum(map(weight_copy_bytes, copies.values()))
         needed = tensors + OTHER_BYTES + more
         existing = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())

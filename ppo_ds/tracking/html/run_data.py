@@ -198,7 +198,7 @@ def read_samples(files: dict[str, list[tuple[int, Path]]], limit: int) -> dict[s
 
 
 def step_sizes(records: Sequence[Record], steps: set[int]) -> dict[int, int]:
-    """Returns the samples that each step trained on; leaves out steps without a record, or after one."""
+    """Returns the number of samples of each step; omits a step if it or the one before has no record."""
     made = {record["step"]: record["episodes"] for record in records if is_number(record.get("episodes"))}
     made.setdefault(0, 0)
     return {step: made[step] - made[step - 1] for step in steps if {step, step - 1} <= made.keys()}
