@@ -52,9 +52,9 @@ class ScoredInputs(Protocol):
 def check_inputs(config: PPOConfig, world: World, *, prepared: bool) -> None:
     """Raises UserError for mistakes in data and rewards.
 
-    The caller does this before it refuses to resume, or moves files of an earlier run. If ``prepared`` is
-    False, `prepare` has yet to create files. Then only reward functions and the environment are checked, and
-    only if `prepare` does not create their code. Training reads the data again. All ranks must call this.
+    Callers check the inputs before they refuse to resume, or move files of an earlier run. ``prepared`` is
+    False if `prepare` has not yet created its files. Then only reward functions and the environment are
+    checked, except those whose code `prepare` creates. All ranks must call this.
     """
     for key, section in reward_parts(all_rewards(config), FUNCTION):
         file = section["path"].rpartition(":")[0]

@@ -31,8 +31,8 @@ def open_start(
 ) -> Path | None:
     """Opens the run directory and returns the checkpoint to resume from, if any. All ranks must call this.
 
-    Raises UserError if the run cannot resume from the checkpoint with these ``settings``. Before it raises
-    this error or moves the record of an earlier run, it raises UserError for mistakes in data and rewards.
+    First checks data and rewards, before it moves the record of an earlier run. Raises UserError for
+    mistakes in them, or else if the run cannot resume from the checkpoint with these ``settings``.
     """
     run_dir, resume = Path(config.run.dir or ""), config.run.resume
     check_shared(run_dir, world)

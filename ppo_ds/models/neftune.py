@@ -31,7 +31,7 @@ class EmbeddingNoise:
 
 @contextmanager
 def noisy_embeddings(lm: PreTrainedModel, layout: Layout, noise: EmbeddingNoise | None) -> Iterator[None]:
-    """Adds ``noise`` to the embeddings in the forward of ``layout`` that runs inside the block."""
+    """Adds ``noise`` to the embeddings in the forward of ``layout`` that runs in this context."""
 
     if noise is None:
         yield

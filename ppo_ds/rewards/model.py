@@ -101,8 +101,8 @@ def model_reward(
         append_eos: See TextEncoder.
         zero: Sharding and offloading of the model.
         audit: See audit.py.
-        normalize: Whether scores become (score - score_mean) / score_std, of the model's config.json.
-        tokenizer: The actor's tokenizer; for the other services see docs/rewards.md, "Your own kind".
+        normalize: Whether scores become (score - score_mean) / score_std, with values from config.json.
+        tokenizer: The actor's tokenizer; docs/rewards.md, "Your own kind", has the other keyword-only ones.
     """
     path, name = model.path, f"{key}.model.path={model.path}"
     own_tokenizer = load_tokenizer(path, model.revision, model.trust_remote_code, key=f"{key}.model.path")

@@ -83,8 +83,8 @@ Aggregation = Callable[[Tensor, Tensor, BatchTotals | None], Share]
 def aggregate(loss: Tensor, mask: Tensor, agg: Aggregation, totals: BatchTotals | None = None) -> Tensor:
     """Aggregates a per-token loss [B,T] to a scalar. Sequences without tokens do not count.
 
-    With ``totals``, returns this micro-batch's share of the loss of the optimizer step times dp_size, because
-    gradients are averaged over ranks (DeepSpeed: ``engine.backward(loss, scale_wrt_gas=False)``).
+    With ``totals``, returns dp_size times this micro-batch's share of the optimizer step's loss. The factor
+    cancels the averaging over ranks (DeepSpeed: ``engine.backward(loss, scale_wrt_gas=False)``).
     """
     share = agg(loss, mask, totals)
     if totals is None or share.divisor is None:
